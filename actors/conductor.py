@@ -1,0 +1,120 @@
+"""The coordinator's loop: moves records between the hub and the pure `Coordinator`, and nothing else.
+
+Runs in an actor, a thread or a process of its own. Before the first round it gathers one `Ready` per rank; a client's
+`Hello` is answered with them. It never loads a model, and torch is not needed here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actors.coordinator import Coordinator
+from actors.messages import (
+    Abort,
+    DraftBatch,
+    Failure,
+    Hello,
+    ProposalBatch,
+    Ready,
+    ReportOrder,
+    Request,
+    Stop,
+    VerdictBatch,
+    VerifyBatch,
+)
+from actors.pipelines import PIPELINES
+from actors.scheduler import Capacity, Limits, Scheduler
+from actors.tally import Tally
+from actors.wire import Hub
+
+CLIENT = "client"
+"""Identity of the one link that receives tokens; other clients' links only send."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSpec:
+    """What a coordinator needs to know before it starts; plain values, so that it travels anywhere."""
+
+    pipeline: str
+    num_draft_tokens: int
+    target_ranks: int
+    draft_ranks: int
+    eos_token_ids: tuple[int, ...]
+    limits: Limits = field(default_factory=Limits)
+
+    def identities(self, role: str) -> tuple[str, ...]:
+        size = self.target_ranks if role == "target" else self.draft_ranks
+        return tuple(f"{role}-{rank}" for rank in range(size))
+
+
+class Conductor:
+    """Owns the hub for the life of one engine."""
+
+    def __init__(self, spec: CoordinatorSpec, hub: Hub, watch: Callable[[Tally], None] | None = None) -> None:
+        self._spec = spec
+        self._hub = hub
+        self._watch = watch
+        self._targets = spec.identities("target")
+        self._drafters = spec.identities("draft")
+        self._ready: dict[str, Ready] = {}
+        self._greeted = False
+        self._coordinator: Coordinator | None = None
+
+    def run(self) -> str:
+        """Serve until a `Stop` arrives; returns its reason."""
+        watched = time.monotonic()
+        while True:
+            received = self._hub.receive(timeout_s=1.0)
+            if received is not None:
+                identity, record = received
+                if isinstance(record, Stop):
+                    self._hub.send([*self._targets, *self._drafters], record)
+                    self._hub.send([CLIENT], record)
+                    return record.reason
+                self._take(identity, record)
+            if self._watch is not None and self._coordinator is not None and time.monotonic() - watched >= 1.0:
+                watched = time.monotonic()
+                self._watch(self._coordinator.tally)
+
+    def _take(self, identity: str, record: object) -> None:
+        match record:
+            case VerdictBatch() | ProposalBatch() | Request() | Abort() | ReportOrder():
+                assert self._coordinator is not None, "a client speaks only after it was greeted"
+                for answer in self._coordinator.on(record, time.monotonic()):
+                    self._send(answer)
+            case Ready():
+                self._ready[identity] = record
+                self._greet()
+            case Hello():
+                self._greeted = True
+                self._greet()
+            case Failure():
+                self._hub.send([CLIENT], record)
+            case _:
+                raise TypeError(f"{identity} sent {type(record).__name__}, which has no meaning here")
+
+    def _send(self, record: object) -> None:
+        if isinstance(record, VerifyBatch):
+            self._hub.send(self._targets, record)
+        elif isinstance(record, DraftBatch):
+            self._hub.send(self._drafters, record)
+        else:
+            self._hub.send([CLIENT], record)
+
+    def _greet(self) -> None:
+        """Once every rank is there, size the scheduler by what the target measured and tell the client."""
+        if not self._greeted or len(self._ready) < len(self._targets) + len(self._drafters):
+            return
+        facts = self._ready["target-0"].facts
+        capacity = Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))
+        self._coordinator = Coordinator(
+            Scheduler(self._spec.limits, capacity),
+            PIPELINES[self._spec.pipeline](self._spec.num_draft_tokens),
+            self._spec.eos_token_ids,
+            drafts=bool(self._drafters),
+            now=time.monotonic(),
+        )
+        for ready in self._ready.values():
+            self._hub.send([CLIENT], ready)

@@ -1,0 +1,280 @@
+"""The coordinator: a pure state machine between a client, one drafter role and one target role.
+
+Records go in through `on`, records come out; the type of a record names its destination (`DraftBatch` to the draft
+ranks, `VerifyBatch` to the target ranks, the rest to the client). It holds no socket, thread, tensor or clock of its
+own, so every interleaving of arrivals can be played in a test, and the simulator can drive the real thing.
+
+    Request -> admit -> VerifyBatch(prompt)  --------------------> VerdictBatch
+                     \\> DraftBatch(prompt)                             |
+                         DraftBatch(commit, order) <------------- commit, then Tokens to the client
+                         ProposalBatch ---> VerifyBatch(commit, proposal) ---> VerdictBatch ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from actors.messages import (
+    Abort,
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    Proposal,
+    ProposalBatch,
+    ReportOrder,
+    Request,
+    Tokens,
+    VerdictBatch,
+    VerifyBatch,
+    VerifyItem,
+)
+from actors.pipelines import Pipeline
+from actors.scheduler import PassPlan, Scheduler
+from actors.sequence import Sequence
+from actors.tally import Tally
+
+
+class Ledger:
+    """What one role still has to be told, and which requests it knows."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._admits: list[Admit] = []
+        self._commits: list[Commit] = []
+        self._releases: list[int] = []
+
+    def admit(self, sequence: Sequence) -> None:
+        self.release(sequence.request_id)
+        self._known.add(sequence.request_id)
+        self._admits.append(
+            Admit(
+                sequence.request_id,
+                sequence.epoch,
+                tuple(sequence.token_ids),
+                sequence.prompt_len,
+                sequence.request.sampling,
+            )
+        )
+
+    def commit(self, record: Commit) -> None:
+        if record.request_id in self._known:
+            self._commits.append(record)
+
+    def release(self, request_id: int) -> None:
+        if request_id not in self._known:
+            return
+        self._known.discard(request_id)
+        self._commits = [record for record in self._commits if record.request_id != request_id]
+        told = all(record.request_id != request_id for record in self._admits)
+        self._admits = [record for record in self._admits if record.request_id != request_id]
+        if told:
+            self._releases.append(request_id)
+
+    def flush(self) -> tuple[tuple[Admit, ...], tuple[Commit, ...], tuple[int, ...]]:
+        news = tuple(self._admits), tuple(self._commits), tuple(self._releases)
+        self._admits, self._commits, self._releases = [], [], []
+        return news
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._admits or self._releases)
+
+
+class Coordinator:
+    """Drives requests round by round. `drafts` is False where no drafter role exists."""
+
+    def __init__(
+        self, scheduler: Scheduler, pipeline: Pipeline, eos_token_ids: Iterable[int], *, drafts: bool, now: float = 0.0
+    ) -> None:
+        self.tally = Tally(since=now)
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._drafts = drafts
+        self._sequences: dict[int, Sequence] = {}
+        self._proposals: dict[int, Proposal] = {}
+        self._target = Ledger()
+        self._draft = Ledger()
+        self._round = 0
+        self._drafting: frozenset[int] | None = None  # requests of the outstanding draft batch
+        self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
+        self._round_started: float | None = None
+        self._round_busy_s = 0.0
+        self._active_since: float | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return self._scheduler.num_requests
+
+    def on(self, record: Any, now: float) -> list[Any]:
+        """Take one record; return what has to be sent, most urgent first. `now` is CLOCK_MONOTONIC seconds."""
+        news: list[Any] = []
+        match record:
+            case Request():
+                news += self._submit(record, now)
+            case Abort():
+                news += self._abort(record)
+            case ProposalBatch():
+                self._take_proposals(record)
+            case VerdictBatch():
+                news += self._take_verdicts(record, now)
+            case ReportOrder():
+                return [self._report(record, now)]
+            case _:
+                raise TypeError(f"the coordinator has no use for {type(record).__name__}")
+        orders = self._advance(now)
+        if self._active_since is not None and not self.num_requests:
+            self.tally.active_s += now - self._active_since
+            self._active_since = None
+        # What a role waits for goes out before what a client merely reads.
+        return orders + news
+
+    def _submit(self, request: Request, now: float) -> list[Any]:
+        sequence = Sequence.start(request, self._scheduler.capacity.max_model_len)
+        refusal = self._scheduler.refusal(sequence)
+        if refusal is None and request.request_id in self._sequences:
+            refusal = f"request_id: {request.request_id} is in use"
+        if refusal is not None:
+            return [Tokens(request.request_id, 0, (), "error", sequence.stats(), refusal)]
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence)
+        self.tally.num_prompt_tokens += sequence.prompt_len
+        if self._active_since is None:
+            self._active_since = now
+        return []
+
+    def _abort(self, record: Abort) -> list[Any]:
+        sequence = self._sequences.get(record.request_id)
+        if sequence is None:
+            return []
+        sequence.finish_reason = "abort"
+        self._end(sequence)
+        return [Tokens(sequence.request_id, sequence.num_generated, (), "abort", sequence.stats())]
+
+    def _take_proposals(self, batch: ProposalBatch) -> None:
+        self.tally.drafted(batch)
+        self._round_busy_s += batch.finished - batch.started
+        for proposal in batch.proposals:
+            sequence = self._sequences.get(proposal.request_id)
+            if sequence is not None and sequence.accepts(proposal):
+                self._proposals[proposal.request_id] = proposal
+            else:
+                self.tally.num_stale += 1
+        self._drafting = None
+
+    def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
+        assert self._verifying is not None and batch.round == self._round
+        offered, self._verifying = self._verifying, None
+        self.tally.judged(batch)
+        news: list[Any] = []
+        for verdict in batch.verdicts:
+            sequence = self._sequences.get(verdict.request_id)
+            if sequence is None or verdict.epoch != sequence.epoch:
+                self.tally.num_stale += 1
+                continue
+            proposal = offered[verdict.request_id]
+            position = sequence.num_generated
+            commit = sequence.commit(verdict, proposal, self._eos_token_ids)
+            self.tally.verified(proposal, commit)
+            self._target.commit(commit)
+            self._draft.commit(commit)
+            ended = sequence.finish_reason is not None
+            if ended:
+                self._end(sequence)
+                self.tally.num_requests_finished += 1
+            stats = sequence.stats() if ended else None
+            news.append(Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats))
+        self._end_round(batch, now, speculated=any(proposal is not None for proposal in offered.values()))
+        return news
+
+    def _end_round(self, batch: VerdictBatch, now: float, *, speculated: bool) -> None:
+        if speculated and self._round_started is not None:
+            busy_s = self._round_busy_s + batch.finished - batch.started
+            self.tally.round_ended(self._round_started, now, busy_s)
+        self._round_started = now if self.num_requests else None
+        self._round_busy_s = 0.0
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        self._scheduler.remove(sequence)
+        self._proposals.pop(sequence.request_id, None)
+        self._target.release(sequence.request_id)
+        self._draft.release(sequence.request_id)
+
+    def _advance(self, now: float) -> list[Any]:
+        """Order drafts, then start a target pass if the policy lets it."""
+        if self._verifying is not None:
+            return []
+        if self._round_started is None and self.num_requests:
+            self._round_started = now
+        orders = self._order_drafts()
+        if not self._pipeline.may_verify(self._expecting()):
+            return orders
+        plan = self._scheduler.plan(self._proposals)
+        for sequence in (*plan.preempted, *plan.admitted):
+            self._proposals.pop(sequence.request_id, None)
+        for sequence in plan.preempted:
+            self._target.release(sequence.request_id)
+            self._draft.release(sequence.request_id)
+            self.tally.num_preemptions += 1
+        for sequence in plan.admitted:
+            self._target.admit(sequence)
+            if self._drafts and sequence.request.speculate:
+                self._draft.admit(sequence)
+        # Both sides read the prompt at the same time.
+        return orders + self._order_drafts() + self._start_pass(plan)
+
+    def _wants_draft(self, sequence: Sequence) -> int:
+        """Draft tokens this sequence should have before its next pass, 0 if it should not be speculated for."""
+        if not self._drafts or not sequence.request.speculate or sequence.uncached_len != 1:
+            return 0
+        return self._pipeline.num_draft_tokens(sequence)
+
+    def _expecting(self) -> list[Sequence]:
+        return [
+            sequence
+            for sequence in self._scheduler.running
+            if sequence.request_id not in self._proposals and self._wants_draft(sequence)
+        ]
+
+    def _order_drafts(self) -> list[DraftBatch]:
+        if self._drafting is not None:
+            return []
+        orders = [DraftOrder(sequence.request_id, self._wants_draft(sequence)) for sequence in self._expecting()]
+        if not orders and not self._draft.has_news:
+            return []
+        admits, commits, releases = self._draft.flush()
+        orders += [DraftOrder(admit.request_id, 0) for admit in admits if admit.request_id in self._sequences]
+        self._drafting = frozenset(order.request_id for order in orders)
+        return [DraftBatch(self._round, admits, commits, releases, tuple(_first_of_each(orders)))]
+
+    def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:
+        if not plan.rows:
+            return []
+        self._round += 1
+        items = []
+        self._verifying = {}
+        for sequence, num_tokens, proposal in plan.rows:
+            items.append(VerifyItem(sequence.request_id, num_tokens, proposal))
+            if num_tokens == sequence.uncached_len:
+                self._verifying[sequence.request_id] = proposal
+            else:
+                sequence.cached_len += num_tokens  # a chunk of committed text: its rows are kept whatever comes
+            self._proposals.pop(sequence.request_id, None)
+        return [VerifyBatch(self._round, *self._target.flush(), tuple(items))]
+
+    def _report(self, order: ReportOrder, now: float) -> Any:
+        if self._active_since is not None:
+            self.tally.active_s += now - self._active_since
+            self._active_since = now
+        report = self.tally.report(now)
+        if order.reset:
+            self.tally = Tally(since=now)
+        return report
+
+
+def _first_of_each(orders: list[DraftOrder]) -> list[DraftOrder]:
+    """A request that is admitted and drafted for in one batch needs only the larger order, which stands first."""
+    return list({order.request_id: order for order in reversed(orders)}.values())[::-1]

@@ -1,0 +1,134 @@
+"""The contract every drafter fulfils, and the role that speaks for it.
+
+A drafter turns committed text into a guess. It is told of requests (`open`), of what became of its guesses
+(`observe`) and of their end (`release`); `propose` never changes the text. Everything a drafter says is only a
+guess: a wrong, short or missing one costs speed, never correctness. The role keeps the committed text and its
+digest, so that a drafter without a model is a single function.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from actors.messages import (
+    HASH_SEED,
+    Commit,
+    Draw,
+    DraftBatch,
+    Proposal,
+    ProposalBatch,
+    SamplingParams,
+    SparseLaw,
+    TokenTree,
+    extend_hash,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """The committed text of one request as the drafting side knows it. Drafters read it; only the role extends it."""
+
+    request_id: int
+    epoch: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    prefix_hash: int = HASH_SEED
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess: the tree, how each node was drawn, and the law behind each node's children (None if not random)."""
+
+    tree: TokenTree
+    draws: tuple[int, ...] = ()
+    laws: tuple[SparseLaw | None, ...] = ()
+
+    @staticmethod
+    def nothing(context: Context) -> Draft:
+        """The empty proposal."""
+        return Draft(TokenTree.root(context.token_ids[-1]))
+
+    @staticmethod
+    def chosen(tree: TokenTree) -> Draft:
+        """A tree whose tokens were chosen without randomness."""
+        return Draft(tree, (Draw.ROOT, *[Draw.DETERMINISTIC] * tree.num_draft_tokens), (None,) * len(tree.parents))
+
+
+class Drafter(Protocol):
+    """What a family of drafters implements."""
+
+    def open(self, context: Context) -> None:
+        """A request arrived (or came back after a preemption)."""
+
+    def prepare(self, contexts: Sequence[Context]) -> None:
+        """Bring private state, such as KV, up to the committed text, in the time the target reads it too."""
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        """One draft per context, with at most `budgets[i]` >= 1 draft tokens; fewer or none is always allowed."""
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        """The verdict on the last draft: rows of `commit.path` stay valid. Called before the context is extended."""
+
+    def release(self, request_id: int) -> None:
+        """The request ended; forget it."""
+
+
+@dataclass(slots=True)
+class DraftRole:
+    """Answers each `DraftBatch` with a `ProposalBatch`."""
+
+    drafter: Drafter
+    contexts: dict[int, Context] = field(default_factory=dict)
+
+    def answer(self, batch: DraftBatch) -> ProposalBatch:
+        started = time.monotonic()
+        for request_id in batch.releases:
+            if self.contexts.pop(request_id, None) is not None:
+                self.drafter.release(request_id)
+        for admit in batch.admits:
+            context = Context(
+                admit.request_id,
+                admit.epoch,
+                list(admit.token_ids),
+                admit.prompt_len,
+                admit.sampling,
+                extend_hash(HASH_SEED, admit.token_ids),
+            )
+            self.contexts[admit.request_id] = context
+            self.drafter.open(context)
+        for commit in batch.commits:
+            self._follow(commit)
+        wanted = [(self.contexts[order.request_id], order.num_draft_tokens) for order in batch.orders]
+        idle = [context for context, budget in wanted if not budget]
+        if idle:
+            self.drafter.prepare(idle)
+        asked = [(context, budget) for context, budget in wanted if budget]
+        proposals: tuple[Proposal, ...] = ()
+        if asked:
+            contexts, budgets = zip(*asked, strict=True)
+            drafts = self.drafter.propose(contexts, budgets)
+            proposals = tuple(map(_proposal, contexts, drafts))
+        return ProposalBatch(batch.round, proposals, started, time.monotonic())
+
+    def _follow(self, commit: Commit) -> None:
+        context = self.contexts[commit.request_id]
+        assert commit.epoch == context.epoch and commit.prefix_len == len(context.token_ids)
+        self.drafter.observe(context, commit)
+        context.token_ids.extend(commit.token_ids)
+        context.prefix_hash = extend_hash(context.prefix_hash, commit.token_ids)
+
+
+def _proposal(context: Context, draft: Draft) -> Proposal:
+    return Proposal(
+        context.request_id,
+        context.epoch,
+        len(context.token_ids),
+        context.prefix_hash,
+        draft.tree,
+        tuple(int(draw) for draw in draft.draws),
+        draft.laws,
+    )

@@ -1,0 +1,46 @@
+"""The families of drafters: one file each, and the one list of them. Adding a family means adding a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actors.drafter import Drafter
+from actors.drafters.model import ModelDrafter
+from actors.drafters.ngram import NgramDrafter
+from actors.options import DrafterConfig, SchedulerConfig, VerifyConfig
+from parallel.mesh import Group
+from parallel.runner import open_model
+from parallel.sizing import fit_slots
+
+
+def build_drafter(
+    config: DrafterConfig,
+    verify: VerifyConfig,
+    scheduler: SchedulerConfig,
+    group: Group,
+    device: str,
+    eos_token_ids: Sequence[int],
+) -> tuple[Drafter, dict[str, object]]:
+    """The drafter the user chose, on this rank, and the facts it reports."""
+    return DRAFTERS[config.name](config, verify, scheduler, group, device, eos_token_ids)
+
+
+def _ngram(config, verify, scheduler, group, device, eos_token_ids):
+    return NgramDrafter(config), {}
+
+
+def _model(config, verify, scheduler, group, device, eos_token_ids):
+    fit = fit_slots(config.path, group, device, config.dtype, max_num_seqs=scheduler.max_num_seqs)
+    runner = open_model(config.path, group, device, fit.dtype, fit.num_slots)
+    drafter = ModelDrafter(
+        runner,
+        config,
+        rule=verify.rule,
+        law_size=verify.law_size,
+        eos_token_ids=eos_token_ids,
+        prefill_chunk=scheduler.prefill_chunk,
+    )
+    return drafter, fit.facts()
+
+
+DRAFTERS = {"ngram": _ngram, "model": _model}

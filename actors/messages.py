@@ -1,0 +1,366 @@
+"""The words of the engine: what a coordinator, a target and a drafter say to each other.
+
+Standard library only, every record frozen. No tensor ever travels in one of these: tensors have their own door
+(`parallel/transport.py`). A record that arrives late, twice or out of order is *recognised* by
+(request, epoch, prefix_len, prefix_hash) and costs speed, never correctness.
+
+Glossary
+    target          the model whose output law is preserved
+    drafter         an algorithm that proposes tokens; it need not have a model
+    committed       tokens fixed for ever; `prefix_len` is their count
+    root            node 0 of a token tree: the last committed token, whose KV the target has not computed yet
+    token tree      `token_ids` + `parents`; a chain is the degenerate tree, the empty proposal is the root alone
+    path            accepted node indices in order, root excluded
+    accepted        draft tokens that were kept (the bonus is not one of them)
+    next_token      what the target itself adds behind the path: a correction or, after a full path, a bonus
+    acceptance length   tokens a round emits = accepted + 1 (the convention of vLLM)
+    uncached suffix committed tokens whose KV is missing, of any length; the root is always its last token
+    epoch           counts preemptions and re-admissions of a request; records of an older epoch are stale
+    round           one draft and one verify
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+HASH_SEED = 0xCBF29CE484222325
+_HASH_PRIME = 0x100000001B3
+_MASK_64 = (1 << 64) - 1
+
+
+def extend_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
+    """Rolling 64-bit digest (FNV-1a over token ids) of a committed prefix; start from `HASH_SEED`."""
+    for token in token_ids:
+        digest = ((digest ^ (token + 1)) * _HASH_PRIME) & _MASK_64
+    return digest
+
+
+class Draw(IntEnum):
+    """How a node's token came to be; decides which verification rules are exact for it."""
+
+    ROOT = 0
+    DETERMINISTIC = 1  # chosen without randomness of its own: top-k, n-gram, beams; as a law, one-hot
+    COUPLED = 2  # arg-max under the noise shared with the target (any rule but `coupled` reads it as DETERMINISTIC)
+    IID = 3  # drawn from the law of its parent context, siblings independent, duplicates kept
+    WITHOUT_REPLACEMENT = 4  # drawn from that law with the earlier siblings removed and the rest renormalised
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings stand in the order they are tested."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @staticmethod
+    def root(token: int) -> TokenTree:
+        """The empty proposal: degree one, plain decoding."""
+        return TokenTree((token,), (-1,))
+
+    @staticmethod
+    def chain(root: int, draft: tuple[int, ...] | list[int]) -> TokenTree:
+        return TokenTree((root, *draft), tuple(range(-1, len(draft))))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def depths(self) -> list[int]:
+        """Distance of every node from the root."""
+        depths = [0] * len(self.parents)
+        for i in range(1, len(self.parents)):
+            depths[i] = depths[self.parents[i]] + 1
+        return depths
+
+    def children(self) -> list[list[int]]:
+        """Child indices of every node, in test order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for i in range(1, len(self.parents)):
+            children[self.parents[i]].append(i)
+        return children
+
+    def path_to(self, node: int) -> list[int]:
+        """Node indices from the first node below the root to `node`; empty for the root."""
+        path = []
+        while node > 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def check(self) -> None:
+        """Raise ValueError unless this is a tree in topological order."""
+        if not self.token_ids or len(self.token_ids) != len(self.parents) or self.parents[0] != -1:
+            raise ValueError("a token tree needs a root and one parent per node")
+        for i in range(1, len(self.parents)):
+            if not 0 <= self.parents[i] < i:
+                raise ValueError(f"node {i} of the token tree names parent {self.parents[i]}")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLaw:
+    """A draft law on its support: `probs` sum to one, and tokens were really drawn from exactly this law.
+
+    Truncating to the top m and *sampling from the truncated law* keeps every rejection rule exact.
+    """
+
+    token_ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafter's guess for one request, and the prefix it assumes.
+
+    `draws[i]` says how node i was drawn; `laws[i]` is the law from which the *children* of node i were drawn, None
+    where they were not drawn at random. Under the coupled rule both may be empty tuples.
+    """
+
+    request_id: int
+    epoch: int
+    prefix_len: int
+    prefix_hash: int
+    tree: TokenTree
+    draws: tuple[int, ...] = ()
+    laws: tuple[SparseLaw | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target made of a proposal: the accepted `path` and one token of its own behind it."""
+
+    request_id: int
+    epoch: int
+    prefix_len: int
+    path: tuple[int, ...]
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where verification stopped and what came next: the key under which a continuation can be prepared."""
+
+    node: int
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request wants its tokens; the names and defaults of vLLM. Everything here is already in token ids
+    except `stop`, which the engine watches for in the text."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 128
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError naming the first field that makes no sense."""
+        bounds = (
+            ("temperature", self.temperature >= 0, "must be 0 (greedy) or above"),
+            ("top_k", self.top_k >= 0, "must be 0 (off) or above"),
+            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "must be above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be in [-2, 2]"),
+            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be between 0 and max_tokens"),
+            ("stop", all(self.stop), "must not hold an empty string"),
+        )
+        for name, good, rule in bounds:
+            if not good:
+                raise ValueError(f"sampling.{name}={getattr(self, name)!r} {rule}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks for. `speculate=False` decodes plainly, whatever the engine's pipeline is."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Speculation of one request, in the words of vLLM's per-request metrics."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()  # rounds that accepted 0, 1, 2, ... draft tokens
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """News of one request for its client: tokens in order, and, with the last ones, why it ended.
+
+    `position` is the index of the first of them among the request's generated tokens, so that a client can tell a
+    repetition from news. `finish_reason` is None, "stop", "length", "abort" or "error".
+    """
+
+    request_id: int
+    position: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stats: RequestStats | None = None
+    error: str | None = None
+
+
+# --- the four records of a round ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A role learns of a request (again): all committed tokens so far, the first `prompt_len` of them the prompt."""
+
+    request_id: int
+    epoch: int
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What became of the last proposal: KV rows of `path` are kept and `token_ids` follow the first `prefix_len`."""
+
+    request_id: int
+    epoch: int
+    prefix_len: int
+    path: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """Propose for this request, at most so many tokens; zero asks only for its KV to be brought up to date."""
+
+    request_id: int
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Coordinator to every draft rank: verdicts first, then what to propose next."""
+
+    round: int
+    admits: tuple[Admit, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    releases: tuple[int, ...] = ()
+    orders: tuple[DraftOrder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalBatch:
+    """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host."""
+
+    round: int
+    proposals: tuple[Proposal, ...]
+    started: float
+    finished: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyItem:
+    """Feed `num_tokens` of the uncached suffix; if that reaches the root, verify `proposal` (or sample plainly).
+
+    `proposal` is None for the empty proposal. A chunk that does not reach the root yields no verdict.
+    """
+
+    request_id: int
+    num_tokens: int
+    proposal: Proposal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBatch:
+    """Coordinator to every target rank: what the last verdicts became, then what to verify."""
+
+    round: int
+    admits: tuple[Admit, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    releases: tuple[int, ...] = ()
+    items: tuple[VerifyItem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictBatch:
+    """Target lead to coordinator, sent before anything else is done with the result."""
+
+    round: int
+    verdicts: tuple[Verdict, ...]
+    started: float
+    finished: float
+    num_tokens: int = 0
+
+
+# --- between a client and the coordinator, and the life of a role ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A client announces itself; answered by one `Ready` per role lead once all ranks are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank has loaded its part and listens. `facts` are measured at start: bytes, slots, device, versions."""
+
+    role: str
+    rank: int
+    facts: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A role could not go on; `text` is one line for the user."""
+
+    role: str
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOrder:
+    """Ask the coordinator for its counters; `reset` starts a new measuring window."""
+
+    reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Counters and, when recorded, spans (lane, name, start, end, arguments) of the window."""
+
+    counters: dict[str, object]
+    spans: tuple[tuple[str, str, float, float, dict[str, object]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the receiving loop."""
+
+    reason: str = "done"

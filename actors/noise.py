@@ -1,0 +1,84 @@
+"""Counter-based randomness: a number is a pure function of (seed, stream, counters, token id), never of a state.
+
+A drafter and a target that never met draw the same noise for the same token of the same position, in any batch, after
+any restart, on any device: the bits come from integer arithmetic alone. Knows neither logits nor trees.
+
+Keys are mixed on the host (SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014,
+with Stafford's variant 13 of the finaliser) and spread over the vocabulary on the device by two keyed rounds of the
+32-bit mixer `lowbias32` (Wellons, "Prospecting for hash functions", 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK_32 = (1 << 32) - 1
+_MASK_64 = (1 << 64) - 1
+# The second multiplier of lowbias32 as its negative residue: no product of a 32-bit word leaves the range of int64.
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+class Stream(IntEnum):
+    """What a number is for. Numbers of different streams are independent.
+
+    COUPLED is keyed by (seed, position) and shared by drafter and target on purpose. The others are keyed by
+    (seed, stream, step, node): a ratio test that met the same number twice would be biased.
+    """
+
+    COUPLED = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def _mix(word: int) -> int:
+    word = (word + 0x9E3779B97F4A7C15) & _MASK_64
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return word ^ (word >> 31)
+
+
+def noise_key(seed: int, stream: Stream, *counters: int) -> int:
+    """64 well-mixed bits for (seed, stream, counters)."""
+    key = _mix(seed & _MASK_64)
+    for word in (stream, *counters):
+        key = _mix(key ^ word)
+    return key
+
+
+def uniform(key: int) -> float:
+    """The key as a number in [0, 1), to 53 bits."""
+    return (key >> 11) * 2.0**-53
+
+
+def _scramble_(words: Tensor) -> Tensor:
+    """One round of lowbias32 on 32-bit words kept in int64, in place."""
+    words ^= words >> 16
+    words.mul_(_MULTIPLIERS[0]).bitwise_and_(_MASK_32)
+    words ^= words >> 15
+    words.mul_(_MULTIPLIERS[1]).bitwise_and_(_MASK_32)
+    words ^= words >> 16
+    return words
+
+
+def noise_bits(keys: Sequence[int], token_ids: Tensor) -> Tensor:
+    """32 random bits per (key, token), as int64 [n, m]; `token_ids` is [m], shared by all keys, or [n, m]."""
+    halves = torch.tensor([(key >> 32, key & _MASK_32) for key in keys], dtype=torch.int64).to(token_ids.device)
+    words = _scramble_(token_ids ^ halves[:, :1])
+    words ^= halves[:, 1:]
+    return _scramble_(words)
+
+
+def gumbel(keys: Sequence[int], token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise per (key, token), float32 [n, m]; always finite.
+
+    Winners of a Gumbel race have a small exponential E, which -log1p(-u) resolves down to 2^-33; -log(u) with u near
+    one would round it to zero. The clamp keeps losers finite, so that a banned token (-inf) never ties with one.
+    """
+    u = noise_bits(keys, token_ids).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
+    return u.neg_().log1p_().neg_().log_().neg_()

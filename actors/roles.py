@@ -1,0 +1,117 @@
+"""What one rank does from start to end: take its device, join its group, load its part, answer its records.
+
+The same function runs as a thread of one process, as a process, or inside a Ray actor. It knows how to build each
+role from the user's options and leaves every decision to the role itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from actors.drafter import DraftRole
+from actors.drafters import build_drafter
+from actors.messages import Failure, Ready, Stop
+from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
+from actors.target import TargetRole
+from actors.wire import Link
+from parallel.mesh import Group
+from parallel.rendezvous import connect_store, join
+from parallel.runner import open_model
+from parallel.sizing import fit_slots
+
+SWITCH_INTERVAL_S = 5e-4
+"""Python's default of 5 ms lets one busy thread delay a waiting one by a whole draft pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """One rank's orders. `cores` empty leaves the affinity alone; `size` is the number of ranks of the role."""
+
+    role: str
+    rank: int
+    size: int
+    epoch: int
+    device: str
+    num_threads: int
+    cores: tuple[int, ...]
+    hub_address: str
+    store: tuple[str, int] | None
+    host: str
+    eos_token_ids: tuple[int, ...]
+    target: TargetConfig
+    drafter: DrafterConfig
+    verify: VerifyConfig
+    scheduler: SchedulerConfig
+
+    @property
+    def identity(self) -> str:
+        return f"{self.role}-{self.rank}"
+
+
+def serve(spec: RankSpec, pinned: bool = True, observe: Callable[[str], None] | None = None) -> None:
+    """Serve one rank until `Stop`. A failure is told to the hub in one line and raised again."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if pinned and spec.cores:
+        os.sched_setaffinity(0, spec.cores)
+    torch.set_num_threads(max(1, spec.num_threads))
+    link = Link(spec.hub_address, spec.identity)
+    group: Group | None = None
+    try:
+        group = _join(spec)
+        role, facts = build_role(spec, group)
+        link.send(Ready(spec.role, spec.rank, facts))
+        while not isinstance(batch := link.receive(), Stop):
+            answer = role.answer(batch)
+            if spec.rank == 0:
+                link.send(answer)
+            if observe is not None:
+                observe(f"round {batch.round}")
+    except Exception as error:
+        link.send(Failure(spec.role, spec.rank, f"{type(error).__name__}: {error}".splitlines()[0]))
+        raise
+    finally:
+        link.close()
+        if group is not None:
+            group.close()
+
+
+def _join(spec: RankSpec) -> Group:
+    device = torch.device(spec.device)
+    store = connect_store(*spec.store) if spec.store and spec.size > 1 else None
+    return join(store, spec.role, spec.epoch, spec.rank, spec.size, device, host=spec.host)
+
+
+def build_role(spec: RankSpec, group: Group) -> tuple[Any, dict[str, object]]:
+    """The role object of this rank and the facts it reports."""
+    started = time.monotonic()
+    role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group)
+    return role, {"device": spec.device, "cores": list(spec.cores), "load_s": time.monotonic() - started, **facts}
+
+
+def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, object]]:
+    config = spec.target
+    fit = fit_slots(
+        config.path,
+        group,
+        spec.device,
+        config.dtype,
+        stretch=config.stretch,
+        max_model_len=config.max_model_len,
+        num_slots=config.kv_slots,
+        max_num_seqs=spec.scheduler.max_num_seqs,
+    )
+    runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
+    role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
+    return role, fit.facts()
+
+
+def _build_draft(spec: RankSpec, group: Group) -> tuple[DraftRole, dict[str, object]]:
+    drafter, facts = build_drafter(spec.drafter, spec.verify, spec.scheduler, group, spec.device, spec.eos_token_ids)
+    return DraftRole(drafter), facts

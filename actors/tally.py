@@ -1,0 +1,95 @@
+"""What the coordinator counts and, if asked, the spans it saw: the raw material of reports, metrics and timelines.
+
+Counter names follow vLLM's. Pure bookkeeping on one clock (CLOCK_MONOTONIC seconds); derives no ratios.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.messages import Commit, Proposal, ProposalBatch, Report, VerdictBatch
+
+SPAN_LIMIT = 50_000
+"""Spans kept; older ones fall out, so that a server's memory stays constant."""
+
+Span = tuple[str, str, float, float, dict[str, object]]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of one measuring window, from `since` on."""
+
+    since: float = 0.0
+    num_rounds: int = 0
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_requests_finished: int = 0
+    num_preemptions: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_drafted_per_pos: list[int] = field(default_factory=list)
+    num_accepted_per_pos: list[int] = field(default_factory=list)
+    acceptance_histogram: list[int] = field(default_factory=list)
+    num_stale: int = 0
+    draft_busy_s: float = 0.0
+    target_busy_s: float = 0.0
+    active_s: float = 0.0
+    num_spec_rounds: int = 0
+    spec_round_s: float = 0.0
+    spec_round_overhead_s: float = 0.0
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
+
+    def verified(self, proposal: Proposal | None, commit: Commit) -> None:
+        """One sequence left a round with `commit`; `proposal` is what it had been offered."""
+        self.num_tokens += len(commit.token_ids)
+        if proposal is None or not proposal.tree.num_draft_tokens:
+            return
+        num_accepted = min(len(commit.path), len(commit.token_ids))
+        self.num_spec_steps += 1
+        self.num_draft_tokens += proposal.tree.num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        depth = max(proposal.tree.depths())
+        _grow(self.acceptance_histogram, num_accepted + 1)
+        self.acceptance_histogram[num_accepted] += 1
+        _grow(self.num_drafted_per_pos, depth)
+        _grow(self.num_accepted_per_pos, depth)
+        for position in range(depth):
+            self.num_drafted_per_pos[position] += 1
+            self.num_accepted_per_pos[position] += position < num_accepted
+
+    def drafted(self, batch: ProposalBatch) -> None:
+        self.draft_busy_s += batch.finished - batch.started
+        if batch.proposals:
+            tokens = sum(proposal.tree.num_draft_tokens for proposal in batch.proposals)
+            self._span("draft", "propose", batch, {"requests": len(batch.proposals), "tokens": tokens})
+        else:
+            self._span("draft", "prefill", batch, {})
+
+    def judged(self, batch: VerdictBatch) -> None:
+        self.target_busy_s += batch.finished - batch.started
+        self.num_rounds += 1
+        name = "verify" if batch.num_tokens > len(batch.verdicts) else "decode"
+        self._span("target", name, batch, {"rows": batch.num_tokens, "requests": len(batch.verdicts)})
+
+    def round_ended(self, started: float, ended: float, busy_s: float) -> None:
+        """A round with speculation took `ended - started`, of which the roles on its critical path worked `busy_s`."""
+        self.num_spec_rounds += 1
+        self.spec_round_s += ended - started
+        self.spec_round_overhead_s += max(0.0, ended - started - busy_s)
+
+    def report(self, now: float) -> Report:
+        counters: dict[str, Any] = {
+            name: getattr(self, name) for name in self.__slots__ if name not in ("spans", "since")
+        }
+        counters["window_s"] = now - self.since
+        return Report(counters, tuple(self.spans))
+
+    def _span(self, lane: str, name: str, batch: ProposalBatch | VerdictBatch, arguments: dict[str, object]) -> None:
+        self.spans.append((lane, name, batch.started, batch.finished, {"round": batch.round, **arguments}))
+
+
+def _grow(counts: list[int], length: int) -> None:
+    counts.extend([0] * (length - len(counts)))

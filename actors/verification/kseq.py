@@ -1,0 +1,65 @@
+"""K-SEQ (SpecTr, arXiv 2310.15141): k independent drafts per node, tested one by one at a common discount rho.
+
+Optimal transport with membership cost, approximated to within (1 - 1/e). Exact for independent siblings only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.messages import SparseLaw, TokenTree
+from actors.verification.coins import Coins
+from actors.verification.laws import NO_MASS, ChildLaw, TargetRow, child_laws
+
+
+def discount(target: np.ndarray, law: ChildLaw, num_draws: int) -> tuple[float, float]:
+    """(rho, beta): the least rho in [1, k] with 1 - (1 - beta)^k <= rho * beta, by bisection.
+
+    beta = sum over x of min(p(x) / rho, q(x)) is the chance that a single draft is accepted.
+    """
+
+    def acceptance(rho: float) -> float:
+        return float(np.minimum(target[law.token_ids] / rho, law.probs).sum())
+
+    low, high = 1.0, float(num_draws)
+    while low < (rho := (low + high) / 2) < high:
+        beta = acceptance(rho)
+        if 1.0 - (1.0 - beta) ** num_draws <= rho * beta:
+            high = rho
+        else:
+            low = rho
+    return high, acceptance(high)
+
+
+def verify_kseq(
+    tree: TokenTree, draws: Sequence[int], laws: Sequence[SparseLaw | None], target_row: TargetRow, coins: Coins
+) -> tuple[tuple[int, ...], int]:
+    """(path, next_token): at each node the first child accepted with min(1, p / (rho q)) wins."""
+    children = tree.children()
+    path: list[int] = []
+    node = 0
+    while True:
+        target = target_row(node)
+        siblings = children[node]
+        if not siblings:
+            return tuple(path), coins.sample(target, node)
+        own_laws = child_laws(tree, draws, laws[node], siblings)
+        rho, beta = discount(target, own_laws[0], len(siblings))
+        for child, law in zip(siblings, own_laws):
+            if coins.accept(min(1.0, float(target[tree.token_ids[child]]) / (rho * law.own)), child):
+                path.append(child)
+                node = child
+                break
+        else:
+            return tuple(path), coins.sample(_residual(target, own_laws[0], rho, beta, len(siblings)), node)
+
+
+def _residual(target: np.ndarray, law: ChildLaw, rho: float, beta: float, num_draws: int) -> np.ndarray:
+    """p - min(p / rho, q) (1 - (1 - beta)^k) / beta, [V] unnormalised; p itself where nothing is left or lost."""
+    residual = target.copy()
+    if beta > 0:
+        accepted = np.minimum(target[law.token_ids] / rho, law.probs) * (1.0 - (1.0 - beta) ** num_draws) / beta
+        residual[law.token_ids] = np.maximum(residual[law.token_ids] - accepted, 0.0)
+    return residual if residual.sum() > NO_MASS else target

@@ -1,0 +1,93 @@
+"""The control line: msgpack records over ZeroMQ between the coordinator and every rank and client.
+
+One bound socket at the coordinator (`Hub`), one connected socket at everyone else (`Link`). Four one-way records make
+a round; a role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code
+runs between threads (inproc://), processes and hosts (tcp://). Carries no tensors and decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+
+from actors import messages
+from parallel.codec import Codec, CodecError
+
+CODEC = Codec(
+    (
+        messages.Request,
+        messages.Abort,
+        messages.Tokens,
+        messages.DraftBatch,
+        messages.ProposalBatch,
+        messages.VerifyBatch,
+        messages.VerdictBatch,
+        messages.Hello,
+        messages.Ready,
+        messages.Failure,
+        messages.ReportOrder,
+        messages.Report,
+        messages.Stop,
+    )
+)
+LINGER_MS = 200
+"""How long a closing socket may still deliver: long enough for a last word, too short to hang an exit."""
+
+
+class Hub:
+    """The coordinator's end. `address` is inproc://name or tcp://host:port, port 0 or * for any free one."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ValueError(f"cannot listen on {address}: {error}; choose a free port") from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.num_unreadable = 0
+
+    def send(self, identities: tuple[str, ...] | list[str], record: Any) -> None:
+        """Multicast one record; it is encoded once."""
+        payload = CODEC.encode(record)
+        for identity in identities:
+            self._socket.send_multipart((identity.encode(), payload))
+
+    def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
+        """The next (identity, record), or None after `timeout_s`. Unreadable bytes are counted and skipped."""
+        while timeout_s is None or self._socket.poll(int(timeout_s * 1000)):
+            identity, payload = self._socket.recv_multipart()
+            try:
+                return identity.decode(), CODEC.decode(payload)
+            except CodecError:
+                self.num_unreadable += 1
+        return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Link:
+    """The end of a rank or a client, known to the hub as `identity` (such as "target-0"). Use from one thread."""
+
+    def __init__(self, address: str, identity: str) -> None:
+        self.identity = identity
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt_string(zmq.IDENTITY, identity)
+        self._socket.connect(address)
+
+    def send(self, record: Any) -> None:
+        self._socket.send(CODEC.encode(record))
+
+    def receive(self, timeout_s: float | None = None) -> Any | None:
+        """The next record, or None after `timeout_s`."""
+        if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        return CODEC.decode(self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()

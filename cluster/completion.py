@@ -1,0 +1,157 @@
+"""One request as its client holds it: tokens as they come, text, why it ended, and when things happened.
+
+Can be waited for (`result`), or iterated over as an async iterator of `Token`, from any thread or event loop. Filled
+by the engine's reader thread; knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from actors.messages import RequestStats, SamplingParams, Tokens
+from cluster.text import TextStream
+
+
+class EngineError(RuntimeError):
+    """The engine or a request failed; the message is one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token; `text` is what it adds to the visible text, possibly nothing yet."""
+
+    id: int
+    text: str
+    index: int
+
+
+class Completion:
+    """Grows while it is generated. Times are CLOCK_MONOTONIC seconds, None until they happened."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: str | Sequence[int],
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        abort: Callable[[int], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling = sampling
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stats = RequestStats()
+        self.submitted_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self._tokens: list[Token] = []
+        self._stream = TextStream(tokenizer, sampling.stop)
+        self._error: str | None = None
+        self._abort = abort
+        self._stopped = False  # by a stop string; the coordinator hears of it and answers with the statistics
+        self._changed = threading.Condition()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    @property
+    def text(self) -> str:
+        return self._stream.text
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_at is not None
+
+    def abort(self) -> None:
+        """Ask for the request to end early; it ends with finish_reason "abort"."""
+        self._abort(self.request_id)
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Wait for the end. Raises EngineError if the request failed, TimeoutError after `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finished, timeout_s):
+                raise TimeoutError(f"request {self.request_id} is still running")
+        if self._error is not None:
+            raise EngineError(self._error)
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        """Tokens from the first on; raises EngineError if the request failed. Leaving early aborts the request."""
+        waiter = asyncio.Event()
+        entry = (asyncio.get_running_loop(), waiter)
+        with self._changed:
+            self._waiters.append(entry)
+        index = 0
+        try:
+            while True:
+                waiter.clear()
+                finished = self.finished
+                # With stop strings a token waits for its successor: the last one also carries the text held back.
+                held = 0 if finished or not self.sampling.stop else 1
+                while index < len(self._tokens) - held:
+                    yield self._tokens[index]
+                    index += 1
+                if finished:
+                    break
+                await waiter.wait()
+            if self._error is not None:
+                raise EngineError(self._error)
+        finally:
+            self._waiters.remove(entry)
+            if not self.finished:
+                self.abort()
+
+    # --- the engine's side --------------------------------------------------------------------------------------------
+
+    def take(self, news: Tokens) -> bool:
+        """Add what the coordinator sent; True once nothing more will come."""
+        now = time.monotonic()
+        with self._changed:
+            fresh = news.token_ids[max(0, len(self.token_ids) - news.position) :]
+            if fresh and self.first_token_at is None:
+                self.first_token_at = now
+            self._append(fresh)
+            if news.finish_reason is not None:
+                self._end(news, now)
+            self._wake()
+            return self.finished
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            if not self.finished:
+                self._error, self.finish_reason, self.finished_at = reason, "error", time.monotonic()
+            self._wake()
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            if self._stopped:
+                return
+            shown = len(self._stream.text)
+            self.token_ids.append(token)
+            self._stopped = self._stream.push(token)
+            self._tokens.append(Token(token, self._stream.text[shown:], len(self._tokens)))
+            if self._stopped:
+                self._abort(self.request_id)
+
+    def _end(self, news: Tokens, now: float) -> None:
+        shown = len(self._stream.text)
+        self._stream.end()
+        if self._tokens and self._stream.text[shown:]:
+            last = self._tokens[-1]
+            self._tokens[-1] = Token(last.id, last.text + self._stream.text[shown:], last.index)
+        self.finish_reason = "stop" if self._stopped else news.finish_reason
+        self.stats = news.stats or self.stats
+        self._error = news.error
+        self.finished_at = now
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for loop, waiter in self._waiters:
+            loop.call_soon_threadsafe(waiter.set)

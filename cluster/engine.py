@@ -1,0 +1,220 @@
+"""The public Python API: an engine that turns prompts into tokens.
+
+    with Engine(load_config(["drafter=ngram", "cluster=inprocess"])) as engine:
+        for completion in engine.generate(["def median(values):"]):
+            print(completion.text)
+        async for token in engine.submit("class Stack:"):   # inside a coroutine
+            print(token.text, end="")
+
+It owns the tokenizer, the backend and one link to the coordinator. It knows neither models nor rounds. Everything a
+client was told is kept here, so whatever dies behind the coordinator, a request ends with tokens or a clear error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.conductor import CLIENT, CoordinatorSpec
+from actors.messages import Abort, Failure, Hello, Ready, Report, ReportOrder, Request, SamplingParams, Stop, Tokens
+from actors.scheduler import Limits
+from actors.wire import Link
+from cluster.backends import make_backend
+from cluster.completion import Completion, EngineError
+from cluster.config import LaunchConfig, load_config
+from cluster.placement import lay_out
+from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
+
+__all__ = ["Completion", "Engine", "EngineError"]
+
+_POLL_S = 0.2
+
+
+class Engine:
+    """Starts on construction and is ready when the constructor returns; `close` (or `with`) ends it."""
+
+    def __init__(self, config: LaunchConfig | None = None, *, progress: Callable[[str], None] | None = None) -> None:
+        self.config = config if config is not None else load_config([])
+        checkpoint = Path(self.config.target.path)
+        self.tokenizer = load_tokenizer(checkpoint)
+        drafter_path = getattr(self.config.drafter, "path", None)
+        if drafter_path:
+            check_same_vocabulary(checkpoint, Path(drafter_path))
+        self.ready: dict[str, Ready] = {}
+        self._ids = itertools.count(1)
+        self._live: dict[int, Completion] = {}
+        self._error: str | None = None
+        self._reports: list[Report] = []
+        self._news = threading.Condition()
+        self._send_lock = threading.Lock()
+        self._closed = False
+        self._reader: threading.Thread | None = None
+        self._out: Link | None = None
+        self._backend = make_backend(self.config)
+        try:
+            self._start(read_eos_token_ids(checkpoint), progress or (lambda stage: None))
+        except BaseException:
+            self.close()
+            raise
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, speculate: bool = True
+    ) -> Completion:
+        """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
+
+        Raises ValueError for a prompt or sampling parameters that make no sense, EngineError once the engine is dead.
+        """
+        sampling = sampling if sampling is not None else self.config.sampling_params(self.tokenizer)
+        sampling.check()
+        token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
+        completion = Completion(next(self._ids), prompt, token_ids, sampling, self.tokenizer, self._abort)
+        with self._news:
+            if self._error is not None:
+                raise EngineError(self._error)
+            self._live[completion.request_id] = completion
+        self._send(Request(completion.request_id, tuple(token_ids), sampling, speculate))
+        return completion
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        on_finished: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Completions of all prompts, in order; `on_finished` hears of each as it ends. Raises EngineError."""
+        completions = [self.submit(prompt, sampling, speculate=speculate) for prompt in prompts]
+        for completion in completions:
+            completion.result()
+            if on_finished is not None:
+                on_finished(completion)
+        return completions
+
+    def report(self, *, reset: bool = False) -> Report:
+        """The coordinator's counters and spans since the last reset."""
+        with self._news:
+            self._reports.clear()
+        self._send(ReportOrder(reset))
+        with self._news:
+            self._news.wait_for(lambda: self._reports or self._error is not None, timeout=30)
+            if not self._reports:
+                raise EngineError(self._error or "the coordinator does not answer")
+            return self._reports.pop()
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the engine; requests in flight end with an error. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._out is not None:
+            self._send(Stop("closed"))
+        if self._reader is not None:
+            self._reader.join(timeout=5)
+        self._backend.close()
+        if self._out is not None:
+            self._out.close()
+        self._fail("the engine was closed")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self, eos_token_ids: tuple[int, ...], progress: Callable[[str], None]) -> None:
+        config = self.config
+        progress("reaching the cluster")
+        self.places = lay_out(config, self._backend.devices())
+        num_draft = sum(place.role == "draft" for place in self.places)
+        spec = CoordinatorSpec(
+            pipeline=config.pipeline.name,
+            num_draft_tokens=getattr(config.drafter, "num_draft_tokens", 0),
+            target_ranks=config.target.tp,
+            draft_ranks=num_draft,
+            eos_token_ids=eos_token_ids,
+            limits=Limits(
+                config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.scheduler.prefill_chunk
+            ),
+        )
+        progress("starting " + ", ".join(place.identity for place in self.places))
+        address = self._backend.start(spec, self.places, eos_token_ids)
+        self._out = Link(address, f"{CLIENT}-out")
+        self._reader = threading.Thread(target=self._read, args=(address,), name="engine-reader", daemon=True)
+        self._reader.start()
+        deadline = time.monotonic() + config.cluster.startup_timeout_s
+        with self._news:
+            while len(self.ready) < len(self.places) and self._error is None:
+                if time.monotonic() > deadline:
+                    missing = [place.identity for place in self.places if place.identity not in self.ready]
+                    raise EngineError(
+                        f"cluster.startup_timeout_s: {', '.join(missing)} not ready after "
+                        f"{config.cluster.startup_timeout_s} s; raise it or look at the actors' logs"
+                    )
+                self._news.wait(timeout=_POLL_S)
+                progress(f"loading ({len(self.ready)} of {len(self.places)} ranks)")
+            if self._error is not None:
+                raise EngineError(self._error)
+
+    # --- the coordinator's side ---------------------------------------------------------------------------------------
+
+    def _send(self, record: Any) -> None:
+        with self._send_lock:
+            self._out.send(record)
+
+    def _abort(self, request_id: int) -> None:
+        self._send(Abort(request_id))
+
+    def _read(self, address: str) -> None:
+        """The reader thread: records from the coordinator, and a look at the backend while it is silent."""
+        link = Link(address, CLIENT)
+        link.send(Hello())
+        try:
+            while True:
+                record = link.receive(timeout_s=_POLL_S)
+                if isinstance(record, Stop):
+                    return
+                if record is not None:
+                    self._take(record)
+                elif (death := self._backend.death()) is not None and not self._closed:
+                    self._fail(death)
+                    return
+                elif self._closed and self._backend.death() is not None:
+                    return
+        finally:
+            link.close()
+
+    def _take(self, record: Any) -> None:
+        match record:
+            case Tokens():
+                completion = self._live.get(record.request_id)
+                if completion is not None and completion.take(record):
+                    with self._news:
+                        self._live.pop(record.request_id, None)
+            case Report():
+                with self._news:
+                    self._reports.append(record)
+                    self._news.notify_all()
+            case Ready():
+                with self._news:
+                    self.ready[f"{record.role}-{record.rank}"] = record
+                    self._news.notify_all()
+            case Failure():
+                self._fail(f"{record.role}-{record.rank}: {record.text}")
+
+    def _fail(self, reason: str) -> None:
+        with self._news:
+            if self._error is None:
+                self._error = reason
+            orphans, self._live = list(self._live.values()), {}
+            self._news.notify_all()
+        for completion in orphans:
+            completion.fail(self._error)

@@ -1,0 +1,168 @@
+"""One decoder of the Llama family on one group of ranks: token ids and a plan in, hidden states out.
+
+It has never heard of sequences, trees or speculation: where rows stand and what they see is the plan's business. No
+state of its own but the weights; keys and values go where the plan puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.config import DecoderConfig
+from parallel.layers.attention import AttentionPlan, attend
+from parallel.layers.embedding import VocabTable
+from parallel.layers.linear import ColumnLinear, Part, RowLinear, Shard, even_rows
+from parallel.layers.norm import RMSNorm
+from parallel.layers.rope import Rope, rotate
+from parallel.mesh import SINGLE, Group
+
+
+class PassPlan(Protocol):
+    """What a forward needs to know of its rows."""
+
+    positions: Tensor  # [T]
+    attention: AttentionPlan
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int, group: Group, **kind: object) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_heads // group.size
+        self.num_kv_heads = config.local_kv_heads(group.size)
+        self.windowed = config.windows[layer] is not None
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        first = group.rank * config.num_kv_heads // group.size * config.head_dim
+        kv_rows = slice(first, first + self.num_kv_heads * config.head_dim)
+        parts = [
+            Part("q_proj", queries, even_rows(queries, group)),
+            Part("k_proj", keys, kv_rows),
+            Part("v_proj", keys, kv_rows),
+        ]
+        self.qkv = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, **kind)
+        self.o = RowLinear("o_proj", queries, config.hidden_size, group, bias=config.o_bias, **kind)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, **kind) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, **kind) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        turning, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
+        if self.q_norm is not None:
+            q, k = turning.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
+            turning = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        q, k = rotate(turning, rope).split_with_sizes((self.num_heads, self.num_kv_heads), 1)
+        return self.o(attend(q, k, v, self.layer, plan, windowed=self.windowed))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield from self.qkv.shards(prefix)
+        yield from self.o.shards(prefix)
+        if self.q_norm is not None:
+            yield from self.q_norm.shards(f"{prefix}.q_norm")
+            yield from self.k_norm.shards(f"{prefix}.k_norm")
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DecoderConfig, group: Group, **kind: object) -> None:
+        super().__init__()
+        rows = even_rows(config.intermediate_size, group)
+        parts = [Part(name, config.intermediate_size, rows) for name in ("gate_proj", "up_proj")]
+        self.gate_up = ColumnLinear(config.hidden_size, parts, bias=config.mlp_bias, **kind)
+        self.down = RowLinear(
+            "down_proj", config.intermediate_size, config.hidden_size, group, bias=config.mlp_bias, **kind
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield from self.gate_up.shards(prefix)
+        yield from self.down.shards(prefix)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int, group: Group, **kind: object) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, **kind)
+        self.attention = Attention(config, layer, group, **kind)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, **kind)
+        self.mlp = MLP(config, group, **kind)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rope, plan)
+        return x + self.mlp(self.post_norm(x))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield from self.input_norm.shards(f"{prefix}.input_layernorm")
+        yield from self.attention.shards(f"{prefix}.self_attn")
+        yield from self.post_norm.shards(f"{prefix}.post_attention_layernorm")
+        yield from self.mlp.shards(f"{prefix}.mlp")
+
+
+class Decoder(nn.Module):
+    """Weights are allocated uninitialised; `weights.load_weights` fills them."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        group: Group = SINGLE,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        config.check_ranks(group.size)
+        self.config = config
+        self.group = group
+        self.device = torch.device(device)
+        self.dtype = dtype
+        kind = {"dtype": dtype, "device": device}
+        self.embedding = VocabTable("model.embed_tokens.weight", config.vocab_size, config.hidden_size, group, **kind)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, group, **kind) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, **kind)
+        self.lm_head = (
+            self.embedding
+            if config.tied
+            else VocabTable("lm_head.weight", config.vocab_size, config.hidden_size, group, **kind)
+        )
+        self.rope = Rope(config.rope, config.head_dim, dtype, device)
+
+    def forward(
+        self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """token_ids [T] -> final hidden states [T, H] and, for every tap i, the residual stream [T, H] behind i layers.
+
+        Tap 0 is the embedding; tap `num_layers` is the stream before the final norm.
+        """
+        rope = self.rope(plan.positions)
+        stream = [self.embedding.embed(token_ids)]
+        for layer in self.layers:
+            stream.append(layer(stream[-1], rope, plan.attention))
+        return self.norm(stream[-1]), tuple(stream[tap] for tap in taps)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> logits [N, vocab], on every rank."""
+        return self.lm_head.logits(hidden)
+
+    def shards(self) -> Iterator[Shard]:
+        """Every checkpoint tensor this rank needs and where its part goes."""
+        yield from self.embedding.shards()
+        num_real = self.config.num_layers - self.config.stretch
+        for i, layer in enumerate(self.layers):
+            yield from layer.shards(f"model.layers.{min(i, num_real - 1)}")
+        yield from self.norm.shards("model.norm")
+        if not self.config.tied:
+            yield from self.lm_head.shards()
+
+    def silence_stretch(self) -> None:
+        """Zero what the stretched layers would add to the residual stream."""
+        for layer in self.layers[self.config.num_layers - self.config.stretch :]:
+            for projection in (layer.attention.o, layer.mlp.down):
+                projection.weight.zero_()
+                if projection.bias is not None:
+                    projection.bias.zero_()

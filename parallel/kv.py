@@ -1,0 +1,205 @@
+"""One pool of KV rows per rank, and which sequence owns which of them.
+
+A slot is the place of one token's key and value in every layer. A sequence is a table of slots: first its committed
+rows, then its pending ones (reserved, not yet kept). Keeping a path of pending rows is an edit of that table on the
+host; no row moves. Knows nothing of what the tokens mean, of trees, or of how rows are attended to.
+
+    table of a sequence   [ committed rows ........ | pending rows .... ]
+                            0           cached_len ^     num_rows ^
+
+Slots are handed out so that a sequence stays one contiguous run as long as it can: it continues behind its last row,
+else a run is opened in the middle of the largest gap, which leaves its neighbour room to grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+SeqId = Hashable
+
+
+class _Table:
+    """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run."""
+
+    __slots__ = ("slots", "cached_len", "num_rows", "run_len")
+
+    def __init__(self) -> None:
+        self.slots = np.empty(64, dtype=np.int64)
+        self.cached_len = 0
+        self.num_rows = 0
+        self.run_len = 0
+
+    def append(self, run: range) -> None:
+        end = self.num_rows + len(run)
+        if end > len(self.slots):
+            grown = np.empty(max(end, 2 * len(self.slots)), dtype=np.int64)
+            grown[: self.num_rows] = self.slots[: self.num_rows]
+            self.slots = grown
+        self.slots[self.num_rows : end] = np.arange(run.start, run.stop)
+        continues = self.num_rows == 0 or self.slots[self.num_rows - 1] + 1 == run.start
+        if self.run_len == self.num_rows and continues:
+            self.run_len = end
+        self.num_rows = end
+
+    def shorten(self, num_rows: int) -> np.ndarray:
+        """Forget the rows behind the first `num_rows`; returns their slots."""
+        dropped = self.slots[num_rows : self.num_rows].copy()
+        self.num_rows = num_rows
+        self.run_len = min(self.run_len, num_rows)
+        return dropped
+
+    def remeasure_run(self, start: int) -> None:
+        """The rows from `start` on were rewritten: find how far the leading run reaches now."""
+        if self.run_len < start:
+            return
+        end = max(start, min(1, self.num_rows))
+        while end < self.num_rows and self.slots[end] == self.slots[end - 1] + 1:
+            end += 1
+        self.run_len = end
+
+
+class KVPool:
+    """Keys and values [num_layers, num_slots, num_kv_heads, head_dim] and the tables that give their rows to sequences.
+
+    Ask `can_reserve`, then `reserve`: a reservation never fails half-way.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        # zeros, not empty: rows that a mask hides still meet a weight of zero, and zero times NaN is NaN
+        self.keys = torch.zeros(num_layers, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.num_slots = num_slots
+        self.num_free = num_slots
+        self._free = bytearray(b"\x01" * num_slots)
+        self._tables: dict[SeqId, _Table] = {}
+
+    # --- life of a sequence ------------------------------------------------------------------------------------------
+
+    def open(self, seq_id: SeqId) -> None:
+        assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
+        self._tables[seq_id] = _Table()
+
+    def close(self, seq_id: SeqId) -> None:
+        self._release(self._tables.pop(seq_id).shorten(0))
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        return seq_id in self._tables
+
+    # --- lengths -----------------------------------------------------------------------------------------------------
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self._tables[seq_id].cached_len
+
+    def pending_len(self, seq_id: SeqId) -> int:
+        table = self._tables[seq_id]
+        return table.num_rows - table.cached_len
+
+    def can_reserve(self, num_rows: int) -> bool:
+        return num_rows <= self.num_free
+
+    # --- where the rows are ------------------------------------------------------------------------------------------
+
+    def slots(self, seq_id: SeqId) -> np.ndarray:
+        """Slots of all rows in order, int64 [num_rows]; a view, valid until the table changes."""
+        table = self._tables[seq_id]
+        return table.slots[: table.num_rows]
+
+    def run(self, seq_id: SeqId) -> range | None:
+        """The slots as a range if all rows are one contiguous run, else None."""
+        table = self._tables[seq_id]
+        if table.run_len < table.num_rows:
+            return None
+        first = int(table.slots[0]) if table.num_rows else 0
+        return range(first, first + table.num_rows)
+
+    # --- edits of a table --------------------------------------------------------------------------------------------
+
+    def reserve(self, seq_id: SeqId, num_rows: int) -> np.ndarray:
+        """Append `num_rows` pending rows; returns their slots, int64 [num_rows]."""
+        assert self.can_reserve(num_rows), f"{num_rows} rows asked, {self.num_free} slots free"
+        table = self._tables[seq_id]
+        first = table.num_rows
+        last_slot = int(table.slots[first - 1]) if first else None
+        for run in self._choose(num_rows, last_slot):
+            table.append(run)
+            self._free[run.start : run.stop] = bytes(len(run))
+        self.num_free -= num_rows
+        return table.slots[first : table.num_rows]
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        """Pending rows `keep`, in that order, become committed; rows `retain` stay pending; the others are freed."""
+        table = self._tables[seq_id]
+        start, num_kept = table.cached_len, len(keep) + len(retain)
+        chosen = [*keep, *retain]
+        if chosen != list(range(num_kept)):
+            pending = table.slots[start : table.num_rows].copy()
+            rest = np.ones(len(pending), dtype=bool)
+            rest[chosen] = False
+            assert len(pending) - rest.sum() == num_kept, "a pending row was named twice"
+            table.slots[start : start + num_kept] = pending[chosen]
+            table.slots[start + num_kept : table.num_rows] = pending[rest]
+            table.remeasure_run(start)
+        self._release(table.shorten(start + num_kept))
+        table.cached_len = start + len(keep)
+
+    def drop_pending(self, seq_id: SeqId) -> None:
+        table = self._tables[seq_id]
+        self._release(table.shorten(table.cached_len))
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        """Keep the first `length` committed rows; pending rows go too."""
+        table = self._tables[seq_id]
+        assert 0 <= length <= table.cached_len, f"cannot truncate {table.cached_len} rows to {length}"
+        self._release(table.shorten(length))
+        table.cached_len = length
+
+    # --- invariants --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that every slot is free or owned exactly once and that the tables know their runs."""
+        owners = np.frombuffer(self._free, dtype=np.uint8).astype(np.int64)
+        assert owners.sum() == self.num_free, "the count of free slots is off"
+        for seq_id, table in self._tables.items():
+            rows = table.slots[: table.num_rows]
+            np.add.at(owners, rows, 1)
+            assert 0 <= table.cached_len <= table.num_rows, f"{seq_id!r}: more rows committed than owned"
+            breaks = np.flatnonzero(np.diff(rows) != 1)
+            run_len = int(breaks[0]) + 1 if len(breaks) else len(rows)
+            assert table.run_len == run_len, f"{seq_id!r}: run of {run_len} rows remembered as {table.run_len}"
+        assert (owners == 1).all(), f"slots {np.flatnonzero(owners != 1)[:8].tolist()} are not owned exactly once"
+
+    # --- free slots --------------------------------------------------------------------------------------------------
+
+    def _release(self, slots: np.ndarray) -> None:
+        if len(slots):
+            np.frombuffer(self._free, dtype=np.uint8)[slots] = 1
+            self.num_free += len(slots)
+
+    def _choose(self, num_rows: int, last_slot: int | None) -> list[range]:
+        """Free runs of `num_rows` slots in all, for rows that follow `last_slot`."""
+        if last_slot is not None:
+            start, stop = last_slot + 1, last_slot + 1 + num_rows
+            if stop <= self.num_slots and 0 not in self._free[start:stop]:
+                return [range(start, stop)]
+        edges = np.flatnonzero(np.diff(np.frombuffer(b"\x00" + self._free + b"\x00", dtype=np.int8)))
+        gaps = sorted(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True), key=lambda gap: gap[0] - gap[1])
+        runs: list[range] = []
+        for start, stop in gaps:
+            if stop - start > num_rows and start > 0:
+                start += (stop - start - num_rows) // 2
+            runs.append(range(start, min(stop, start + num_rows)))
+            num_rows -= len(runs[-1])
+            if num_rows == 0:
+                break
+        return runs

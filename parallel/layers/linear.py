@@ -1,0 +1,110 @@
+"""Linear layers whose weight is sharded over a group of ranks.
+
+A column layer gives every rank some outputs, a row layer takes some inputs from every rank and sums; a column layer
+followed by a row layer needs one all-reduce (Megatron-LM, arXiv 1909.08053, section 3). Knows only its own weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.mesh import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a checkpoint tensor that this rank holds: `tensor[index]` belongs into `destination`."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    destination: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the fused outputs of a column layer: `size` outputs in all, of which this rank has `rows`."""
+
+    name: str
+    size: int
+    rows: slice
+
+
+def even_rows(size: int, group: Group) -> slice:
+    """This rank's contiguous share of `size` outputs or inputs, which the group's size divides."""
+    assert size % group.size == 0, f"{size} cannot be split over {group.size} ranks"
+    share = size // group.size
+    return slice(group.rank * share, (group.rank + 1) * share)
+
+
+def frozen(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """An uninitialised weight for inference only; `weights.py` fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class ColumnLinear(nn.Module):
+    """[T, inputs] -> [T, this rank's outputs of all parts, fused]."""
+
+    def __init__(
+        self, inputs: int, parts: list[Part], *, bias: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.parts = parts
+        outputs = sum(part.rows.stop - part.rows.start for part in parts)
+        self.weight = frozen(outputs, inputs, dtype=dtype, device=device)
+        self.bias = frozen(outputs, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        start = 0
+        for part in self.parts:
+            stop = start + part.rows.stop - part.rows.start
+            name = f"{prefix}.{part.name}"
+            index = (part.rows, slice(0, self.inputs))
+            yield Shard(f"{name}.weight", (part.size, self.inputs), index, self.weight[start:stop])
+            if self.bias is not None:
+                yield Shard(f"{name}.bias", (part.size,), (part.rows,), self.bias[start:stop])
+            start = stop
+
+
+class RowLinear(nn.Module):
+    """[T, this rank's inputs] -> [T, outputs], summed over the group."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        group: Group,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.inputs = inputs
+        self.outputs = outputs
+        self.group = group
+        self.columns = even_rows(inputs, group)
+        self.weight = frozen(outputs, inputs // group.size, dtype=dtype, device=device)
+        # the sum over the ranks must hold the bias once: rank 0 alone has it
+        self.bias = frozen(outputs, dtype=dtype, device=device) if bias and group.rank == 0 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(F.linear(x, self.weight, self.bias))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        index = (slice(0, self.outputs), self.columns)
+        yield Shard(f"{prefix}.{self.name}.weight", (self.outputs, self.inputs), index, self.weight)
+        if self.bias is not None:
+            whole = (slice(0, self.outputs),)
+            yield Shard(f"{prefix}.{self.name}.bias", (self.outputs,), whole, self.bias)

@@ -1,0 +1,92 @@
+"""How many KV slots a rank can afford, decided from shapes and free memory before a weight is read.
+
+Knows bytes, not what they are for. All ranks of a group agree on the smallest answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from parallel.config import DecoderConfig
+from parallel.mesh import Group
+from parallel.runner import kv_bytes_per_slot, weight_bytes
+from parallel.weights import resolve_checkpoint
+
+_POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
+"""Part of the memory left beside the weights that the pool may take; a CPU's memory has other tenants."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a rank will allocate."""
+
+    dtype: torch.dtype
+    max_model_len: int
+    num_slots: int
+    weight_bytes: int
+    kv_bytes: int
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "kv_slots": self.num_slots,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+
+
+def choose_dtype(name: str, device: str) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32, in which tokens can be compared exactly, on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name}: unknown; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    return psutil.virtual_memory().available
+
+
+def fit_slots(
+    path: str,
+    group: Group,
+    device: str,
+    dtype: str,
+    *,
+    max_num_seqs: int,
+    max_model_len: int = 0,
+    num_slots: int = 0,
+    stretch: int = 0,
+) -> Fit:
+    """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
+
+    Raises ValueError if the weights or the asked `num_slots` do not fit the device.
+    """
+    config = DecoderConfig.from_hf(resolve_checkpoint(path)).stretched(stretch)
+    chosen = choose_dtype(dtype, device)
+    max_model_len = min(max_model_len or config.max_positions, config.max_positions)
+    weights = weight_bytes(config, group.size, chosen)
+    per_slot = kv_bytes_per_slot(config, group.size, chosen)
+    left = free_bytes(device) - weights
+    if left < per_slot * (num_slots or 1):
+        raise ValueError(
+            f"{path}: {_gib(weights)} of weights and {_gib(per_slot * num_slots)} of KV do not fit the "
+            f"{_gib(left + weights)} free on {device}; use more ranks, a smaller dtype or fewer KV slots"
+        )
+    if not num_slots:
+        affordable = int(left * _POOL_SHARE[device.partition(":")[0]]) // per_slot
+        num_slots = min(max_num_seqs * max_model_len, affordable)
+    agreed = int(group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device)).min())
+    return Fit(chosen, max_model_len, agreed, weights, agreed * per_slot)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
