@@ -98,7 +98,8 @@ class Coordinator:
         self._target = Ledger()
         self._draft = Ledger()
         self._round = 0
-        self._drafting: frozenset[int] | None = None  # requests of the outstanding draft batch
+        self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
+        self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
         self._round_started: float | None = None
         self._round_busy_s = 0.0
@@ -162,6 +163,10 @@ class Coordinator:
                 self._proposals[proposal.request_id] = proposal
             else:
                 self.tally.num_stale += 1
+        for request_id, prefix_len in (self._drafting or {}).items():
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.prefix_len == prefix_len:
+                self._answered.add(request_id)
         self._drafting = None
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
@@ -177,6 +182,7 @@ class Coordinator:
             proposal = offered[verdict.request_id]
             position = sequence.num_generated
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
+            self._answered.discard(sequence.request_id)
             self.tally.verified(proposal, commit)
             self._target.commit(commit)
             self._draft.commit(commit)
@@ -199,9 +205,13 @@ class Coordinator:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        self._proposals.pop(sequence.request_id, None)
+        self._forget_draft(sequence)
         self._target.release(sequence.request_id)
         self._draft.release(sequence.request_id)
+
+    def _forget_draft(self, sequence: Sequence) -> None:
+        self._proposals.pop(sequence.request_id, None)
+        self._answered.discard(sequence.request_id)
 
     def _advance(self, now: float) -> list[Any]:
         """Order drafts, then start a target pass if the policy lets it."""
@@ -213,9 +223,8 @@ class Coordinator:
         if not self._pipeline.may_verify(self._expecting()):
             return orders
         plan = self._scheduler.plan(self._proposals)
-        for sequence in (*plan.preempted, *plan.admitted):
-            self._proposals.pop(sequence.request_id, None)
         for sequence in plan.preempted:
+            self._forget_draft(sequence)
             self._target.release(sequence.request_id)
             self._draft.release(sequence.request_id)
             self.tally.num_preemptions += 1
@@ -236,7 +245,7 @@ class Coordinator:
         return [
             sequence
             for sequence in self._scheduler.running
-            if sequence.request_id not in self._proposals and self._wants_draft(sequence)
+            if sequence.request_id not in self._answered and self._wants_draft(sequence)
         ]
 
     def _order_drafts(self) -> list[DraftBatch]:
@@ -247,7 +256,9 @@ class Coordinator:
             return []
         admits, commits, releases = self._draft.flush()
         orders += [DraftOrder(admit.request_id, 0) for admit in admits if admit.request_id in self._sequences]
-        self._drafting = frozenset(order.request_id for order in orders)
+        self._drafting = {
+            order.request_id: self._sequences[order.request_id].prefix_len for order in orders if order.num_draft_tokens
+        }
         return [DraftBatch(self._round, admits, commits, releases, tuple(_first_of_each(orders)))]
 
     def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from actors.messages import SamplingParams
 
 
-class DraftParallel(StrEnum):
+class Parallel(StrEnum):
     """How the ranks of a draft model share its work."""
 
     single = "single"
@@ -106,7 +106,7 @@ class ModelDrafterConfig(DrafterConfig):
     """A checkpoint directory in Hugging Face format, a hub id, or `pocket` for the bundled draft model."""
     ranks: int = 1
     """Ranks that share the draft model."""
-    parallel: DraftParallel = DraftParallel.single
+    parallel: Parallel = Parallel.single
     """How they share it: single (one rank) or tensor."""
     layer_group: int = 1
     """Layers that run side by side; 1 = one after the other, as the model was trained."""

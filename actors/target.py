@@ -36,17 +36,17 @@ class TargetRole:
     """Answers each `VerifyBatch` with a `VerdictBatch`."""
 
     def __init__(self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, is_lead: bool) -> None:
-        self._runner = runner
+        self.runner = runner
         self._rule = rule
         self._eos_token_ids = tuple(eos_token_ids)
         self._is_lead = is_lead
-        self._contexts: dict[int, TargetContext] = {}
+        self.contexts: dict[int, TargetContext] = {}
 
     def answer(self, batch: VerifyBatch) -> VerdictBatch:
         started = time.monotonic()
         for request_id in batch.releases:
-            del self._contexts[request_id]
-            self._runner.close(request_id)
+            del self.contexts[request_id]
+            self.runner.close(request_id)
         for admit in batch.admits:
             self._admit(admit)
         for commit in batch.commits:
@@ -59,24 +59,24 @@ class TargetRole:
         return VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows)
 
     def _admit(self, admit: Admit) -> None:
-        self._contexts[admit.request_id] = TargetContext(
+        self.contexts[admit.request_id] = TargetContext(
             admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling
         )
-        self._runner.open(admit.request_id)
+        self.runner.open(admit.request_id)
 
     def _commit(self, commit: Commit) -> None:
-        context = self._contexts[commit.request_id]
+        context = self.contexts[commit.request_id]
         assert commit.epoch == context.epoch and commit.prefix_len == len(context.token_ids)
         root_row = context.num_fed - 1
-        self._runner.commit(commit.request_id, [*range(context.num_fed), *(root_row + node for node in commit.path)])
+        self.runner.commit(commit.request_id, [*range(context.num_fed), *(root_row + node for node in commit.path)])
         context.token_ids.extend(commit.token_ids)
 
     def _forward(self, items: Sequence[VerifyItem]) -> tuple[Tensor, int]:
         """One pass over all items: logits [sum of asked rows, V] and the number of rows fed."""
         spans, token_ids = [], []
         for item in items:
-            context, tree = self._contexts[item.request_id], _tree(item)
-            cached_len = self._runner.cached_len(item.request_id)
+            context, tree = self.contexts[item.request_id], _tree(item)
+            cached_len = self.runner.cached_len(item.request_id)
             fed = context.token_ids[cached_len : cached_len + item.num_tokens]
             context.num_fed = len(fed)
             reaches_root = cached_len + len(fed) == len(context.token_ids)
@@ -92,7 +92,7 @@ class TargetRole:
             num_nodes = len(tree.parents)
             spans.append(Span(item.request_id, len(fed) + num_nodes - 1, parents, num_nodes))
             token_ids += [*fed, *tree.token_ids[1:]]
-        return self._runner.forward(spans, token_ids).logits, len(token_ids)
+        return self.runner.forward(spans, token_ids).logits, len(token_ids)
 
     def _judge(self, items: Sequence[VerifyItem], logits: Tensor) -> tuple[Verdict, ...]:
         judged = [item for item in items if self._reached_root(item)]
@@ -107,7 +107,7 @@ class TargetRole:
                 path, next_token = verify_coupled(node_rows.tree, choices[where])
             else:
                 path, next_token = self._test(item, node_rows, logits[where])
-            context = self._contexts[item.request_id]
+            context = self.contexts[item.request_id]
             verdicts.append(Verdict(item.request_id, context.epoch, len(context.token_ids), path, next_token))
         return tuple(verdicts)
 
@@ -123,19 +123,19 @@ class TargetRole:
         return RULES[self._rule](rows.tree, draws, laws, target_rows.__getitem__, coins)
 
     def _node_rows(self, item: VerifyItem) -> NodeRows:
-        context = self._contexts[item.request_id]
+        context = self.contexts[item.request_id]
         tree = _tree(item) or TokenTree.root(context.token_ids[-1])
         return NodeRows(context.sampling, context.prompt_len, context.token_ids, tree)
 
     def _reached_root(self, item: VerifyItem) -> bool:
-        context = self._contexts[item.request_id]
-        return self._runner.cached_len(item.request_id) + context.num_fed == len(context.token_ids)
+        context = self.contexts[item.request_id]
+        return self.runner.cached_len(item.request_id) + context.num_fed == len(context.token_ids)
 
     def _keep_chunks(self, items: Sequence[VerifyItem]) -> None:
         """Rows of a prompt chunk are committed text already; no verdict will follow for them."""
         for item in items:
             if not self._reached_root(item):
-                self._runner.commit(item.request_id, range(self._contexts[item.request_id].num_fed))
+                self.runner.commit(item.request_id, range(self.contexts[item.request_id].num_fed))
 
 
 def _tree(item: VerifyItem) -> TokenTree | None:

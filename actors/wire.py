@@ -7,6 +7,7 @@ runs between threads (inproc://), processes and hosts (tcp://). Carries no tenso
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import zmq
@@ -81,7 +82,9 @@ class Link:
         self._socket.connect(address)
 
     def send(self, record: Any) -> None:
-        self._socket.send(CODEC.encode(record))
+        """Never blocks: with nobody at the other end any more the record is lost, like any other message."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(CODEC.encode(record), zmq.NOBLOCK)
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
         """The next record, or None after `timeout_s`."""

@@ -9,15 +9,21 @@ from typing import Any
 
 from parallel.layers.rope import SCALINGS, RopeScaling
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
+}
+"""The supported architectures, each with what its config.json may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """One decoder of the Llama family: what differs between its members is a field, not a class.
 
-    `windows[i]` is how far layer i looks back, None for all the way. The last `stretch` of `num_layers` layers add
-    nothing to the residual stream: the same tokens at the cost of a larger model.
+    Layers named in `windowed` look back `window` positions, the others all the way. The last `stretch` of `num_layers`
+    layers add nothing to the residual stream: the same tokens at the cost of a larger model.
     """
 
     vocab_size: int
@@ -30,7 +36,8 @@ class DecoderConfig:
     norm_eps: float
     max_positions: int
     rope: RopeScaling
-    windows: tuple[int | None, ...]
+    window: int | None
+    windowed: frozenset[int]
     tied: bool
     qkv_bias: bool = False
     o_bias: bool = False
@@ -43,17 +50,18 @@ class DecoderConfig:
         """Read a checkpoint directory, its config.json, or that file's content; ValueError if we cannot run it."""
         hf = source if isinstance(source, dict) else _read_json(Path(source))
         architecture = (hf.get("architectures") or [None])[0]
-        if architecture not in ARCHITECTURES:
-            raise ValueError(f"architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        if architecture not in _DEFAULTS:
+            raise ValueError(f"architecture {architecture!r} is not supported; use one of {', '.join(_DEFAULTS)}")
+        hf = _DEFAULTS[architecture] | hf
         if hf.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported; supported is 'silu'")
         if hf.get("quantization_config"):
-            raise ValueError("quantization_config: quantized checkpoints are not supported; use the unquantized weights")
+            raise ValueError("quantization_config: quantized checkpoints are not supported; use unquantized weights")
         required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         missing = [name for name in required if not isinstance(hf.get(name), int)]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
-        qwen = architecture.startswith("Qwen")
+        window, windowed = _window(hf, architecture)
         attention_bias = bool(hf.get("attention_bias", False))
         config = DecoderConfig(
             vocab_size=hf["vocab_size"],
@@ -64,9 +72,10 @@ class DecoderConfig:
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
             intermediate_size=hf["intermediate_size"],
             norm_eps=hf.get("rms_norm_eps", 1e-6),
-            max_positions=hf.get("max_position_embeddings", 32768 if qwen else 2048),
+            max_positions=hf["max_position_embeddings"],
             rope=_rope(hf),
-            windows=_windows(hf, optional=qwen),
+            window=window,
+            windowed=windowed,
             tied=bool(hf.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
             o_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
@@ -74,17 +83,16 @@ class DecoderConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
         )
         if config.num_heads % config.num_kv_heads:
-            raise ValueError(f"num_key_value_heads={config.num_kv_heads} must divide {config.num_heads} attention heads")
+            raise ValueError(f"num_key_value_heads={config.num_kv_heads} must divide {config.num_heads} query heads")
         return config
 
     def stretched(self, num_layers: int) -> DecoderConfig:
         """The same model with `num_layers` more layers that change nothing but the cost."""
-        return replace(
-            self,
-            num_layers=self.num_layers + num_layers,
-            stretch=self.stretch + num_layers,
-            windows=self.windows + self.windows[-1:] * num_layers,
-        )
+        total = self.num_layers + num_layers
+        windowed = self.windowed
+        if self.num_layers - 1 in windowed:
+            windowed |= set(range(self.num_layers, total))
+        return replace(self, num_layers=total, stretch=self.stretch + num_layers, windowed=windowed)
 
     def check_ranks(self, size: int) -> None:
         """ValueError unless the model can be split over `size` ranks."""
@@ -119,10 +127,10 @@ def _rope(hf: dict[str, Any]) -> RopeScaling:
     given = {**(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
     rope_type = given.get("rope_type") or given.get("type") or "default"
     if rope_type not in SCALINGS:
-        raise ValueError(f"rope_type={rope_type!r} is not supported; supported are {', '.join(SCALINGS)}")
+        raise ValueError(f"rope_type={rope_type!r} is not supported; use one of {', '.join(SCALINGS)}")
     if given.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor other than 1.0 is not supported")
-    max_positions = hf.get("max_position_embeddings", 0)
+    max_positions = hf["max_position_embeddings"]
     original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     given |= {"rope_type": rope_type, "original_max_position_embeddings": original or max_positions}
     given.setdefault("rope_theta", hf.get("rope_theta"))
@@ -134,13 +142,15 @@ def _rope(hf: dict[str, Any]) -> RopeScaling:
     return RopeScaling(**{name: value for name, value in given.items() if name in known and value is not None})
 
 
-def _windows(hf: dict[str, Any], *, optional: bool) -> tuple[int | None, ...]:
-    """Qwen configurations switch the window on explicitly and per layer; Mistral's is on where it is set."""
-    num_layers, window = hf["num_hidden_layers"], hf.get("sliding_window")
-    if not optional:
-        return (window if hf["architectures"][0] == "MistralForCausalLM" else None,) * num_layers
-    if not hf.get("use_sliding_window"):
-        window = None
-    first = hf.get("max_window_layers", 28)
-    types = hf.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+def _window(hf: dict[str, Any], architecture: str) -> tuple[int | None, frozenset[int]]:
+    """The sliding window and its layers: Qwen's is switched on explicitly and per layer, Mistral's where it is set."""
+    window, num_layers = hf.get("sliding_window"), hf["num_hidden_layers"]
+    if architecture == "MistralForCausalLM":
+        layers = range(num_layers)
+    elif architecture == "LlamaForCausalLM" or not hf.get("use_sliding_window"):
+        layers = range(0)
+    elif hf.get("layer_types"):
+        layers = [i for i, kind in enumerate(hf["layer_types"]) if kind == "sliding_attention"]
+    else:
+        layers = range(min(num_layers, hf.get("max_window_layers", 28)), num_layers)
+    return (window, frozenset(layers)) if window and layers else (None, frozenset())

@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads // group.size
         self.num_kv_heads = config.local_kv_heads(group.size)
-        self.windowed = config.windows[layer] is not None
+        self.windowed = layer in config.windowed
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         first = group.rank * config.num_kv_heads // group.size * config.head_dim
         kv_rows = slice(first, first + self.num_kv_heads * config.head_dim)
@@ -139,6 +139,7 @@ class Decoder(nn.Module):
 
         Tap 0 is the embedding; tap `num_layers` is the stream before the final norm.
         """
+        plan.attention.prepare()
         rope = self.rope(plan.positions)
         stream = [self.embedding.embed(token_ids)]
         for layer in self.layers:

@@ -64,7 +64,8 @@ class _Table:
 class KVPool:
     """Keys and values [num_layers, num_slots, num_kv_heads, head_dim] and the tables that give their rows to sequences.
 
-    Ask `can_reserve`, then `reserve`: a reservation never fails half-way.
+    Ask `can_reserve`, then `reserve`: a reservation never fails half-way. One more row, the scratch slot, belongs to
+    nobody: padding reads and writes it.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class KVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         # zeros, not empty: rows that a mask hides still meet a weight of zero, and zero times NaN is NaN
-        self.keys = torch.zeros(num_layers, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.keys = torch.zeros(num_layers, num_slots + 1, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.num_slots = num_slots
+        self.scratch_slot = num_slots
         self.num_free = num_slots
         self._free = bytearray(b"\x01" * num_slots)
         self._tables: dict[SeqId, _Table] = {}

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.config import DecoderConfig
 from parallel.decoder import Decoder
+from parallel.graphs import CapturedPasses
 from parallel.kv import KVPool, SeqId
+from parallel.layers.padded import PaddedBackend
+from parallel.layers.sdpa import SdpaBackend
 from parallel.mesh import SINGLE, Group
-from parallel.plan import PendingRows, Plan, Span, lay_out, logit_rows, row_positions, sdpa_plan
+from parallel.plan import PendingRows, Plan, Span, lay_out, logit_rows
 from parallel.weights import load_weights, resolve_checkpoint
 
 
@@ -30,13 +34,29 @@ class Output:
 
 
 class ModelRunner:
-    """Passes of one model over one pool. `forward` is `run(plan(...))`; plans may also be built ahead."""
+    """Passes of one model over one pool. `forward` is `run(plan(...))`; plans may also be built ahead.
 
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+    `backend` is "sdpa" or "padded", by default what suits the device; `graphs` captures padded passes on CUDA.
+    """
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
+    ) -> None:
         self.decoder = decoder
         self.pool = pool
+        cuda = decoder.device.type == "cuda"
+        backend = backend or ("padded" if cuda else "sdpa")
+        graphs = (cuda and backend == "padded") if graphs is None else graphs
+        config = decoder.config
+        if backend == "padded":
+            group = config.num_heads // config.num_kv_heads
+            self._backend = PaddedBackend(pool, group, config.window, decoder.dtype, bucketed=graphs)
+        elif backend == "sdpa":
+            self._backend = SdpaBackend(pool, config.window, decoder.dtype)
+        else:
+            raise ValueError(f"attention backend {backend!r} is not known; known are 'sdpa' and 'padded'")
+        self._passes = CapturedPasses(decoder) if graphs else decoder
         self._pending: dict[SeqId, PendingRows] = {}
-        self._window = min((window for window in decoder.config.windows if window is not None), default=None)
 
     @property
     def config(self) -> DecoderConfig:
@@ -63,7 +83,7 @@ class ModelRunner:
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         """Keep the pending rows `keep`, a path from the committed rows down; `retain` stay pending behind it."""
-        self._pending[seq_id] = self._pending[seq_id].select(keep, retain)
+        self._pending[seq_id] = self._pending[seq_id].after_commit(keep, retain)
         self.pool.commit(seq_id, keep, retain)
 
     def drop_pending(self, seq_id: SeqId) -> None:
@@ -80,23 +100,25 @@ class ModelRunner:
     def plan(self, spans: Sequence[Span]) -> Plan:
         """Reserve rows and lay out a pass; ask `can_reserve` first."""
         assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "ask can_reserve before planning"
-        device = self.pool.keys.device
-        laid_out = lay_out(self.pool, self._pending, spans)
-        positions = [position for rows in laid_out for position in row_positions(rows)]
-        wanted = logit_rows(spans)
-        rows = None if len(wanted) == len(positions) else torch.tensor(wanted, dtype=torch.int64, device=device)
-        attention = sdpa_plan(self.pool, laid_out, self._window, self.decoder.dtype)
-        return Plan(len(positions), torch.tensor(positions, device=device), rows, attention)
+        return self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
 
     @torch.inference_mode()
     def run(self, plan: Plan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> Output:
         """Run a plan on its rows' tokens, [T]; a tensor on the device is used without the host waiting for it."""
         if not isinstance(token_ids, Tensor):
             token_ids = torch.tensor(token_ids, dtype=torch.int64)
-        assert token_ids.shape == (plan.num_rows,), f"{plan.num_rows} rows planned, tokens {tuple(token_ids.shape)}"
-        hidden, features = self.decoder(token_ids.to(self.decoder.device), plan, taps)
-        wanted = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
-        return Output(self.decoder.head(wanted).float(), hidden, features)
+        num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
+        assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
+        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+        hidden, features = self._passes(F.pad(token_ids, (0, padding)) if padding else token_ids, plan, taps)
+        if padding:
+            hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)
+        if plan.logit_rows is None:
+            return Output(self.decoder.head(hidden).float(), hidden, features)
+        if len(plan.logit_rows) == 0:
+            no_logits = hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            return Output(no_logits, hidden, features)
+        return Output(self.decoder.head(hidden.index_select(0, plan.logit_rows)).float(), hidden, features)
 
     def forward(self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> Output:
         return self.run(self.plan(spans), token_ids, taps)
@@ -109,6 +131,9 @@ def open_model(
     dtype: torch.dtype = torch.float32,
     num_slots: int = 4096,
     stretch: int = 0,
+    *,
+    backend: str | None = None,
+    graphs: bool | None = None,
 ) -> ModelRunner:
     """Load this rank's part of a checkpoint and give it a pool of `num_slots` rows."""
     directory = resolve_checkpoint(str(path))
@@ -116,7 +141,8 @@ def open_model(
     decoder = Decoder(config, group, device, dtype)
     load_weights(decoder, directory)
     kv_heads = config.local_kv_heads(group.size)
-    return ModelRunner(decoder, KVPool(config.num_layers, num_slots, kv_heads, config.head_dim, dtype, device))
+    pool = KVPool(config.num_layers, num_slots, kv_heads, config.head_dim, dtype, device)
+    return ModelRunner(decoder, pool, backend=backend, graphs=graphs)
 
 
 def weight_bytes(config: DecoderConfig, tp_size: int, dtype: torch.dtype) -> int:

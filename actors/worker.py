@@ -1,0 +1,82 @@
+"""Ray shells: one actor class for a rank, one for the coordinator. They own a process and nothing else.
+
+`run` is called once and lasts for the session; its object ref is also the death watch. No round passes through Ray.
+What a shell runs (`roles.serve`, `Conductor.run`) is the same code the in-process backend runs in threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import ray
+
+from actors.conductor import Conductor, CoordinatorSpec
+from actors.tally import Tally
+from actors.wire import Hub
+
+
+class RankWorker:
+    """The process of one target or draft rank; its name and repr are the rank's identity."""
+
+    def __init__(self, identity: str) -> None:
+        self._identity = identity
+        self._status = "starting"
+
+    def __repr__(self) -> str:
+        return self._identity
+
+    def run(self, spec) -> None:
+        """Serve until told to stop. `spec` is a `roles.RankSpec`; torch is imported here, not with the class."""
+        from actors.roles import serve
+
+        host = spec.host or ray.util.get_node_ip_address()
+        device = "cuda:0" if spec.device.startswith("cuda") else spec.device  # Ray shows an actor only its own GPUs
+        serve(replace(spec, host=host, device=device), observe=self._note)
+        self._status = "ended"
+
+    @ray.method(concurrency_group="ctl")
+    def status(self) -> str:
+        """One line, answered also while `run` is busy."""
+        return f"{self._identity} pid={os.getpid()} {self._status}"
+
+    def _note(self, status: str) -> None:
+        self._status = status
+
+
+class CoordinatorWorker:
+    """The process of the coordinator: needs no device; hosts the store that ranks of a role meet at."""
+
+    def __init__(self) -> None:
+        self._hub: Hub | None = None
+        self._store = None
+
+    def __repr__(self) -> str:
+        return "coordinator"
+
+    def bind(self, host: str, needs_store: bool) -> tuple[str, tuple[str, int] | None]:
+        """Listen on a free port of `host` ("" for this node's address): addresses of hub and store."""
+        host = host or ray.util.get_node_ip_address()
+        self._hub = Hub(f"tcp://{host}:*")
+        if not needs_store:
+            return self._hub.address, None
+        from parallel.rendezvous import host_store
+
+        self._store = host_store(host)
+        return self._hub.address, (host, self._store.port)
+
+    def run(self, spec: CoordinatorSpec, make_watch: Callable[[], Callable[[Tally], None]] | None = None) -> str:
+        """Conduct rounds until told to stop; returns why."""
+        try:
+            return Conductor(spec, self._hub, make_watch() if make_watch else None).run()
+        finally:
+            self._hub.close()
+
+    @ray.method(concurrency_group="ctl")
+    def status(self) -> str:
+        return f"coordinator pid={os.getpid()}"
+
+
+RankActor = ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0)(RankWorker)
+CoordinatorActor = ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0, num_cpus=0)(CoordinatorWorker)

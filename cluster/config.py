@@ -1,0 +1,266 @@
+"""The typed configuration of a launch: its records, their registration with Hydra, and its composition.
+
+The records of target, drafters, verification, pipeline, scheduler and sampling live in `actors/options.py`, those of
+training in `cluster/training/config.py`; machines and jobs are described here. A `DictConfig` comes in through
+`typed_config` and nothing but frozen records goes out; nothing is ever written back into one. Symbolic paths become
+real ones here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from actors.messages import SamplingParams
+from actors.options import (
+    DrafterConfig,
+    ModelDrafterConfig,
+    NgramDrafterConfig,
+    NoDrafterConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SchedulerConfig,
+    TargetConfig,
+    VerifyConfig,
+)
+from cluster import pocket
+from cluster.errors import describe, unknown_key
+from cluster.training.config import TrainConfig
+from cluster.validation import validate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+POCKET = "pocket"
+"""The symbolic path of the bundled pair."""
+
+
+class PlacementName(StrEnum):
+    """Whether target and drafter have devices of their own."""
+
+    separate = "separate"
+    colocated = "colocated"
+
+
+class ClusterName(StrEnum):
+    """What the roles run on."""
+
+    local = "local"
+    inprocess = "inprocess"
+    existing = "existing"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementConfig:
+    """Which devices the roles get."""
+
+    name: PlacementName = PlacementName.separate
+    """separate: target and drafter on different devices; colocated: on the same ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Where actors are started."""
+
+    name: ClusterName = ClusterName.local
+    """local: Ray on this machine; inprocess: threads of this process, no Ray; existing: a running Ray cluster."""
+    address: str = ""
+    """Of the running cluster, HOST:PORT or `auto`; only with cluster=existing."""
+    num_cpus: int | None = None
+    """CPU cores to use on this machine; null = all this process may use."""
+    oversubscribe: bool = False
+    """Allow more ranks than cores; they take turns and timings mean little."""
+    dashboard: bool = True
+    """Start Ray's dashboard."""
+    startup_timeout_s: float = 120.0
+    """Give up when the roles have not loaded by then."""
+    namespace: str = "specdec"
+    """Ray namespace of the actors."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConfig:
+    """`job=generate`: complete prompts and report how speculation went."""
+
+    name: str = "generate"
+    """Set by the choice `job=`."""
+    prompts: str = ""
+    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
+    limit: int = 8
+    """Prompts to read; 0 = all."""
+    baseline: bool = True
+    """Time plain decoding of the same prompts too."""
+    trace: bool = True
+    """Record both lanes and write `timeline.json` and `timeline.png`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """`job=bench`: measure configurations against plain decoding in one run. An empty axis stays as configured."""
+
+    name: str = "bench"
+    """Set by the choice `job=`."""
+    prompts: str = ""
+    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
+    limit: int = 8
+    """Prompts to read; 0 = all."""
+    repeats: int = 3
+    """Measured runs of each configuration; medians are reported."""
+    warmup: int = 1
+    """Unmeasured runs before them."""
+    drafters: list[str] = field(default_factory=list)
+    """Axis: choices of `drafter=`."""
+    pipelines: list[str] = field(default_factory=list)
+    """Axis: choices of `pipeline=`."""
+    temperatures: list[float] = field(default_factory=list)
+    """Axis: `sampling.temperature`."""
+    batches: list[int] = field(default_factory=list)
+    """Axis: requests in flight."""
+    draft_lengths: list[int] = field(default_factory=list)
+    """Axis: `drafter.num_draft_tokens`."""
+    contexts: list[int] = field(default_factory=list)
+    """Axis: prompt lengths in tokens."""
+    peers: list[str] = field(default_factory=list)
+    """Other engines to time on the same prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Everything one launch is told."""
+
+    target: TargetConfig = MISSING
+    drafter: DrafterConfig = MISSING
+    verify: VerifyConfig = MISSING
+    pipeline: PipelineConfig = MISSING
+    placement: PlacementConfig = MISSING
+    cluster: ClusterConfig = MISSING
+    job: Any = MISSING
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def sampling_params(self, tokenizer: Tokenizer) -> SamplingParams:
+        """`sampling` in the engine's words. A bad word is banned with and without a space before it, as in vLLM."""
+        bad_words = []
+        for word in self.sampling.bad_words:
+            plain, spaced = (tokenizer.encode(p + word.lstrip(), add_special_tokens=False).ids for p in ("", " "))
+            bad_words.append(tuple(plain))
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                bad_words.append(tuple(spaced))
+        return self.sampling.params(tuple(bad_words))
+
+
+CHOICES: dict[str, dict[str, type]] = {
+    "target": {"pocket": TargetConfig, "hf": TargetConfig},
+    "drafter": {"none": NoDrafterConfig, "model": ModelDrafterConfig, "ngram": NgramDrafterConfig},
+    "verify": dict.fromkeys(("coupled", "rejection", "traversal", "kseq"), VerifyConfig),
+    "pipeline": dict.fromkeys(("plain", "sync"), PipelineConfig),
+    "placement": dict.fromkeys(("separate", "colocated"), PlacementConfig),
+    "cluster": dict.fromkeys(("local", "inprocess", "existing"), ClusterConfig),
+    "job": {"generate": GenerateConfig, "bench": BenchConfig, "train": TrainConfig},
+}
+"""Group -> choice -> its record. A choice is one file `conf/<group>/<choice>.yaml` over `schema/<group>/<choice>`."""
+
+
+def register() -> None:
+    """Tell Hydra the schema of every choice. Idempotent."""
+    store = ConfigStore.instance()
+    store.store(name="launch_schema", node=_schema(LaunchConfig))
+    for group, choices in CHOICES.items():
+        for choice, record in choices.items():
+            store.store(group=f"schema/{group}", name=choice, node=_schema(record), package=group)
+
+
+def load_config(overrides: Sequence[str] = ()) -> LaunchConfig:
+    """What `python -m cluster.launch` would run with these overrides; ValueError, one line, if it would refuse."""
+    register()
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(describe(error)) from error
+    return typed_config(composed)
+
+
+def typed_config(composed: DictConfig) -> LaunchConfig:
+    """The composed configuration as a checked `LaunchConfig` whose paths exist; ValueError, one line, otherwise."""
+    _refuse_unknown_keys(composed)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(describe(error)) from error
+    assert isinstance(config, LaunchConfig)
+    validate(config)
+    return _with_real_paths(config)
+
+
+def _schema(record: type) -> DictConfig:
+    """The record as a schema Hydra can merge into: a frozen dataclass would otherwise make it read-only.
+
+    Open mappings (token id -> bias) lose Hydra's strictness, so that `sampling.logit_bias={42:-5}` needs no plus.
+    """
+    schema = OmegaConf.structured(record)
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        OmegaConf.set_readonly(node, None)
+        if is_dataclass(OmegaConf.get_type(node)) and not node._is_missing():
+            nested = (node._get_node(item.name) for item in fields(OmegaConf.get_type(node)))
+            pending += [child for child in nested if OmegaConf.is_config(child)]
+        elif OmegaConf.get_type(node) is dict:
+            OmegaConf.set_struct(node, False)
+    return schema
+
+
+def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
+    """Hydra's plus (`+x=1`) adds keys that no record has."""
+    known = [item.name for item in fields(OmegaConf.get_type(node))]
+    for key in node:
+        if key not in known:
+            raise ValueError(unknown_key(section, str(key), known))
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and is_dataclass(OmegaConf.get_type(child)):
+            _refuse_unknown_keys(child, f"{section}.{key}" if section else str(key))
+
+
+def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
+    """`pocket` and hub ids become directories; relative paths become absolute, for actors that run elsewhere."""
+    if isinstance(config.job, TrainConfig):
+        return config  # training is what makes the bundled pair
+    target = replace(config.target, path=_checkpoint("target.path", config.target.path, pocket.TARGET))
+    drafter, job = config.drafter, config.job
+    if isinstance(drafter, ModelDrafterConfig):
+        drafter = replace(drafter, path=_checkpoint("drafter.path", drafter.path, pocket.DRAFTER))
+    if isinstance(job, GenerateConfig | BenchConfig):
+        job = replace(job, prompts=_prompts(job.prompts))
+    return replace(config, target=target, drafter=drafter, job=job)
+
+
+def _checkpoint(field_name: str, path: str, bundled: Path) -> str:
+    directory = bundled if path == POCKET else Path(path).expanduser()
+    remedy = "give a directory with a Hugging Face checkpoint, or a hub id such as Qwen/Qwen3-0.6B"
+    if not directory.is_dir():
+        from parallel.weights import resolve_checkpoint  # loads PyTorch: only for what is not a directory
+
+        try:
+            directory = resolve_checkpoint(path)
+        except ValueError as error:
+            raise ValueError(f"{field_name}={error}; {remedy}") from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{field_name}={path}: has no config.json; {remedy}")
+    return str(directory.absolute())
+
+
+def _prompts(path: str) -> str:
+    file = Path(path).expanduser() if path else pocket.PROMPTS
+    if not file.is_file():
+        raise ValueError(f"job.prompts={path}: no such file; give a JSONL file with a `prompt` or `turns` field")
+    return str(file.absolute())

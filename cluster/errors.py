@@ -1,0 +1,83 @@
+"""One line for the user out of what Hydra, OmegaConf and jobs raise: the field, what is wrong, the remedy.
+
+Reads exceptions and the records they name; it must not know how anything is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+
+def describe(error: BaseException) -> str:
+    """The one line."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    match error, cause:
+        case MissingConfigException(), _:
+            return _unknown_choice(error)
+        case OverrideParseException(), _:
+            return f"{error.override}: is no override; write key=value, and quote lists, as 'sampling.stop=[a,b]'"
+        case _, ConfigAttributeError() | ConfigKeyError():
+            return _unknown_key(cause)
+        case _, ValidationError():
+            return _bad_value(cause)
+        case _, MissingMandatoryValue():
+            return f"{cause.full_key}: has no value; give {cause.full_key}=..."
+        case _, OmegaConfBaseException():
+            return f"{cause.full_key}: {_first_line(cause)}" if cause.full_key else _first_line(cause)
+    if str(error).startswith("Config group override must be"):
+        return "a group takes the name of one of its choices, not a number or null; see --help"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    remedy = f"choose one of {', '.join(error.options)}" if error.options else "see --help"
+    return f"{group}={choice}: no such choice; {remedy}" if group else f"{choice}: no such configuration; {remedy}"
+
+
+def _unknown_key(error: OmegaConfBaseException) -> str:
+    section, _, key = str(error.full_key).rpartition(".")
+    known = [item.name for item in fields(error.object_type)] if is_dataclass(error.object_type) else []
+    return unknown_key(section, key, known)
+
+
+def unknown_key(section: str, key: str, known: list[str]) -> str:
+    """For a key that `section` (empty at the top) does not have."""
+    prefix = f"{section}." if section else ""
+    close = get_close_matches(key, known, n=1)
+    remedy = (
+        f"did you mean {prefix}{close[0]}?" if close else f"choose one of {', '.join(known)}" if known else "see --help"
+    )
+    return f"{prefix}{key}: no such key; {remedy}"
+
+
+def _bad_value(error: ValidationError) -> str:
+    """A value of the wrong type; the default shows what would be right."""
+    name, what = str(error.full_key), _first_line(error).rstrip(".")
+    what = what[0].lower() + what[1:]
+    if what.startswith("merge error"):
+        return "a group takes one choice; for a launch with each of them write -m GROUP=A,B"
+    if what.startswith("invalid type assigned"):
+        return f"{name}: is a section, not a value; set its keys, as {name}.KEY=VALUE"
+    if "expected one of" in what or not is_dataclass(error.object_type):
+        return f"{name}: {what}"
+    defaults = {
+        item.name: item.default if item.default is not MISSING else item.default_factory()
+        for item in fields(error.object_type)
+    }
+    return f"{name}: {what}; the default is {defaults.get(name.rpartition('.')[2])!r}"

@@ -1,0 +1,98 @@
+"""The command line: `python -m cluster.launch [GROUP=CHOICE] [KEY=VALUE] ...`.
+
+Composes the configuration, starts the job it names and turns whatever ends badly into one line on stderr and an exit
+code: 2 for what the user can put right, 1 for a failure at run time, 130 after Ctrl-C or SIGTERM. Nothing here knows
+what a job does, and nothing heavy is imported before one starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from cluster.config import LaunchConfig, register, typed_config
+from cluster.errors import describe
+from cluster.training.config import TrainConfig
+
+SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def main() -> None:
+    """Entry point of the module and of the console script; always leaves through `sys.exit`."""
+    shows_tracebacks = os.environ.get(FULL_ERROR) == "1"
+    os.environ[FULL_ERROR] = "1"  # Hydra then raises its errors instead of printing them over several lines
+    codes = [SUCCESS]
+
+    @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+    def launch(composed: DictConfig) -> None:
+        # A failed launch of a sweep is recorded, not raised: the others still run, as Hydra's users expect.
+        codes.append(_launch(composed, shows_tracebacks))
+
+    register()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        launch()
+    except KeyboardInterrupt:
+        codes.append(_say("interrupted", INTERRUPTED))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if shows_tracebacks:
+            raise
+        codes.append(_say(f"error: {describe(error)}", USER_ERROR))
+    except OSError as error:
+        if shows_tracebacks:
+            raise
+        remedy = "; choose another place with hydra.run.dir=DIR" if error.filename else ""
+        codes.append(_say(f"error: {error}{remedy}", FAILURE))
+    sys.exit(max(codes))
+
+
+def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
+    """One launch, to its end; returns its exit code."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        config = typed_config(composed)
+    except ValueError as error:
+        if shows_tracebacks:
+            raise
+        return _say(f"error: {describe(error)}", USER_ERROR)
+    try:
+        _run(config, run_dir)
+    except Exception as error:
+        if shows_tracebacks:
+            raise
+        trace = run_dir / "traceback.txt"
+        trace.write_text(traceback.format_exc())
+        if isinstance(error, ValueError | RuntimeError):
+            return _say(f"error: {describe(error)}", USER_ERROR if isinstance(error, ValueError) else FAILURE)
+        return _say(f"error: {type(error).__name__}: {describe(error)}; the traceback is in {trace}", FAILURE)
+    return SUCCESS
+
+
+def _run(config: LaunchConfig, run_dir: Path) -> None:
+    job = importlib.import_module(f"cluster.jobs.{config.job.name}")
+    job.run(config.job if isinstance(config.job, TrainConfig) else config, run_dir)
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    """A polite end is the same as Ctrl-C: jobs write what they have on the way out."""
+    raise KeyboardInterrupt
+
+
+def _say(line: str, code: int) -> int:
+    sys.stderr.write(line + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    main()

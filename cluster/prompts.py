@@ -1,0 +1,78 @@
+"""Prompts from a JSONL file: one object per line, with a `prompt` text or the `turns` of Spec-Bench.
+
+A file is read and checked as a whole before anything is started: one bad line refuses it, by number. Knows neither
+tokenizers nor what becomes of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_LABELS = ("category", "question_id", "source")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt and the labels its file gave it. `token_ids` is set where a prompt was made rather than read."""
+
+    text: str
+    category: str | None = None
+    question_id: str | int | None = None
+    source: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def content(self) -> str | tuple[int, ...]:
+        """What to submit."""
+        return self.text if self.token_ids is None else self.token_ids
+
+    def labels(self) -> dict[str, object]:
+        """The labels that were given."""
+        return {name: value for name in _LABELS if (value := getattr(self, name)) is not None}
+
+
+def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
+    """Prompts in the file's order, at most `limit` (0: all) spread evenly over its categories.
+
+    Raises ValueError, one line, for a file without prompts and for the first line that is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"job.prompts={path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    prompts = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise ValueError(f"job.prompts={path}: holds no prompt; give one JSON object a line with `prompt` or `turns`")
+    return spread(prompts, limit) if limit else prompts
+
+
+def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """At most `limit` prompts in their order, as evenly over the categories as their sizes allow."""
+    by_category: dict[str | None, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        by_category[prompt.category].append(index)
+    # Every category's first, then every category's second, ...
+    turns = sorted((turn, index) for members in by_category.values() for turn, index in enumerate(members))
+    return [prompts[index] for index in sorted(index for _, index in turns[:limit])]
+
+
+def _parse(path: Path, number: int, line: str) -> Prompt:
+    where = f"job.prompts={path}: line {number}"
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON ({error.msg} at column {error.colno}); correct or remove it") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is no JSON object; write {{\"prompt\": ...}}")
+    text = record.get("prompt")
+    if text is None and isinstance(turns := record.get("turns"), list) and turns:
+        text = turns[0]
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has neither a text `prompt` nor a list of texts `turns`; correct or remove it")
+    if not text:
+        raise ValueError(f"{where} has an empty prompt; correct or remove it")
+    return Prompt(text, **{name: record.get(name) for name in _LABELS})

@@ -1,0 +1,148 @@
+"""The corpus: Python's own standard library, split once into training and held-out sources.
+
+Selects files and reads them, in an order that depends on the seed alone. It must not know tokens, models or prompts.
+The standard library is distributed under the PSF licence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+HELD_OUT = (
+    "bisect.py",
+    "calendar.py",
+    "cmd.py",
+    "colorsys.py",
+    "configparser.py",
+    "contextlib.py",
+    "copy.py",
+    "csv.py",
+    "fnmatch.py",
+    "fractions.py",
+    "getopt.py",
+    "glob.py",
+    "heapq.py",
+    "hmac.py",
+    "pprint.py",
+    "queue.py",
+    "random.py",
+    "reprlib.py",
+    "shlex.py",
+    "statistics.py",
+    "string.py",
+    "tempfile.py",
+    "textwrap.py",
+    "timeit.py",
+)
+"""Modules, relative to the standard library, that neither the tokenizer nor a model ever sees. Their tests neither."""
+
+SKIPPED_FOLDERS = frozenset({"site-packages", "lib-dynload", "__pycache__", "encodings", "pydoc_data"})
+"""Installed packages, build products, and folders of tables in Python's clothing."""
+
+TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+"""Folders whose files are tests; together they hold more text than the library and are capped."""
+
+LARGEST_TEST_BYTES = 100_000
+"""A longer test file is skipped: it is mostly one repetitive pattern."""
+
+BROKEN_ON_PURPOSE = ("lib2to3/tests/data", "test/bad", "test/cjkencodings", "test/tokenizedata", "test/test_lib2to3/data")
+"""Path prefixes of files that are wrong, in another language version, or no program at all by intention."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the corpus."""
+
+    path: str
+    """Path relative to the standard library, with forward slashes."""
+    text: str
+    """Its whole text."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out sources."""
+
+    training: tuple[Source, ...]
+    """What tokenizer and models learn from, in shuffled order."""
+    held_out: tuple[Source, ...]
+    """The modules of `HELD_OUT`, in that order."""
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 hex digest of every path and text in order; equal digests mean equal corpora."""
+        digest = hashlib.sha256()
+        for source in (*self.training, *self.held_out):
+            digest.update(f"{source.path}\0{source.text}\0".encode())
+        return digest.hexdigest()
+
+
+def is_test(path: str) -> bool:
+    """Return whether a library-relative path lies in a test folder."""
+    return not TEST_FOLDERS.isdisjoint(PurePosixPath(path).parts[:-1])
+
+
+def _is_about_held_out(path: str) -> bool:
+    """Return whether a path is a held-out module or the test of one."""
+    return path in HELD_OUT or PurePosixPath(path).name.removeprefix("test_") in HELD_OUT
+
+
+def _read(root: Path, path: str) -> Source | None:
+    """Read one file; None when it is empty or not UTF-8."""
+    try:
+        text = (root / path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+    return Source(path, text) if text.strip() else None
+
+
+def library_paths(root: Path) -> list[str]:
+    """Return the library-relative paths of all usable `.py` files under `root`, sorted."""
+    paths = []
+    for file in root.rglob("*.py"):
+        path = file.relative_to(root).as_posix()
+        if SKIPPED_FOLDERS.isdisjoint(PurePosixPath(path).parts) and not path.startswith(BROKEN_ON_PURPOSE):
+            paths.append(path)
+    return sorted(paths)
+
+
+def load_corpus(seed: int, test_megabytes: float, root: Path | None = None) -> Corpus:
+    """Read the corpus.
+
+    Args:
+        seed: decides which tests are kept and the order of the training sources.
+        test_megabytes: upper bound on the bytes (in 10^6) of test files kept.
+        root: a standard library; default the running interpreter's.
+
+    Returns:
+        The corpus; the same library and arguments always give the same one.
+
+    Raises:
+        FileNotFoundError: a held-out module is missing under `root`.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    held_out = []
+    for path in HELD_OUT:
+        source = _read(root, path)
+        if source is None:
+            raise ValueError(f"held-out module {path} is empty or not UTF-8")
+        held_out.append(source)
+    paths = library_paths(root)
+    random.Random(seed).shuffle(paths)
+    training, test_bytes = [], 0
+    for path in paths:
+        if _is_about_held_out(path):
+            continue
+        source = _read(root, path)
+        if source is None:
+            continue
+        if is_test(path):
+            size = len(source.text.encode())
+            if size > LARGEST_TEST_BYTES or test_bytes + size > test_megabytes * 1e6:
+                continue
+            test_bytes += size
+        training.append(source)
+    return Corpus(tuple(training), tuple(held_out))

@@ -1,0 +1,25 @@
+"""The losses: next-token cross entropy and distillation. They must not know batches' origin or optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+
+def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Return `[sequences, length, vocabulary]` logits of one forward pass without cache or mask tensors."""
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    return F.linear(hidden, model.lm_head.weight)
+
+
+def cross_entropy(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the loss that predicts each token of a batch from those before it, in nats per token."""
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(model, batch[:, :-1]).flatten(0, 1).float()
+        return F.cross_entropy(logits, batch[:, 1:].flatten())
+
+    return loss_of

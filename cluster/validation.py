@@ -1,0 +1,163 @@
+"""What makes no sense or may not be combined, refused before anything is started.
+
+Every check here needs neither device nor file; placement, weights and the jobs refuse what only they can see. A
+refusal is one line: the field, what is wrong, the remedy. It must not know how the configuration was composed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from actors.messages import Draw
+from actors.options import (
+    ModelDrafterConfig,
+    NgramDrafterConfig,
+    NoDrafterConfig,
+    Parallel,
+    Strategy,
+    VerifyRule,
+)
+
+if TYPE_CHECKING:
+    from cluster.config import LaunchConfig
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
+_Rule = tuple[str, object, bool, str]
+"""Field, its value, whether that is good, and what is wrong otherwise together with the remedy."""
+
+
+def validate(config: LaunchConfig) -> None:
+    """Raise ValueError for the first rule that is broken."""
+    for rules in (_target, _drafter, _verify, _scheduler, _cluster, _job):
+        for name, value, good, otherwise in rules(config):
+            if not good:
+                shown = repr(value) if value == "" else value
+                raise ValueError(f"{name}={shown}: {otherwise}")
+    config.sampling.params().check()
+
+
+def _target(config: LaunchConfig) -> Iterator[_Rule]:
+    target = config.target
+    yield "target.name", target.name, target.name in ("pocket", "hf"), "is set by target=pocket or target=hf; drop it"
+    yield "target.path", target.path, bool(target.path), "give a directory with a Hugging Face checkpoint, or a hub id"
+    yield "target.tp", target.tp, target.tp >= 1, "must be at least 1"
+    yield "target.dtype", target.dtype, target.dtype in DTYPES, f"is unknown; choose one of {', '.join(DTYPES)}"
+    yield "target.device", target.device, target.device in DEVICES, f"is unknown; choose one of {', '.join(DEVICES)}"
+    yield "target.stretch", target.stretch, target.stretch >= 0, "must be 0 (off) or above"
+    yield (
+        "target.max_model_len",
+        target.max_model_len,
+        target.max_model_len >= 0,
+        "must be 0 (the checkpoint's) or above",
+    )
+    yield "target.kv_slots", target.kv_slots, target.kv_slots >= 0, "must be 0 (sized automatically) or above"
+
+
+def _drafter(config: LaunchConfig) -> Iterator[_Rule]:
+    drafter = config.drafter
+    right = type(drafter)().name
+    yield (
+        "drafter.name",
+        drafter.name,
+        drafter.name == right,
+        f"is set by drafter={right}; write drafter={drafter.name}",
+    )
+    if isinstance(drafter, NoDrafterConfig):
+        return
+    length = drafter.num_draft_tokens
+    yield "drafter.num_draft_tokens", length, length >= 1, "must be at least 1; for none write drafter=none"
+    if isinstance(drafter, NgramDrafterConfig):
+        yield "drafter.min_ngram", drafter.min_ngram, drafter.min_ngram >= 1, "must be at least 1"
+        longest = drafter.max_ngram
+        yield "drafter.max_ngram", longest, longest >= drafter.min_ngram, "must not be below drafter.min_ngram"
+    if isinstance(drafter, ModelDrafterConfig):
+        yield from _model_drafter(drafter)
+
+
+def _model_drafter(drafter: ModelDrafterConfig) -> Iterator[_Rule]:
+    yield (
+        "drafter.path",
+        drafter.path,
+        bool(drafter.path),
+        "give a directory with a Hugging Face checkpoint, or a hub id",
+    )
+    yield "drafter.ranks", drafter.ranks, drafter.ranks >= 1, "must be at least 1; for none write drafter=none"
+    alone = drafter.parallel is not Parallel.single or drafter.ranks == 1
+    yield "drafter.ranks", drafter.ranks, alone, "needs a way to share the model; add drafter.parallel=tensor"
+    yield (
+        "drafter.layer_group",
+        drafter.layer_group,
+        drafter.layer_group == 1,
+        ("layers run one after the other here; leave it at 1"),
+    )
+    yield "drafter.depth", drafter.depth, drafter.depth >= 1, "must be at least 1"
+    yield "drafter.width", drafter.width, drafter.width >= 1, "must be at least 1"
+    yield "drafter.dtype", drafter.dtype, drafter.dtype in DTYPES, f"is unknown; choose one of {', '.join(DTYPES)}"
+    yield "drafter.device", drafter.device, drafter.device in DEVICES, f"is unknown; choose one of {', '.join(DEVICES)}"
+
+
+def _verify(config: LaunchConfig) -> Iterator[_Rule]:
+    yield "verify.law_size", config.verify.law_size, config.verify.law_size >= 1, "must be at least 1"
+    if config.verify.rule is not VerifyRule.coupled:  # which is exact for any proposal whatever
+        from actors.verification import check_scheme  # loads PyTorch
+
+        check_scheme(config.verify.rule, _draws(config))
+
+
+def _draws(config: LaunchConfig) -> set[Draw]:
+    """How the chosen drafter would draw for a ratio test."""
+    match config.drafter:
+        case NoDrafterConfig():
+            return set()
+        case ModelDrafterConfig(strategy=Strategy.chain | Strategy.tree):
+            return {Draw.IID if config.verify.rule is VerifyRule.kseq else Draw.WITHOUT_REPLACEMENT}
+    return {Draw.DETERMINISTIC}
+
+
+def _scheduler(config: LaunchConfig) -> Iterator[_Rule]:
+    limits, length = config.scheduler, getattr(config.drafter, "num_draft_tokens", 0)
+    yield "scheduler.max_num_seqs", limits.max_num_seqs, limits.max_num_seqs >= 1, "must be at least 1"
+    yield "scheduler.prefill_chunk", limits.prefill_chunk, limits.prefill_chunk >= 1, "must be at least 1"
+    rows = limits.max_num_batched_tokens
+    yield (
+        "scheduler.max_num_batched_tokens",
+        rows,
+        rows > length,
+        (f"cannot hold one sequence's root and {length} draft tokens; raise it to at least {length + 1}"),
+    )
+
+
+def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
+    cluster = config.cluster
+    if cluster.name == "existing":
+        yield "cluster.address", cluster.address, bool(cluster.address), "give HOST:PORT of the Ray cluster, or auto"
+    else:
+        yield (
+            "cluster.address",
+            cluster.address,
+            not cluster.address,
+            "is only for cluster=existing; add that or drop it",
+        )
+    cpus = cluster.num_cpus
+    yield "cluster.num_cpus", cpus, cpus is None or cpus >= 1, "must be at least 1, or null for all"
+    timeout = cluster.startup_timeout_s
+    yield "cluster.startup_timeout_s", timeout, timeout > 0, "must be above 0"
+
+
+def _job(config: LaunchConfig) -> Iterator[_Rule]:
+    job = config.job
+    right = type(job)().name
+    yield "job.name", job.name, job.name == right, f"is set by job={right}; write job={job.name}"
+    if right in ("generate", "bench"):
+        yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
+    if right == "bench":
+        yield "job.repeats", job.repeats, job.repeats >= 1, "must be at least 1"
+        yield "job.warmup", job.warmup, job.warmup >= 0, "must be 0 or above"
+        yield "job.batches", job.batches, all(batch >= 1 for batch in job.batches), "must all be at least 1"
+        lengths = job.draft_lengths
+        yield "job.draft_lengths", lengths, all(length >= 1 for length in lengths), "must all be at least 1"
+        yield "job.temperatures", job.temperatures, all(t >= 0 for t in job.temperatures), "must all be 0 or above"
+        yield "job.contexts", job.contexts, all(context >= 1 for context in job.contexts), "must all be at least 1"

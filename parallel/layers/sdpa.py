@@ -1,0 +1,134 @@
+"""Attention sequence by sequence with torch's scaled dot-product attention: the default on CPU, and the oracle.
+
+A sequence whose slots are one run is attended through views of the pool, without any copy; views of all layers are
+made once per pass. Knows nothing of how rows came to be where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kv import KVPool
+from parallel.plan import Plan, SpanRows
+
+
+@dataclass(slots=True)
+class SdpaSpan:
+    """Rows of one sequence: `keys[i]`, `values[i]` are layer i's views [L, kv_heads, head_dim] of a sequence that is
+    one run; of any other the rows at `slots` are gathered. Masks are additive [rows, L], None where every row sees
+    all, or where `causal` says the same."""
+
+    rows: slice
+    keys: tuple[Tensor, ...] | None
+    values: tuple[Tensor, ...] | None
+    slots: Tensor | None
+    mask: Tensor | None
+    window_mask: Tensor | None
+    causal: bool
+
+
+class SdpaPlan:
+    """Writes to `run` where the pass's rows are one run of slots, else to `slots`."""
+
+    def __init__(self, pool: KVPool, spans: list[SdpaSpan], run: range | None, slots: Tensor | None) -> None:
+        self._pool = pool
+        self._spans = spans
+        self._slots = slots
+        if run is not None:
+            self._new_keys, self._new_values = _views(pool, run)
+
+    def prepare(self) -> None:
+        """Everything was prepared with the plan."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if self._slots is None:
+            self._new_keys[layer].copy_(k)
+            self._new_values[layer].copy_(v)
+        else:
+            self._pool.keys[layer].index_copy_(0, self._slots, k)
+            self._pool.values[layer].index_copy_(0, self._slots, v)
+
+    def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
+        if len(self._spans) == 1:
+            return self._attend_span(self._spans[0], layer, q, windowed)
+        return torch.cat([self._attend_span(span, layer, q[span.rows], windowed) for span in self._spans])
+
+    def _attend_span(self, span: SdpaSpan, layer: int, q: Tensor, windowed: bool) -> Tensor:
+        """KV heads stand as the batch and a KV head's queries as its heads, so no key is repeated for its group."""
+        if span.keys is not None:
+            keys, values = span.keys[layer], span.values[layer]
+        else:
+            keys = self._pool.keys[layer].index_select(0, span.slots)
+            values = self._pool.values[layer].index_select(0, span.slots)
+        num_rows, num_heads, head_dim = q.shape
+        length, kv_heads, _ = keys.shape
+        group = num_heads // kv_heads
+        keys, values = keys.transpose(0, 1).unsqueeze(1), values.transpose(0, 1).unsqueeze(1)
+        mask = span.window_mask if windowed else span.mask
+        if num_rows == 1:
+            q = q.view(kv_heads, 1, group, head_dim)
+            return F.scaled_dot_product_attention(q, keys, values, mask).view(1, -1)
+        q = q.view(num_rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        shape = (kv_heads, group, length, head_dim)
+        causal = span.causal and mask is None
+        out = F.scaled_dot_product_attention(q, keys.expand(shape), values.expand(shape), mask, is_causal=causal)
+        return out.permute(2, 0, 1, 3).reshape(num_rows, -1)
+
+
+class SdpaBackend:
+    """`window` is the sliding window of the layers that have one."""
+
+    def __init__(self, pool: KVPool, window: int | None, dtype: torch.dtype) -> None:
+        self._pool = pool
+        self._window = window
+        self._dtype = dtype
+        self._device = pool.keys.device
+
+    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> Plan:
+        """Lay a pass out; `wanted` are the rows that want logits."""
+        positions = [position for rows in laid_out for position in rows.positions()]
+        spans = [self._span(rows) for rows in laid_out]
+        if len(laid_out) == 1 and laid_out[0].run is not None:
+            attention = SdpaPlan(self._pool, spans, laid_out[0].run[-laid_out[0].num_rows :], None)
+        else:
+            slots = torch.from_numpy(np.concatenate([rows.new_slots for rows in laid_out])).to(self._device)
+            attention = SdpaPlan(self._pool, spans, None, slots)
+        every_row = len(wanted) == len(positions)
+        logit_rows = None if every_row else torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        return Plan(len(positions), torch.tensor(positions, device=self._device), logit_rows, attention)
+
+    def _span(self, rows: SpanRows) -> SdpaSpan:
+        keys = values = slots = mask = None
+        if rows.run is not None:
+            keys, values = _views(self._pool, rows.run)
+        else:
+            slots = torch.tensor(rows.slots, device=self._device)
+        chain = rows.pending.is_chain
+        causal = chain and rows.num_rows == len(rows.slots)
+        if not causal and not (chain and rows.num_rows == 1):
+            mask = _mask(rows, None, self._dtype).to(self._device)
+        window_mask = mask
+        if self._window is not None and rows.context + max(rows.pending.depths) >= self._window:
+            window_mask = _mask(rows, self._window, self._dtype).to(self._device)
+        return SdpaSpan(rows.rows, keys, values, slots, mask, window_mask, causal)
+
+
+def _views(pool: KVPool, run: range) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    return pool.keys[:, run.start : run.stop].unbind(0), pool.values[:, run.start : run.stop].unbind(0)
+
+
+def _mask(rows: SpanRows, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[rows, L]: zero where a row sees a key, minus infinity where not. A window counts positions, not rows."""
+    hidden = torch.from_numpy(~rows.pending.visible(rows.first_pending))
+    mask = torch.zeros(rows.num_rows, len(rows.slots), dtype=dtype)
+    mask[:, rows.context :].masked_fill_(hidden, float("-inf"))
+    if window is not None:
+        keys = torch.cat((torch.arange(rows.context), torch.tensor(rows.pending.depths) + rows.context))
+        mask.masked_fill_(keys <= torch.tensor(rows.positions())[:, None] - window, float("-inf"))
+    return mask

@@ -1,0 +1,137 @@
+"""A round room for tests: the real coordinator, target and drafters, called directly and in order. No sockets, no Ray."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from actors.coordinator import Coordinator
+from actors.drafter import DraftRole
+from actors.drafters.model import ModelDrafter
+from actors.drafters.ngram import NgramDrafter
+from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
+from actors.options import NgramDrafterConfig
+from actors.pipelines import PIPELINES
+from actors.scheduler import Capacity, Limits, Scheduler
+from actors.target import TargetRole
+from parallel.runner import open_model
+
+EOS = 1
+VOCAB_SIZE = 97
+MAX_LEN = 256
+
+
+@dataclass
+class Room:
+    """Drives requests to their end; `tokens`, `ends` and `tally` tell how they fared."""
+
+    target: TargetRole
+    draft: DraftRole | None
+    num_draft_tokens: int
+    limits: Limits
+    slots: int
+    pipeline: str
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str | None] = field(default_factory=dict)
+    tally: object = None
+
+    def serve(self, requests, after_round=None):
+        coordinator = Coordinator(
+            Scheduler(self.limits, Capacity(self.slots, MAX_LEN)),
+            PIPELINES[self.pipeline](self.num_draft_tokens),
+            [EOS],
+            drafts=self.draft is not None,
+        )
+        clock = itertools.count()
+        queue = [record for request in requests for record in coordinator.on(request, next(clock))]
+        while queue:
+            record = queue.pop(0)
+            if isinstance(record, VerifyBatch):
+                queue += coordinator.on(self.target.answer(record), next(clock))
+                self.target.runner.pool.check()
+                if after_round is not None:
+                    after_round(self)
+            elif isinstance(record, DraftBatch):
+                queue += coordinator.on(self.draft.answer(record), next(clock))
+            else:
+                tokens = self.tokens.setdefault(record.request_id, [])
+                assert record.position == len(tokens), "tokens arrive once and in order"
+                tokens += record.token_ids
+                if record.finish_reason:
+                    self.ends[record.request_id] = record.finish_reason
+                    self.errors[record.request_id] = record.error
+        assert coordinator.num_requests == 0, "a request was left waiting"
+        self.tally = coordinator.tally
+        return self
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Paths of a random target, a smaller random drafter of the same vocabulary, and the target as transformers has it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    paths, reference = {}, None
+    for name, layers, seed in (("target", 2, 0), ("drafter", 1, 1)):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_LEN,
+            eos_token_id=EOS,
+        )
+        model = LlamaForCausalLM(config).eval()
+        for weight in model.parameters():
+            weight.data.mul_(3 if weight.dim() > 1 else 1)  # sharper laws: fewer ties, more agreement
+        paths[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(paths[name])
+        reference = reference or model
+    return {**paths, "reference": reference}
+
+
+@pytest.fixture
+def open_room(models):
+    """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise."""
+
+    def open_(config=None, *, path=None, rule="coupled", limits=None, slots=4096, pipeline="sync", wrap=None):
+        limits = limits or Limits()
+        target = TargetRole(open_model(models["target"], num_slots=slots), rule, (EOS,), is_lead=True)
+        draft = None
+        if config is not None:
+            if isinstance(config, NgramDrafterConfig):
+                drafter = NgramDrafter(config)
+            else:
+                runner = open_model(path or models["drafter"], num_slots=4096)
+                drafter = ModelDrafter(
+                    runner, config, rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk
+                )
+            draft = DraftRole(wrap(drafter) if wrap else drafter)
+        return Room(target, draft, config.num_draft_tokens if config else 0, limits, slots, pipeline)
+
+    return open_
+
+
+@pytest.fixture
+def make_requests():
+    """Requests of mixed prompt lengths, the same for the same arguments."""
+
+    def make(count, *, max_tokens=32, seed=0, longest=60, **sampling):
+        choose = random.Random(seed)
+        return [
+            Request(
+                i,
+                tuple(choose.randrange(2, VOCAB_SIZE) for _ in range(choose.randrange(1, longest))),
+                SamplingParams(max_tokens=max_tokens, seed=100 + i, **sampling),
+            )
+            for i in range(count)
+        ]
+
+    return make

@@ -1,0 +1,192 @@
+"""The contract of every drafter: whatever it proposes, the tokens are those of plain decoding.
+
+A new drafter, shape or pipeline joins by one row in `DRAFTERS` (or `PIPELINES`).
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from actors.drafter import Draft
+from actors.messages import SamplingParams, TokenTree
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy
+from actors.pipelines import PIPELINES
+from actors.scheduler import Limits
+
+MAX_ROWS = 256
+DRAFTERS = {
+    "ngram": NgramDrafterConfig(min_ngram=1),
+    "chain": ModelDrafterConfig(num_draft_tokens=5),
+    "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
+    "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
+}
+EVERY_PROCESSOR = dict(
+    top_k=40,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias=((5, 2.0), (7, -3.0)),
+    bad_words=((11,), (12, 13)),
+    min_tokens=6,
+)
+SAMPLINGS = {
+    "greedy": {},
+    "greedy-processed": EVERY_PROCESSOR,
+    "T=0.6": dict(temperature=0.6),
+    "T=1": dict(temperature=1.0),
+    "T=0.6-processed": dict(temperature=0.6, **EVERY_PROCESSOR),
+    "T=1-processed": dict(temperature=1.0, **EVERY_PROCESSOR),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(request):
+    """Plain decoding's answer per sampling, computed once."""
+    return {}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_tokens, drafter, sampling, pipeline):
+    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    if sampling not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens[sampling] = plain.tokens, plain.ends
+    room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests)
+    assert (room.tokens, room.ends) == plain_tokens[sampling]
+    if pipeline != "plain" and "processed" not in sampling and drafter != "ngram":
+        assert room.tally.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_equals_transformers(open_room, make_requests, models, drafter, batch):
+    requests = make_requests(batch, max_tokens=20)
+    room = open_room(DRAFTERS[drafter], path=models["target"]).serve(requests)
+    for request in requests:
+        prompt = torch.tensor([request.prompt])
+        expected = models["reference"].generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert room.tokens[request.request_id] == expected[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, drafter, temperature):
+    requests = make_requests(6, max_tokens=40, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(DRAFTERS[drafter], limits=Limits(3, 40, 16), slots=150).serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.tally.num_preemptions > 0, "the pool was never short: the test shows nothing"
+
+
+@pytest.mark.parametrize("drafter", ["chain", "tree"])
+def test_a_perfect_drafter_is_accepted_whole(open_room, make_requests, models, drafter):
+    """T4: with the target as its own drafter every greedy chain is taken, and a tree to its depth."""
+    requests = make_requests(1, max_tokens=25)
+    room = open_room(DRAFTERS[drafter], path=models["target"]).serve(requests)
+    depth = 5 if drafter == "chain" else 4
+    histogram = room.tally.acceptance_histogram
+    assert histogram[depth] >= 3 and sum(histogram[:depth]) <= 3, "only the last, shortened proposals may fall short"
+
+
+@pytest.mark.parametrize("sampling", [{}, dict(temperature=1.0)])
+def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sampling):
+    for max_tokens in (1, 2, 3, 7):
+        requests = make_requests(4, max_tokens=max_tokens, **sampling)
+        plain = open_room(pipeline="plain").serve(requests)
+        room = open_room(DRAFTERS["tree"], path=models["target"]).serve(requests)
+        assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+        assert all(len(tokens) <= max_tokens for tokens in room.tokens.values())
+    # Any token can play the end: take one that greedy decoding reaches in the middle of a draft.
+    requests = make_requests(2, max_tokens=20, **sampling)
+    middle = open_room(pipeline="plain").serve(requests).tokens[0][8]
+    stopping = [
+        type(r)(r.request_id, r.prompt, SamplingParams(max_tokens=20, seed=r.sampling.seed, stop_token_ids=(middle,), **sampling))
+        for r in requests
+    ]
+    plain = open_room(pipeline="plain").serve(stopping)
+    room = open_room(DRAFTERS["chain"], path=models["target"]).serve(stopping)
+    assert plain.ends[0] == "stop" and (room.tokens, room.ends) == (plain.tokens, plain.ends)
+
+
+class Adversary:
+    """Wraps a drafter and replaces what it says."""
+
+    def __init__(self, drafter, say):
+        self._drafter, self._say = drafter, say
+
+    def __getattr__(self, name):
+        return getattr(self._drafter, name)
+
+    def propose(self, contexts, budgets):
+        return [Draft(self._say(context, budget)) for context, budget in zip(contexts, budgets)]
+
+    def observe(self, context, commit):
+        pass
+
+
+def _random_tree(context, budget):
+    choose = random.Random(len(context.token_ids))
+    size = choose.randrange(budget + 1)
+    tokens = [context.token_ids[-1], *(choose.randrange(97) for _ in range(size))]
+    return TokenTree(tuple(tokens), (-1, *(choose.randrange(i) for i in range(1, size + 1))))
+
+
+ADVERSARIES = {
+    "random": _random_tree,
+    "constant": lambda context, budget: TokenTree.chain(context.token_ids[-1], [7] * budget),
+    "silent": lambda context, budget: TokenTree.root(context.token_ids[-1]),
+    "wrong-root": lambda context, budget: TokenTree.chain(96 - context.token_ids[-1], [1] * budget),
+}
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temperature):
+    requests = make_requests(3, max_tokens=15, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(NgramDrafterConfig(), wrap=lambda drafter: Adversary(drafter, ADVERSARIES[adversary]))
+    room.serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert (room.tally.num_stale > 0) == (adversary == "wrong-root")
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "ngram"])
+def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, drafter):
+    requests = make_requests(3, max_tokens=20)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)
+    assert room.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, models, drafter):
+    """After any round, the rows the target keeps are those of reading the committed text from scratch."""
+    from parallel.runner import Span, open_model
+
+    checked = 0
+
+    def compare(room):
+        nonlocal checked
+        runner = room.target.runner
+        for request_id, context in room.target.contexts.items():
+            cached_len = runner.cached_len(request_id)
+            if cached_len < 2 or checked > 30:
+                continue
+            fresh = open_model(models["target"], num_slots=MAX_ROWS)
+            fresh.open("x")
+            fresh.forward([Span("x", cached_len)], context.token_ids[:cached_len])
+            ours, theirs = (pool.slots(name)[:cached_len] for pool, name in ((runner.pool, request_id), (fresh.pool, "x")))
+            for kept, read in ((runner.pool.keys, fresh.pool.keys), (runner.pool.values, fresh.pool.values)):
+                torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
+            checked += 1
+
+    open_room(DRAFTERS[drafter], path=models["target"]).serve(make_requests(3, max_tokens=12), compare)
+    assert checked > 10

@@ -1,0 +1,256 @@
+"""The enumeration can fail: every classic mistake of drafting or testing, made on purpose, is found by it.
+
+Twelve random models over four tokens, two children and one below each, as in the exactness tests. Each mistake has a
+floor for the mean distance over the models. The small ones (duplicates dropped, no renormalisation) are the dangerous
+ones, as no benchmark sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from actors.messages import Draw, SparseLaw, TokenTree
+from actors.verification import RULES, kseq, rejection
+from actors.verification.enumeration import Draft, emission, enumerate_drafts, total_variation
+from actors.verification.laws import ChildLaw, child_laws
+
+VOCAB, LENGTH = 4, 3
+DET, IID, WOR = Draw.DETERMINISTIC, Draw.IID, Draw.WITHOUT_REPLACEMENT
+
+
+def drafts_of(kind: Draw, q) -> Iterator[Draft]:
+    return enumerate_drafts(q, [(kind, kind), (kind,)])
+
+
+def distances(random_law, rule, kind: Draw, mistake: Callable = lambda draft, q: draft, models: int = 12) -> np.ndarray:
+    """Total variation of each model after `mistake` was made on every draft; both laws are four-token Dirichlet."""
+    found = []
+    for seed in range(models):
+        p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 500)
+        drafts = (mistake(draft, q) for draft in drafts_of(kind, q))
+        found.append(total_variation(emission(rule, drafts, p, LENGTH), p, LENGTH))
+    return np.array(found)
+
+
+def contexts(tree: TokenTree) -> list[tuple[int, ...]]:
+    return [tuple(tree.token_ids[i] for i in tree.path_to(node)) for node in range(len(tree.parents))]
+
+
+def relabelled(draft: Draft, kind: Draw, laws=None) -> Draft:
+    draws = (Draw.ROOT,) + (kind,) * draft.tree.num_draft_tokens
+    return replace(draft, draws=draws, laws=draft.laws if laws is None else laws)
+
+
+def restricted(draft: Draft, kept: list[int]) -> Draft:
+    """These nodes only, in this order (parents first); the rest is lost as if never drawn."""
+    place = {node: i for i, node in enumerate(kept)}
+    return replace(
+        draft,
+        tree=TokenTree(
+            tuple(draft.tree.token_ids[node] for node in kept),
+            (-1, *(place[draft.tree.parents[node]] for node in kept[1:])),
+        ),
+        draws=tuple(draft.draws[node] for node in kept),
+        laws=tuple(draft.laws[node] for node in kept),
+    )
+
+
+def probability(q, draft: Draft, node: int) -> float:
+    """Draft probability of a node's token in its context."""
+    context = contexts(draft.tree)[node]
+    return float(q(context[:-1])[context[-1]])
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("kind", [IID, WOR])
+def test_without_a_mistake_the_distance_is_zero(random_law, rule, kind):
+    assert distances(random_law, RULES[rule], kind, models=3).max() < 1e-12
+
+
+# --- mistakes of the drafter -----------------------------------------------------------------------------------------
+
+
+def drop_duplicates(draft: Draft, q) -> Draft:
+    kept = [0]
+    for node in range(1, len(draft.tree.parents)):
+        parent = draft.tree.parents[node]
+        twin = any(
+            draft.tree.parents[i] == parent and draft.tree.token_ids[i] == draft.tree.token_ids[node] for i in kept
+        )
+        if parent in kept and not twin:
+            kept.append(node)
+    return restricted(draft, kept)
+
+
+def read_without_replacement_as_independent(draft: Draft, q) -> Draft:
+    return relabelled(draft, IID)
+
+
+def full_laws(draft: Draft, q) -> tuple[SparseLaw | None, ...]:
+    places = contexts(draft.tree)
+    inner = set(draft.tree.parents)
+    return tuple(
+        SparseLaw(tuple(range(VOCAB)), tuple(q(place).tolist())) if node in inner else None
+        for node, place in enumerate(places)
+    )
+
+
+def read_top_k_as_sampled(draft: Draft, q) -> Draft:
+    return relabelled(draft, WOR, full_laws(draft, q))
+
+
+def prune_after_the_draw(draft: Draft, q) -> Draft:
+    """Keep the root, and of the drawn nodes those above a path probability, as tree reranking does."""
+    kept = [0]
+    for node in range(1, len(draft.tree.parents)):
+        path = draft.tree.path_to(node)
+        if draft.tree.parents[node] in kept and np.prod([probability(q, draft, i) for i in path]) >= 0.15:
+            kept.append(node)
+    return restricted(draft, kept)
+
+
+def sort_siblings(draft: Draft, q) -> Draft:
+    first, second = draft.tree.children()[0]
+    if probability(q, draft, first) >= probability(q, draft, second):
+        return draft
+    (below_first,), (below_second,) = draft.tree.children()[first], draft.tree.children()[second]
+    return restricted(draft, [0, second, first, below_second, below_first])
+
+
+def record_another_temperature(draft: Draft, q) -> Draft:
+    def hotter(law: SparseLaw | None) -> SparseLaw | None:
+        if law is None:
+            return None
+        flat = np.sqrt(law.probs)
+        return SparseLaw(law.token_ids, tuple((flat / flat.sum()).tolist()))
+
+    return replace(draft, laws=tuple(hotter(law) for law in draft.laws))
+
+
+@pytest.mark.parametrize(
+    "kind, mistake, floor",
+    [
+        (IID, drop_duplicates, 0.002),
+        (WOR, read_without_replacement_as_independent, 0.004),
+        (DET, read_top_k_as_sampled, 0.2),
+        (WOR, prune_after_the_draw, 0.05),
+        (WOR, sort_siblings, 0.05),
+        (WOR, record_another_temperature, 0.05),
+    ],
+)
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_mistakes_of_the_drafter_are_found(random_law, rule, kind, mistake, floor):
+    found = distances(random_law, RULES[rule], kind, mistake)
+    assert found.mean() > floor
+    assert np.median(found) > 1e-4
+
+
+# --- mistakes of the test --------------------------------------------------------------------------------------------
+
+
+def next_from_the_target(tree, draws, laws, target_row, coins):
+    class Wrong:
+        accept = staticmethod(coins.accept)
+
+        @staticmethod
+        def sample(weights, node):
+            return coins.sample(target_row(node), node)
+
+    return RULES["rejection"](tree, draws, laws, target_row, Wrong)
+
+
+def longest_path_of_independent_coins(tree, draws, laws, target_row, coins):
+    """One coin per edge against the parent's own law, keep the longest surviving path, then draw from p."""
+    best = 0
+    alive = {0}
+    for node in range(1, len(tree.parents)):
+        parent = tree.parents[node]
+        if parent in alive:
+            law = child_laws(tree, draws, laws[parent], [node])[0]
+            if coins.accept(min(1.0, float(target_row(parent)[tree.token_ids[node]]) / law.own), node):
+                alive.add(node)
+                if len(tree.path_to(node)) > len(tree.path_to(best)):
+                    best = node
+    return tuple(tree.path_to(best)), coins.sample(target_row(best), best)
+
+
+def arg_max_match_with_sampled_bonus(tree, draws, laws, target_row, coins):
+    path, node = [], 0
+    while True:
+        likeliest = int(np.argmax(target_row(node)))
+        matching = [child for child in tree.children()[node] if tree.token_ids[child] == likeliest]
+        if not matching:
+            return tuple(path), coins.sample(target_row(node), node)
+        node = matching[0]
+        path.append(node)
+
+
+@pytest.mark.parametrize(
+    "rule, floor",
+    [
+        (next_from_the_target, 0.03),
+        (longest_path_of_independent_coins, 0.03),
+        (arg_max_match_with_sampled_bonus, 0.1),
+    ],
+)
+def test_mistakes_of_the_test_are_found(random_law, rule, floor):
+    found = distances(random_law, rule, WOR)
+    assert found.mean() > floor
+
+
+def law_without(law: SparseLaw, gone: list[int], token: int, renormalise: bool) -> ChildLaw:
+    """`law` with tokens removed, for a child that may be one of them (then `own` is never looked at again)."""
+    left = {t: prob for t, prob in zip(law.token_ids, law.probs) if t not in gone}
+    probs = np.array(list(left.values()))
+    return ChildLaw(
+        np.array(list(left)), probs / probs.sum() if renormalise else probs, token if token in left else min(left)
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, renormalise, floor",
+    [
+        pytest.param(WOR, False, 0.004, id="without replacement, not renormalised"),
+        pytest.param(IID, True, 0.02, id="independent draws, tested as without replacement"),
+    ],
+)
+def test_a_wrong_conditional_law_is_found(random_law, monkeypatch, kind, renormalise, floor):
+    def wrong(tree, draws, law, children):
+        tokens = [tree.token_ids[child] for child in children]
+        return [law_without(law, tokens[:i], token, renormalise) for i, token in enumerate(tokens)]
+
+    monkeypatch.setattr(rejection, "child_laws", wrong)
+    assert distances(random_law, rejection.verify_rejection, kind).mean() > floor
+
+
+def test_dropping_duplicates_is_right_if_the_rest_is_read_as_without_replacement(random_law):
+    def mend(draft: Draft, q) -> Draft:
+        return relabelled(drop_duplicates(draft, q), WOR)
+
+    assert distances(random_law, RULES["rejection"], IID, mend, models=3).max() < 1e-12
+
+
+def test_two_tokens_cannot_see_a_dropped_duplicate_and_three_can(random_law):
+    """Why the vocabulary of these tests is never two."""
+    for vocab_size, seen in ((2, False), (3, True)):
+        p, q = random_law(vocab_size, 1), random_law(vocab_size, 2)
+        drafts = (drop_duplicates(draft, q) for draft in enumerate_drafts(q, [(IID, IID, IID)]))
+        assert (total_variation(emission(RULES["rejection"], drafts, p, 2), p, 2) > 1e-4) == seen
+
+
+@pytest.mark.parametrize("off", [0.95, 1.05])
+def test_a_wrong_discount_of_kseq_is_found(random_law, monkeypatch, off):
+    """A smaller one leaves a negative residual; a larger one is merely slower, and stays exact."""
+    right = kseq.discount
+
+    def wrong(target, law, num_draws):
+        rho = right(target, law, num_draws)[0] * off
+        return rho, float(np.minimum(target[law.token_ids] / rho, law.probs).sum())
+
+    monkeypatch.setattr(kseq, "discount", wrong)
+    found = distances(random_law, kseq.verify_kseq, IID, models=2).max()
+    assert found > 1e-3 if off < 1 else found < 1e-12
