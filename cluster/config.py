@@ -97,6 +97,8 @@ class GenerateConfig:
     """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
     limit: int = 8
     """Prompts to read; 0 = all."""
+    concurrency: int = 1
+    """Requests in flight; 0 = all at once."""
     baseline: bool = True
     """Time plain decoding of the same prompts too."""
     trace: bool = True

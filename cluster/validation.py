@@ -153,6 +153,8 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
     yield "job.name", job.name, job.name == right, f"is set by job={right}; write job={job.name}"
     if right in ("generate", "bench"):
         yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
+    if right == "generate":
+        yield "job.concurrency", job.concurrency, job.concurrency >= 0, "must be 0 (all at once) or above"
     if right == "bench":
         yield "job.repeats", job.repeats, job.repeats >= 1, "must be at least 1"
         yield "job.warmup", job.warmup, job.warmup >= 0, "must be 0 or above"

@@ -47,7 +47,8 @@ _Children = tuple[tuple[int, Draw, "_Children"], ...]
 def enumerate_drafts(q: Law, scheme: Sequence[Sequence[Draw]]) -> Iterator[Draft]:
     """All trees in which every node of level i gets children drawn as `scheme[i]` says, in that order.
 
-    The j-th child without randomness of its own (DETERMINISTIC or COUPLED) is the j-th likeliest token of q. Without replacement, an exhausted law yields fewer.
+    The j-th child without randomness of its own (DETERMINISTIC or COUPLED) is the j-th likeliest token of q. Without
+    replacement, an exhausted law yields fewer children.
     """
     for children, weight in _subtrees(q, scheme, ()):
         yield _flatten(q, children, weight)

@@ -1,4 +1,4 @@
-"""Batches of token sequences cut from a stream, or drawn from rows of equal length. Knows no model and no text."""
+"""Batches of token sequences cut from a stream. Knows no model and no text."""
 
 from __future__ import annotations
 
@@ -35,20 +35,3 @@ class StreamBatches:
         chosen, self._starts = self._starts[:size], self._starts[size:]
         self.epochs += size * length / len(self._stream)
         return self._stream[chosen[:, None] + torch.arange(length + 1)]
-
-
-class RowBatches:
-    """Draws whole rows of a token table, each epoch in another order."""
-
-    def __init__(self, rows: torch.Tensor, seed: int) -> None:
-        """Take an int64 `[rows, length]` table; equal seeds give equal batches."""
-        self._rows = rows
-        self._random = torch.Generator().manual_seed(seed)
-        self._order = torch.empty(0, dtype=torch.long)
-
-    def draw(self, size: int) -> torch.Tensor:
-        """Return `[size, length]` tokens."""
-        while len(self._order) < size:
-            self._order = torch.cat((self._order, torch.randperm(len(self._rows), generator=self._random)))
-        chosen, self._order = self._order[:size], self._order[size:]
-        return self._rows[chosen]

@@ -23,3 +23,19 @@ def cross_entropy(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Ten
         return F.cross_entropy(logits, batch[:, 1:].flatten())
 
     return loss_of
+
+
+def distillation(student: LlamaForCausalLM, teacher: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the loss KL(teacher || student) over the whole vocabulary, in nats per token.
+
+    The teacher is run on every batch, so its distribution is never stored. A batch's last token goes unused.
+    """
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        tokens = batch[:, :-1]
+        with torch.no_grad():
+            taught = F.log_softmax(logits_of(teacher, tokens).flatten(0, 1).float(), dim=-1)
+        learnt = F.log_softmax(logits_of(student, tokens).flatten(0, 1).float(), dim=-1)
+        return (taught.exp() * (taught - learnt)).sum(-1).mean()
+
+    return loss_of

@@ -2,20 +2,101 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM
 
-from cluster.training.architecture import CONTEXT, target_config
+from cluster.training.architecture import CONTEXT, drafter_config, target_config
 from cluster.training.batches import StreamBatches
-from cluster.training.checkpoint import save_model
+from cluster.training.checkpoint import load_model, save_model
 from cluster.training.config import TrainConfig
-from cluster.training.corpus import Corpus
-from cluster.training.objectives import cross_entropy
+from cluster.training.continuations import continue_all
+from cluster.training.corpus import Corpus, is_test
+from cluster.training.objectives import cross_entropy, distillation
+from cluster.training.prompts import choose_prompts, write_prompts
 from cluster.training.schedule import Budget
 from cluster.training.tokenizer import load_tokenizer, pack, save_tokenizer, train_tokenizer
 from cluster.training.trainer import Loss, Recipe, TrainingRecord, fit
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What every stage needs."""
+
+    config: TrainConfig
+    corpus: Corpus
+    out: Path
+    """Receives what is shipped."""
+    work: Path
+    """Receives logs, checkpoints and intermediate tokens."""
+
+
+def make_tokenizer(place: Workplace) -> None:
+    """Learn the tokenizer from the training sources, put it beside both models, and cut the held-out prompts."""
+    tokenizer = train_tokenizer(place.corpus.training, place.config.vocab_size)
+    for role in ("target", "drafter"):
+        save_tokenizer(tokenizer, place.out / role, CONTEXT)
+    prompts = choose_prompts(place.corpus.held_out, tokenizer, place.config.seed, place.config.num_prompts)
+    write_prompts(prompts, place.out / "prompts.jsonl")
+
+
+def make_target(place: Workplace) -> TrainingRecord:
+    """Train the target on the sources with cross entropy and write it to `out/target`."""
+    config = place.config
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(target_config(config.vocab_size)).to(config.device)
+    batches = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed)
+
+    def draw(progress: float) -> torch.Tensor:
+        return batches.draw(*_shape(config, progress))
+
+    budget = Budget(config.target_minutes, config.target_steps)
+    loss_of = _compiled(cross_entropy(model), config)
+    record = fit(model, draw, loss_of, _recipe(config), budget, place.work / "target", "target")
+    save_model(model, place.out / "target")
+    return record
+
+
+def make_continuations(place: Workplace) -> int:
+    """Let the target continue prompts cut from training sources that are no tests; return the number of tokens."""
+    config = place.config
+    tokenizer = load_tokenizer(place.out / "target")
+    target = load_model(place.out / "target", config.device, torch.bfloat16)
+    sources = [source for source in place.corpus.training if not is_test(source.path)]
+    prompts = choose_prompts(sources, tokenizer, config.seed, config.continuation_prompts)
+    tokens = [tokenizer.encode(prompt.prompt).ids for prompt in prompts]
+    stream = continue_all(target, tokens, config.continuation_length, config.continuation_batch)
+    place.work.mkdir(parents=True, exist_ok=True)
+    torch.save(stream, place.work / "continuations.pt")
+    return len(stream)
+
+
+def make_drafter(place: Workplace) -> TrainingRecord:
+    """Distil the drafter from the target on sources and on the target's continuations; write it to `out/drafter`.
+
+    Raises:
+        FileNotFoundError: the target or its continuations are missing.
+    """
+    config = place.config
+    teacher = load_model(place.out / "target", config.device).requires_grad_(False)
+    torch.manual_seed(config.seed)
+    student = LlamaForCausalLM(drafter_config(config.vocab_size)).to(config.device)
+    sources = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed + 1)
+    continuations = StreamBatches(torch.load(place.work / "continuations.pt"), config.seed + 2)
+    coin = random.Random(config.seed)
+
+    def draw(progress: float) -> torch.Tensor:
+        batches = continuations if coin.random() < config.continuation_mix else sources
+        return batches.draw(*_shape(config, progress))
+
+    budget = Budget(config.drafter_minutes, config.drafter_steps)
+    loss_of = _compiled(distillation(student, teacher), config)
+    record = fit(student, draw, loss_of, _recipe(config), budget, place.work / "drafter", "drafter")
+    save_model(student, place.out / "drafter")
+    return record
 
 
 def _recipe(config: TrainConfig) -> Recipe:
@@ -31,26 +112,3 @@ def _shape(config: TrainConfig, progress: float) -> tuple[int, int]:
     """Return number and length of the sequences of one step at a progress in [0, 1)."""
     length = config.short_sequence_length if progress < config.short_fraction else config.sequence_length
     return max(1, config.batch_tokens // length), length
-
-
-def make_tokenizer(config: TrainConfig, corpus: Corpus, out: Path) -> None:
-    """Learn the tokenizer from the training sources and put it beside both models."""
-    tokenizer = train_tokenizer(corpus.training, config.vocab_size)
-    for role in ("target", "drafter"):
-        save_tokenizer(tokenizer, out / role, CONTEXT)
-
-
-def make_target(config: TrainConfig, corpus: Corpus, out: Path, work: Path) -> TrainingRecord:
-    """Train the target on the sources with cross entropy and write it to `out/target`."""
-    torch.manual_seed(config.seed)
-    model = LlamaForCausalLM(target_config(config.vocab_size)).to(config.device)
-    batches = StreamBatches(pack(load_tokenizer(out / "target"), corpus.training), config.seed)
-
-    def draw(progress: float) -> torch.Tensor:
-        return batches.draw(*_shape(config, progress))
-
-    budget = Budget(config.target_minutes, config.target_steps)
-    loss_of = _compiled(cross_entropy(model), config)
-    record = fit(model, draw, loss_of, _recipe(config), budget, work / "target", "target")
-    save_model(model, out / "target")
-    return record

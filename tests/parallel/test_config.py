@@ -76,5 +76,5 @@ def test_ranks_that_do_not_fit():
     assert [config.local_kv_heads(size) for size in (1, 2, 4)] == [2, 1, 1]
     with pytest.raises(ValueError, match="tp=3 must divide num_attention_heads=8"):
         config.check_ranks(3)
-    with pytest.raises(ValueError, match="tp=2 must divide num_key_value_heads=1"):
+    with pytest.raises(ValueError, match="tp=2 must divide num_key_value_heads=3"):
         DecoderConfig.from_hf(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}).check_ranks(2)

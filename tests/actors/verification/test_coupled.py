@@ -80,9 +80,7 @@ def test_the_emitted_law_is_exact_for_any_tree_even_one_pruned_after_the_draw(ra
             emitted = (*(tree.token_ids[node] for node in path), next_token)
             for rest in itertools.product(range(3), repeat=3 - len(emitted)):
                 whole = emitted + rest
-                joint[whole] += weight * float(
-                    np.prod([p(whole[:i])[whole[i]] for i in range(len(emitted), 3)])
-                )
+                joint[whole] += weight * float(np.prod([p(whole[:i])[whole[i]] for i in range(len(emitted), 3)]))
     assert total_variation(Emission(dict(joint), 0.0), p, 3) < 1e-12
 
 
@@ -125,9 +123,10 @@ def coupled_chain(params: SamplingParams, blur: float, shift: int = 0):
     def propose(context: list[int]) -> TokenTree:
         tokens = list(context)
         for _ in range(4):
-            logits = toy_logits(tokens)[None] + blur * torch.from_numpy(
-                np.random.default_rng([99, *tokens[-3:]]).normal(size=(1, VOCAB))
-            ).float()
+            logits = (
+                toy_logits(tokens)[None]
+                + blur * torch.from_numpy(np.random.default_rng([99, *tokens[-3:]]).normal(size=(1, VOCAB))).float()
+            )
             scores = process_logits(logits, params, EOS, 3, tokens, TokenTree.root(tokens[-1]))
             ids, _ = top_children(scores, [params], [len(tokens) + shift], 1)
             tokens.append(int(ids))

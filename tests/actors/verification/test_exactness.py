@@ -13,7 +13,7 @@ ROOT, DET, COUPLED, IID, WOR = Draw.ROOT, Draw.DETERMINISTIC, Draw.COUPLED, Draw
 EXACT = 1e-12
 
 CHAINS = ((1,), (1, 1), (1, 1, 1))
-TREES = ((2,), (2, 1), (1, 2), (3, 1), (2, 1, 1), (2, 2), (3, 2))
+TREES = ((2,), (2, 1), (1, 2), (3, 1), (2, 1, 1), (2, 2))
 
 
 def scheme(kind: Draw, *widths: int) -> list[tuple[Draw, ...]]:
@@ -22,6 +22,7 @@ def scheme(kind: Draw, *widths: int) -> list[tuple[Draw, ...]]:
 
 SCHEMES = {
     **{f"{kind.name} {widths}": scheme(kind, *widths) for kind in (DET, IID, WOR) for widths in CHAINS + TREES},
+    "WITHOUT_REPLACEMENT (3, 2)": scheme(WOR, 3, 2),
     "sampled, then fixed": [(WOR, DET), (WOR,)],
     "fixed, then sampled": [(DET, IID), (IID,)],
     "fixed among sampled": [(WOR, DET, WOR), (DET,)],
@@ -48,7 +49,14 @@ def test_rejection_and_traversal_are_exact(random_law, rule, name):
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize(
     "vocab_size, kind, widths",
-    [(4, IID, (2, 2)), (4, WOR, (3, 2)), (4, IID, (2, 1, 1)), (4, IID, (1, 1, 1)), (3, WOR, (2, 2, 1))],
+    [
+        (4, IID, (2, 2)),
+        (3, IID, (3, 2)),
+        (4, WOR, (3, 2)),
+        (4, IID, (2, 1, 1)),
+        (4, IID, (1, 1, 1)),
+        (3, WOR, (2, 2, 1)),
+    ],
 )
 def test_larger_enumerations(random_law, rule, vocab_size, kind, widths):
     p, q = random_law(vocab_size, seed=3), random_law(vocab_size, seed=4)

@@ -1,6 +1,6 @@
 """The enumeration can fail: every classic mistake of drafting or testing, made on purpose, is found by it.
 
-Twelve random models over four tokens, two children and one below each, as in the exactness tests. Each mistake has a
+Eight random models over four tokens, two children and one below each, as in the exactness tests. Each mistake has a
 floor for the mean distance over the models. The small ones (duplicates dropped, no renormalisation) are the dangerous
 ones, as no benchmark sees them.
 """
@@ -26,7 +26,7 @@ def drafts_of(kind: Draw, q) -> Iterator[Draft]:
     return enumerate_drafts(q, [(kind, kind), (kind,)])
 
 
-def distances(random_law, rule, kind: Draw, mistake: Callable = lambda draft, q: draft, models: int = 12) -> np.ndarray:
+def distances(random_law, rule, kind: Draw, mistake: Callable = lambda draft, q: draft, models: int = 8) -> np.ndarray:
     """Total variation of each model after `mistake` was made on every draft; both laws are four-token Dirichlet."""
     found = []
     for seed in range(models):

@@ -1,0 +1,77 @@
+"""What a job shows on the terminal: progress with seconds, completions, tables.
+
+Knows how things look and nothing of how they came about. In a pipe or a batch job's log it prints plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+PROMPT_SHOWN = 60
+COMPLETION_LINES = 4
+COMPLETION_SHOWN = 320
+ABSENT = "–"
+
+
+class Terminal:
+    """Standard output, or where a test wants it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+
+    @contextmanager
+    def starting(self) -> Iterator[Callable[[str], None]]:
+        """A spinner with seconds; yields what changes its text."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("starting", total=None)
+            yield lambda stage: progress.update(task, description=stage)
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar with seconds; yields what advances it by one."""
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console) as progress:
+            task = progress.add_task(what, total=total)
+            yield lambda: progress.advance(task)
+
+    def line(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def completion(self, prompt: str, text: str, ending: str) -> None:
+        """The end of a prompt and the beginning of what followed it."""
+        shown = Text("… " + " ".join(prompt.split())[-PROMPT_SHOWN:], style="dim")
+        shown.append(f"  [{ending}]\n", style="dim italic")
+        shown.append(trimmed(text), style="not dim")
+        self._console.print(shown, "")
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """The first column names its row, the others hold figures."""
+        table = Table(title=title, title_justify="left", title_style="bold", show_header=any(columns))
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self._console.print(table)
+
+
+def trimmed(text: str) -> str:
+    """At most a few lines of a completion; an ellipsis says that there is more."""
+    lines = text.strip("\n").split("\n")
+    short = "\n".join(lines[:COMPLETION_LINES])[:COMPLETION_SHOWN]
+    return short if short == text.strip("\n") else f"{short} …"
+
+
+def figure(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A number for a table; a dash where it was not measured."""
+    return ABSENT if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.0%}"

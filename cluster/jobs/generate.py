@@ -1,0 +1,160 @@
+"""`job=generate`: complete prompts, show how speculation went, and time plain decoding of the same prompts beside it.
+
+Files: `completions.jsonl` grows by a line as each request ends; `report.json`, `timeline.json` and `timeline.png`
+follow at the end, also after Ctrl-C, of what there is by then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from actors.messages import SamplingParams
+from cluster import timeline
+from cluster.config import GenerateConfig, LaunchConfig
+from cluster.console import Terminal, figure, percent
+from cluster.engine import Engine, EngineError
+from cluster.prompts import Prompt, read_prompts
+from cluster.report import circumstances, figures, request_metrics, write_json
+from cluster.workload import Run, Served, serve_prompts
+
+WARMUP_TOKENS = 16
+
+
+def run(config: LaunchConfig, run_dir: Path) -> None:
+    """Raises ValueError for prompts that cannot be read, EngineError if a request failed, KeyboardInterrupt."""
+    job: GenerateConfig = config.job
+    prompts = read_prompts(Path(job.prompts), job.limit)
+    terminal = Terminal()
+    with terminal.starting() as progress:
+        engine = Engine(config, progress=progress)
+    with engine:
+        sampling = config.sampling_params(engine.tokenizer)
+        _warm_up(engine, prompts, sampling)
+        with _completions_file(run_dir, config) as file:
+            speculative = _complete(engine, prompts, sampling, job, terminal, file)
+        plain = None
+        if job.baseline and not speculative.interrupted:
+            plain = _time_plain(engine, prompts, sampling, job, terminal)
+        report = {
+            "job": job.name,
+            "concurrency": job.concurrency,
+            **figures(speculative, plain),
+            "plain": figures(plain) if plain else None,
+            **circumstances(config, engine.places, engine.ready),
+        }
+    interrupted = speculative.interrupted or (plain is not None and plain.interrupted)
+    write_json(run_dir / "report.json", {**report, "interrupted": interrupted})
+    if job.trace and speculative.spans:
+        timeline.write_trace(run_dir / "timeline.json", speculative.spans)
+        busy = {"target": report["target_busy"], "draft": report["draft_busy"]}
+        timeline.draw(run_dir / "timeline.png", speculative.spans, busy)
+    _summarise(terminal, report, run_dir)
+    if interrupted:
+        raise KeyboardInterrupt
+    if speculative.failed:
+        first = speculative.failed[0]
+        raise EngineError(
+            f"{len(speculative.failed)} of {len(prompts)} requests failed; prompt {first.index + 1}: {first.error}"
+        )
+
+
+def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) -> None:
+    """First passes allocate and choose kernels; they are nobody's fault and not measured."""
+    short = replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
+    for speculate in (False, True):
+        if serve_prompts(engine, prompts[:1], short, speculate=speculate, concurrency=1).interrupted:
+            raise KeyboardInterrupt
+
+
+def _complete(
+    engine: Engine, prompts: list[Prompt], sampling: SamplingParams, job: GenerateConfig, terminal: Terminal, write
+) -> Run:
+    with terminal.counting("completing", len(prompts)) as advance:
+
+        def finished(served: Served) -> None:
+            write(served)
+            ending = served.error or f"{len(served.token_ids)} tokens, {served.finish_reason}"
+            terminal.completion(served.prompt.text, served.text, ending)
+            advance()
+
+        return serve_prompts(
+            engine, prompts, sampling, speculate=True, concurrency=job.concurrency, on_finished=finished
+        )
+
+
+def _time_plain(
+    engine: Engine, prompts: list[Prompt], sampling: SamplingParams, job: GenerateConfig, terminal: Terminal
+) -> Run:
+    with terminal.counting("plain decoding, to compare", len(prompts)) as advance:
+        return serve_prompts(
+            engine,
+            prompts,
+            sampling,
+            speculate=False,
+            concurrency=job.concurrency,
+            on_finished=lambda served: advance(),
+        )
+
+
+@contextmanager
+def _completions_file(run_dir: Path, config: LaunchConfig) -> Iterator:
+    """Yields what appends one request to `completions.jsonl`; a line is on disk before the next request ends."""
+    num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
+    with (run_dir / "completions.jsonl").open("w", encoding="utf-8") as file:
+        yield lambda served: _append(file, completion_record(served, num_spec_tokens))
+
+
+def _append(file: IO[str], record: dict[str, object]) -> None:
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def completion_record(served: Served, num_spec_tokens: int) -> dict[str, object]:
+    """One line of `completions.jsonl`; `index` is the prompt's place among those that were read."""
+    return {
+        "index": served.index,
+        "prompt": served.prompt.text,
+        **served.prompt.labels(),
+        "text": served.text,
+        "token_ids": list(served.token_ids),
+        "finish_reason": served.finish_reason,
+        "error": served.error,
+        "metrics": {
+            "speculative_decoding": request_metrics(served, num_spec_tokens),
+            "ttft_s": served.ttft_s,
+            "latency_s": served.latency_s,
+            "num_preemptions": served.stats.num_preemptions,
+        },
+    }
+
+
+def _summarise(terminal: Terminal, report: dict, run_dir: Path) -> None:
+    plain = report["plain"] or {}
+    round_ms, overhead_ms = report["round_ms"], report["round_overhead_ms"]
+    share = overhead_ms / round_ms if round_ms else None
+    equal = {True: "all equal", False: f"{report['num_unequal_requests']} requests differ", None: figure(None)}
+    ttft = report["ttft_s"]["median"] if report["ttft_s"] else None
+    rows = [
+        ("requests", f"{report['num_requests']}" + f", {report['num_failed']} failed" * bool(report["num_failed"])),
+        ("tokens", f"{report['tokens']:,} in {figure(report['wall_s'], 1)} s"),
+        ("tokens/s", figure(report["tokens_per_s"], 1)),
+        ("tokens/s, plain decoding", figure(report["plain_tokens_per_s"], 1)),
+        ("speed-up", figure(report["speedup_vs_ar"], 2, "x")),
+        ("tokens equal to plain decoding", equal[report["tokens_equal_plain"]]),
+        ("mean acceptance length", figure(report["mean_acceptance_length"])),
+        ("draft tokens accepted", percent(report["draft_acceptance_rate"])),
+        ("ms per token behind the first", f"{figure(report['decode_ms_per_token'])}"),
+        ("the same, plain decoding", figure(plain.get("decode_ms_per_token"))),
+        ("ms to the first token, median", figure(None if ttft is None else ttft * 1e3, 1)),
+        ("round", f"{figure(round_ms)} ms, of it {figure(overhead_ms)} ms ({percent(share)}) nobody's work"),
+        ("busy", f"target {percent(report['target_busy'])}, drafter {percent(report['draft_busy'])}"),
+    ]
+    terminal.table("Summary", ("", ""), rows)
+    for note in report["notes"]:
+        terminal.line(f"note: {note}")
+    terminal.line(f"written to {run_dir}")

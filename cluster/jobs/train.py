@@ -1,0 +1,60 @@
+"""The `train` job: runs the stages that make a pocket pair and reports what they came to. Knows no model code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.training import report, stages
+from cluster.training.config import STAGES, TrainConfig
+from cluster.training.corpus import load_corpus
+
+
+def run(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
+    """Run the chosen stages in order.
+
+    Writes `target/`, `drafter/`, `prompts.jsonl`, `README.md`, `loss.png` and `report.json` into `config.out` or, by
+    default, the run directory, so that the bundled pair is only replaced on request.
+
+    Args:
+        config: what to train and how.
+        run_dir: existing or not; receives everything for which `config` names no other folder.
+
+    Returns:
+        The report, as written when the `report` stage runs; otherwise what the chosen stages recorded.
+
+    Raises:
+        ValueError: an unknown stage, or a setting out of range.
+        FileNotFoundError: a stage needs what an earlier one, not chosen now, has not left in the folders.
+    """
+    unknown = [stage for stage in config.stages if stage not in STAGES]
+    if unknown or not config.stages:
+        raise ValueError(f"job.stages must name some of {', '.join(STAGES)}; got {config.stages}")
+    if config.max_draft_tokens < report.DRAFT_DEPTH:
+        raise ValueError(f"job.max_draft_tokens must be at least {report.DRAFT_DEPTH}, got {config.max_draft_tokens}")
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
+    out = Path(config.out) if config.out else run_dir
+    work = Path(config.work) if config.work else run_dir / "work"
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = load_corpus(config.seed, config.test_megabytes)
+    place = stages.Workplace(config, corpus, out, work)
+    outcome: dict[str, Any] = {}
+    if "tokenizer" in config.stages:
+        stages.make_tokenizer(place)
+    if "target" in config.stages:
+        outcome["target"] = asdict(stages.make_target(place))
+    if "continuations" in config.stages:
+        outcome["continuation_tokens"] = stages.make_continuations(place)
+    if "drafter" in config.stages:
+        outcome["drafter"] = asdict(stages.make_drafter(place))
+    if "report" in config.stages:
+        outcome = {**report.describe_run(config, corpus, out, work), **report.measure(config, corpus, out)}
+        (out / "report.json").write_text(json.dumps(outcome, indent=2) + "\n")
+        report.draw_losses(work, out / "loss.png")
+        report.write_readme(config, outcome, out / "README.md")
+    return outcome

@@ -1,0 +1,12 @@
+"""The bundled pocket pair: where its checkpoints and its held-out prompts lie. Loads nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TARGET = Path(__file__).parent / "target"
+"""Checkpoint of the target, in Hugging Face format."""
+DRAFTER = Path(__file__).parent / "drafter"
+"""Checkpoint of the draft model, in Hugging Face format, with the target's vocabulary."""
+PROMPTS = Path(__file__).parent / "prompts.jsonl"
+"""Prompts from modules neither model has seen, one JSON object with `prompt`, `source` and `category` per line."""

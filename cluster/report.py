@@ -1,0 +1,208 @@
+"""`report.json`: what a run came to, in the words and conventions of vLLM, from counters and requests.
+
+Pure functions; what was not measured is null and never estimated. Acceptance length counts the bonus token; fractions
+of time are of the time in which there was work.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+from actors.messages import Ready, RequestStats
+from cluster.config import LaunchConfig
+from cluster.placement import RankPlacement
+from cluster.workload import Run, Served
+
+PACKAGE = "specdec"
+"""Name of this distribution."""
+
+FIGURES = (
+    "num_requests",
+    "num_failed",
+    "tokens",
+    "wall_s",
+    "tokens_per_s",
+    "plain_tokens_per_s",
+    "speedup_vs_ar",
+    "tokens_equal_plain",
+    "num_unequal_requests",
+    "ttft_s",
+    "latency_s",
+    "decode_ms_per_token",
+    "mean_acceptance_length",
+    "draft_acceptance_rate",
+    "acceptance_histogram",
+    "per_position_acceptance",
+    "num_spec_steps",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "branch_hit_rate",
+    "draft_busy",
+    "target_busy",
+    "round_ms",
+    "round_overhead_ms",
+    "num_rounds",
+    "preemptions",
+    "stale",
+)
+"""Measured, per run."""
+
+CIRCUMSTANCES = ("layout", "bytes_per_role", "stretch", "notes", "versions", "config")
+"""What it was measured on."""
+
+REPORT_FIELDS = FIGURES + CIRCUMSTANCES
+"""The fields of every report; tools read them by these names."""
+
+
+def figures(run: Run, plain: Run | None = None) -> dict[str, object]:
+    """`FIGURES` of one run; `plain` is plain decoding of the same prompts by the same engine."""
+    tokens_per_s = _ratio(run.num_tokens, run.wall_s)
+    plain_tokens_per_s = _ratio(plain.num_tokens, plain.wall_s) if plain else None
+    num_unequal = num_unequal_requests(run, plain) if plain else None
+    return {
+        "num_requests": len(run.requests),
+        "num_failed": len(run.failed),
+        "tokens": run.num_tokens,
+        "wall_s": run.wall_s,
+        "tokens_per_s": tokens_per_s,
+        "plain_tokens_per_s": plain_tokens_per_s,
+        "speedup_vs_ar": _ratio(tokens_per_s, plain_tokens_per_s),
+        "tokens_equal_plain": None if num_unequal is None else num_unequal == 0,
+        "num_unequal_requests": num_unequal,
+        "ttft_s": _middle(one.ttft_s for one in run.completed),
+        "latency_s": _middle(one.latency_s for one in run.completed),
+        "decode_ms_per_token": decode_ms_per_token(run.completed),
+        **speculation(run.counters),
+        **rounds(run.counters),
+    }
+
+
+def speculation(counters: Mapping[str, object]) -> dict[str, object]:
+    """Acceptance, from the counters of a window or of a request."""
+    steps, drafted = counters.get("num_spec_steps"), counters.get("num_draft_tokens")
+    accepted = counters.get("num_accepted_tokens")
+    histogram = counters.get("acceptance_histogram")
+    per_position = zip(counters.get("num_accepted_per_pos", ()), counters.get("num_drafted_per_pos", ()), strict=True)
+    hits, lookups = counters.get("num_branch_hits"), counters.get("num_branch_lookups")  # only where one drafts ahead
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else None,
+        "draft_acceptance_rate": _ratio(accepted, drafted),
+        "acceptance_histogram": None if histogram is None else list(histogram),
+        "per_position_acceptance": [kept / offered for kept, offered in per_position] if steps else None,
+        "num_spec_steps": steps,
+        "num_draft_tokens": drafted,
+        "num_accepted_tokens": accepted,
+        "branch_hit_rate": _ratio(hits, lookups),
+    }
+
+
+def rounds(counters: Mapping[str, object]) -> dict[str, object]:
+    """How busy the roles were, and what a round costs beyond their work."""
+    active_s, spec_rounds = counters.get("active_s"), counters.get("num_spec_rounds")
+    round_s = _ratio(counters.get("spec_round_s"), spec_rounds)
+    overhead_s = _ratio(counters.get("spec_round_overhead_s"), spec_rounds)
+    return {
+        "draft_busy": _ratio(counters.get("draft_busy_s"), active_s),
+        "target_busy": _ratio(counters.get("target_busy_s"), active_s),
+        "round_ms": None if round_s is None else round_s * 1e3,
+        "round_overhead_ms": None if overhead_s is None else overhead_s * 1e3,
+        "num_rounds": counters.get("num_rounds"),
+        "preemptions": counters.get("num_preemptions"),
+        "stale": counters.get("num_stale"),
+    }
+
+
+def request_metrics(served: Served, num_spec_tokens: int) -> dict[str, object]:
+    """One request's metrics, in the vocabulary of vLLM's; `num_spec_tokens` is what the drafter may propose a round."""
+    stats: RequestStats = served.stats
+    steps, drafted, accepted = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else None,
+        "draft_acceptance_rate": _ratio(accepted, drafted),
+        "acceptance_histogram": list(stats.acceptance_histogram),
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": num_spec_tokens,
+    }
+
+
+def decode_ms_per_token(requests: Sequence[Served]) -> float | None:
+    """Time per token behind the first, over all requests: what is left when the prompt has been read."""
+    timed = [one for one in requests if one.ttft_s is not None and len(one.token_ids) > 1]
+    seconds = sum(one.latency_s - one.ttft_s for one in timed)
+    return _ratio(1e3 * seconds, sum(len(one.token_ids) - 1 for one in timed))
+
+
+def num_unequal_requests(run: Run, other: Run) -> int:
+    """Requests that ended in both runs with different tokens."""
+    ended = {one.index: one.token_ids for one in other.completed if one.finish_reason != "abort"}
+    mine = (one for one in run.completed if one.finish_reason != "abort" and one.index in ended)
+    return sum(one.token_ids != ended[one.index] for one in mine)
+
+
+def bytes_per_role(ready: Mapping[str, Ready]) -> dict[str, dict[str, int]]:
+    """Bytes of weights and KV over the ranks of each role; a role that holds neither has zeros."""
+    total: dict[str, dict[str, int]] = {}
+    for rank in ready.values():
+        role = total.setdefault(rank.role, {"weights": 0, "kv": 0})
+        role["weights"] += int(rank.facts.get("weight_bytes", 0))
+        role["kv"] += int(rank.facts.get("kv_bytes", 0))
+    return total
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that can change a figure; null where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in (PACKAGE, "torch", "ray", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def circumstances(
+    config: LaunchConfig, places: Sequence[RankPlacement], ready: Mapping[str, Ready]
+) -> dict[str, object]:
+    """`CIRCUMSTANCES` of an engine."""
+    return {
+        "layout": [{"identity": place.identity, **asdict(place)} for place in places],
+        "bytes_per_role": bytes_per_role(ready),
+        "stretch": config.target.stretch,
+        "notes": notes(config),
+        "versions": versions(),
+        "config": asdict(config),
+    }
+
+
+def notes(config: LaunchConfig) -> list[str]:
+    """What a reader must know before comparing the figures with others."""
+    said = []
+    if config.target.stretch:
+        said.append(
+            f"target.stretch={config.target.stretch}: the target has that many extra layers, which cost time and "
+            "change no token"
+        )
+    if config.cluster.oversubscribe:
+        said.append("cluster.oversubscribe=true: ranks may share cores, timings mean little")
+    return said
+
+
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _middle(values) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    return {"median": median(known), "max": max(known)} if known else None

@@ -1,0 +1,175 @@
+"""What a finished pair is worth, in numbers, a picture and a README. Trains nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.training.config import TrainConfig
+from cluster.training.corpus import HELD_OUT, Corpus
+from cluster.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, spread_rows
+from cluster.training.checkpoint import load_model
+from cluster.training.tokenizer import load_tokenizer, pack
+
+DRAFT_DEPTH = 5
+"""Draft tokens per round of the acceptance length named first."""
+
+
+def measure(config: TrainConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
+    """Measure the pair in `out` on held-out text, in float32 from the written weights.
+
+    Returns:
+        Losses in nats per token, perplexities, agreement, and acceptance lengths by draft tokens per round.
+
+    Raises:
+        FileNotFoundError: a model or the prompts are missing.
+    """
+    tokenizer = load_tokenizer(out / "target")
+    target, drafter = (load_model(out / role, config.device) for role in ("target", "drafter"))
+    rows = spread_rows(pack(tokenizer, corpus.held_out), config.sequence_length, config.held_out_tokens)
+    lines = (out / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
+    matches = [greedy_matches(target, drafter, prompt, config.num_prompt_tokens) for prompt in prompts]
+    losses = {"target": mean_loss(target, rows), "drafter": mean_loss(drafter, rows)}
+    depths = range(1, config.max_draft_tokens + 1)
+    return {
+        "held_out_loss": losses,
+        "held_out_perplexity": {role: math.exp(loss) for role, loss in losses.items()},
+        "held_out_tokens": rows.shape[0] * (rows.shape[1] - 1),
+        "agreement_on_held_out_text": agreement_rate(target, drafter, rows),
+        "agreement_on_continuations": sum(map(sum, matches)) / sum(map(len, matches)),
+        "acceptance_length": {depth: acceptance_length(matches, depth) for depth in depths},
+        "num_prompts": len(prompts),
+        "parameters": {"target": target.num_parameters(), "drafter": drafter.num_parameters()},
+    }
+
+
+def describe_run(config: TrainConfig, corpus: Corpus, out: Path, work: Path) -> dict[str, Any]:
+    """Return where the pair came from: corpus, seed, versions, and what each training run recorded in `work`."""
+    tokenizer = load_tokenizer(out / "target")
+    records = {}
+    for role in ("target", "drafter"):
+        path = work / role / "record.json"
+        if path.exists():
+            records[role] = json.loads(path.read_text())
+    return {
+        "seed": config.seed,
+        "corpus_sha256": corpus.fingerprint(),
+        "corpus_files": len(corpus.training),
+        "corpus_megabytes": sum(len(source.text.encode()) for source in corpus.training) / 1e6,
+        "corpus_tokens": len(pack(tokenizer, corpus.training)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "training": records,
+    }
+
+
+def draw_losses(work: Path, path: Path) -> None:
+    """Draw the loss curves of both training runs into a PNG; runs without a log are left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), dpi=80)
+    captions = {"target": "cross entropy", "drafter": "KL(target || drafter)"}
+    for plot, (role, caption) in zip(axes, captions.items(), strict=True):
+        log = work / role / "loss.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        plot.plot([line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines], linewidth=1)
+        plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats per token", ylim=(0, None))
+        plot.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def write_readme(config: TrainConfig, report: dict[str, Any], path: Path) -> None:
+    """Write the README of a pair from the numbers of `measure` and `describe_run`."""
+    path.write_text(_readme(config, report), encoding="utf-8")
+
+
+def _readme(config: TrainConfig, report: dict[str, Any]) -> str:
+    lengths = report["acceptance_length"]
+    runs = "\n".join(
+        f"| {role} | {report['parameters'][role] / 1e6:.1f} M | {record['steps']} | {record['tokens'] / 1e6:.1f} M "
+        f"| {record['seconds'] / 60:.0f} min | {record['tokens'] / record['seconds']:.0f} | {record['final_loss']:.3f} |"
+        for role, record in report["training"].items()
+    )
+    worth = "\n".join(
+        f"| {role} | {loss:.3f} | {report['held_out_perplexity'][role]:.1f} |"
+        for role, loss in report["held_out_loss"].items()
+    )
+    depths = " | ".join(str(depth) for depth in lengths)
+    values = " | ".join(f"{length:.2f}" for length in lengths.values())
+    held_out = ", ".join(f"`{name}`" for name in HELD_OUT)
+    return f"""# The pocket pair
+
+A small code model (`target/`) and a smaller draft model distilled from it (`drafter/`), trained by `job=train` from
+the sources of Python's standard library. Both are Llama checkpoints that `transformers` loads unchanged; they share
+one byte-level BPE tokenizer of {config.vocab_size} entries. They exist so that the engine can be tried, tested and
+measured without a download; they are not useful as programmers.
+
+Their context is 8192 tokens by configuration, but training saw sequences of {config.sequence_length} at most: text
+gets worse beyond that.
+
+## How well they do
+
+Measured on modules that neither tokenizer nor models have seen ({report["held_out_tokens"]} tokens):
+
+| model | held-out loss, nats/token | perplexity |
+|---|---|---|
+{worth}
+
+Both models' most likely next tokens are equal at {report["agreement_on_held_out_text"]:.1%} of the positions of that
+text, and at {report["agreement_on_continuations"]:.1%} of the tokens of the target's own greedy continuations.
+
+**Acceptance length {lengths[DRAFT_DEPTH]:.2f}** at {DRAFT_DEPTH} draft tokens per round: tokens emitted per round
+(accepted draft tokens plus the one the target adds), greedy decoding of {config.num_prompt_tokens} tokens or up to
+the end of text, over the {report["num_prompts"]} prompts of `prompts.jsonl`, in float32. All lengths of a chain:
+
+| draft tokens | {depths} |
+|---|{"---|" * len(lengths)}
+| acceptance length | {values} |
+
+The target's continuation is generated once; the drafter's choice at each of its positions then gives the rounds
+exactly, because a draft token only counts when all before it in its round were accepted.
+
+## Recipe
+
+| model | parameters | steps | tokens | wall time | tokens/s | final training loss |
+|---|---|---|---|---|---|---|
+{runs}
+
+![loss curves](loss.png)
+
+- Corpus: the `.py` files of the standard library of Python {report["python"]}, without installed packages,
+  `encodings`, `pydoc_data` and files that are broken on purpose; of test files at most {config.test_megabytes:g} MB,
+  none above 100 kB. {report["corpus_files"]} files, {report["corpus_megabytes"]:.1f} MB,
+  {report["corpus_tokens"] / 1e6:.2f} M tokens, each file preceded by `<|endoftext|>`. SHA-256 of what was read:
+  `{report["corpus_sha256"]}`.
+- Held out, with their tests: {held_out}.
+- Seed {report["seed"]}, PyTorch {report["torch"]}, bfloat16 autocast over float32 weights, about
+  {config.batch_tokens} tokens per step in sequences of {config.short_sequence_length} for the first
+  {config.short_fraction:.0%} of the schedule and of {config.sequence_length} after it.
+- Muon at {config.matrix_learning_rate:g} for hidden matrices, AdamW at {config.other_learning_rate:g} for embeddings
+  and norms; {config.warmup_steps} steps of warm-up, linear decay to 0 over the last {config.decay_fraction:.0%}.
+- The target learns by cross entropy. The drafter learns by distillation, KL(target || drafter) over the whole
+  vocabulary, {1 - config.continuation_mix:.0%} of its steps on sources and {config.continuation_mix:.0%} on greedy
+  continuations by the target of {config.continuation_prompts} prompts cut from training modules.
+- Written in bfloat16. Wall times are those of two CPU cores that were shared with other work; a budget of minutes
+  makes the number of steps, and so the weights, depend on the machine.
+
+`python -m cluster.launch job=train` repeats it into the run's folder. On Linux,
+`GLIBC_TUNABLES=glibc.malloc.hugetlb=1 OMP_WAIT_POLICY=passive` makes it noticeably faster.
+
+## Licence
+
+The standard library is distributed under the PSF License Agreement. `prompts.jsonl` quotes it, and so may the models.
+Copyright (c) 2001 Python Software Foundation; All Rights Reserved. See https://docs.python.org/3/license.html.
+"""

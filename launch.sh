@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Starts the engine. On first use it sets up .venv beside this file, which takes a minute or two; later starts are instant.
+#
+#   ./launch.sh [GROUP=CHOICE] [KEY=VALUE] ...    what `python -m cluster.launch` takes; --help lists it
+#   ./launch.sh --test [pytest arguments]         the tests
+#
+# SPECDEC_PYTHON=python3.12       the interpreter to build .venv with; default: the first of 3.11 or newer
+# SPECDEC_CONSTRAINTS=other.txt   other exact versions than constraints.txt, for example a CUDA build of PyTorch
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv=$root/.venv
+constraints=$(realpath "${SPECDEC_CONSTRAINTS:-$root/constraints.txt}")
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${SPECDEC_PYTHON:-python3 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "${SPECDEC_PYTHON:-python3}: Python 3.11 or newer is needed; install it or name one with SPECDEC_PYTHON=/path/to/python3"
+}
+
+# What .venv was made of, and where: a change of either makes it again.
+wanted_stamp() {
+    echo "$root $(cat "$root/pyproject.toml" "$constraints" | cksum)"
+}
+
+is_ready() {
+    [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$(wanted_stamp)" ]]
+}
+
+install() {
+    local python
+    python=$(find_python)
+    "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
+    "$venv/bin/python" -m pip install -c "$constraints" -e "$root[test]" >"$venv/setup.log" 2>&1 &
+    local pid=$! started=$SECONDS
+    trap "kill $pid 2>/dev/null" EXIT
+    while kill -0 "$pid" 2>/dev/null; do
+        [[ -t 2 ]] && printf '\rsetting up %s (once) ... %d s ' "$venv" $((SECONDS - started)) >&2
+        sleep 1
+    done
+    [[ -t 2 ]] && echo >&2
+    if ! wait "$pid"; then
+        tail -n 15 "$venv/setup.log" >&2
+        fail "$venv: set-up failed; the whole log is $venv/setup.log"
+    fi
+    wanted_stamp >"$venv/stamp"
+}
+
+setup() {
+    is_ready && return
+    [[ -t 2 ]] || echo "setting up $venv (once)" >&2
+    # Two first starts at a time must not write into each other's environment.
+    (
+        if command -v flock >/dev/null; then flock 9; fi
+        is_ready || install
+    ) 9>"$root/.venv.lock"
+}
+
+# -P: a folder named `conf` or `cluster` where the user happens to stand must not be imported.
+run() {
+    exec "$venv/bin/python" -P -m cluster.launch "$@"
+}
+
+run_tests() {
+    cd "$root"
+    exec "$venv/bin/python" -P -m pytest "$@"
+}
+
+setup
+if [[ ${1:-} == --test ]]; then
+    run_tests "${@:2}"
+else
+    run "$@"
+fi

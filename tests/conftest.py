@@ -1,0 +1,93 @@
+"""What every test may rely on: one thread per process, tiny checkpoints, and skips that say what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before anything imports PyTorch: tests measure no speed, and many small threads only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+END_OF_TEXT = "<|endoftext|>"
+
+NEEDED_PROGRAMS = {"multinode": ("ip", "unshare", "nsenter"), "slurm": ("slurmctld", "slurmd", "sbatch", "munged")}
+"""Marker -> programs without which its tests cannot run; they need root besides."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = _missing(item)
+    if reason:
+        pytest.skip(reason)
+
+
+def _missing(item: pytest.Item) -> str | None:
+    """What this machine lacks for the test, or None."""
+    for marker, programs in NEEDED_PROGRAMS.items():
+        if item.get_closest_marker(marker):
+            absent = [program for program in programs if shutil.which(program) is None]
+            if absent:
+                return f"{marker}: {', '.join(absent)} not installed"
+            if os.geteuid() != 0:
+                return f"{marker}: needs root"
+    wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+    if wanted:
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < wanted:
+            return f"needs {wanted} CUDA device{'s' * (wanted > 1)}, found {found}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A factory of randomly initialised checkpoints with a byte-level tokenizer, each made once per session.
+
+    `tiny_checkpoint("Qwen3", seed=1, num_hidden_layers=1)`: family as transformers names it, seed, configuration.
+    """
+    made: dict[str, Path] = {}
+
+    def make(family: str = "Llama", *, seed: int = 0, **overrides: Any) -> Path:
+        key = json.dumps([family, seed, overrides], sort_keys=True)
+        if key not in made:
+            made[key] = _save_checkpoint(tmp_path_factory.mktemp("checkpoint"), family, seed, overrides)
+        return made[key]
+
+    return make
+
+
+def _save_checkpoint(path: Path, family: str, seed: int, overrides: dict[str, Any]) -> Path:
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(path / "tokenizer.json"))
+
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    shape = TINY | {"vocab_size": len(alphabet)} | special | overrides
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
+    model.save_pretrained(path)
+    return path
