@@ -97,7 +97,8 @@ class Coordinator:
         self._proposals: dict[int, Proposal] = {}
         self._target = Ledger()
         self._draft = Ledger()
-        self._round = 0
+        self._draft_round = 0  # of the last batch sent to each role; both sides of one round bear one number
+        self._verify_round = 0
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
@@ -155,6 +156,9 @@ class Coordinator:
         return [Tokens(sequence.request_id, sequence.num_generated, (), "abort", sequence.stats())]
 
     def _take_proposals(self, batch: ProposalBatch) -> None:
+        if self._drafting is None or batch.round != self._draft_round:
+            self.tally.num_stale += 1
+            return
         self.tally.drafted(batch)
         self._round_busy_s += batch.finished - batch.started
         for proposal in batch.proposals:
@@ -163,26 +167,28 @@ class Coordinator:
                 self._proposals[proposal.request_id] = proposal
             else:
                 self.tally.num_stale += 1
-        for request_id, prefix_len in (self._drafting or {}).items():
+        for request_id, prefix_len in self._drafting.items():
             sequence = self._sequences.get(request_id)
             if sequence is not None and sequence.prefix_len == prefix_len:
                 self._answered.add(request_id)
         self._drafting = None
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
-        assert self._verifying is not None and batch.round == self._round
+        if self._verifying is None or batch.round != self._verify_round:
+            self.tally.num_stale += 1
+            return []
         offered, self._verifying = self._verifying, None
-        self.tally.judged(batch)
+        speculated = any(proposal is not None for proposal in offered.values())
+        self.tally.judged(batch, speculated=speculated)
         news: list[Any] = []
         for verdict in batch.verdicts:
-            sequence = self._sequences.get(verdict.request_id)
-            if sequence is None or verdict.epoch != sequence.epoch:
+            if verdict.request_id not in offered:  # it was aborted meanwhile
                 self.tally.num_stale += 1
                 continue
-            proposal = offered[verdict.request_id]
+            sequence, proposal = self._sequences[verdict.request_id], offered[verdict.request_id]
             position = sequence.num_generated
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
-            self._answered.discard(sequence.request_id)
+            self._forget_draft(sequence)
             self.tally.verified(proposal, commit)
             self._target.commit(commit)
             self._draft.commit(commit)
@@ -192,7 +198,7 @@ class Coordinator:
                 self.tally.num_requests_finished += 1
             stats = sequence.stats() if ended else None
             news.append(Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats))
-        self._end_round(batch, now, speculated=any(proposal is not None for proposal in offered.values()))
+        self._end_round(batch, now, speculated=speculated)
         return news
 
     def _end_round(self, batch: VerdictBatch, now: float, *, speculated: bool) -> None:
@@ -206,6 +212,8 @@ class Coordinator:
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
         self._forget_draft(sequence)
+        if self._verifying is not None:
+            self._verifying.pop(sequence.request_id, None)
         self._target.release(sequence.request_id)
         self._draft.release(sequence.request_id)
 
@@ -259,12 +267,13 @@ class Coordinator:
         self._drafting = {
             order.request_id: self._sequences[order.request_id].prefix_len for order in orders if order.num_draft_tokens
         }
-        return [DraftBatch(self._round, admits, commits, releases, tuple(_first_of_each(orders)))]
+        self._draft_round = max(self._draft_round, self._verify_round) + 1
+        return [DraftBatch(self._draft_round, admits, commits, releases, tuple(_first_of_each(orders)))]
 
     def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:
         if not plan.rows:
             return []
-        self._round += 1
+        self._verify_round = max(self._verify_round + 1, self._draft_round)
         items = []
         self._verifying = {}
         for sequence, num_tokens, proposal in plan.rows:
@@ -274,7 +283,7 @@ class Coordinator:
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows are kept whatever comes
             self._proposals.pop(sequence.request_id, None)
-        return [VerifyBatch(self._round, *self._target.flush(), tuple(items))]
+        return [VerifyBatch(self._verify_round, *self._target.flush(), tuple(items))]
 
     def _report(self, order: ReportOrder, now: float) -> Any:
         if self._active_since is not None:
