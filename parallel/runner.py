@@ -48,11 +48,14 @@ class ModelRunner:
         backend = backend or ("padded" if cuda else "sdpa")
         graphs = (cuda and backend == "padded") if graphs is None else graphs
         config = decoder.config
+        ranks = decoder.group.size
+        group = config.num_heads // ranks // config.local_kv_heads(ranks)
+        if graphs and not (cuda and backend == "padded"):
+            raise ValueError(f"graphs=True needs a CUDA device and the 'padded' backend, not {backend!r} here")
         if backend == "padded":
-            group = config.num_heads // config.num_kv_heads
             self._backend = PaddedBackend(pool, group, config.window, decoder.dtype, bucketed=graphs)
         elif backend == "sdpa":
-            self._backend = SdpaBackend(pool, config.window, decoder.dtype)
+            self._backend = SdpaBackend(pool, group, config.window, decoder.dtype)
         else:
             raise ValueError(f"attention backend {backend!r} is not known; known are 'sdpa' and 'padded'")
         self._passes = CapturedPasses(decoder) if graphs else decoder
@@ -85,8 +88,6 @@ class ModelRunner:
         """Keep the pending rows `keep`, a path from the committed rows down; `retain` stay pending behind it."""
         self._pending[seq_id] = self._pending[seq_id].after_commit(keep, retain)
         self.pool.commit(seq_id, keep, retain)
-        if self._backend.wants_runs:
-            self.pool.compact(seq_id)
 
     def drop_pending(self, seq_id: SeqId) -> None:
         self.pool.drop_pending(seq_id)

@@ -65,5 +65,5 @@ class Weight(Layer):
         if self._blocks is None:
             return F.linear(x, self.plain, bias)
         if x.shape[0] > _FEW_ROWS:
-            return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._blocks, bias, "none", [], "")
         return torch.mm(x, self._columns) if bias is None else torch.addmm(bias, x, self._columns)

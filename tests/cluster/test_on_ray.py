@@ -93,6 +93,12 @@ def answers(engine: Engine) -> list[list[int]]:
     return [completion.token_ids for sampling in (SHORT, SAMPLED) for completion in engine.generate(PROMPTS, sampling)]
 
 
+def test_an_actor_shows_in_logs_under_its_name():
+    from actors.worker import CoordinatorWorker, RankWorker
+
+    assert (repr(RankWorker("draft-0")), repr(CoordinatorWorker())) == ("draft-0", "coordinator")
+
+
 def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     expected = answers(open_engine("none"))
     engine = open_engine_on_ray(target=replace(launch().target, tp=2))

@@ -35,7 +35,6 @@ def open_runner(path, backend):
 def ragged(path, backend, *, together, fragmented=False):
     """Logits of SPANS behind CONTEXTS, in one pass or one by one, the sequences' slots in runs or in pieces."""
     model = open_runner(path, backend)
-    model._backend.wants_runs = not fragmented
     for seq_id, context in CONTEXTS.items():
         model.open(seq_id)
         if context and fragmented:
@@ -131,6 +130,8 @@ def test_a_pass_too_large_is_refused_before_anything_changes(llama):
 def test_an_unknown_backend_is_named(llama):
     with pytest.raises(ValueError, match="attention backend 'flash' is not known"):
         open_model(llama.path, backend="flash")
+    with pytest.raises(ValueError, match="graphs=True needs a CUDA device"):
+        open_model(llama.path, graphs=True)
 
 
 @pytest.mark.parametrize(
