@@ -102,7 +102,7 @@ class SdpaBackend:
         if len(laid_out) == 1 and laid_out[0].run is not None:
             attention = SdpaPlan(self._pool, spans, laid_out[0].run[-laid_out[0].num_rows :], None)
         else:
-            slots = torch.from_numpy(np.concatenate([rows.new_slots for rows in laid_out])).to(self._device)
+            slots = torch.from_numpy(np.concatenate([rows.written_slots for rows in laid_out])).to(self._device)
             attention = SdpaPlan(self._pool, spans, None, slots)
         every_row = len(wanted) == len(positions)
         logit_rows = None if every_row else torch.tensor(wanted, dtype=torch.int64, device=self._device)
