@@ -24,8 +24,9 @@ from actors.messages import (
     VerdictBatch,
     VerifyBatch,
 )
+from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
-from actors.scheduler import Capacity, Limits, Scheduler
+from actors.scheduler import Capacity, Scheduler
 from actors.tally import Tally
 from actors.wire import Hub
 
@@ -42,7 +43,7 @@ class CoordinatorSpec:
     target_ranks: int
     draft_ranks: int
     eos_token_ids: tuple[int, ...]
-    limits: Limits = field(default_factory=Limits)
+    limits: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def identities(self, role: str) -> tuple[str, ...]:
         size = self.target_ranks if role == "target" else self.draft_ranks

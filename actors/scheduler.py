@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from actors.messages import Proposal
+from actors.options import SchedulerConfig
 from actors.sequence import Sequence
 
 
@@ -21,15 +22,6 @@ class Capacity:
 
     kv_slots: int
     max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on one target pass: sequences, rows (tokens) in all, and rows of one prompt."""
-
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 2048
-    prefill_chunk: int = 512
 
 
 @dataclass(slots=True)
@@ -44,7 +36,7 @@ class PassPlan:
 class Scheduler:
     """Owns the waiting queue and the running list (oldest first)."""
 
-    def __init__(self, limits: Limits, capacity: Capacity) -> None:
+    def __init__(self, limits: SchedulerConfig, capacity: Capacity) -> None:
         self.limits = limits
         self.capacity = capacity
         self.waiting: deque[Sequence] = deque()

@@ -21,7 +21,6 @@ from typing import Any
 
 from actors.conductor import CLIENT, CoordinatorSpec
 from actors.messages import Abort, Failure, Hello, Ready, Report, ReportOrder, Request, SamplingParams, Stop, Tokens
-from actors.scheduler import Limits
 from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError
@@ -145,9 +144,7 @@ class Engine:
             target_ranks=config.target.tp,
             draft_ranks=num_draft,
             eos_token_ids=eos_token_ids,
-            limits=Limits(
-                config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.scheduler.prefill_chunk
-            ),
+            limits=config.scheduler,
         )
         progress("starting " + ", ".join(place.identity for place in self.places))
         address = self._backend.start(spec, self.places, eos_token_ids)

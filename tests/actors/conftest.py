@@ -15,9 +15,9 @@ from actors.drafter import DraftRole
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
-from actors.options import NgramDrafterConfig
+from actors.options import NgramDrafterConfig, SchedulerConfig
 from actors.pipelines import PIPELINES
-from actors.scheduler import Capacity, Limits, Scheduler
+from actors.scheduler import Capacity, Scheduler
 from actors.target import TargetRole
 from parallel.runner import open_model
 
@@ -33,7 +33,7 @@ class Room:
     target: TargetRole
     draft: DraftRole | None
     num_draft_tokens: int
-    limits: Limits
+    limits: SchedulerConfig
     slots: int
     pipeline: str
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ def open_room(models):
     """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise."""
 
     def open_(config=None, *, path=None, rule="coupled", limits=None, slots=4096, pipeline="sync", wrap=None):
-        limits = limits or Limits()
+        limits = limits or SchedulerConfig()
         target = TargetRole(open_model(models["target"], num_slots=slots), rule, (EOS,), is_lead=True)
         draft = None
         if config is not None:

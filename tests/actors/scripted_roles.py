@@ -25,8 +25,9 @@ from actors.messages import (
     VerifyBatch,
     extend_hash,
 )
+from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
-from actors.scheduler import Capacity, Limits, Scheduler
+from actors.scheduler import Capacity, Scheduler
 
 EOS = 1
 MAX_MODEL_LEN = 40
@@ -180,7 +181,10 @@ class World:
     def __init__(self, choose, pipeline="sync", whims=WHIMS, limits=None, slots=200, drafts=True, duplicates=0.0):
         self.choose, self.duplicates = choose, duplicates
         self.coordinator = Coordinator(
-            Scheduler(limits or Limits(), Capacity(slots, MAX_MODEL_LEN)), PIPELINES[pipeline](4), [EOS], drafts=drafts
+            Scheduler(limits or SchedulerConfig(), Capacity(slots, MAX_MODEL_LEN)),
+            PIPELINES[pipeline](4),
+            [EOS],
+            drafts=drafts,
         )
         self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}

@@ -12,9 +12,8 @@ import torch
 
 from actors.drafter import Draft
 from actors.messages import SamplingParams, TokenTree
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, Strategy
 from actors.pipelines import PIPELINES
-from actors.scheduler import Limits
 
 MAX_ROWS = 256
 DRAFTERS = {
@@ -80,7 +79,7 @@ def test_greedy_equals_transformers(open_room, make_requests, models, drafter, b
 def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, drafter, temperature):
     requests = make_requests(6, max_tokens=40, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
-    room = open_room(DRAFTERS[drafter], limits=Limits(3, 40, 16), slots=150).serve(requests)
+    room = open_room(DRAFTERS[drafter], limits=SchedulerConfig(3, 40, 16), slots=150).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.tally.num_preemptions > 0, "the pool was never short: the test shows nothing"
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.messages import Proposal, Request, SamplingParams, TokenTree, Verdict
-from actors.scheduler import Capacity, Limits, Scheduler
+from actors.options import SchedulerConfig
+from actors.scheduler import Capacity, Scheduler
 from actors.sequence import Sequence
 
 NO_EOS = frozenset()
@@ -48,7 +49,7 @@ class Lives(RuleBasedStateMachine):
         max_model_len=st.integers(8, 40),
     )
     def open(self, seats, rows, chunk, slots, max_model_len):
-        self.scheduler = Scheduler(Limits(seats, rows, chunk), Capacity(slots, max_model_len))
+        self.scheduler = Scheduler(SchedulerConfig(seats, rows, chunk), Capacity(slots, max_model_len))
         self.arrived = 0
         self.live: list[Sequence] = []
         self.order: dict[int, int] = {}
@@ -141,7 +142,7 @@ TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def running_scheduler(limits: Limits, slots: int, *prompt_lens: int, generated: int = 1) -> Scheduler:
+def running_scheduler(limits: SchedulerConfig, slots: int, *prompt_lens: int, generated: int = 1) -> Scheduler:
     """A scheduler whose sequences all lack only their root."""
     scheduler = Scheduler(limits, Capacity(slots, 64))
     for request_id, prompt_len in enumerate(prompt_lens):
@@ -152,7 +153,7 @@ def running_scheduler(limits: Limits, slots: int, *prompt_lens: int, generated: 
 
 
 def test_decode_rows_come_before_prompt_chunks():
-    scheduler = running_scheduler(Limits(8, 24, 16), 400, 4, 4)
+    scheduler = running_scheduler(SchedulerConfig(8, 24, 16), 400, 4, 4)
     scheduler.add(sequence_of(30, request_id=9))
     plan = scheduler.plan({0: proposal_for(scheduler.running[0], 5)})
     rows = {sequence.request_id: (rows, proposal is not None) for sequence, rows, proposal in plan.rows}
@@ -161,7 +162,7 @@ def test_decode_rows_come_before_prompt_chunks():
 
 
 def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():
-    scheduler = Scheduler(Limits(8, 6, 4), Capacity(400, 64))
+    scheduler = Scheduler(SchedulerConfig(8, 6, 4), Capacity(400, 64))
     for request_id, prompt_len in enumerate((40, 1, 1, 1)):
         scheduler.add(sequence_of(prompt_len, request_id=request_id))
     follow(scheduler.plan({}))
@@ -174,7 +175,7 @@ def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():
 
 
 def test_a_draft_never_costs_another_sequence_its_root():
-    scheduler = running_scheduler(Limits(8, 12, 12), 400, 2, 2, 2)
+    scheduler = running_scheduler(SchedulerConfig(8, 12, 12), 400, 2, 2, 2)
     first, second, _ = scheduler.running
     plan = scheduler.plan({0: proposal_for(first, 10), 1: proposal_for(second, 4)})
     rows = [(sequence.request_id, rows, proposal is not None) for sequence, rows, proposal in plan.rows]
@@ -182,7 +183,7 @@ def test_a_draft_never_costs_another_sequence_its_root():
 
 
 def test_short_pool_costs_drafts_first_and_the_youngest_its_place_then():
-    scheduler = running_scheduler(Limits(8, 100, 100), 23, 6, 6, 6)
+    scheduler = running_scheduler(SchedulerConfig(8, 100, 100), 23, 6, 6, 6)
     oldest, middle, youngest = scheduler.running
     proposals = {sequence.request_id: proposal_for(sequence, 2) for sequence in scheduler.running}
     plan = scheduler.plan(proposals)  # 18 cached, 3 roots, 2 slots left
@@ -210,7 +211,7 @@ def test_short_pool_costs_drafts_first_and_the_youngest_its_place_then():
     ],
 )
 def test_what_can_never_run_is_refused_with_a_remedy(prompt_len, max_tokens, capacity, refusal):
-    said = Scheduler(Limits(), capacity).refusal(sequence_of(prompt_len, max_tokens, max_model_len=50))
+    said = Scheduler(SchedulerConfig(), capacity).refusal(sequence_of(prompt_len, max_tokens, max_model_len=50))
     if refusal is None:
         assert said is None
     else:
@@ -218,7 +219,7 @@ def test_what_can_never_run_is_refused_with_a_remedy(prompt_len, max_tokens, cap
 
 
 def test_a_request_that_just_fits_runs_alone_to_its_end():
-    scheduler = Scheduler(Limits(4, 8, 3), Capacity(20, 64))
+    scheduler = Scheduler(SchedulerConfig(4, 8, 3), Capacity(20, 64))
     sequence = sequence_of(12, 8)
     assert scheduler.refusal(sequence) is None
     scheduler.add(sequence)
@@ -230,7 +231,7 @@ def test_a_request_that_just_fits_runs_alone_to_its_end():
 
 
 def test_removing_twice_is_harmless():
-    scheduler = running_scheduler(Limits(), 400, 3)
+    scheduler = running_scheduler(SchedulerConfig(), 400, 3)
     (sequence,) = scheduler.running
     scheduler.remove(sequence)
     scheduler.remove(sequence)
