@@ -31,6 +31,7 @@ from actors.messages import (
     VerifyItem,
 )
 from actors.pipelines import Pipeline
+from actors.pipelines.cost import Costs
 from actors.scheduler import PassPlan, Scheduler
 from actors.sequence import Sequence
 from actors.tally import Tally
@@ -97,8 +98,10 @@ class Coordinator:
         self._proposals: dict[int, Proposal] = {}
         self._target = Ledger()
         self._draft = Ledger()
+        self._costs = Costs()
         self._round = 0
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
+        self._heard = False  # the first answer to the outstanding orders has come, but not the last
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
         self._round_started: float | None = None
@@ -163,16 +166,23 @@ class Coordinator:
                 self._proposals[proposal.request_id] = proposal
             else:
                 self.tally.num_stale += 1
-        for request_id, prefix_len in (self._drafting or {}).items():
+        if not batch.num_missing:
+            if any(not proposal.prepared for proposal in batch.proposals):
+                self._costs.saw_draft(batch.finished - batch.started)
+            answered, self._drafting, self._heard = self._drafting or {}, None, False
+        else:
+            answered = {proposal.request_id: proposal.prefix_len for proposal in batch.proposals}
+            self._heard = True
+        for request_id, prefix_len in answered.items():
             sequence = self._sequences.get(request_id)
             if sequence is not None and sequence.prefix_len == prefix_len:
                 self._answered.add(request_id)
-        self._drafting = None
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
         assert self._verifying is not None and batch.round == self._round
         offered, self._verifying = self._verifying, None
         self.tally.judged(batch)
+        self._costs.saw_verify(batch.finished - batch.started)
         news: list[Any] = []
         for verdict in batch.verdicts:
             sequence = self._sequences.get(verdict.request_id)
@@ -184,6 +194,8 @@ class Coordinator:
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
             self._answered.discard(sequence.request_id)
             self.tally.verified(proposal, commit)
+            if proposal is not None and proposal.tree.num_draft_tokens:
+                self._costs.saw_acceptance(len(commit.token_ids))
             self._target.commit(commit)
             self._draft.commit(commit)
             ended = sequence.finish_reason is not None
@@ -220,7 +232,8 @@ class Coordinator:
         if self._round_started is None and self.num_requests:
             self._round_started = now
         orders = self._order_drafts()
-        if not self._pipeline.may_verify(self._expecting()):
+        expecting = len(self._expecting())
+        if not self._pipeline.may_verify(expecting, len(self._proposals), self._heard, self._costs):
             return orders
         plan = self._scheduler.plan(self._proposals)
         for sequence in plan.preempted:

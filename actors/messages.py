@@ -117,7 +117,8 @@ class Proposal:
     """A drafter's guess for one request, and the prefix it assumes.
 
     `draws[i]` says how node i was drawn; `laws[i]` is the law from which the *children* of node i were drawn, None
-    where they were not drawn at random. Under the coupled rule both may be empty tuples.
+    where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared` marks a branch hit:
+    the draft was there before the verdict that it follows.
     """
 
     request_id: int
@@ -127,6 +128,7 @@ class Proposal:
     tree: TokenTree
     draws: tuple[int, ...] = ()
     laws: tuple[SparseLaw | None, ...] = ()
+    prepared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +273,18 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class ProposalBatch:
-    """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host."""
+    """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host.
+
+    `num_missing` orders are still being drafted for; another batch follows. `ahead` is the draft-ahead work since the
+    last batch, as (started, finished) of its passes.
+    """
 
     round: int
     proposals: tuple[Proposal, ...]
     started: float
     finished: float
+    num_missing: int = 0
+    ahead: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

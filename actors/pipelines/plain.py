@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from actors.pipelines.cost import Costs
 from actors.sequence import Sequence
 
 
@@ -16,5 +15,5 @@ class PlainPipeline:
     def num_draft_tokens(self, sequence: Sequence) -> int:
         return 0
 
-    def may_verify(self, expecting: Iterable[Sequence]) -> bool:
+    def may_verify(self, num_expecting: int, num_ready: int, answered: bool, costs: Costs) -> bool:
         return True

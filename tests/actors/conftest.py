@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import torch
 
 from actors.coordinator import Coordinator
 from actors.drafter import DraftRole
+from actors.branches import AHEAD
+from actors.drafters.ahead import AheadDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
@@ -39,6 +42,7 @@ class Room:
     ends: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str | None] = field(default_factory=dict)
     tally: object = None
+    leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
     def serve(self, requests, after_round=None):
         coordinator = Coordinator(
@@ -52,12 +56,13 @@ class Room:
         while queue:
             record = queue.pop(0)
             if isinstance(record, VerifyBatch):
-                queue += coordinator.on(self.target.answer(record), next(clock))
+                self._idle()
+                queue += [r for answer in self.target.answer(record) for r in coordinator.on(answer, next(clock))]
                 self.target.runner.pool.check()
                 if after_round is not None:
                     after_round(self)
             elif isinstance(record, DraftBatch):
-                queue += coordinator.on(self.draft.answer(record), next(clock))
+                queue += [r for answer in self.draft.answer(record) for r in coordinator.on(answer, next(clock))]
             else:
                 tokens = self.tokens.setdefault(record.request_id, [])
                 assert record.position == len(tokens), "tokens arrive once and in order"
@@ -69,31 +74,41 @@ class Room:
         self.tally = coordinator.tally
         return self
 
+    def _idle(self):
+        """While the target verifies, the drafter gets a random number of steps of its own."""
+        for _ in range(self.leisure.randrange(10)):
+            if self.draft is None or not self.draft.wants_work:
+                return
+            self.draft.work()
+            self.draft.drafter.runner.pool.check()
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Paths of a random target, a smaller random drafter of the same vocabulary, and the target as transformers has it."""
+    """Paths of a random target and of a drafter that half agrees with it, and the target as transformers has it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    paths, reference = {}, None
-    for name, layers, seed in (("target", 2, 0), ("drafter", 1, 1)):
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=MAX_LEN,
-            eos_token_id=EOS,
-        )
-        model = LlamaForCausalLM(config).eval()
-        for weight in model.parameters():
-            weight.data.mul_(3 if weight.dim() > 1 else 1)  # sharper laws: fewer ties, more agreement
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LEN,
+        eos_token_id=EOS,
+    )
+    paths, model = {}, LlamaForCausalLM(config).eval()
+    for weight in model.parameters():
+        weight.data.mul_(3 if weight.dim() > 1 else 1)  # sharper laws: fewer ties
+    for name in ("target", "drafter"):
         paths[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(paths[name])
-        reference = reference or model
+        if name == "target":
+            reference = copy.deepcopy(model)
+        for weight in model.parameters():
+            weight.data.add_(torch.randn_like(weight) * weight.std() * 0.15)  # agrees with the target now and then
     return {**paths, "reference": reference}
 
 
@@ -110,9 +125,11 @@ def open_room(models):
                 drafter = NgramDrafter(config)
             else:
                 runner = open_model(path or models["drafter"], num_slots=4096)
-                drafter = ModelDrafter(
-                    runner, config, rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk
-                )
+                options = dict(rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk)
+                if pipeline in AHEAD:
+                    drafter = AheadDrafter(runner, config, policy=pipeline, **options)
+                else:
+                    drafter = ModelDrafter(runner, config, **options)
             draft = DraftRole(wrap(drafter) if wrap else drafter)
         return Room(target, draft, config.num_draft_tokens if config else 0, limits, slots, pipeline)
 

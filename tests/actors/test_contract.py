@@ -188,5 +188,5 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
                 torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
             checked += 1
 
-    open_room(DRAFTERS[drafter], path=models["target"]).serve(make_requests(3, max_tokens=12), compare)
+    open_room(DRAFTERS[drafter], path=models["target"]).serve(make_requests(3, max_tokens=60), compare)
     assert checked > 10
