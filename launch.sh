@@ -46,8 +46,9 @@ install() {
     trap "kill $pid 2>/dev/null" EXIT
     while kill -0 "$pid" 2>/dev/null; do
         [[ -t 2 ]] && printf '\rsetting up %s (once) ... %d s ' "$venv" $((SECONDS - started)) >&2
-        sleep 1
+        sleep 0.2
     done
+    trap - EXIT
     [[ -t 2 ]] && echo >&2
     if ! wait "$pid"; then
         tail -n 15 "$venv/setup.log" >&2

@@ -63,16 +63,23 @@ class Conductor:
         self._coordinator: Coordinator | None = None
 
     def run(self) -> str:
-        """Serve until a `Stop` arrives; returns its reason."""
+        """Serve until a `Stop` arrives; returns its reason. However this ends, no rank is left waiting."""
+        stop = Stop("the coordinator failed")
+        try:
+            stop = self._serve()
+            self._hub.send([CLIENT], stop)
+            return stop.reason
+        finally:
+            self._hub.send([*self._targets, *self._drafters], stop)
+
+    def _serve(self) -> Stop:
         watched = time.monotonic()
         while True:
             received = self._hub.receive(timeout_s=1.0)
             if received is not None:
                 identity, record = received
                 if isinstance(record, Stop):
-                    self._hub.send([*self._targets, *self._drafters], record)
-                    self._hub.send([CLIENT], record)
-                    return record.reason
+                    return record
                 self._take(identity, record)
             if self._watch is not None and self._coordinator is not None and time.monotonic() - watched >= 1.0:
                 watched = time.monotonic()
@@ -107,14 +114,18 @@ class Conductor:
         """Once every rank is there, size the scheduler by what the target measured and tell the client."""
         if not self._greeted or len(self._ready) < len(self._targets) + len(self._drafters):
             return
+        if self._coordinator is None:
+            self._coordinator = self._make_coordinator()
+        for ready in self._ready.values():
+            self._hub.send([CLIENT], ready)
+
+    def _make_coordinator(self) -> Coordinator:
         facts = self._ready["target-0"].facts
         capacity = Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))
-        self._coordinator = Coordinator(
+        return Coordinator(
             Scheduler(self._spec.limits, capacity),
             PIPELINES[self._spec.pipeline](self._spec.num_draft_tokens),
             self._spec.eos_token_ids,
             drafts=bool(self._drafters),
             now=time.monotonic(),
         )
-        for ready in self._ready.values():
-            self._hub.send([CLIENT], ready)

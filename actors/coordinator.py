@@ -99,7 +99,8 @@ class Coordinator:
         self._target = Ledger()
         self._draft = Ledger()
         self._costs = Costs()
-        self._round = 0
+        self._draft_round = 0  # of the last batch sent to each role; both sides of one round bear one number
+        self._verify_round = 0
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
         self._heard = False  # the first answer to the outstanding orders has come, but not the last
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
@@ -158,6 +159,9 @@ class Coordinator:
         return [Tokens(sequence.request_id, sequence.num_generated, (), "abort", sequence.stats())]
 
     def _take_proposals(self, batch: ProposalBatch) -> None:
+        if self._drafting is None or batch.round != self._draft_round:
+            self.tally.num_stale += 1
+            return
         self.tally.drafted(batch)
         self._round_busy_s += batch.finished - batch.started
         for proposal in batch.proposals:
@@ -169,7 +173,7 @@ class Coordinator:
         if not batch.num_missing:
             if any(not proposal.prepared for proposal in batch.proposals):
                 self._costs.saw_draft(batch.finished - batch.started)
-            answered, self._drafting, self._heard = self._drafting or {}, None, False
+            answered, self._drafting, self._heard = self._drafting, None, False
         else:
             answered = {proposal.request_id: proposal.prefix_len for proposal in batch.proposals}
             self._heard = True
@@ -179,20 +183,22 @@ class Coordinator:
                 self._answered.add(request_id)
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
-        assert self._verifying is not None and batch.round == self._round
+        if self._verifying is None or batch.round != self._verify_round:
+            self.tally.num_stale += 1
+            return []
         offered, self._verifying = self._verifying, None
-        self.tally.judged(batch)
         self._costs.saw_verify(batch.finished - batch.started)
+        speculated = any(proposal is not None for proposal in offered.values())
+        self.tally.judged(batch, speculated=speculated)
         news: list[Any] = []
         for verdict in batch.verdicts:
-            sequence = self._sequences.get(verdict.request_id)
-            if sequence is None or verdict.epoch != sequence.epoch:
+            if verdict.request_id not in offered:  # it was aborted meanwhile
                 self.tally.num_stale += 1
                 continue
-            proposal = offered[verdict.request_id]
+            sequence, proposal = self._sequences[verdict.request_id], offered[verdict.request_id]
             position = sequence.num_generated
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
-            self._answered.discard(sequence.request_id)
+            self._forget_draft(sequence)
             self.tally.verified(proposal, commit)
             if proposal is not None and proposal.tree.num_draft_tokens:
                 self._costs.saw_acceptance(len(commit.token_ids))
@@ -204,7 +210,7 @@ class Coordinator:
                 self.tally.num_requests_finished += 1
             stats = sequence.stats() if ended else None
             news.append(Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats))
-        self._end_round(batch, now, speculated=any(proposal is not None for proposal in offered.values()))
+        self._end_round(batch, now, speculated=speculated)
         return news
 
     def _end_round(self, batch: VerdictBatch, now: float, *, speculated: bool) -> None:
@@ -218,6 +224,8 @@ class Coordinator:
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
         self._forget_draft(sequence)
+        if self._verifying is not None:
+            self._verifying.pop(sequence.request_id, None)
         self._target.release(sequence.request_id)
         self._draft.release(sequence.request_id)
 
@@ -228,14 +236,15 @@ class Coordinator:
     def _advance(self, now: float) -> list[Any]:
         """Order drafts, then start a target pass if the policy lets it."""
         if self._verifying is not None:
-            return []
+            return self._order_drafts() if self._pipeline.alternates else []
         if self._round_started is None and self.num_requests:
             self._round_started = now
         orders = self._order_drafts()
         expecting = len(self._expecting())
         if not self._pipeline.may_verify(expecting, len(self._proposals), self._heard, self._costs):
             return orders
-        plan = self._scheduler.plan(self._proposals)
+        held = {sequence.request_id for sequence in self._expecting()} if self._pipeline.alternates else set()
+        plan = self._scheduler.plan(self._proposals, held)
         for sequence in plan.preempted:
             self._forget_draft(sequence)
             self._target.release(sequence.request_id)
@@ -258,13 +267,16 @@ class Coordinator:
         return [
             sequence
             for sequence in self._scheduler.running
-            if sequence.request_id not in self._answered and self._wants_draft(sequence)
+            if sequence.request_id not in self._answered
+            and sequence.request_id not in (self._verifying or ())
+            and self._wants_draft(sequence)
         ]
 
     def _order_drafts(self) -> list[DraftBatch]:
         if self._drafting is not None:
             return []
-        orders = [DraftOrder(sequence.request_id, self._wants_draft(sequence)) for sequence in self._expecting()]
+        chosen = self._pipeline.choose(self._expecting(), len(self._scheduler.running))
+        orders = [DraftOrder(sequence.request_id, self._wants_draft(sequence)) for sequence in chosen]
         if not orders and not self._draft.has_news:
             return []
         admits, commits, releases = self._draft.flush()
@@ -272,12 +284,13 @@ class Coordinator:
         self._drafting = {
             order.request_id: self._sequences[order.request_id].prefix_len for order in orders if order.num_draft_tokens
         }
-        return [DraftBatch(self._round, admits, commits, releases, tuple(_first_of_each(orders)))]
+        self._draft_round = max(self._draft_round, self._verify_round) + 1
+        return [DraftBatch(self._draft_round, admits, commits, releases, tuple(_first_of_each(orders)))]
 
     def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:
         if not plan.rows:
             return []
-        self._round += 1
+        self._verify_round = max(self._verify_round + 1, self._draft_round)
         items = []
         self._verifying = {}
         for sequence, num_tokens, proposal in plan.rows:
@@ -287,7 +300,7 @@ class Coordinator:
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows are kept whatever comes
             self._proposals.pop(sequence.request_id, None)
-        return [VerifyBatch(self._round, *self._target.flush(), tuple(items))]
+        return [VerifyBatch(self._verify_round, *self._target.flush(), tuple(items))]
 
     def _report(self, order: ReportOrder, now: float) -> Any:
         if self._active_since is not None:

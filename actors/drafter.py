@@ -9,7 +9,7 @@ digest, so that a drafter without a model is a single function.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -108,6 +108,7 @@ class DraftRole:
     """Answers each `DraftBatch`, first with what is prepared, then with what had to be drafted; works ahead between."""
 
     drafter: Drafter
+    clock: Callable[[], float] = time.monotonic
     contexts: dict[int, Context] = field(default_factory=dict)
     _ahead: list[tuple[float, float]] = field(default_factory=list)
 
@@ -116,23 +117,23 @@ class DraftRole:
         return self.drafter.wants_work
 
     def work(self) -> None:
-        started = time.monotonic()
+        started = self.clock()
         self.drafter.work()
-        self._ahead.append((started, time.monotonic()))
+        self._ahead.append((started, self.clock()))
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
-        started = time.monotonic()
+        started = self.clock()
         asked = self._follow_all(batch)
         hits = [(context, budget) for context, budget in asked if self.drafter.prepared(context)]
         misses = [(context, budget) for context, budget in asked if not self.drafter.prepared(context)]
         ahead, self._ahead = tuple(self._ahead), []
         if hits or (misses and self.drafter.works_ahead):
             proposals = self._propose(hits, prepared=True)
-            yield ProposalBatch(batch.round, proposals, started, time.monotonic(), len(misses), ahead)
+            yield ProposalBatch(batch.round, proposals, started, self.clock(), len(misses), ahead)
             if not misses:
                 return
-            started, ahead = time.monotonic(), ()
-        yield ProposalBatch(batch.round, self._propose(misses, prepared=False), started, time.monotonic(), 0, ahead)
+            started, ahead = self.clock(), ()
+        yield ProposalBatch(batch.round, self._propose(misses, prepared=False), started, self.clock(), 0, ahead)
 
     def _follow_all(self, batch: DraftBatch) -> list[tuple[Context, int]]:
         """Bring the contexts up to the batch; returns what to propose for."""

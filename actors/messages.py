@@ -184,6 +184,7 @@ class SamplingParams:
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be between 0 and max_tokens"),
             ("stop", all(self.stop), "must not hold an empty string"),
+            ("seed", -(2**63) <= self.seed < 2**64, "must fit 64 bits"),
         )
         for name, good, rule in bounds:
             if not good:
@@ -198,6 +199,20 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculate: bool = True
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError naming the first field that makes no sense, or names a token the target does not have."""
+        self.sampling.check()
+        named = (
+            ("prompt", self.prompt),
+            ("sampling.logit_bias", [token for token, _ in self.sampling.logit_bias]),
+            ("sampling.bad_words", [token for word in self.sampling.bad_words for token in word]),
+            ("sampling.stop_token_ids", self.sampling.stop_token_ids),
+        )
+        for name, token_ids in named:
+            for token in token_ids:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(f"{name}: names token {token}, but the target has {vocab_size} tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +365,13 @@ class Failure:
     role: str
     rank: int
     text: str
+
+    @staticmethod
+    def of(role: str, rank: int, error: BaseException) -> Failure:
+        """A ValueError speaks for itself; anything else is named by its type too."""
+        line = next(iter(str(error).strip().splitlines()), "")
+        named = isinstance(error, ValueError) and line
+        return Failure(role, rank, line if named else f"{type(error).__name__}: {line}".rstrip(": "))
 
 
 @dataclass(frozen=True, slots=True)

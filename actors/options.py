@@ -45,6 +45,7 @@ class PipelineName(StrEnum):
     pearl = "pearl"
     branches = "branches"
     tree = "tree"
+    pingpong = "pingpong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,8 @@ class PipelineConfig:
 
     name: PipelineName = PipelineName.sync
     """plain: no speculation; sync: draft, then verify, in turn; the others draft while the target verifies: pearl runs
-    ahead on one chain, branches prepares every likely outcome, tree grows one tree that each verdict re-roots."""
+    ahead on one chain, branches prepares every likely outcome, tree grows one tree that each verdict re-roots,
+    pingpong alternates between two halves of the batch."""
 
 
 @dataclass(frozen=True, slots=True)

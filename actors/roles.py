@@ -56,10 +56,10 @@ class RankSpec:
         return f"{self.role}-{self.rank}"
 
 
-def serve(spec: RankSpec, pinned: bool = True, observe: Callable[[str], None] | None = None) -> None:
+def serve(spec: RankSpec, observe: Callable[[str], None] | None = None) -> None:
     """Serve one rank until `Stop`. A failure is told to the hub in one line and raised again."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if pinned and spec.cores:
+    if spec.cores:
         os.sched_setaffinity(0, spec.cores)
     torch.set_num_threads(max(1, spec.num_threads))
     link = Link(spec.hub_address, spec.identity)
@@ -75,7 +75,7 @@ def serve(spec: RankSpec, pinned: bool = True, observe: Callable[[str], None] | 
             if observe is not None:
                 observe(f"round {batch.round}")
     except Exception as error:
-        link.send(Failure(spec.role, spec.rank, f"{type(error).__name__}: {error}".splitlines()[0]))
+        link.send(Failure.of(spec.role, spec.rank, error))
         raise
     finally:
         link.close()
@@ -121,7 +121,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     )
     runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
-    return role, fit.facts()
+    return role, {"vocab_size": runner.config.vocab_size, **fit.facts()}
 
 
 def _build_draft(spec: RankSpec, group: Group) -> tuple[DraftRole, dict[str, object]]:

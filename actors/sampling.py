@@ -186,16 +186,21 @@ def _keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
 def _nucleus_threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """The least kept logit [n, 1]: of the `top_k` tokens, those with less than `top_p` of their mass before them.
 
-    A few hundred tokens nearly always hold that mass; ranking the whole vocabulary costs ten times as much.
+    A few hundred tokens nearly always hold that mass; ranking the whole vocabulary costs ten times as much. Both ways
+    sum the same numbers, so that a row does not depend on whether a batch mate needs the whole.
     """
-    ranked = logits.topk(min(top_k, _RANKED_FIRST), dim=-1).values.double()  # [n, m], best first
-    total = (ranked if ranked.shape[-1] == top_k else logits).logsumexp(dim=-1, keepdim=True)
-    mass = (ranked - total).exp()
-    if ranked.shape[-1] < top_k and bool((mass.sum(dim=-1) < top_p).any()):
-        ranked = logits.topk(top_k, dim=-1).values.double()
-        mass = ranked.softmax(dim=-1)
+    if top_k < logits.shape[-1]:
+        ranked = logits.topk(top_k, dim=-1)
+        mass = ranked.values.softmax(dim=-1, dtype=torch.float64)
+    else:
+        law = logits.softmax(dim=-1, dtype=torch.float64)
+        ranked = logits.topk(min(top_k, _RANKED_FIRST), dim=-1)
+        mass = law.gather(1, ranked.indices)
+        if bool((mass.sum(dim=-1) < top_p).any()):
+            ranked = logits.topk(top_k, dim=-1)
+            mass = law.gather(1, ranked.indices)
     num_kept = (mass.cumsum(dim=-1) - mass < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    return ranked.gather(1, num_kept - 1)
+    return ranked.values.gather(1, num_kept - 1)
 
 
 def _ban_below(logits: Tensor, least: Tensor) -> Tensor:

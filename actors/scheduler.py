@@ -9,6 +9,7 @@ tokens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from actors.messages import Proposal
@@ -81,7 +82,7 @@ class Scheduler:
     def num_requests(self) -> int:
         return len(self.running) + len(self.waiting)
 
-    def admit(self, plan: PassPlan) -> None:
+    def _admit(self, plan: PassPlan) -> None:
         """Move waiting sequences into the batch while seats, rows and slots last."""
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
@@ -91,33 +92,33 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.admitted.append(sequence)
 
-    def plan(self, proposals: dict[int, Proposal]) -> PassPlan:
-        """Choose the rows of the next pass. `proposals` maps request ids to fresh proposals."""
+    def plan(self, proposals: dict[int, Proposal], held: Collection[int] = ()) -> PassPlan:
+        """Choose the rows of the next pass: `proposals` maps request ids to fresh proposals, `held` sit it out."""
         plan = PassPlan()
-        self.admit(plan)
-        demands = self._demands(proposals)
+        self._admit(plan)
+        demands = self._demands(proposals, held)
         self._fit(demands, plan)
         plan.rows = [(sequence, rows, proposal) for sequence, rows, proposal in demands if rows]
         return plan
 
-    def _demands(self, proposals: dict[int, Proposal]) -> list[tuple[Sequence, int, Proposal | None]]:
+    def _demands(self, proposals: dict[int, Proposal], held: Collection[int]) -> list[tuple[Sequence, int, Proposal | None]]:
         budget = self.limits.max_num_batched_tokens
+        # Sequences that only lack their root come first: neither a long prompt nor another's draft may stall them.
+        queue = sorted((s for s in self.running if s.request_id not in held), key=lambda s: s.uncached_len > 1)
+        num_roots = sum(sequence.uncached_len == 1 for sequence in queue)
         demands = []
-        # Sequences that only lack their root come first: a long prompt must not stall the others.
-        for sequence in sorted(self.running, key=lambda s: s.uncached_len > 1):
+        for place, sequence in enumerate(queue, start=1):
             rows = min(sequence.uncached_len, self.limits.prefill_chunk, budget)
             budget -= rows
             proposal = proposals.get(sequence.request_id) if rows == sequence.uncached_len else None
-            if proposal is not None:
-                if proposal.tree.num_draft_tokens > budget:
-                    proposal = None
-                else:
-                    budget -= proposal.tree.num_draft_tokens
+            if _num_draft_tokens(proposal) > budget - max(0, num_roots - place):
+                proposal = None
+            budget -= _num_draft_tokens(proposal)
             demands.append((sequence, rows, proposal))
         return demands
 
     def _fit(self, demands: list[tuple[Sequence, int, Proposal | None]], plan: PassPlan) -> None:
-        """Shrink `demands` in place until they fit the pool."""
+        """Shrink `demands` in place until they fit the pool: the oldest sequence alone always does."""
         free = self.capacity.kv_slots - sum(sequence.cached_len for sequence in self.running)
         needed = sum(rows + _num_draft_tokens(proposal) for _, rows, proposal in demands)
         for i in range(len(demands) - 1, -1, -1):
@@ -126,20 +127,14 @@ class Scheduler:
             sequence, rows, proposal = demands[i]
             needed -= _num_draft_tokens(proposal)
             demands[i] = (sequence, rows, None)
-        while needed > free and len(self.running) > 1:
+        while needed > free:
             victim = self.running.pop()
-            index = next(i for i, demand in enumerate(demands) if demand[0] is victim)
-            needed -= demands.pop(index)[1]
+            needed -= sum(rows for sequence, rows, _ in demands if sequence is victim)
+            demands[:] = [demand for demand in demands if demand[0] is not victim]
             free += victim.cached_len
             victim.preempt()
             self.waiting.appendleft(victim)
-            if victim in plan.admitted:
-                plan.admitted.remove(victim)
-            else:
-                plan.preempted.append(victim)
-        if needed > free:  # one sequence alone: feed what fits now
-            sequence, rows, proposal = demands[0]
-            demands[0] = (sequence, min(rows, free), None)
+            plan.preempted.append(victim)
 
 
 def _num_draft_tokens(proposal: Proposal | None) -> int:

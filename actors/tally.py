@@ -76,10 +76,10 @@ class Tally:
         else:
             self._span("draft", "prefill", batch, {})
 
-    def judged(self, batch: VerdictBatch) -> None:
+    def judged(self, batch: VerdictBatch, *, speculated: bool) -> None:
         self.target_busy_s += batch.finished - batch.started
         self.num_rounds += 1
-        name = "verify" if batch.num_tokens > len(batch.verdicts) else "decode"
+        name = "verify" if speculated else "prefill" if batch.num_tokens > len(batch.verdicts) else "decode"
         self._span("target", name, batch, {"rows": batch.num_tokens, "requests": len(batch.verdicts)})
 
     def round_ended(self, started: float, ended: float, busy_s: float) -> None:

@@ -36,12 +36,20 @@ LINGER_MS = 200
 """How long a closing socket may still deliver: long enough for a last word, too short to hang an exit."""
 
 
+def _open(kind: int) -> zmq.Socket:
+    """Queues have no end: ZeroMQ's default of 1000 records would drop what a slow reader has not taken yet."""
+    socket = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
+
+
 class Hub:
     """The coordinator's end. `address` is inproc://name or tcp://host:port, port 0 or * for any free one."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket = _open(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
             self._socket.bind(address)
@@ -60,10 +68,10 @@ class Hub:
     def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
         """The next (identity, record), or None after `timeout_s`. Unreadable bytes are counted and skipped."""
         while timeout_s is None or self._socket.poll(int(timeout_s * 1000)):
-            identity, payload = self._socket.recv_multipart()
+            identity, *payload = self._socket.recv_multipart()
             try:
-                return identity.decode(), CODEC.decode(payload)
-            except CodecError:
+                return identity.decode(), CODEC.decode(b"".join(payload))
+            except (CodecError, UnicodeDecodeError):  # whoever finds the port may send anything, under any name
                 self.num_unreadable += 1
         return None
 
@@ -76,8 +84,7 @@ class Link:
 
     def __init__(self, address: str, identity: str) -> None:
         self.identity = identity
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket = _open(zmq.DEALER)
         self._socket.setsockopt_string(zmq.IDENTITY, identity)
         self._socket.connect(address)
 

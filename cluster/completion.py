@@ -7,10 +7,11 @@ by the engine's reader thread; knows nothing of sockets.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
@@ -57,7 +58,6 @@ class Completion:
         self._stream = TextStream(tokenizer, sampling.stop)
         self._error: str | None = None
         self._abort = abort
-        self._stopped = False  # by a stop string; the coordinator hears of it and answers with the statistics
         self._changed = threading.Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -70,7 +70,7 @@ class Completion:
         return self.finished_at is not None
 
     def abort(self) -> None:
-        """Ask for the request to end early; it ends with finish_reason "abort"."""
+        """Ask for the request to end early; it ends with finish_reason "abort", unless it ended first."""
         self._abort(self.request_id)
 
     def result(self, timeout_s: float | None = None) -> Completion:
@@ -104,7 +104,8 @@ class Completion:
             if self._error is not None:
                 raise EngineError(self._error)
         finally:
-            self._waiters.remove(entry)
+            with self._changed:
+                self._waiters.remove(entry)
             if not self.finished:
                 self.abort()
 
@@ -119,39 +120,35 @@ class Completion:
                 self.first_token_at = now
             self._append(fresh)
             if news.finish_reason is not None:
-                self._end(news, now)
+                self.stats = news.stats or self.stats
+                self._end("stop" if self._stream.stopped else news.finish_reason, news.error, now)
             self._wake()
             return self.finished
 
     def fail(self, reason: str) -> None:
         with self._changed:
             if not self.finished:
-                self._error, self.finish_reason, self.finished_at = reason, "error", time.monotonic()
+                self._end("error", reason, time.monotonic())
             self._wake()
 
     def _append(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
-            if self._stopped:
+            if self._stream.stopped:
                 return
-            shown = len(self._stream.text)
             self.token_ids.append(token)
-            self._stopped = self._stream.push(token)
-            self._tokens.append(Token(token, self._stream.text[shown:], len(self._tokens)))
-            if self._stopped:
+            self._tokens.append(Token(token, self._stream.push(token), len(self._tokens)))
+            if self._stream.stopped:  # the coordinator does not know; it answers with the statistics
                 self._abort(self.request_id)
 
-    def _end(self, news: Tokens, now: float) -> None:
-        shown = len(self._stream.text)
-        self._stream.end()
-        if self._tokens and self._stream.text[shown:]:
+    def _end(self, reason: str, error: str | None, now: float) -> None:
+        held_back = self._stream.end()
+        if held_back:
             last = self._tokens[-1]
-            self._tokens[-1] = Token(last.id, last.text + self._stream.text[shown:], last.index)
-        self.finish_reason = "stop" if self._stopped else news.finish_reason
-        self.stats = news.stats or self.stats
-        self._error = news.error
-        self.finished_at = now
+            self._tokens[-1] = replace(last, text=last.text + held_back)
+        self.finish_reason, self._error, self.finished_at = reason, error, now
 
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, waiter in self._waiters:
-            loop.call_soon_threadsafe(waiter.set)
+            with contextlib.suppress(RuntimeError):  # the loop was closed with an iterator left in it
+                loop.call_soon_threadsafe(waiter.set)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class BenchConfig:
     repeats: int = 3
     """Measured runs of each configuration; medians are reported."""
     warmup: int = 1
-    """Unmeasured runs before them."""
+    """Unmeasured runs before them, over as many prompts as are in flight."""
     drafters: list[str] = field(default_factory=list)
     """Axis: choices of `drafter=`."""
     pipelines: list[str] = field(default_factory=list)
@@ -126,13 +127,13 @@ class BenchConfig:
     temperatures: list[float] = field(default_factory=list)
     """Axis: `sampling.temperature`."""
     batches: list[int] = field(default_factory=list)
-    """Axis: requests in flight."""
+    """Axis: requests in flight; one if empty."""
     draft_lengths: list[int] = field(default_factory=list)
     """Axis: `drafter.num_draft_tokens`."""
     contexts: list[int] = field(default_factory=list)
-    """Axis: prompt lengths in tokens."""
+    """Axis: prompt lengths in tokens, made of the prompts' texts; the prompts as they are if empty."""
     peers: list[str] = field(default_factory=list)
-    """Other engines to time on the same prompts."""
+    """Other engines to time on the same prompts: transformers (plain and assisted, one request at a time)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,9 @@ CHOICES: dict[str, dict[str, type]] = {
 """Group -> choice -> its record. A choice is one file `conf/<group>/<choice>.yaml` over `schema/<group>/<choice>`."""
 
 
+@cache
 def register() -> None:
-    """Tell Hydra the schema of every choice. Idempotent."""
+    """Tell Hydra the schema of every choice, once."""
     store = ConfigStore.instance()
     store.store(name="launch_schema", node=_schema(LaunchConfig))
     for group, choices in CHOICES.items():
@@ -187,7 +189,7 @@ def load_config(overrides: Sequence[str] = ()) -> LaunchConfig:
     try:
         with initialize_config_module("conf", version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(describe(error)) from error
     return typed_config(composed)
 
@@ -200,6 +202,11 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
     except OmegaConfBaseException as error:
         raise ValueError(describe(error)) from error
     assert isinstance(config, LaunchConfig)
+    return checked(config)
+
+
+def checked(config: LaunchConfig) -> LaunchConfig:
+    """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
     validate(config)
     return _with_real_paths(config)
 

@@ -8,15 +8,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 PROMPT_SHOWN = 60
 COMPLETION_LINES = 4
 COMPLETION_SHOWN = 320
+PIPE_WIDTH = 160
 ABSENT = "–"
+
+
+class Bar:
+    """A progress bar that is on the screen."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+    def say(self, what: str) -> None:
+        self._progress.update(self._task, description=what)
 
 
 class Terminal:
@@ -24,6 +40,8 @@ class Terminal:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
+        if console is None and not self._console.is_terminal:
+            self._console.width = PIPE_WIDTH
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[str], None]]:
@@ -34,12 +52,17 @@ class Terminal:
             yield lambda stage: progress.update(task, description=stage)
 
     @contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar with seconds; yields what advances it by one."""
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    def counting(self, what: str, total: int) -> Iterator[Bar]:
+        """A bar with seconds."""
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self._console) as progress:
             task = progress.add_task(what, total=total)
-            yield lambda: progress.advance(task)
+            yield Bar(progress, task)
 
     def line(self, text: str) -> None:
         self._console.print(Text(text))
@@ -53,9 +76,10 @@ class Terminal:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """The first column names its row, the others hold figures."""
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=any(columns))
+        style = {"box": SIMPLE_HEAD, "pad_edge": False, "show_header": any(columns)}
+        table = Table(title=title, title_justify="left", title_style="bold", **style)
         for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left", overflow="fold")
+            table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         self._console.print(table)

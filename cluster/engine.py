@@ -32,6 +32,7 @@ from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_i
 __all__ = ["Completion", "Engine", "EngineError"]
 
 _POLL_S = 0.2
+_CLOSED = "the engine was closed"
 
 
 class Engine:
@@ -71,14 +72,15 @@ class Engine:
         Raises ValueError for a prompt or sampling parameters that make no sense, EngineError once the engine is dead.
         """
         sampling = sampling if sampling is not None else self.config.sampling_params(self.tokenizer)
-        sampling.check()
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
-        completion = Completion(next(self._ids), prompt, token_ids, sampling, self.tokenizer, self._abort)
+        request = Request(next(self._ids), tuple(token_ids), sampling, speculate)
+        request.check(int(self.ready["target-0"].facts["vocab_size"]))
+        completion = Completion(request.request_id, prompt, token_ids, sampling, self.tokenizer, self._abort)
         with self._news:
             if self._error is not None:
                 raise EngineError(self._error)
             self._live[completion.request_id] = completion
-        self._send(Request(completion.request_id, tuple(token_ids), sampling, speculate))
+        self._send(request)
         return completion
 
     def generate(
@@ -89,7 +91,7 @@ class Engine:
         speculate: bool = True,
         on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Completions of all prompts, in order; `on_finished` hears of each as it ends. Raises EngineError."""
+        """Completions of all prompts; `on_finished` hears of them in order. Raises EngineError for the first to fail."""
         completions = [self.submit(prompt, sampling, speculate=speculate) for prompt in prompts]
         for completion in completions:
             completion.result()
@@ -115,14 +117,15 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        if self._out is not None:
-            self._send(Stop("closed"))
+        self._send(Stop(_CLOSED))
         if self._reader is not None:
             self._reader.join(timeout=5)
         self._backend.close()
-        if self._out is not None:
-            self._out.close()
-        self._fail("the engine was closed")
+        with self._send_lock:
+            if self._out is not None:
+                self._out.close()
+                self._out = None
+        self._fail(_CLOSED)
 
     def __enter__(self) -> Engine:
         return self
@@ -167,8 +170,10 @@ class Engine:
     # --- the coordinator's side ---------------------------------------------------------------------------------------
 
     def _send(self, record: Any) -> None:
+        """Lost once the engine is closed, like a record to a role that died: whoever waits was told."""
         with self._send_lock:
-            self._out.send(record)
+            if self._out is not None:
+                self._out.send(record)
 
     def _abort(self, request_id: int) -> None:
         self._send(Abort(request_id))
@@ -181,6 +186,7 @@ class Engine:
             while True:
                 record = link.receive(timeout_s=_POLL_S)
                 if isinstance(record, Stop):
+                    self._fail(record.reason)
                     return
                 if record is not None:
                     self._take(record)
@@ -189,6 +195,9 @@ class Engine:
                     return
                 elif self._closed and self._backend.death() is not None:
                     return
+        except Exception as error:
+            self._fail(f"engine: {type(error).__name__}: {error}")
+            raise
         finally:
             link.close()
 

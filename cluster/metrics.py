@@ -35,7 +35,12 @@ class MetricsWatch:
 
     def __call__(self, tally: Tally) -> None:
         if tally is not self._tally:
+            if self._tally is not None:
+                self._feed(self._tally)  # what it counted between the last look and its reset
             self._tally, self._seen = tally, dict.fromkeys(_COUNTERS, 0.0)
+        self._feed(tally)
+
+    def _feed(self, tally: Tally) -> None:
         for field, increment in self._increments.items():
             value = getattr(tally, field)
             if value > self._seen[field]:

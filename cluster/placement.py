@@ -78,8 +78,10 @@ def _place(
     if total > available and not (kind == "cpu" and config.cluster.oversubscribe):
         field = "target.tp" if role == "target" else "drafter.ranks"
         noun = "GPUs" if kind == "cuda" else "cores"
-        remedy = "lower it, use placement=colocated" + (", or cluster.oversubscribe=true" if kind == "cpu" else "")
-        raise ValueError(f"{field}: {total} ranks need {total} {noun}, {available} are here; {remedy}")
+        remedies = ["lower it"] * (size > 1) + ["use placement=colocated"] * (total > size)
+        remedies += ["set cluster.oversubscribe=true"] * (kind == "cpu")
+        raise ValueError(f"{field}: {total} ranks need {total} {noun}, {available} here; {' or '.join(remedies)}")
+    share /= -(-total // available)  # more ranks than cores take turns
     places = []
     for rank in range(size):
         if kind == "cuda":

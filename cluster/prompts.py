@@ -67,7 +67,7 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is no JSON ({error.msg} at column {error.colno}); correct or remove it") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is no JSON object; write {{\"prompt\": ...}}")
+        raise ValueError(f'{where} is no JSON object; write {{"prompt": ...}}')
     text = record.get("prompt")
     if text is None and isinstance(turns := record.get("turns"), list) and turns:
         text = turns[0]

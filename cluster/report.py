@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from actors.messages import Ready, RequestStats
+from actors.options import VerifyRule
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
 from cluster.workload import Run, Served
@@ -173,12 +174,19 @@ def circumstances(
 ) -> dict[str, object]:
     """`CIRCUMSTANCES` of an engine."""
     return {
-        "layout": [{"identity": place.identity, **asdict(place)} for place in places],
-        "bytes_per_role": bytes_per_role(ready),
+        **layout(places, ready),
         "stretch": config.target.stretch,
         "notes": notes(config),
         "versions": versions(),
         "config": asdict(config),
+    }
+
+
+def layout(places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> dict[str, object]:
+    """Where every rank is, and what its role holds in memory."""
+    return {
+        "layout": [{"identity": place.identity, **asdict(place)} for place in places],
+        "bytes_per_role": bytes_per_role(ready),
     }
 
 
@@ -189,6 +197,11 @@ def notes(config: LaunchConfig) -> list[str]:
         said.append(
             f"target.stretch={config.target.stretch}: the target has that many extra layers, which cost time and "
             "change no token"
+        )
+    if config.verify.rule != VerifyRule.coupled and config.sampling.temperature > 0:
+        said.append(
+            f"verify.rule={config.verify.rule} keeps the law of the output, not its tokens: sampled requests differ "
+            "from plain decoding"
         )
     if config.cluster.oversubscribe:
         said.append("cluster.oversubscribe=true: ranks may share cores, timings mean little")

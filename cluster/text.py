@@ -25,8 +25,13 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
 
 
 def read_json(path: Path) -> dict:
-    """The file's object, or an empty one where there is no such file."""
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """The file's object, or an empty one where there is no such file; ValueError if it holds something else."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON ({error}); save the checkpoint again") from error
 
 
 def read_eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
@@ -59,8 +64,7 @@ def check_same_vocabulary(target: Path, drafter: Path) -> None:
 class TextStream:
     """Text of one completion, token by token, watching for stop strings.
 
-    `text` is what may be shown: it excludes the stop string, and while generation goes on it also holds back an
-    ending that could still become one.
+    What is shown excludes the stop string; until the end, as many characters are held back as could begin one.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
@@ -68,23 +72,37 @@ class TextStream:
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._reach = max(map(len, stop), default=1) - 1
-        self._whole = ""
-        self._ended = False
-
-    def push(self, token: int) -> bool:
-        """Add one token; True if its text completed a stop string."""
-        searched = max(0, len(self._whole) - self._reach)
-        self._whole += self._decoder.step(self._tokenizer, token) or ""
-        found = [at for stop in self._stop if (at := self._whole.find(stop, searched)) >= 0]
-        if found:
-            self._whole = self._whole[: min(found)]
-            self._ended = True
-        return self._ended
-
-    def end(self) -> None:
-        """Nothing more will come: release what was held back."""
-        self._ended = True
+        self._shown: list[str] = []
+        self._held = ""
+        self.stopped = False
 
     @property
     def text(self) -> str:
-        return self._whole if self._ended or not self._reach else self._whole[: len(self._whole) - self._reach]
+        """All that was shown."""
+        return "".join(self._shown)
+
+    def push(self, token: int) -> str:
+        """Add one token; returns what may be shown now. `stopped` is True once a stop string is complete."""
+        self._held += self._decode(token)
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if not found:
+            return self._show(max(0, len(self._held) - self._reach))
+        self.stopped = True
+        self._held = self._held[: min(found)]
+        return self.end()
+
+    def end(self) -> str:
+        """Nothing more will come: show what was held back."""
+        return self._show(len(self._held))
+
+    def _show(self, length: int) -> str:
+        shown, self._held = self._held[:length], self._held[length:]
+        self._shown.append(shown)
+        return shown
+
+    def _decode(self, token: int) -> str:
+        try:
+            return self._decoder.step(self._tokenizer, token) or ""
+        except Exception:  # all the library raises: these bytes read otherwise than they began; start behind them
+            self._decoder = DecodeStream(skip_special_tokens=True)
+            return self._decoder.step(self._tokenizer, token) or ""

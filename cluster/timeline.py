@@ -87,7 +87,10 @@ def draw(path: Path, spans: Sequence[Span], busy: Mapping[str, float | None]) ->
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.set_xlim(0, width_ms)
-    axes.set_xlabel("ms; the numbers are rows of a target pass and draft tokens")
+    numbered = [arguments["round"] for *_, arguments in shown]
+    axes.set_xlabel(
+        f"ms, rounds {min(numbered)} to {max(numbered)}; the numbers are rows of a target pass and draft tokens"
+    )
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)

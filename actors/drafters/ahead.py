@@ -58,13 +58,12 @@ class AheadDrafter(ModelDrafter):
         return bool(self._futures[context.request_id].tree.root.children)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        missed = [
-            (context, budget)
-            for context, budget in zip(contexts, budgets, strict=True)
-            if not self.prepared(context) and self._room(context, budget)
-        ]
-        if missed:
-            self._draft([self._futures[context.request_id] for context, _ in missed], [budget for _, budget in missed])
+        missed = [pair for pair in zip(contexts, budgets, strict=True) if not self.prepared(pair[0])]
+        able = self._with_room(*zip(*missed, strict=True)) if missed else []
+        for context, _ in able:
+            self._catch_up(context, leave=self._prefill_chunk)
+        if able:
+            self._draft([self._futures[context.request_id] for context, _ in able], [budget for _, budget in able])
         return [self._offer(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:

@@ -65,7 +65,9 @@ class ModelDrafter(IdleDrafter):
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         drafts = {context.request_id: Draft.nothing(context) for context in contexts}
-        able = [(context, budget) for context, budget in zip(contexts, budgets, strict=True) if self._room(context, budget)]
+        able = self._with_room(contexts, budgets)
+        for context, _ in able:
+            self._catch_up(context, leave=self._prefill_chunk)
         if able:
             grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
             drafts |= grow([context for context, _ in able], [budget for _, budget in able])
@@ -88,20 +90,24 @@ class ModelDrafter(IdleDrafter):
 
     # --- keeping up with the text -------------------------------------------------------------------------------------
 
-    def _room(self, context: Context, budget: int) -> bool:
-        """Whether this draft fits the pool and the context; if so, all but one chunk of the suffix is cached."""
-        total_len = len(context.token_ids) + budget
-        fed = total_len - self.runner.cached_len(context.request_id)
-        tree_rows = self._growth.depth * self._growth.width(0)
-        if total_len > self.runner.config.max_positions or not self.runner.can_reserve(fed + tree_rows):
-            return False
-        self._catch_up(context, leave=self._prefill_chunk)
-        return True
+    def _with_room(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[tuple[Context, int]]:
+        """Those whose drafts fit the context, and together the pool, first come first served."""
+        able, rows = [], 0
+        for context, budget in zip(contexts, budgets, strict=True):
+            depth = min(budget, self._growth.depth)
+            suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
+            asked = suffix + depth * self._growth.width(0)
+            fits = len(context.token_ids) + depth <= self.runner.config.max_positions
+            if fits and self.runner.can_reserve(rows + asked):
+                able.append((context, budget))
+                rows += asked
+        return able
 
     def _catch_up(self, context: Context, leave: int) -> None:
-        """Cache committed text until at most `leave` tokens of it are uncached."""
+        """Cache committed text until at most `leave` tokens of it are uncached, or pool or context are full."""
         request_id, tokens = context.request_id, context.token_ids
-        while (missing := len(tokens) - leave - self.runner.cached_len(request_id)) > 0:
+        end = min(len(tokens) - leave, self.runner.config.max_positions)
+        while (missing := end - self.runner.cached_len(request_id)) > 0:
             start = self.runner.cached_len(request_id)
             chunk = tokens[start : start + min(missing, self._prefill_chunk)]
             if not self.runner.can_reserve(len(chunk)):

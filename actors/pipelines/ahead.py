@@ -8,17 +8,11 @@ verifying them without a draft.
 from __future__ import annotations
 
 from actors.pipelines.cost import Costs
-from actors.sequence import Sequence
+from actors.pipelines.policy import WholeBatch
 
 
-class AheadPipeline:
+class AheadPipeline(WholeBatch):
     """Orders drafts like `sync`, but never lets a miss stall the rest for longer than it is worth."""
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        self._num_draft_tokens = num_draft_tokens
-
-    def num_draft_tokens(self, sequence: Sequence) -> int:
-        return max(0, min(self._num_draft_tokens, sequence.remaining - 1))
 
     def may_verify(self, num_expecting: int, num_ready: int, answered: bool, costs: Costs) -> bool:
         if not num_expecting:

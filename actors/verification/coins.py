@@ -36,5 +36,4 @@ class HashCoins:
         """An index in proportion to `weights` [V], never one of weight 0."""
         cumulative = np.cumsum(weights)
         mark = uniform(noise_key(self._seed, Stream.RESIDUAL, self._step, node)) * cumulative[-1]
-        last = np.searchsorted(cumulative, cumulative[-1])  # rounding can put the mark on the total itself
-        return int(min(np.searchsorted(cumulative, mark, side="right"), last))
+        return int(np.searchsorted(cumulative, mark, side="right"))  # the mark stays below the total, even rounded

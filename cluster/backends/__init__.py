@@ -6,7 +6,6 @@ A backend starts everything, gives the address of the coordinator's hub, notices
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from actors.conductor import CoordinatorSpec
@@ -30,23 +29,23 @@ class Backend(Protocol):
         """End everything that was started. Called after the coordinator was told to stop, or instead."""
 
 
-def make_backend(config: LaunchConfig, log_dir: Path | None = None) -> Backend:
-    return BACKENDS[config.cluster.name](config, log_dir)
+def make_backend(config: LaunchConfig) -> Backend:
+    return BACKENDS[config.cluster.name](config)
 
 
-def _inprocess(config: LaunchConfig, log_dir: Path | None) -> Backend:
+def _inprocess(config: LaunchConfig) -> Backend:
     from cluster.backends.inprocess import InprocessBackend
 
     return InprocessBackend(config)
 
 
-def _ray(config: LaunchConfig, log_dir: Path | None) -> Backend:
+def _ray(config: LaunchConfig) -> Backend:
     from cluster.backends.on_ray import RayBackend
 
     return RayBackend(config)
 
 
-BACKENDS: dict[str, Callable[[LaunchConfig, Path | None], Backend]] = {
+BACKENDS: dict[str, Callable[[LaunchConfig], Backend]] = {
     "inprocess": _inprocess,
     "local": _ray,
     "existing": _ray,

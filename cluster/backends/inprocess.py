@@ -13,6 +13,7 @@ import threading
 import torch
 
 from actors.conductor import Conductor, CoordinatorSpec
+from actors.messages import Failure
 from actors.roles import RankSpec, serve
 from actors.wire import Hub
 from cluster.config import LaunchConfig
@@ -33,7 +34,8 @@ class InprocessBackend:
         self._store = None
 
     def devices(self) -> Devices:
-        return Devices(tuple(sorted(os.sched_getaffinity(0))), torch.cuda.device_count())
+        cores = sorted(os.sched_getaffinity(0))[: self._config.cluster.num_cpus]
+        return Devices(tuple(cores), torch.cuda.device_count())
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         hub = Hub(f"inproc://engine-{os.getpid()}-{next(_engines)}")
@@ -70,7 +72,7 @@ class InprocessBackend:
         try:
             work()
         except Exception as error:
-            self._died = f"{name}: {str(error).splitlines()[0]}"
+            self._died = f"{name}: {Failure.of(name, 0, error).text}"
 
 
 def rank_spec(

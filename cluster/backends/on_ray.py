@@ -1,4 +1,4 @@
-"""`cluster=local` and `cluster=existing`: coordinator and ranks as Ray actors, one bundle of devices per rank.
+"""`cluster=local` and `cluster=existing`: coordinator and ranks as Ray actors, one bundle per device.
 
 Ray carries processes, placement and metrics; rounds never pass through it. `local` starts a Ray of its own on this
 machine and ends it; `existing` joins the cluster at `cluster.address` and leaves it running.
@@ -7,6 +7,7 @@ machine and ends it; `existing` joins the cluster at `cluster.address` and leave
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -32,6 +33,7 @@ class RayBackend:
         self._host = _LOOPBACK if self._is_local else ""
         self._actors = ActorGroup()
         self._bundles: PlacementGroup | None = None
+        self._bundle_of: dict[object, int] = {}
         self._owns_ray = False
 
     def devices(self) -> Devices:
@@ -40,18 +42,21 @@ class RayBackend:
             self._init()
             self._owns_ray = True
         resources = ray.cluster_resources()
-        cores = sorted(os.sched_getaffinity(0)) if self._is_local else range(int(resources.get("CPU", 0)))
-        return Devices(tuple(cores), int(resources.get("GPU", 0)))
+        num_cpus, num_gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+        cores = sorted(os.sched_getaffinity(0))[:num_cpus] if self._is_local else range(num_cpus)
+        return Devices(tuple(cores), num_gpus)
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
-        conductor = self._actors.create("coordinator", CoordinatorActor)
+        conductor = self._create("coordinator", CoordinatorActor)
         bound = conductor.bind.remote(self._host, any(place.size > 1 for place in places))
         self._reserve(places)
         for place in places:
-            self._actors.create(place.identity, RankActor, place.identity, **self._options(place, places))
+            self._create(place.identity, RankActor, place.identity, **self._options(place))
         hub_address, store = ray.get(bound, timeout=self._config.cluster.startup_timeout_s)
         self._actors.run("coordinator", coordinator, make_ray_watch)
         for place in places:
+            if not self._is_local:
+                place = replace(place, cores=())  # they were counted over all nodes: no core of any one of them
             spec = rank_spec(self._config, place, hub_address, store, self._host, eos_token_ids)
             self._actors.run(place.identity, spec)
         return hub_address
@@ -90,24 +95,43 @@ class RayBackend:
             line = str(error).strip().splitlines()[0]
             raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
 
+    def _create(self, name: str, actor_class: object, *arguments: object, **options: object) -> object:
+        namespace = self._config.cluster.namespace
+        try:
+            return self._actors.create(name, actor_class, *arguments, namespace=namespace, **options)
+        except ValueError as error:
+            raise ValueError(
+                f"cluster.namespace={namespace}: another engine's {name} runs there; close it or take another namespace"
+            ) from error
+
     def _reserve(self, places: list[RankPlacement]) -> None:
-        """One bundle per rank that has a device; all of them or none."""
-        bundles = [_resources(place) for place in places if place.share]
-        self._bundles = placement_group(bundles, strategy="PACK", name="engine")
+        """One bundle per device, so that ranks which share one meet on it; all of them or none."""
+        shares: dict[object, dict[str, float]] = {}
+        for place in places:
+            if place.share:
+                bundle = shares.setdefault(_device(place), {})
+                for resource, amount in _resources(place).items():
+                    bundle[resource] = bundle.get(resource, 0) + amount
+        self._bundle_of = {device: index for index, device in enumerate(shares)}
+        bundles = list(shares.values())
+        self._bundles = placement_group(bundles, strategy="PACK")
         if not self._bundles.wait(self._config.cluster.startup_timeout_s):
             raise ValueError(
                 f"cluster: {bundles} asked, {ray.available_resources()} free; end other jobs or ask for fewer ranks"
             )
 
-    def _options(self, place: RankPlacement, places: list[RankPlacement]) -> dict[str, object]:
+    def _options(self, place: RankPlacement) -> dict[str, object]:
         resources = _resources(place)
         options: dict[str, object] = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0)}
         if place.share:
-            bundle = [other.identity for other in places if other.share].index(place.identity)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._bundles, placement_group_bundle_index=bundle
+                self._bundles, placement_group_bundle_index=self._bundle_of[_device(place)]
             )
         return options
+
+
+def _device(place: RankPlacement) -> object:
+    return place.cores if place.device == "cpu" else place.device
 
 
 def _resources(place: RankPlacement) -> dict[str, float]:

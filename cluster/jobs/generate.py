@@ -74,13 +74,13 @@ def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) ->
 def _complete(
     engine: Engine, prompts: list[Prompt], sampling: SamplingParams, job: GenerateConfig, terminal: Terminal, write
 ) -> Run:
-    with terminal.counting("completing", len(prompts)) as advance:
+    with terminal.counting("completing", len(prompts)) as bar:
 
         def finished(served: Served) -> None:
             write(served)
             ending = served.error or f"{len(served.token_ids)} tokens, {served.finish_reason}"
             terminal.completion(served.prompt.text, served.text, ending)
-            advance()
+            bar.advance()
 
         return serve_prompts(
             engine, prompts, sampling, speculate=True, concurrency=job.concurrency, on_finished=finished
@@ -90,14 +90,14 @@ def _complete(
 def _time_plain(
     engine: Engine, prompts: list[Prompt], sampling: SamplingParams, job: GenerateConfig, terminal: Terminal
 ) -> Run:
-    with terminal.counting("plain decoding, to compare", len(prompts)) as advance:
+    with terminal.counting("plain decoding, to compare", len(prompts)) as bar:
         return serve_prompts(
             engine,
             prompts,
             sampling,
             speculate=False,
             concurrency=job.concurrency,
-            on_finished=lambda served: advance(),
+            on_finished=lambda served: bar.advance(),
         )
 
 

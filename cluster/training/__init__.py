@@ -1,1 +1,1 @@
-"""Training of the bundled pocket pair: corpus, tokenizer, target, distilled drafter. Must not be imported at inference."""
+"""Training of the bundled pocket pair: corpus, tokenizer, target, distilled drafter. Inference must not import it."""

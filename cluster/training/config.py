@@ -72,8 +72,8 @@ class TrainConfig:
     """Length of prompt and continuation together, in tokens."""
     continuation_batch: int = 128
     """Prompts continued at once."""
-    continuation_mix: float = 0.35
-    """Fraction of the drafter's steps taken on continuations instead of sources."""
+    lesson_tokens: int = 1_200_000
+    """Tokens of training sources, tests left out, that the drafter learns from besides all continuations."""
 
     num_prompts: int = 48
     """Held-out prompts written to `prompts.jsonl`."""

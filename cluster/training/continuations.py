@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continue_greedily(model: LlamaForCausalLM, prompts: torch.Tensor, length: int) -> torch.Tensor:
     """Continue prompts of equal length with the most likely token each time, past ends of text too.
 

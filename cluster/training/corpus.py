@@ -49,7 +49,13 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 LARGEST_TEST_BYTES = 100_000
 """A longer test file is skipped: it is mostly one repetitive pattern."""
 
-BROKEN_ON_PURPOSE = ("lib2to3/tests/data", "test/bad", "test/cjkencodings", "test/tokenizedata", "test/test_lib2to3/data")
+BROKEN_ON_PURPOSE = (
+    "lib2to3/tests/data",
+    "test/bad",
+    "test/cjkencodings",
+    "test/tokenizedata",
+    "test/test_lib2to3/data",
+)
 """Path prefixes of files that are wrong, in another language version, or no program at all by intention."""
 
 
@@ -122,6 +128,7 @@ def load_corpus(seed: int, test_megabytes: float, root: Path | None = None) -> C
 
     Raises:
         FileNotFoundError: a held-out module is missing under `root`.
+        ValueError: a held-out module is empty or not UTF-8.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     held_out = []

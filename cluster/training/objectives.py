@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Gives the mean loss per token, in nats, of `[sequences, length]` tokens and what is to be learnt at each of them."""
+
 
 def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """Return `[sequences, length, vocabulary]` logits of one forward pass without cache or mask tensors."""
@@ -15,26 +18,25 @@ def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     return F.linear(hidden, model.lm_head.weight)
 
 
-def cross_entropy(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the loss that predicts each token of a batch from those before it, in nats per token."""
+def cross_entropy(model: LlamaForCausalLM) -> Loss:
+    """Return the loss against the true successor of each token, given as `[sequences, length]` tokens."""
 
-    def loss_of(batch: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(model, batch[:, :-1]).flatten(0, 1).float()
-        return F.cross_entropy(logits, batch[:, 1:].flatten())
+    def loss_of(tokens: torch.Tensor, successors: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(model, tokens).flatten(0, 1).float()
+        return F.cross_entropy(logits, successors.flatten())
 
     return loss_of
 
 
-def distillation(student: LlamaForCausalLM, teacher: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the loss KL(teacher || student) over the whole vocabulary, in nats per token.
+def distillation(student: LlamaForCausalLM, teacher: LlamaForCausalLM) -> Loss:
+    """Return the loss KL(teacher || student) over the whole vocabulary.
 
-    The teacher is run on every batch, so its distribution is never stored. A batch's last token goes unused.
+    What is to be learnt comes as the teacher's last hidden states, `[sequences, length, teacher's hidden size]`.
     """
+    head = teacher.lm_head.weight.detach()
 
-    def loss_of(batch: torch.Tensor) -> torch.Tensor:
-        tokens = batch[:, :-1]
-        with torch.no_grad():
-            taught = F.log_softmax(logits_of(teacher, tokens).flatten(0, 1).float(), dim=-1)
+    def loss_of(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        taught = F.log_softmax(F.linear(hidden, head.to(hidden.dtype)).flatten(0, 1).float(), dim=-1)
         learnt = F.log_softmax(logits_of(student, tokens).flatten(0, 1).float(), dim=-1)
         return (taught.exp() * (taught - learnt)).sum(-1).mean()
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from cluster.training.checkpoint import load_model
 from cluster.training.config import TrainConfig
 from cluster.training.corpus import HELD_OUT, Corpus
 from cluster.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, spread_rows
-from cluster.training.checkpoint import load_model
 from cluster.training.tokenizer import load_tokenizer, pack
 
 DRAFT_DEPTH = 5
@@ -97,8 +97,8 @@ def write_readme(config: TrainConfig, report: dict[str, Any], path: Path) -> Non
 def _readme(config: TrainConfig, report: dict[str, Any]) -> str:
     lengths = report["acceptance_length"]
     runs = "\n".join(
-        f"| {role} | {report['parameters'][role] / 1e6:.1f} M | {record['steps']} | {record['tokens'] / 1e6:.1f} M "
-        f"| {record['seconds'] / 60:.0f} min | {record['tokens'] / record['seconds']:.0f} | {record['final_loss']:.3f} |"
+        f"| {role} | {report['parameters'][role] / 1e6:.1f} M | {record['steps']} | {record['tokens'] / 1e6:.1f} M | "
+        f"{record['seconds'] / 60:.0f} min | {record['tokens'] / record['seconds']:.0f} | {record['final_loss']:.3f} |"
         for role, record in report["training"].items()
     )
     worth = "\n".join(
@@ -155,13 +155,14 @@ exactly, because a draft token only counts when all before it in its round were 
   `{report["corpus_sha256"]}`.
 - Held out, with their tests: {held_out}.
 - Seed {report["seed"]}, PyTorch {report["torch"]}, bfloat16 autocast over float32 weights, about
-  {config.batch_tokens} tokens per step in sequences of {config.short_sequence_length} for the first
+  {config.batch_tokens} tokens per step; the target in sequences of {config.short_sequence_length} for the first
   {config.short_fraction:.0%} of the schedule and of {config.sequence_length} after it.
 - Muon at {config.matrix_learning_rate:g} for hidden matrices, AdamW at {config.other_learning_rate:g} for embeddings
   and norms; {config.warmup_steps} steps of warm-up, linear decay to 0 over the last {config.decay_fraction:.0%}.
 - The target learns by cross entropy. The drafter learns by distillation, KL(target || drafter) over the whole
-  vocabulary, {1 - config.continuation_mix:.0%} of its steps on sources and {config.continuation_mix:.0%} on greedy
-  continuations by the target of {config.continuation_prompts} prompts cut from training modules.
+  vocabulary, on sequences of {config.sequence_length} throughout: {config.lesson_tokens / 1e6:g} M tokens of training
+  sources that are no tests, and the target's own greedy continuations, to {config.continuation_length} tokens, of
+  {config.continuation_prompts} prompts cut from them.
 - Written in bfloat16. Wall times are those of two CPU cores that were shared with other work; a budget of minutes
   makes the number of steps, and so the weights, depend on the machine.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,14 @@ from cluster.training.batches import StreamBatches
 from cluster.training.checkpoint import load_model, save_model
 from cluster.training.config import TrainConfig
 from cluster.training.continuations import continue_all
-from cluster.training.corpus import Corpus, is_test
-from cluster.training.objectives import cross_entropy, distillation
+from cluster.training.corpus import Corpus, Source, is_test
+from cluster.training.evaluation import spread_rows
+from cluster.training.lessons import Lessons
+from cluster.training.objectives import Loss, cross_entropy, distillation
 from cluster.training.prompts import choose_prompts, write_prompts
 from cluster.training.schedule import Budget
 from cluster.training.tokenizer import load_tokenizer, pack, save_tokenizer, train_tokenizer
-from cluster.training.trainer import Loss, Recipe, TrainingRecord, fit
+from cluster.training.trainer import Recipe, TrainingRecord, fit
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ def make_target(place: Workplace) -> TrainingRecord:
     model = LlamaForCausalLM(target_config(config.vocab_size)).to(config.device)
     batches = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed)
 
-    def draw(progress: float) -> torch.Tensor:
-        return batches.draw(*_shape(config, progress))
+    def draw(progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = batches.draw(*_shape(config, progress))
+        return rows[:, :-1], rows[:, 1:]
 
     budget = Budget(config.target_minutes, config.target_steps)
     loss_of = _compiled(cross_entropy(model), config)
@@ -65,8 +67,7 @@ def make_continuations(place: Workplace) -> int:
     config = place.config
     tokenizer = load_tokenizer(place.out / "target")
     target = load_model(place.out / "target", config.device, torch.bfloat16)
-    sources = [source for source in place.corpus.training if not is_test(source.path)]
-    prompts = choose_prompts(sources, tokenizer, config.seed, config.continuation_prompts)
+    prompts = choose_prompts(_library(place.corpus), tokenizer, config.seed, config.continuation_prompts)
     tokens = [tokenizer.encode(prompt.prompt).ids for prompt in prompts]
     stream = continue_all(target, tokens, config.continuation_length, config.continuation_batch)
     place.work.mkdir(parents=True, exist_ok=True)
@@ -84,19 +85,30 @@ def make_drafter(place: Workplace) -> TrainingRecord:
     teacher = load_model(place.out / "target", config.device).requires_grad_(False)
     torch.manual_seed(config.seed)
     student = LlamaForCausalLM(drafter_config(config.vocab_size)).to(config.device)
-    sources = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed + 1)
-    continuations = StreamBatches(torch.load(place.work / "continuations.pt"), config.seed + 2)
-    coin = random.Random(config.seed)
+    length = config.sequence_length
+    stream = pack(load_tokenizer(place.out / "target"), _library(place.corpus))
+    continuations = torch.load(place.work / "continuations.pt")
+    rows = torch.cat(
+        (
+            spread_rows(stream, length, config.lesson_tokens)[:, :length],
+            spread_rows(continuations, length, len(continuations))[:, :length],
+        )
+    )
+    lessons = Lessons(teacher, rows, config.seed)
 
-    def draw(progress: float) -> torch.Tensor:
-        batches = continuations if coin.random() < config.continuation_mix else sources
-        return batches.draw(*_shape(config, progress))
+    def draw(_: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return lessons.draw(max(1, config.batch_tokens // length))
 
     budget = Budget(config.drafter_minutes, config.drafter_steps)
     loss_of = _compiled(distillation(student, teacher), config)
     record = fit(student, draw, loss_of, _recipe(config), budget, place.work / "drafter", "drafter")
     save_model(student, place.out / "drafter")
     return record
+
+
+def _library(corpus: Corpus) -> list[Source]:
+    """Return the training sources that are no tests: they are what the held-out prompts resemble."""
+    return [source for source in corpus.training if not is_test(source.path)]
 
 
 def _recipe(config: TrainConfig) -> Recipe:

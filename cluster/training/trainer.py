@@ -7,6 +7,7 @@ float32 weights.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +16,11 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaForCausalLM
 
+from cluster.training.objectives import Loss
 from cluster.training.schedule import Budget, Clock, rate_factor
 
-Draw = Callable[[float], torch.Tensor]
-"""Gives the batch for the current progress in [0, 1): int64 `[sequences, length + 1]`."""
-Loss = Callable[[torch.Tensor], torch.Tensor]
-"""Gives the mean loss per token, in nats, of one batch."""
+Draw = Callable[[float], tuple[torch.Tensor, torch.Tensor]]
+"""Gives the batch for the current progress in [0, 1): tokens, and what is to be learnt at each; see `Loss`."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,20 @@ def fit(
             factor = rate_factor(step, progress, recipe.warmup_steps, recipe.decay_fraction)
             for stepper, peak in zip(steppers, peaks, strict=True):
                 stepper.param_groups[0]["lr"] = peak * factor
-            batch = draw(progress).to(model.device)
+            batch, lesson = (part.to(model.device) for part in draw(progress))
             with torch.autocast(model.device.type, torch.bfloat16):
-                loss = loss_of(batch)
+                loss = loss_of(batch, lesson)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             for stepper in steppers:
                 stepper.step()
                 stepper.zero_grad()
             step += 1
-            tokens += batch.shape[0] * (batch.shape[1] - 1)
+            tokens += batch.numel()
             if step % recipe.log_steps == 0 or step == 1:
                 losses.append(loss.detach().item())
-                if losses[-1] != losses[-1]:
-                    raise FloatingPointError(f"the loss of step {step} is not a number; lower the learning rates")
+                if not math.isfinite(losses[-1]):
+                    raise FloatingPointError(f"the loss of step {step} is not finite; lower the learning rates")
                 line = {"step": step, "tokens": tokens, "seconds": round(clock.seconds, 1), "loss": losses[-1]}
                 log.write(json.dumps(line) + "\n")
                 log.flush()

@@ -174,7 +174,9 @@ def test_a_node_is_processed_as_if_its_path_were_committed(seed):
 def test_the_model_s_logits_are_left_alone(case):
     logits = random_logits(6)
     before = logits.clone()
-    choose_batch(logits, [NodeRows(HF_CASES[case], len(PROMPT), PROMPT + OUTPUT, TREE)], EOS)
+    rows = NodeRows(HF_CASES[case], len(PROMPT), PROMPT + OUTPUT, TREE)
+    choose_batch(logits, [rows], EOS)
+    choose_batch(logits, [replace(rows, nodes=(0, 1, 2)), replace(rows, nodes=(3, 4, 5))], EOS)
     assert torch.equal(logits, before)
 
 
@@ -188,11 +190,12 @@ def test_plain_logits_pass_through_untouched():
     assert is_greedy(SamplingParams(temperature=1e-6)) and not is_greedy(SamplingParams(temperature=1e-3))
 
 
-def test_a_nucleus_wider_than_the_first_ranked_tokens():
+@pytest.mark.parametrize("top_k, widest", [(0, 2000), (700, 512), (400, 300)])
+def test_a_nucleus_wider_than_the_first_ranked_tokens(top_k, widest):
     logits = torch.cat([random_logits(2, 3000) * 0.1, random_logits(1, 3000)])  # two flat rows and a peaked one
-    params = SamplingParams(temperature=1.0, top_p=0.9)
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.9)
     ours = process_logits(logits, params, EOS, 1, [0], TokenTree.chain(0, (1, 2)))
-    assert torch.isfinite(ours[0]).sum() > 2000 > torch.isfinite(ours[2]).sum()
+    assert torch.isfinite(ours[0]).sum() > widest > torch.isfinite(ours[2]).sum()
     for row in range(3):
         torch.testing.assert_close(ours[row], transformers_row(logits[row], params, [0]))
     alone = process_logits(logits[2:], params, EOS, 1, [0], TokenTree.root(0))
@@ -224,6 +227,7 @@ def test_greedy_takes_the_lowest_id_among_ties():
     scores = torch.zeros(2, 5000)
     scores[0, [777, 40, 4000]] = 1.0
     assert choose(scores, [SamplingParams()] * 2, [0, 0]).tolist() == [40, 0]
+    assert top_children(scores, [SamplingParams()] * 2, [0, 0], 1)[0].tolist() == [[40], [0]]
 
 
 def test_choices_follow_the_processed_law():

@@ -1,0 +1,109 @@
+"""The settings of a bench: every combination of the job's axes, refused before anything starts if one makes no sense.
+
+Pure; knows the configuration and neither engines nor clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from actors.options import DrafterConfig, PipelineConfig
+from cluster.config import CHOICES, BenchConfig, LaunchConfig, checked
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One combination. `context` 0 leaves the prompts as they are."""
+
+    drafter: DrafterConfig
+    pipeline: PipelineConfig
+    temperature: float
+    batch: int
+    context: int
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return getattr(self.drafter, "num_draft_tokens", 0)
+
+    @property
+    def engine_key(self) -> tuple[DrafterConfig, PipelineConfig]:
+        """Settings with the same key run on one engine."""
+        return self.drafter, self.pipeline
+
+    def configure(self, config: LaunchConfig) -> LaunchConfig:
+        """`config` with this setting's drafter, pipeline and temperature."""
+        sampling = replace(config.sampling, temperature=self.temperature)
+        return replace(config, drafter=self.drafter, pipeline=self.pipeline, sampling=sampling)
+
+    def labels(self) -> dict[str, object]:
+        """What tells it apart, by the names of the command line."""
+        return {
+            "drafter": self.drafter.name,
+            "num_draft_tokens": self.num_draft_tokens,
+            "pipeline": str(self.pipeline.name),
+            "temperature": self.temperature,
+            "batch": self.batch,
+            "context": self.context or None,
+        }
+
+
+def expand(config: LaunchConfig) -> list[Setting]:
+    """All settings in the order of the axes, without repetitions. ValueError, one line, names what cannot be run."""
+    job: BenchConfig = config.job
+    _refuse_what_never_runs(config)
+    drafters = [_choice("drafter", name, config.drafter) for name in job.drafters] or [config.drafter]
+    pipelines = [_choice("pipeline", name, config.pipeline) for name in job.pipelines] or [config.pipeline]
+    combinations = product(
+        [drafter for choice in drafters for drafter in _with_lengths(choice, job.draft_lengths)],
+        pipelines,
+        job.temperatures or [config.sampling.temperature],
+        job.batches or [1],
+        job.contexts or [0],
+    )
+    settings = list(dict.fromkeys(Setting(*combination) for combination in combinations))
+    return [_resolved(setting, config) for setting in settings]
+
+
+def names(settings: Sequence[Setting]) -> list[str]:
+    """A short name for each: who drafts how much, then only what differs between them."""
+    labels = [setting.labels() for setting in settings]
+    differing = {key for key in labels[0] if len({label[key] for label in labels}) > 1}
+    return [_name(label, differing) for label in labels]
+
+
+def _name(label: dict[str, object], differing: set[str]) -> str:
+    parts = [f"{label['drafter']}" + f" k={label['num_draft_tokens']}" * bool(label["num_draft_tokens"])]
+    written = {"pipeline": "{}", "temperature": "T={}", "batch": "b={}", "context": "c={}"}
+    parts += [form.format(label[key]) for key, form in written.items() if key in differing]
+    return " ".join(parts)
+
+
+def _choice(group: str, name: str, configured):
+    """A choice of a group: as configured if it is the one that was chosen, with its defaults otherwise."""
+    if name == configured.name:
+        return configured
+    if name not in CHOICES[group]:
+        raise ValueError(f"job.{group}s={name}: no such choice; choose from {', '.join(CHOICES[group])}")
+    return CHOICES[group][name](name=type(configured.name)(name))
+
+
+def _with_lengths(drafter: DrafterConfig, lengths: Sequence[int]) -> list[DrafterConfig]:
+    if not lengths or not hasattr(drafter, "num_draft_tokens"):
+        return [drafter]
+    return [replace(drafter, num_draft_tokens=length) for length in lengths]
+
+
+def _resolved(setting: Setting, config: LaunchConfig) -> Setting:
+    """With real paths, if the combination makes sense as a configuration of its own."""
+    return replace(setting, drafter=checked(setting.configure(config)).drafter)
+
+
+def _refuse_what_never_runs(config: LaunchConfig) -> None:
+    widest = max(config.job.batches, default=1)
+    if widest > config.scheduler.max_num_seqs:
+        raise ValueError(
+            f"job.batches={widest}: only {config.scheduler.max_num_seqs} sequences run at a time; "
+            f"add scheduler.max_num_seqs={widest}"
+        )

@@ -1,0 +1,95 @@
+"""`job=bench`: time settings against plain decoding, and against other engines, in one run.
+
+Files: `report.json` with every figure of every setting, `bench.csv`, `bench.png` and `acceptance.png`; after Ctrl-C, of
+the repeats that were finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from cluster.bench.engines import EnginePool
+from cluster.bench.figures import BASELINES, summarise
+from cluster.bench.machine import machine
+from cluster.bench.peers import check_peers
+from cluster.bench.plan import expand, names
+from cluster.bench.plots import draw_acceptance, draw_speed
+from cluster.bench.tables import category_table, peer_table, round_table, speed_table, write_csv
+from cluster.bench.trials import Outcome, Trials
+from cluster.config import BenchConfig, LaunchConfig
+from cluster.console import Terminal
+from cluster.prompts import read_prompts
+from cluster.report import layout, notes, versions, write_json
+
+
+def run(config: LaunchConfig, run_dir: Path) -> None:
+    """Raises ValueError for settings that cannot be run, EngineError if a request failed, KeyboardInterrupt."""
+    job: BenchConfig = config.job
+    check_peers(job.peers, config.sampling.params())
+    settings = expand(config)
+    prompts = read_prompts(Path(job.prompts), job.limit)
+    terminal = Terminal()
+    trials = Trials(config, prompts)
+    num_steps = len(settings) * (job.warmup + job.repeats)
+    try:
+        with terminal.counting("starting", num_steps) as bar, EnginePool(config, bar.say) as pool:
+            trials.run(settings, pool, bar)
+    finally:
+        _write(terminal, config, trials, len(prompts), run_dir)
+
+
+def _write(terminal: Terminal, config: LaunchConfig, trials: Trials, num_prompts: int, run_dir: Path) -> None:
+    """What there is: settings without a finished trial are left out."""
+    outcomes = [outcome for outcome in trials.outcomes if outcome.trials]
+    if not outcomes:
+        return
+    labels = names([outcome.task.setting for outcome in outcomes])
+    entries = [_entry(name, outcome, num_prompts) for name, outcome in zip(labels, outcomes, strict=True)]
+    report = {
+        "job": config.job.name,
+        "settings": entries,
+        "baselines": BASELINES,
+        "peers": {name: peer.describe() for name, peer in trials.peers.items()},
+        "machine": machine(),
+        "stretch": config.target.stretch,
+        "notes": notes(config),
+        "versions": versions(),
+        "config": asdict(config),
+    }
+    write_json(run_dir / "report.json", report)
+    write_csv(run_dir / "bench.csv", entries)
+    draw_speed(run_dir / "bench.png", entries)
+    draw_acceptance(run_dir / "acceptance.png", entries)
+    _show(terminal, entries, report["notes"], run_dir)
+
+
+def _entry(name: str, outcome: Outcome, num_prompts: int) -> dict[str, object]:
+    engine, task = outcome.engine, outcome.task
+    return {
+        "name": name,
+        "setting": task.setting.labels(),
+        **summarise(outcome.trials, greedy=task.setting.temperature == 0),
+        "num_skipped_prompts": num_prompts - len(task.prompts),
+        "num_threads": {"target": task.num_threads, "peers": task.num_threads},
+        "resident_bytes": outcome.resident_bytes,
+        **layout(engine.places, engine.ready),
+    }
+
+
+def _show(terminal: Terminal, entries: list[dict[str, object]], notes: list[str], run_dir: Path) -> None:
+    tables = {
+        "Speed against plain decoding": speed_table(entries),
+        "Rounds": round_table(entries),
+        "Other engines": peer_table(entries),
+        "Speed-up and acceptance length by category": category_table(entries),
+    }
+    for title, table in tables.items():
+        if table is not None:
+            terminal.table(title, *table)
+    skipped = max(entry["num_skipped_prompts"] for entry in entries)
+    if skipped:
+        terminal.line(f"note: {skipped} prompts were left out, they leave no room for sampling.max_tokens")
+    for note in notes:
+        terminal.line(f"note: {note}")
+    terminal.line(f"written to {run_dir}")

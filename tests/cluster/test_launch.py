@@ -1,0 +1,319 @@
+"""The command line as a user meets it: exit codes, one line on stderr, Hydra's own modes, and `launch.sh`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from cluster import launch
+from cluster.config import LaunchConfig, load_config
+from cluster.training.config import TrainConfig
+
+ROOT = Path(launch.__file__).parents[1]
+
+Outcome = tuple[int, list[str]]
+"""Exit code, lines on stderr."""
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """Overrides that need no bundled pair and write nowhere else."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f():"}\n')
+    return [
+        f"target.path={tmp_path}",
+        f"drafter.path={tmp_path}",
+        f"job.prompts={tmp_path}/prompts.jsonl",
+        f"hydra.run.dir={tmp_path}/run",
+        f"hydra.sweep.dir={tmp_path}/sweep",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
+
+
+@pytest.fixture
+def launched(paths: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs `main` in this process with a stand-in for the job, on Hydra state and signals of its own."""
+
+    def run(job: Callable[[object, Path], None], *overrides: str, name: str = "generate") -> Outcome:
+        module = ModuleType(f"cluster.jobs.{name}")
+        module.run = job
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setenv(launch.FULL_ERROR, "0")
+        flags_first = overrides and overrides[0].startswith("-")
+        monkeypatch.setattr(sys, "argv", ["launch", *((*overrides, *paths) if flags_first else (*paths, *overrides))])
+        before = signal.getsignal(signal.SIGTERM)
+        GlobalHydra.instance().clear()
+        try:
+            with pytest.raises(SystemExit) as left:
+                launch.main()
+        finally:
+            GlobalHydra.instance().clear()
+            signal.signal(signal.SIGTERM, before)
+        return left.value.code, capsys.readouterr().err.splitlines()
+
+    return run
+
+
+def raising(error: BaseException) -> Callable[[object, Path], None]:
+    def job(config: object, run_dir: Path) -> None:
+        raise error
+
+    return job
+
+
+# --- a job's end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_gets_the_configuration_and_its_run_directory(launched, tmp_path: Path):
+    seen: list[tuple[object, Path]] = []
+    code, lines = launched(lambda config, run_dir: seen.append((config, run_dir)), "drafter.num_draft_tokens=3")
+    assert (code, lines) == (0, [])
+    (config, run_dir), *_ = seen
+    assert isinstance(config, LaunchConfig) and config.drafter.num_draft_tokens == 3
+    assert run_dir == tmp_path / "run" and run_dir.is_dir()
+
+
+def test_a_job_may_compose_other_configurations(launched, paths: list[str]):
+    """As `job=bench` does for its axes, while Hydra's own application is running."""
+    seen: list[LaunchConfig] = []
+    pair = [path for path in paths if not path.startswith("hydra")]
+    code, lines = launched(lambda config, run_dir: seen.append(load_config(["drafter.width=7", *pair])))
+    assert (code, lines) == (0, [])
+    assert seen[0].drafter.width == 7
+
+
+def test_training_gets_its_own_record(launched, paths: list[str]):
+    paths[:] = [override for override in paths if not override.startswith("job.")]
+    seen: list[object] = []
+    code, _ = launched(lambda config, run_dir: seen.append(config), "job=train", "job.vocab_size=300", name="train")
+    assert code == 0
+    assert isinstance(seen[0], TrainConfig) and seen[0].vocab_size == 300
+
+
+def test_what_the_user_can_put_right_is_one_line_and_code_2(launched):
+    assert launched(raising(ValueError("job.prompts: line 3 is no JSON; mend it"))) == (
+        2,
+        ["error: job.prompts: line 3 is no JSON; mend it"],
+    )
+
+
+def test_a_failure_at_run_time_is_one_line_and_code_1(launched):
+    assert launched(raising(RuntimeError("target-0 died; see its log\nsecond line"))) == (
+        1,
+        ["error: target-0 died; see its log"],
+    )
+
+
+def test_a_defect_leaves_its_traceback_in_the_run_directory(launched, tmp_path: Path):
+    trace = tmp_path / "run" / "traceback.txt"
+    assert launched(lambda config, run_dir: 1 / 0) == (
+        1,
+        [f"error: ZeroDivisionError: division by zero; the traceback is in {trace}"],
+    )
+    assert "lambda config" in trace.read_text()
+
+
+def test_ctrl_c_is_code_130(launched):
+    assert launched(raising(KeyboardInterrupt())) == (130, ["interrupted"])
+
+
+def test_a_sweep_goes_on_behind_a_failed_launch_and_tells_in_the_end(launched):
+    limits: list[int] = []
+
+    def job(config: LaunchConfig, run_dir: Path) -> None:
+        limits.append(config.job.limit)
+        if config.job.limit == 2:
+            raise ValueError("job.limit: unlucky; take another")
+
+    code, lines = launched(job, "-m", "job.limit=1,2,3")
+    assert limits == [1, 2, 3]
+    assert (code, lines) == (2, ["error: job.limit: unlucky; take another"])
+
+
+# --- before a job starts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["drafter.widht=3"], "error: drafter.widht: no such key; did you mean drafter.width?"),
+        (["drafter=eagle"], "error: drafter=eagle: no such choice; choose one of model, ngram, none"),
+        (["target.tp=two"], "error: target.tp: value 'two' of type 'str' could not be converted to Integer"),
+        (["+spare=1"], "error: spare: no such key; choose one of target, drafter"),
+        (["target.tp=0"], "error: target.tp=0: must be at least 1"),
+        (["job.prompts=/no/such.jsonl"], "error: job.prompts=/no/such.jsonl: no such file"),
+        (["-m", "target.tp=1", "drafter=eagle,ngram"], "error: drafter=eagle: no such choice"),
+        (["--cfg", "job", "drafter=eagle"], "error: drafter=eagle: no such choice"),
+        (
+            ["hydra.run.dir=/proc/no/such"],
+            "error: [Errno 2] No such file or directory: '/proc/no'; choose another place",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line_and_code_2(launched, overrides: list[str], line: str):
+    ran: list[object] = []
+    code, lines = launched(lambda config, run_dir: ran.append(config), *overrides)
+    assert not ran
+    assert code == (1 if "Errno" in line else 2)
+    assert len(lines) == 1 and lines[0].startswith(line)
+
+
+def test_a_traceback_is_shown_when_asked_for(paths: list[str]):
+    done = command("target.tp=0", *paths, env={launch.FULL_ERROR: "1"})
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr and "target.tp=0: must be at least 1" in done.stderr
+
+
+# --- as a process of its own ----------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    program = [sys.executable, "-m", "cluster.launch", *arguments]
+    return subprocess.run(program, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_configuration_can_be_shown_from_anywhere(tmp_path: Path):
+    done = command("--cfg", "job", "--resolve", "sampling.temperature=0.5", "drafter=ngram", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = yaml.safe_load(done.stdout)
+    assert shown["sampling"]["temperature"] == 0.5
+    assert shown["drafter"]["name"] == "ngram"
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_groups_keys_and_examples():
+    done = command("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ("drafter     model, ngram, none", "num_draft_tokens: 5", "== Examples ==", "--cfg job --resolve"):
+        assert word in done.stdout
+
+
+def test_shell_completion_offers_choices():
+    done = command("-sc", "query=bash", env={"COMP_LINE": "specdec drafter=", "COMP_POINT": "16"})
+    assert done.stdout.split() == ["drafter=model", "drafter=ngram", "drafter=none"]
+
+
+def test_a_bad_override_through_the_module_exits_with_2():
+    done = command("drafter=eagle")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: drafter=eagle: no such choice; choose one of model, ngram, none\n"
+
+
+def test_nothing_heavy_is_imported_before_a_job_starts():
+    probe = "import sys, cluster.launch; print(*{'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_job_write_what_it_has(number: signal.Signals, paths: list[str], tmp_path: Path):
+    program = f"""
+import sys, time, types, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+job = types.ModuleType("cluster.jobs.generate")
+def run(config, run_dir):
+    try:
+        (run_dir / "started").touch()
+        time.sleep(60)
+    finally:
+        (run_dir / "kept").touch()
+job.run = run
+sys.modules["cluster.jobs.generate"] = job
+sys.argv = ["launch", *{paths!r}]
+from cluster.launch import main
+main()
+"""
+    running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "started").exists():
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    running.send_signal(number)
+    _, lines = running.communicate(timeout=30)
+    assert (running.returncode, lines) == (130, "interrupted\n")
+    assert (tmp_path / "run" / "kept").exists()
+
+
+# --- launch.sh ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what `launch.sh` reads, in a folder with a space, and an interpreter that records what it is asked."""
+    root = tmp_path / "a checkout"
+    root.mkdir()
+    for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, root)
+    fake = tmp_path / "python3"
+    fake.write_text(
+        "#!/usr/bin/env bash\n"
+        f'printf "%s|" "$PWD" "$@" >>"{tmp_path}/calls"; echo >>"{tmp_path}/calls"\n'
+        '[[ "$1 $2" == "-m venv" ]] && mkdir -p "$4/bin" && cp "$0" "$4/bin/python"\n'
+        '[[ " $* " == *" install "* && -n ${FAIL_INSTALL:-} ]] && echo "no matching distribution" && exit 1\n'
+        "exit 0\n"
+    )
+    fake.chmod(0o755)
+    return root
+
+
+def launch_script(checkout: Path, *arguments: str, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What the script did, and the interpreter's calls, each as `cwd|argument|argument|`."""
+    calls = checkout.parent / "calls"
+    calls.unlink(missing_ok=True)
+    environment = {**os.environ, "SPECDEC_PYTHON": str(checkout.parent / "python3"), **env}
+    program: Sequence[str] = [str(checkout / "launch.sh"), *arguments]
+    done = subprocess.run(program, cwd="/", env=environment, capture_output=True, text=True, check=False)
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_the_script_sets_up_once_and_passes_arguments_on(checkout: Path):
+    done, calls = launch_script(checkout, "drafter=ngram", "sampling.stop=[a b]")
+    assert done.returncode == 0
+    assert f"/|-m|venv|--clear|{checkout}/.venv|" in calls
+    (install,) = [call for call in calls if "|install|" in call]
+    assert f"|-c|{checkout}/constraints.txt|-e|{checkout}[test]|" in install
+    assert calls[-1] == "/|-P|-m|cluster.launch|drafter=ngram|sampling.stop=[a b]|"
+
+    again, calls = launch_script(checkout, "--help")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert calls == ["/|-P|-m|cluster.launch|--help|"]
+
+
+def test_the_script_runs_tests_in_the_checkout(checkout: Path):
+    launch_script(checkout)
+    _, calls = launch_script(checkout, "--test", "-k", "config")
+    assert calls == [f"{checkout}|-P|-m|pytest|-k|config|"]
+
+
+def test_the_script_sets_up_again_when_the_versions_change(checkout: Path, tmp_path: Path):
+    launch_script(checkout)
+    other = tmp_path / "other.txt"
+    other.write_text("torch==2.11.0\n")
+    _, calls = launch_script(checkout, SPECDEC_CONSTRAINTS=str(other))
+    assert any(f"|-c|{other}|" in call for call in calls)
+
+
+def test_the_script_says_why_it_cannot_set_up(checkout: Path):
+    done, _ = launch_script(checkout, SPECDEC_PYTHON="/bin/false")
+    assert done.returncode == 1
+    assert (
+        "error: /bin/false: Python 3.11 or newer is needed; install it or name one with SPECDEC_PYTHON" in done.stderr
+    )
+
+    done, calls = launch_script(checkout, FAIL_INSTALL="1")
+    assert done.returncode == 1
+    assert "no matching distribution" in done.stderr and "error: " in done.stderr.splitlines()[-1]
+    assert not any("cluster.launch" in call for call in calls)
