@@ -16,8 +16,8 @@ from typing import Protocol
 from actors.messages import (
     HASH_SEED,
     Commit,
-    Draw,
     DraftBatch,
+    Draw,
     Proposal,
     ProposalBatch,
     SamplingParams,

@@ -24,6 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from actors.params import SamplingParams
+
 HASH_SEED = 0xCBF29CE484222325
 _HASH_PRIME = 0x100000001B3
 _MASK_64 = (1 << 64) - 1
@@ -48,7 +50,7 @@ class Draw(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings stand in the order they are tested."""
+    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings stand in test order."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
@@ -140,55 +142,6 @@ class Verdict:
     prefix_len: int
     path: tuple[int, ...]
     next_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Where verification stopped and what came next: the key under which a continuation can be prepared."""
-
-    node: int
-    next_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a request wants its tokens; the names and defaults of vLLM. Everything here is already in token ids
-    except `stop`, which the engine watches for in the text."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    max_tokens: int = 128
-    ignore_eos: bool = False
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise ValueError naming the first field that makes no sense."""
-        bounds = (
-            ("temperature", self.temperature >= 0, "must be 0 (greedy) or above"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or above"),
-            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "must be above 0"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be in [-2, 2]"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be in [-2, 2]"),
-            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be between 0 and max_tokens"),
-            ("stop", all(self.stop), "must not hold an empty string"),
-            ("seed", -(2**63) <= self.seed < 2**64, "must fit 64 bits"),
-        )
-        for name, good, rule in bounds:
-            if not good:
-                raise ValueError(f"sampling.{name}={getattr(self, name)!r} {rule}")
 
 
 @dataclass(frozen=True, slots=True)

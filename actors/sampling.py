@@ -71,19 +71,6 @@ def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError unless every token id that `params` names is one of the target's."""
-    named = {
-        "logit_bias": [token for token, _ in params.logit_bias],
-        "bad_words": [token for word in params.bad_words for token in word],
-        "stop_token_ids": params.stop_token_ids,
-    }
-    for field, token_ids in named.items():
-        for token in token_ids:
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"sampling.{field} names token {token}, but the target has {vocab_size} tokens")
-
-
 # --- logit processors ------------------------------------------------------------------------------------------------
 
 

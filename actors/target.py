@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from actors.messages import Admit, Commit, SamplingParams, TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
@@ -115,14 +116,15 @@ class TargetRole:
 
     def _test(self, item: VerifyItem, rows: NodeRows, logits: Tensor) -> tuple[tuple[int, ...], int]:
         """A rejection rule: ratio tests against the laws the proposal was drawn from."""
-        scores = process_logits(
-            logits, rows.params, self._eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree
-        )
-        target_rows = probabilities(scores, rows.params).cpu().numpy()
+        scores = process_logits(logits, rows.params, self._eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree)
+
+        def target_row(node: int) -> np.ndarray:  # most rules visit few nodes of a tree
+            return probabilities(scores[node : node + 1], rows.params)[0].cpu().numpy()
+
         proposal = item.proposal
         draws, laws = (proposal.draws, proposal.laws) if proposal else ((0,), (None,))
         coins = HashCoins(rows.params.seed, step=len(rows.token_ids))
-        return RULES[self._rule](rows.tree, draws, laws, target_rows.__getitem__, coins)
+        return RULES[self._rule](rows.tree, draws, laws, target_row, coins)
 
     def _node_rows(self, item: VerifyItem) -> NodeRows:
         context = self.contexts[item.request_id]

@@ -8,7 +8,8 @@ real ones here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -187,7 +189,7 @@ def load_config(overrides: Sequence[str] = ()) -> LaunchConfig:
     """What `python -m cluster.launch` would run with these overrides; ValueError, one line, if it would refuse."""
     register()
     try:
-        with initialize_config_module("conf", version_base="1.3"):
+        with _no_application_running(), initialize_config_module("conf", version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(describe(error)) from error
@@ -209,6 +211,17 @@ def checked(config: LaunchConfig) -> LaunchConfig:
     """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
     validate(config)
     return _with_real_paths(config)
+
+
+@contextmanager
+def _no_application_running() -> Iterator[None]:
+    """Hydra allows one application per process: step aside for one that runs, such as the launch of this very job."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _schema(record: type) -> DictConfig:

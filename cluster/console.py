@@ -18,6 +18,8 @@ PROMPT_SHOWN = 60
 COMPLETION_LINES = 4
 COMPLETION_SHOWN = 320
 PIPE_WIDTH = 160
+REFRESH_HZ = 4
+"""Low: what is drawn takes its time from what is measured."""
 ABSENT = "–"
 
 
@@ -47,7 +49,7 @@ class Terminal:
     def starting(self) -> Iterator[Callable[[str], None]]:
         """A spinner with seconds; yields what changes its text."""
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
+        with Progress(*columns, console=self._console, refresh_per_second=REFRESH_HZ, transient=True) as progress:
             task = progress.add_task("starting", total=None)
             yield lambda stage: progress.update(task, description=stage)
 
@@ -60,7 +62,7 @@ class Terminal:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=self._console) as progress:
+        with Progress(*columns, console=self._console, refresh_per_second=REFRESH_HZ) as progress:
             task = progress.add_task(what, total=total)
             yield Bar(progress, task)
 

@@ -91,7 +91,7 @@ class Engine:
         speculate: bool = True,
         on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Completions of all prompts; `on_finished` hears of them in order. Raises EngineError for the first to fail."""
+        """Completions of all prompts; `on_finished` hears of them in order. Raises EngineError if one failed."""
         completions = [self.submit(prompt, sampling, speculate=speculate) for prompt in prompts]
         for completion in completions:
             completion.result()

@@ -160,6 +160,13 @@ class Decoder(nn.Module):
         if not self.config.tied:
             yield from self.lm_head.shards()
 
+    def pack(self) -> None:
+        """Once the weights are there: put those that are multiplied by into the layout that suits the device."""
+        for module in self.modules():
+            if isinstance(module, ColumnLinear | RowLinear):
+                module.pack()
+        self.lm_head.pack(looked_up=self.config.tied)
+
     def silence_stretch(self) -> None:
         """Zero what the stretched layers would add to the residual stream."""
         for layer in self.layers[self.config.num_layers - self.config.stretch :]:

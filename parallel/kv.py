@@ -166,6 +166,29 @@ class KVPool:
         self._release(table.shorten(length))
         table.cached_len = length
 
+    def compact(self, seq_id: SeqId) -> None:
+        """Move the rows behind the leading run up to it, if the slots there are free or the sequence's own.
+
+        The one edit that moves rows: worth it where attention over one run needs no gathering.
+        """
+        table = self._tables[seq_id]
+        if table.run_len == table.num_rows:
+            return
+        first = int(table.slots[0]) + table.run_len
+        stop = first + table.num_rows - table.run_len
+        moved = table.slots[table.run_len : table.num_rows]
+        free = np.frombuffer(self._free, dtype=np.uint8)
+        free[moved] = 1
+        if stop > self.num_slots or not free[first:stop].all():
+            free[moved] = 0
+            return
+        free[first:stop] = 0
+        source = torch.tensor(moved, device=self.keys.device)
+        for rows in (self.keys, self.values):
+            rows[:, first:stop] = rows.index_select(1, source)
+        moved[:] = np.arange(first, stop)
+        table.run_len = table.num_rows
+
     # --- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:

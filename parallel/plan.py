@@ -90,7 +90,7 @@ class PendingRows:
         return rest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpanRows:
     """A span laid out: `num_rows` rows of the pass from `first` on, of a sequence with `context` committed rows."""
 

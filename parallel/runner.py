@@ -85,6 +85,8 @@ class ModelRunner:
         """Keep the pending rows `keep`, a path from the committed rows down; `retain` stay pending behind it."""
         self._pending[seq_id] = self._pending[seq_id].after_commit(keep, retain)
         self.pool.commit(seq_id, keep, retain)
+        if self._backend.wants_runs:
+            self.pool.compact(seq_id)
 
     def drop_pending(self, seq_id: SeqId) -> None:
         self.pool.drop_pending(seq_id)
@@ -145,15 +147,15 @@ def open_model(
     return ModelRunner(decoder, pool, backend=backend, graphs=graphs)
 
 
-def weight_bytes(config: DecoderConfig, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's parameters."""
+def weight_bytes(config: DecoderConfig, tp_size: int, dtype: torch.dtype, *, packed: bool = False) -> int:
+    """Bytes of one rank's parameters; where weights are `packed`, a tied head is a copy of the embedding."""
     heads, kv_heads = config.num_heads // tp_size, config.local_kv_heads(tp_size)
     hidden, middle = config.hidden_size, config.intermediate_size // tp_size
     qkv = (heads + 2 * kv_heads) * config.head_dim
     layer = hidden * (qkv + heads * config.head_dim + 3 * middle) + 2 * hidden
     layer += config.qkv_bias * qkv + config.o_bias * hidden + config.mlp_bias * (2 * middle + hidden)
     layer += config.qk_norm * 2 * config.head_dim
-    vocab = -(-config.vocab_size // tp_size) * hidden * (1 if config.tied else 2)
+    vocab = -(-config.vocab_size // tp_size) * hidden * (1 if config.tied and not packed else 2)
     return (layer * config.num_layers + vocab + hidden) * dtype.itemsize
 
 

@@ -52,6 +52,7 @@ def load_weights(decoder: Decoder, path: str | Path) -> None:
     for file, shards in wanted.items():
         _copy_shards(file, shards)
     decoder.silence_stretch()
+    decoder.pack()
 
 
 def _copy_shards(file: Path, shards: list[Shard]) -> None:

@@ -18,7 +18,7 @@ from actors.drafter import Context, Draft, IdleDrafter
 from actors.drafters.growth import BestFirstGrowth, Candidate, GrowingTree, StaticGrowth
 from actors.draws import draw_iid, draw_without_replacement
 from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
-from actors.options import Strategy, ModelDrafterConfig
+from actors.options import ModelDrafterConfig, Strategy
 from actors.sampling import NodeRows, is_greedy, is_plain, process_batch, top_children
 from parallel.runner import ModelRunner, Span
 
@@ -156,7 +156,9 @@ class ModelDrafter(IdleDrafter):
         drawn = torch.cat([column for _, column in columns]).flatten().tolist()  # the one host sync of the draft
         for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):
             tokens[i].append(token)
-        return {context.request_id: self._chain(context, draft) for context, draft in zip(contexts, tokens, strict=True)}
+        return {
+            context.request_id: self._chain(context, draft) for context, draft in zip(contexts, tokens, strict=True)
+        }
 
     def _chain(self, context: Context, draft: list[int]) -> Draft:
         tree = TokenTree.chain(context.token_ids[-1], draft)

@@ -1,7 +1,7 @@
 """The same prompts through other engines: `transformers`, plain and with its own speculation.
 
 A peer loads the same checkpoints in the same precision, on the same device, with as many threads as the target role
-has, and completes one request at a time, which is all its speculation supports. It knows nothing of our engine.
+has, and completes one request at a time, which is all its speculation supports.
 """
 
 from __future__ import annotations
@@ -152,10 +152,6 @@ def silence_layers(model: torch.nn.Module, first: int) -> None:
 
 
 def _transformers(engine: Engine) -> Peer:
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ValueError("job.peers=transformers: is not installed; pip install transformers") from error
     facts = engine.ready["target-0"].facts
     return Transformers(engine.config.target, str(facts["dtype"]), str(facts["device"]))
 

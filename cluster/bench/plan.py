@@ -80,7 +80,7 @@ def _name(label: dict[str, object], differing: set[str]) -> str:
     return " ".join(parts)
 
 
-def _choice(group: str, name: str, configured):
+def _choice(group: str, name: str, configured: DrafterConfig | PipelineConfig) -> DrafterConfig | PipelineConfig:
     """A choice of a group: as configured if it is the one that was chosen, with its defaults otherwise."""
     if name == configured.name:
         return configured

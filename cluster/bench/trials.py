@@ -24,7 +24,7 @@ from cluster.workload import Run, serve_prompts
 
 @dataclass(slots=True)
 class Outcome:
-    """A setting's task, the engine it ran on, and its trials so far."""
+    """A setting's task, the engine it runs on, its trials so far, and the memory held after the latest."""
 
     task: Task
     engine: Engine
@@ -49,14 +49,12 @@ class Trials:
             self.outcomes += outcomes
             bar.say("warming up")
             for _ in range(job.warmup):
-                self._repeat([(outcome.engine, outcome.task.warm_up()) for outcome in outcomes], bar)
+                self._repeat([(outcome, outcome.task.warm_up()) for outcome in outcomes], bar)
             bar.say("measuring")
             for repeat in range(job.repeats):
-                tasks = [(outcome.engine, outcome.task) for outcome in outcomes]
-                trials = self._repeat(tasks, bar, turned=repeat % 2 == 1)
+                trials = self._repeat([(outcome, outcome.task) for outcome in outcomes], bar, turned=repeat % 2 == 1)
                 for outcome, trial in zip(outcomes, trials, strict=True):
                     outcome.trials.append(trial)
-                    outcome.resident_bytes = resident_bytes(outcome.engine.ready)
 
     def _prepare(self, setting: Setting, pool: EnginePool, bar: Bar) -> Outcome:
         engine = pool.engine(setting)
@@ -66,13 +64,14 @@ class Trials:
                 self.peers[name] = PEERS[name](engine)
         return Outcome(make_task(setting, self._config, self._prompts, engine), engine)
 
-    def _repeat(self, tasks: Sequence[tuple[Engine, Task]], bar: Bar, *, turned: bool = False) -> list[Trial]:
+    def _repeat(self, tasks: Sequence[tuple[Outcome, Task]], bar: Bar, *, turned: bool = False) -> list[Trial]:
         """One trial of every task. What a peer does alike for several of them, it does once."""
         known: dict[object, Run] = {}
         trials = []
-        for engine, task in tasks:
+        for outcome, task in tasks:
             sides = (SPECULATIVE, PLAIN) if turned else (PLAIN, SPECULATIVE)
-            trial = {side: _serve(engine, task, speculate=side == SPECULATIVE) for side in sides}
+            trial = {side: _serve(outcome.engine, task, speculate=side == SPECULATIVE) for side in sides}
+            outcome.resident_bytes = resident_bytes(outcome.engine.ready)
             for peer in self.peers.values():
                 for side, key in peer.sides(task).items():
                     if key not in known:

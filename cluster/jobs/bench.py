@@ -12,10 +12,10 @@ from pathlib import Path
 from cluster.bench.engines import EnginePool
 from cluster.bench.figures import BASELINES, summarise
 from cluster.bench.machine import machine
-from cluster.bench.peers import check_peers
+from cluster.bench.peers import Peer, check_peers
 from cluster.bench.plan import expand, names
 from cluster.bench.plots import draw_acceptance, draw_speed
-from cluster.bench.tables import category_table, peer_table, round_table, speed_table, write_csv
+from cluster.bench.tables import Entry, category_table, peer_table, round_table, speed_table, write_csv
 from cluster.bench.trials import Outcome, Trials
 from cluster.config import BenchConfig, LaunchConfig
 from cluster.console import Terminal
@@ -36,35 +36,21 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         with terminal.counting("starting", num_steps) as bar, EnginePool(config, bar.say) as pool:
             trials.run(settings, pool, bar)
     finally:
-        _write(terminal, config, trials, len(prompts), run_dir)
+        outcomes = [outcome for outcome in trials.outcomes if outcome.trials]
+        if outcomes:
+            is_complete = len(outcomes) == len(settings) and len(outcomes[-1].trials) == job.repeats
+            entries = _entries(outcomes, len(prompts))
+            remarks = _remarks(config, outcomes, entries)
+            _write(run_dir, config, entries, trials.peers, remarks, is_complete=is_complete)
+            _show(terminal, entries, remarks, run_dir)
 
 
-def _write(terminal: Terminal, config: LaunchConfig, trials: Trials, num_prompts: int, run_dir: Path) -> None:
-    """What there is: settings without a finished trial are left out."""
-    outcomes = [outcome for outcome in trials.outcomes if outcome.trials]
-    if not outcomes:
-        return
+def _entries(outcomes: list[Outcome], num_prompts: int) -> list[Entry]:
     labels = names([outcome.task.setting for outcome in outcomes])
-    entries = [_entry(name, outcome, num_prompts) for name, outcome in zip(labels, outcomes, strict=True)]
-    report = {
-        "job": config.job.name,
-        "settings": entries,
-        "baselines": BASELINES,
-        "peers": {name: peer.describe() for name, peer in trials.peers.items()},
-        "machine": machine(),
-        "stretch": config.target.stretch,
-        "notes": notes(config),
-        "versions": versions(),
-        "config": asdict(config),
-    }
-    write_json(run_dir / "report.json", report)
-    write_csv(run_dir / "bench.csv", entries)
-    draw_speed(run_dir / "bench.png", entries)
-    draw_acceptance(run_dir / "acceptance.png", entries)
-    _show(terminal, entries, report["notes"], run_dir)
+    return [_entry(name, outcome, num_prompts) for name, outcome in zip(labels, outcomes, strict=True)]
 
 
-def _entry(name: str, outcome: Outcome, num_prompts: int) -> dict[str, object]:
+def _entry(name: str, outcome: Outcome, num_prompts: int) -> Entry:
     engine, task = outcome.engine, outcome.task
     return {
         "name": name,
@@ -77,7 +63,46 @@ def _entry(name: str, outcome: Outcome, num_prompts: int) -> dict[str, object]:
     }
 
 
-def _show(terminal: Terminal, entries: list[dict[str, object]], notes: list[str], run_dir: Path) -> None:
+def _remarks(config: LaunchConfig, outcomes: list[Outcome], entries: list[Entry]) -> list[str]:
+    """What a reader must know beside the figures."""
+    settings = [outcome.task.setting for outcome in outcomes]
+    remarks = [note for setting in settings for note in notes(setting.configure(config))]
+    skipped = max(entry["num_skipped_prompts"] for entry in entries)
+    if skipped:
+        remarks.append(f"{skipped} prompts were left out: they leave no room for sampling.max_tokens")
+    if any("+" in ranks for entry in entries for ranks in entry["resident_bytes"]):
+        remarks.append("memory is that of all processes of this run together: ranks of every open engine, Ray, peers")
+    return list(dict.fromkeys(remarks))
+
+
+def _write(
+    run_dir: Path,
+    config: LaunchConfig,
+    entries: list[Entry],
+    peers: dict[str, Peer],
+    remarks: list[str],
+    *,
+    is_complete: bool,
+) -> None:
+    report = {
+        "job": config.job.name,
+        "complete": is_complete,
+        "settings": entries,
+        "baselines": BASELINES,
+        "peers": {name: peer.describe() for name, peer in peers.items()},
+        "machine": machine(),
+        "stretch": config.target.stretch,
+        "notes": remarks,
+        "versions": versions(),
+        "config": asdict(config),
+    }
+    write_json(run_dir / "report.json", report)
+    write_csv(run_dir / "bench.csv", entries)
+    draw_speed(run_dir / "bench.png", entries)
+    draw_acceptance(run_dir / "acceptance.png", entries)
+
+
+def _show(terminal: Terminal, entries: list[Entry], remarks: list[str], run_dir: Path) -> None:
     tables = {
         "Speed against plain decoding": speed_table(entries),
         "Rounds": round_table(entries),
@@ -87,9 +112,6 @@ def _show(terminal: Terminal, entries: list[dict[str, object]], notes: list[str]
     for title, table in tables.items():
         if table is not None:
             terminal.table(title, *table)
-    skipped = max(entry["num_skipped_prompts"] for entry in entries)
-    if skipped:
-        terminal.line(f"note: {skipped} prompts were left out, they leave no room for sampling.max_tokens")
-    for note in notes:
-        terminal.line(f"note: {note}")
+    for remark in remarks:
+        terminal.line(f"note: {remark}")
     terminal.line(f"written to {run_dir}")

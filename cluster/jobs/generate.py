@@ -7,8 +7,7 @@ follow at the end, also after Ctrl-C, of what there is by then.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -23,6 +22,7 @@ from cluster.report import circumstances, figures, request_metrics, write_json
 from cluster.workload import Run, Served, serve_prompts
 
 WARMUP_TOKENS = 16
+COMPLETIONS_SHOWN = 8
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -35,11 +35,16 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     with engine:
         sampling = config.sampling_params(engine.tokenizer)
         _warm_up(engine, prompts, sampling)
-        with _completions_file(run_dir, config) as file:
-            speculative = _complete(engine, prompts, sampling, job, terminal, file)
+        num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
+        with (run_dir / "completions.jsonl").open("w", encoding="utf-8") as file:
+
+            def record(served: Served) -> None:
+                _append(file, completion_record(served, num_spec_tokens))
+
+            speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
         plain = None
         if job.baseline and not speculative.interrupted:
-            plain = _time_plain(engine, prompts, sampling, job, terminal)
+            plain = _timed(engine, prompts, sampling, terminal, speculate=False, on_finished=lambda served: None)
         report = {
             "job": job.name,
             "concurrency": job.concurrency,
@@ -53,6 +58,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         timeline.write_trace(run_dir / "timeline.json", speculative.spans)
         busy = {"target": report["target_busy"], "draft": report["draft_busy"]}
         timeline.draw(run_dir / "timeline.png", speculative.spans, busy)
+    _show(terminal, speculative)
     _summarise(terminal, report, run_dir)
     if interrupted:
         raise KeyboardInterrupt
@@ -71,45 +77,31 @@ def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) ->
             raise KeyboardInterrupt
 
 
-def _complete(
-    engine: Engine, prompts: list[Prompt], sampling: SamplingParams, job: GenerateConfig, terminal: Terminal, write
+def _timed(
+    engine: Engine,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    terminal: Terminal,
+    *,
+    speculate: bool,
+    on_finished: Callable[[Served], None],
 ) -> Run:
-    with terminal.counting("completing", len(prompts)) as bar:
+    """All prompts once, under a progress bar."""
+    job: GenerateConfig = engine.config.job
+    with terminal.counting("completing" if speculate else "plain decoding, to compare", len(prompts)) as bar:
 
         def finished(served: Served) -> None:
-            write(served)
-            ending = served.error or f"{len(served.token_ids)} tokens, {served.finish_reason}"
-            terminal.completion(served.prompt.text, served.text, ending)
+            on_finished(served)
             bar.advance()
 
+        concurrency = job.concurrency
         return serve_prompts(
-            engine, prompts, sampling, speculate=True, concurrency=job.concurrency, on_finished=finished
+            engine, prompts, sampling, speculate=speculate, concurrency=concurrency, on_finished=finished
         )
-
-
-def _time_plain(
-    engine: Engine, prompts: list[Prompt], sampling: SamplingParams, job: GenerateConfig, terminal: Terminal
-) -> Run:
-    with terminal.counting("plain decoding, to compare", len(prompts)) as bar:
-        return serve_prompts(
-            engine,
-            prompts,
-            sampling,
-            speculate=False,
-            concurrency=job.concurrency,
-            on_finished=lambda served: bar.advance(),
-        )
-
-
-@contextmanager
-def _completions_file(run_dir: Path, config: LaunchConfig) -> Iterator:
-    """Yields what appends one request to `completions.jsonl`; a line is on disk before the next request ends."""
-    num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
-    with (run_dir / "completions.jsonl").open("w", encoding="utf-8") as file:
-        yield lambda served: _append(file, completion_record(served, num_spec_tokens))
 
 
 def _append(file: IO[str], record: dict[str, object]) -> None:
+    """A line is on disk before the next request ends."""
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
     file.flush()
 
@@ -131,6 +123,15 @@ def completion_record(served: Served, num_spec_tokens: int) -> dict[str, object]
             "num_preemptions": served.stats.num_preemptions,
         },
     }
+
+
+def _show(terminal: Terminal, run: Run) -> None:
+    """Some completions; only now, because drawing them meanwhile would slow the run that is measured."""
+    for served in sorted(run.requests, key=lambda served: served.index)[:COMPLETIONS_SHOWN]:
+        ending = served.error or f"{len(served.token_ids)} tokens, {served.finish_reason}"
+        terminal.completion(served.prompt.text, served.text, ending)
+    if len(run.requests) > COMPLETIONS_SHOWN:
+        terminal.line(f"and {len(run.requests) - COMPLETIONS_SHOWN} more in completions.jsonl\n")
 
 
 def _summarise(terminal: Terminal, report: dict, run_dir: Path) -> None:

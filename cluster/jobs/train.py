@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cluster.console import Terminal, figure
 from cluster.training import report, stages
 from cluster.training.config import STAGES, TrainConfig
 from cluster.training.corpus import load_corpus
@@ -41,20 +42,32 @@ def run(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
     out = Path(config.out) if config.out else run_dir
     work = Path(config.work) if config.work else run_dir / "work"
     out.mkdir(parents=True, exist_ok=True)
+    terminal = Terminal()
     corpus = load_corpus(config.seed, config.test_megabytes)
     place = stages.Workplace(config, corpus, out, work)
     outcome: dict[str, Any] = {}
     if "tokenizer" in config.stages:
-        stages.make_tokenizer(place)
+        with terminal.starting() as say:
+            say("tokenizer: learning")
+            stages.make_tokenizer(place)
     if "target" in config.stages:
         outcome["target"] = asdict(stages.make_target(place))
     if "continuations" in config.stages:
-        outcome["continuation_tokens"] = stages.make_continuations(place)
+        with terminal.starting() as say:
+            say("continuations: the target writes")
+            outcome["continuation_tokens"] = stages.make_continuations(place)
     if "drafter" in config.stages:
         outcome["drafter"] = asdict(stages.make_drafter(place))
     if "report" in config.stages:
-        outcome = {**report.describe_run(config, corpus, out, work), **report.measure(config, corpus, out)}
+        with terminal.starting() as say:
+            say("report: measuring the pair")
+            outcome = {**report.describe_run(config, corpus, out, work), **report.measure(config, corpus, out)}
         (out / "report.json").write_text(json.dumps(outcome, indent=2) + "\n")
         report.draw_losses(work, out / "loss.png")
         report.write_readme(config, outcome, out / "README.md")
+        lengths = outcome["acceptance_length"]
+        terminal.table(
+            "acceptance length", ["draft tokens", *map(str, lengths)], [["", *map(figure, lengths.values())]]
+        )
+    terminal.line(f"written to {out}")
     return outcome

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.layers.linear import Shard, frozen
+from parallel.layers.packing import multiply, packed
 from parallel.mesh import Group
 
 
@@ -32,6 +33,7 @@ class VocabTable(nn.Module):
         self.num_real = max(0, min(share, vocab_size - self.first))
         self.weight = frozen(share, hidden, dtype=dtype, device=device)
         self.weight[self.num_real :] = 0
+        self.product = self.weight  # what the head multiplies by: the table itself, or its packed copy
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, hidden]."""
@@ -44,8 +46,14 @@ class VocabTable(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab] on every rank."""
-        logits = self.group.all_gather(F.linear(hidden, self.weight))
+        logits = self.group.all_gather(multiply(hidden, self.product))
         return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
+
+    def pack(self, *, looked_up: bool) -> None:
+        """Pack the head's weight; a table that is also looked up keeps its rows as they are beside it."""
+        self.product = packed(self.weight)
+        if not looked_up:
+            self.weight = self.product
 
     def shards(self) -> Iterator[Shard]:
         index = (slice(self.first, self.first + self.num_real), slice(0, self.hidden))

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.layers.packing import multiply, packed
 from parallel.mesh import Group
 
 
@@ -61,7 +61,10 @@ class ColumnLinear(nn.Module):
         self.bias = frozen(outputs, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return multiply(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         start = 0
@@ -100,7 +103,10 @@ class RowLinear(nn.Module):
         self.bias = frozen(outputs, dtype=dtype, device=device) if bias and group.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(F.linear(x, self.weight, self.bias))
+        return self.group.all_reduce(multiply(x, self.weight, self.bias))
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         index = (slice(0, self.outputs), self.columns)

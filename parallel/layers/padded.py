@@ -119,6 +119,8 @@ class PaddedPlan:
 class PaddedBackend:
     """`group` query heads share a KV head; `bucketed` rounds passes of short spans up to powers of two."""
 
+    wants_runs = False
+
     def __init__(
         self, pool: KVPool, group: int, window: int | None, dtype: torch.dtype, *, bucketed: bool = False
     ) -> None:

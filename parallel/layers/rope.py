@@ -39,14 +39,14 @@ class Rope:
 
     def __init__(self, scaling: RopeScaling, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
         frequencies, self.amplitude = _FREQUENCIES[scaling.rope_type](scaling, head_dim)
-        self.frequencies = frequencies.to(device)
+        # the second coordinate's angle is the first one's negated, so that one table carries the rotation's signs
+        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, 1, head_dim]; the sign of the rotation is in sin."""
-        angles = positions[:, None, None] * self.frequencies  # [T, 1, head_dim / 2]
+        angles = positions.view(-1, 1, 1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         if self.amplitude != 1:
             cos, sin = cos * self.amplitude, sin * self.amplitude
         return cos.to(self.dtype), sin.to(self.dtype)
@@ -55,9 +55,7 @@ class Rope:
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """x [T, heads, head_dim] turned by (cos, sin): the halves of a head are the two coordinates."""
     cos, sin = rope
-    num_rows, num_heads, head_dim = x.shape
-    swapped = x.unflatten(-1, (2, head_dim // 2)).flip(-2).view(num_rows, num_heads, head_dim)
-    return torch.addcmul(x * cos, swapped, sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _default(scaling: RopeScaling, head_dim: int) -> tuple[Tensor, float]:

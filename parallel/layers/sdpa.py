@@ -20,7 +20,7 @@ from parallel.plan import Plan, SpanRows
 
 @dataclass(slots=True)
 class SdpaSpan:
-    """Rows of one sequence: `keys[i]`, `values[i]` are layer i's views [L, kv_heads, head_dim] of a sequence that is
+    """Rows of one sequence. `keys[i]`, `values[i]` are layer i's views [kv_heads, 1, L, head_dim] of a sequence that is
     one run; of any other the rows at `slots` are gathered. Masks are additive [rows, L], None where every row sees
     all, or where `causal` says the same."""
 
@@ -41,7 +41,8 @@ class SdpaPlan:
         self._spans = spans
         self._slots = slots
         if run is not None:
-            self._new_keys, self._new_values = _views(pool, run)
+            self._new_keys = pool.keys.narrow(1, run.start, len(run)).unbind(0)
+            self._new_values = pool.values.narrow(1, run.start, len(run)).unbind(0)
 
     def prepare(self) -> None:
         """Everything was prepared with the plan."""
@@ -64,12 +65,11 @@ class SdpaPlan:
         if span.keys is not None:
             keys, values = span.keys[layer], span.values[layer]
         else:
-            keys = self._pool.keys[layer].index_select(0, span.slots)
-            values = self._pool.values[layer].index_select(0, span.slots)
+            keys = self._pool.keys[layer].index_select(0, span.slots).transpose(0, 1).unsqueeze(1)
+            values = self._pool.values[layer].index_select(0, span.slots).transpose(0, 1).unsqueeze(1)
         num_rows, num_heads, head_dim = q.shape
-        length, kv_heads, _ = keys.shape
+        kv_heads, _, length, _ = keys.shape
         group = num_heads // kv_heads
-        keys, values = keys.transpose(0, 1).unsqueeze(1), values.transpose(0, 1).unsqueeze(1)
         mask = span.window_mask if windowed else span.mask
         if num_rows == 1:
             q = q.view(kv_heads, 1, group, head_dim)
@@ -83,6 +83,8 @@ class SdpaPlan:
 
 class SdpaBackend:
     """`window` is the sliding window of the layers that have one."""
+
+    wants_runs = True
 
     def __init__(self, pool: KVPool, window: int | None, dtype: torch.dtype) -> None:
         self._pool = pool
@@ -106,7 +108,9 @@ class SdpaBackend:
     def _span(self, rows: SpanRows) -> SdpaSpan:
         keys = values = slots = mask = None
         if rows.run is not None:
-            keys, values = _views(self._pool, rows.run)
+            first, length = rows.run.start, len(rows.run)
+            keys = self._pool.keys.narrow(1, first, length).transpose(1, 2).unsqueeze(2).unbind(0)
+            values = self._pool.values.narrow(1, first, length).transpose(1, 2).unsqueeze(2).unbind(0)
         else:
             slots = torch.tensor(rows.slots, device=self._device)
         chain = rows.pending.is_chain
@@ -117,10 +121,6 @@ class SdpaBackend:
         if self._window is not None and rows.context + max(rows.pending.depths) >= self._window:
             window_mask = _mask(rows, self._window, self._dtype).to(self._device)
         return SdpaSpan(rows.rows, keys, values, slots, mask, window_mask, causal)
-
-
-def _views(pool: KVPool, run: range) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    return pool.keys[:, run.start : run.stop].unbind(0), pool.values[:, run.start : run.stop].unbind(0)
 
 
 def _mask(rows: SpanRows, window: int | None, dtype: torch.dtype) -> Tensor:

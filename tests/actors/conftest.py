@@ -1,4 +1,4 @@
-"""A round room for tests: the real coordinator, target and drafters, called directly and in order. No sockets, no Ray."""
+"""A round room for tests: the real coordinator, target and drafters, called directly. No sockets, no Ray."""
 
 from __future__ import annotations
 

@@ -107,7 +107,11 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
     requests = make_requests(2, max_tokens=20, **sampling)
     middle = open_room(pipeline="plain").serve(requests).tokens[0][8]
     stopping = [
-        type(r)(r.request_id, r.prompt, SamplingParams(max_tokens=20, seed=r.sampling.seed, stop_token_ids=(middle,), **sampling))
+        type(r)(
+            r.request_id,
+            r.prompt,
+            SamplingParams(max_tokens=20, seed=r.sampling.seed, stop_token_ids=(middle,), **sampling),
+        )
         for r in requests
     ]
     plain = open_room(pipeline="plain").serve(stopping)
@@ -183,7 +187,9 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
             fresh = open_model(models["target"], num_slots=MAX_ROWS)
             fresh.open("x")
             fresh.forward([Span("x", cached_len)], context.token_ids[:cached_len])
-            ours, theirs = (pool.slots(name)[:cached_len] for pool, name in ((runner.pool, request_id), (fresh.pool, "x")))
+            ours, theirs = (
+                pool.slots(name)[:cached_len] for pool, name in ((runner.pool, request_id), (fresh.pool, "x"))
+            )
             for kept, read in ((runner.pool.keys, fresh.pool.keys), (runner.pool.values, fresh.pool.values)):
                 torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
             checked += 1

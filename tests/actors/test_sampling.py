@@ -14,7 +14,6 @@ import transformers
 from actors.messages import SamplingParams, TokenTree
 from actors.sampling import (
     NodeRows,
-    check_vocabulary,
     choose,
     choose_batch,
     is_greedy,
@@ -207,17 +206,6 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept():
     for params in (SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.8)):
         kept = torch.isfinite(process_logits(logits, params, EOS, 1, [0], TokenTree.root(0)))
         assert kept.tolist() == [[True, True, True, False]]
-
-
-def test_tokens_outside_the_vocabulary_are_refused():
-    check_vocabulary(SamplingParams(logit_bias=((49, 1.0),), bad_words=((0, 49),), stop_token_ids=(3,)), VOCAB)
-    for params, field in (
-        (SamplingParams(logit_bias=((50, 1.0),)), "logit_bias"),
-        (SamplingParams(bad_words=((0, -1),)), "bad_words"),
-        (SamplingParams(stop_token_ids=(99,)), "stop_token_ids"),
-    ):
-        with pytest.raises(ValueError, match=f"sampling.{field}"):
-            check_vocabulary(params, VOCAB)
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------

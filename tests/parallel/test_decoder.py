@@ -84,7 +84,7 @@ def test_taps_are_the_residual_stream(llama):
         reference = llama.model.model(torch.tensor([TOKENS]), output_hidden_states=True)
     after_two, embedded, after_one = output.features
     torch.testing.assert_close(embedded, reference.hidden_states[0][0])
-    torch.testing.assert_close(after_one, reference.hidden_states[1][0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(after_one, reference.hidden_states[1][0], atol=1e-4, rtol=0)
     torch.testing.assert_close(output.hidden, reference.last_hidden_state[0], atol=1e-4, rtol=0)
     torch.testing.assert_close(model.decoder.norm(after_two), output.hidden)
 
@@ -96,8 +96,9 @@ def test_stretched_layers_cost_but_change_nothing(make_checkpoint):
     assert len(stretched.decoder.layers) == 5 and stretched.pool.keys.shape[0] == 5
     assert torch.equal(feed(stretched, [20, 20]), feed(plain, [20, 20]))
     last, copy = plain.decoder.layers[-1], stretched.decoder.layers[-1]
-    assert torch.equal(copy.mlp.gate_up.weight, last.mlp.gate_up.weight)
-    assert not copy.mlp.down.weight.any() and not copy.attention.o.bias.any()
+    x = torch.randn(4, 32)
+    assert torch.equal(copy.mlp.gate_up(x), last.mlp.gate_up(x)) and copy.mlp.gate_up(x).any()
+    assert not copy.mlp(x).any() and not copy.attention.o(torch.randn(4, 48)).any()
 
 
 def test_a_stretched_layer_keeps_the_last_layers_window():

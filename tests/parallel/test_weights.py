@@ -24,7 +24,7 @@ class LargestAllocation(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+            self.nbytes = max(self.nbytes, result.nbytes if result.is_mkldnn else result.untyped_storage().nbytes())
         return result
 
 

@@ -65,13 +65,13 @@ def test_counted_rounds_are_those_of_a_real_loop():
     target = model(1)
     drafter = nearly(target)
     partly = 0
-    for seed in range(4):
+    for seed in range(3):
         prompt = torch.randint(1, VOCABULARY, (10,), generator=torch.Generator().manual_seed(seed)).tolist()
-        matches = greedy_matches(target, drafter, prompt, 30)
+        matches = greedy_matches(target, drafter, prompt, 20)
         partly += 0 < sum(matches) < len(matches)
-        if len(matches) == 30:  # the loop above does not stop at an end of text
-            for depth in (1, 3, 5):
-                assert count_rounds(matches, depth) == rounds_of_a_loop(target, drafter, prompt, 30, depth)
+        if len(matches) == 20:  # the loop above does not stop at an end of text
+            for depth in (2, 5):
+                assert count_rounds(matches, depth) == rounds_of_a_loop(target, drafter, prompt, 20, depth)
     assert partly, "models agree everywhere or nowhere: the comparison proves nothing"
 
 
@@ -145,7 +145,7 @@ def test_lessons_repeat_what_the_teacher_thought_without_asking_again():
         expected = teacher.model(rows).last_hidden_state
         teacher.model.norm.weight.zero_()
     for row, thought in zip(rows.tolist(), expected, strict=True):
-        torch.testing.assert_close(thoughts[tuple(row)].float(), thought, rtol=0.1, atol=0.1)
+        assert (thoughts[tuple(row)].float() - thought).abs().mean() < 0.05
     for tokens, hidden in (lessons.draw(2) for _ in range(3)):
         for row, thought in zip(tokens.tolist(), hidden, strict=True):
             assert torch.equal(thought, thoughts[tuple(row)])

@@ -13,7 +13,10 @@ from cluster.training.corpus import HELD_OUT, Source
 from cluster.training.prompts import FEWEST_TOKENS, MOST_TOKENS, choose_prompts, cut_prompts
 from cluster.training.tokenizer import load_tokenizer
 
-DOCSTRING = '"""Return something long enough to be a prompt, with a few more words in it than strictly necessary."""'
+DOCSTRING = '''"""Return something long enough for a prompt, with a few more words than necessary.
+
+    The arguments are numbers, the result is one too, and nothing else is read, changed or remembered by this.
+    """'''
 BODY = "".join(f"    value_{number} = first + {number} * second\n" for number in range(30))
 SUITABLE = f"def suitable(first, second):\n    {DOCSTRING}\n{BODY}"
 UNSUITABLE = f"""

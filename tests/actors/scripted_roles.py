@@ -1,0 +1,251 @@
+"""Scripted hands around the real coordinator: a target that speaks a small language, a drafter of many whims, a client.
+
+The language is a function of the whole history, so any token that is lost, doubled or misplaced shows at once. The
+roles check what they are told and hold the scheduler to the rows that are really there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from actors.coordinator import Coordinator
+from actors.messages import (
+    HASH_SEED,
+    DraftBatch,
+    Proposal,
+    ProposalBatch,
+    Request,
+    SamplingParams,
+    Tokens,
+    TokenTree,
+    Verdict,
+    VerdictBatch,
+    VerifyBatch,
+    extend_hash,
+)
+from actors.pipelines import PIPELINES
+from actors.scheduler import Capacity, Limits, Scheduler
+
+EOS = 1
+MAX_MODEL_LEN = 40
+
+
+def next_word(history) -> int:
+    """The language: what follows depends on all of the history, and is the end now and then."""
+    return extend_hash(HASH_SEED, history) % 11
+
+
+def oracle(request: Request) -> list[int]:
+    """Plain decoding, one word after the other."""
+    history, sampling = list(request.prompt), request.sampling
+    while len(history) < min(MAX_MODEL_LEN, len(request.prompt) + sampling.max_tokens):
+        history.append(next_word(history))
+        if history[-1] == EOS or history[-1] in sampling.stop_token_ids:
+            break
+    return history[len(request.prompt) :]
+
+
+@dataclass
+class Knowledge:
+    """What a role knows of its requests; refuses to hear of strangers, or of one request twice."""
+
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+
+    def learn(self, batch) -> None:
+        for request_id in batch.releases:
+            del self.texts[request_id]
+        for admit in batch.admits:
+            assert admit.request_id not in self.texts, "admitted twice"
+            assert admit.epoch > self.epochs.get(admit.request_id, -1), "an old epoch came back"
+            self.texts[admit.request_id] = list(admit.token_ids)
+            self.epochs[admit.request_id] = admit.epoch
+            self.told.add(admit.request_id)
+        for commit in batch.commits:
+            text = self.texts[commit.request_id]
+            assert commit.prefix_len == len(text) and commit.epoch == self.epochs[commit.request_id]
+            text += commit.token_ids
+
+
+class ScriptedTarget:
+    """Walks proposals with the language, and holds the scheduler to the rows that are really there."""
+
+    def __init__(self) -> None:
+        self.knows = Knowledge()
+        self.cached: dict[int, int] = {}
+        self.fed: dict[int, int] = {}
+
+    def answer(self, batch: VerifyBatch) -> VerdictBatch:
+        self.knows.learn(batch)
+        for request_id in batch.releases:
+            del self.cached[request_id]
+        self.cached |= {admit.request_id: 0 for admit in batch.admits}
+        for commit in batch.commits:
+            self.cached[commit.request_id] += self.fed[commit.request_id] + len(commit.path)
+        verdicts = []
+        for item in batch.items:
+            text, cached = self.knows.texts[item.request_id], self.cached[item.request_id]
+            assert cached + item.num_tokens <= len(text)
+            self.fed[item.request_id] = item.num_tokens
+            if cached + item.num_tokens < len(text):
+                assert item.proposal is None
+                self.cached[item.request_id] += item.num_tokens
+                continue
+            path = self.walk(text, item.proposal.tree) if item.proposal else []
+            kept = [item.proposal.tree.token_ids[node] for node in path]
+            epoch = self.knows.epochs[item.request_id]
+            verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), next_word(text + kept)))
+        return VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.5, sum(item.num_tokens for item in batch.items))
+
+    @staticmethod
+    def walk(text: list[int], tree: TokenTree) -> list[int]:
+        assert tree.token_ids[0] == text[-1]
+        path, kept, children = [], [], tree.children()
+        while True:
+            here = path[-1] if path else 0
+            match = [child for child in children[here] if tree.token_ids[child] == next_word(text + kept)]
+            if not match:
+                return path
+            path.append(match[0])
+            kept.append(tree.token_ids[match[0]])
+
+
+class ScriptedDrafter:
+    """Guesses as `whims` have it: one name of a method per order."""
+
+    def __init__(self, choose: random.Random, whims: tuple[str, ...]) -> None:
+        self.knows = Knowledge()
+        self.choose, self.whims = choose, whims
+        self.asked: set[int] = set()
+
+    def answer(self, batch: DraftBatch) -> ProposalBatch:
+        self.knows.learn(batch)
+        orders = [(order.request_id, order.num_draft_tokens) for order in batch.orders]
+        assert len({request_id for request_id, _ in orders}) == len(orders), "two orders for one request"
+        self.asked |= {request_id for request_id, _ in orders}
+        proposals: list[Proposal] = []
+        for request_id, budget in orders:
+            text = self.knows.texts[request_id]
+            if budget:
+                assert len(text) + budget < MAX_MODEL_LEN, "more was ordered than can be emitted"
+                proposals += getattr(self, self.choose.choice(self.whims))(request_id, text, budget)
+        return ProposalBatch(batch.round, tuple(proposals), 0.0, 0.25)
+
+    def propose(self, request_id, text, tree) -> list[Proposal]:
+        return [Proposal(request_id, self.knows.epochs[request_id], len(text), extend_hash(HASH_SEED, text), tree)]
+
+    def right(self, request_id, text, budget):
+        draft = []
+        for _ in range(budget):
+            draft.append(next_word(text + draft))
+        return self.propose(request_id, text, TokenTree.chain(text[-1], draft))
+
+    def wrong(self, request_id, text, budget):
+        return self.propose(request_id, text, TokenTree.chain(text[-1], [12] * budget))
+
+    def bushy(self, request_id, text, budget):
+        size = self.choose.randint(0, budget)
+        tokens = (text[-1], *(self.choose.choice([next_word(text), 3, 5]) for _ in range(size)))
+        return self.propose(
+            request_id, text, TokenTree(tokens, (-1, *(self.choose.randrange(i + 1) for i in range(size))))
+        )
+
+    def missing(self, request_id, text, budget):
+        return []
+
+    def stale(self, request_id, text, budget):
+        (right,) = self.right(request_id, text, budget)
+        return [replace(right, **self.choose.choice([{"epoch": 7}, {"prefix_len": len(text) - 1}, {"prefix_hash": 3}]))]
+
+    def twice(self, request_id, text, budget):
+        return self.right(request_id, text, budget) + self.wrong(request_id, text, budget)
+
+    def unrooted(self, request_id, text, budget):
+        return self.propose(request_id, text, TokenTree.chain(12, [1] * budget))
+
+    def strange(self, request_id, text, budget):
+        (right,) = self.right(request_id, text, budget)
+        return [replace(right, request_id=10_000), right]
+
+
+WHIMS = ("right", "wrong", "bushy", "missing", "stale", "twice", "unrooted", "strange")
+
+
+class World:
+    """Two roles and a client around one coordinator; `choose` decides whose record arrives next."""
+
+    def __init__(self, choose, pipeline="sync", whims=WHIMS, limits=None, slots=200, drafts=True, duplicates=0.0):
+        self.choose, self.duplicates = choose, duplicates
+        self.coordinator = Coordinator(
+            Scheduler(limits or Limits(), Capacity(slots, MAX_MODEL_LEN)), PIPELINES[pipeline](4), [EOS], drafts=drafts
+        )
+        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims)
+        self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
+        self.sent: list = []
+        self.past: list = []
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, Tokens] = {}
+        self.clock = 0.0
+
+    def tell(self, record) -> None:
+        self.clock += 1.0
+        answers = self.coordinator.on(record, self.clock)
+        for_clients = [isinstance(answer, Tokens) for answer in answers]
+        assert for_clients == sorted(for_clients), "a role waited for what a client merely reads"
+        for answer in answers:
+            self.sent.append(answer)
+            match answer:
+                case VerifyBatch():
+                    assert not self.answers["target"], "a pass was started while one is out"
+                    self.answers["target"].append(self.target.answer(answer))
+                case DraftBatch():
+                    assert not self.answers["draft"], "drafts were ordered while some are out"
+                    self.answers["draft"].append(self.drafter.answer(answer))
+                case Tokens():
+                    self.hear(answer)
+
+    def hear(self, news: Tokens) -> None:
+        tokens = self.tokens.setdefault(news.request_id, [])
+        assert news.request_id not in self.ends, "news of a request that ended"
+        assert news.position == len(tokens) and (news.token_ids or news.finish_reason)
+        tokens += news.token_ids
+        if news.finish_reason is not None:
+            assert news.stats is not None
+            self.ends[news.request_id] = news
+
+    def deliver_one(self) -> bool:
+        """One role's answer, now and then an old one once more; False if nothing is under way."""
+        ready = [queue for queue in self.answers.values() if queue]
+        if not ready:
+            return False
+        if self.past and self.choose.random() < self.duplicates:
+            self.tell(self.choose.choice(self.past))
+        record = self.choose.choice(ready).popleft()
+        self.past.append(record)
+        self.tell(record)
+        return True
+
+    def settle(self) -> None:
+        deliveries = 0
+        while self.deliver_one():
+            deliveries += 1
+            assert deliveries < 5_000, "this never ends"
+        assert self.coordinator.num_requests == 0, "a request was forgotten"
+
+
+def requests_of(choose: random.Random, count: int) -> list[Request]:
+    return [
+        Request(
+            i,
+            tuple(choose.randrange(2, 11) for _ in range(choose.randrange(1, 20))),
+            SamplingParams(
+                max_tokens=choose.randint(1, 25),
+                stop_token_ids=tuple(choose.sample(range(2, 11), choose.randint(0, 1))),
+            ),
+            speculate=choose.random() < 0.8,
+        )
+        for i in range(count)
+    ]

@@ -1,0 +1,83 @@
+"""What the coordinator counts, in vLLM's conventions."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.messages import Commit, Proposal, ProposalBatch, TokenTree, VerdictBatch
+from actors.tally import SPAN_LIMIT, Tally
+
+CHAIN = Proposal(1, 0, 3, 0, TokenTree.chain(5, (6, 7, 8)))
+TREE = Proposal(1, 0, 3, 0, TokenTree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1)))
+
+
+def commit(num_accepted, num_emitted=None):
+    emitted = num_accepted + 1 if num_emitted is None else num_emitted
+    return Commit(1, 0, 3, tuple(range(1, num_accepted + 1)), (9,) * emitted)
+
+
+def test_positions_count_levels_and_the_histogram_accepted_tokens():
+    tally = Tally()
+    for num_accepted in (3, 0, 1):
+        tally.verified(CHAIN, commit(num_accepted))
+    tally.verified(TREE, commit(2))
+    assert (tally.num_spec_steps, tally.num_draft_tokens, tally.num_accepted_tokens) == (4, 13, 6)
+    assert tally.num_tokens == 10, "accepted tokens, and one of the target's own per round"
+    assert tally.acceptance_histogram == [1, 1, 1, 1]
+    assert tally.num_drafted_per_pos == [4, 4, 3] and tally.num_accepted_per_pos == [3, 2, 1]
+
+
+def test_plain_rounds_are_no_speculation():
+    tally = Tally()
+    tally.verified(None, commit(0))
+    tally.verified(Proposal(1, 0, 3, 0, TokenTree.root(5)), commit(0))
+    assert tally.num_tokens == 2 and tally.num_spec_steps == 0 and tally.acceptance_histogram == []
+
+
+def test_a_cut_round_counts_what_was_emitted():
+    tally = Tally()
+    tally.verified(CHAIN, commit(3, num_emitted=2))
+    assert tally.num_tokens == 2 and tally.num_accepted_tokens == 2 and tally.acceptance_histogram == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("speculated", "rows", "verdicts", "name"),
+    [(True, 9, 2, "verify"), (False, 2, 2, "decode"), (False, 9, 2, "prefill")],
+)
+def test_spans_say_what_a_pass_was(speculated, rows, verdicts, name):
+    tally = Tally()
+    tally.judged(VerdictBatch(3, (None,) * verdicts, 1.0, 1.5, rows), speculated=speculated)
+    assert list(tally.spans) == [("target", name, 1.0, 1.5, {"round": 3, "rows": rows, "requests": verdicts})]
+    assert tally.target_busy_s == 0.5 and tally.num_rounds == 1
+
+
+def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
+    tally = Tally()
+    tally.drafted(ProposalBatch(3, (CHAIN, TREE), 1.0, 1.25))
+    tally.drafted(ProposalBatch(4, (), 2.0, 2.5))
+    (_, first, _, _, arguments), (_, second, *_) = tally.spans
+    assert (first, second) == ("propose", "prefill") and arguments == {"round": 3, "requests": 2, "tokens": 7}
+    assert tally.draft_busy_s == 0.75
+
+
+def test_overhead_is_what_no_role_worked_and_never_negative():
+    tally = Tally()
+    tally.round_ended(1.0, 2.0, 0.75)
+    tally.round_ended(2.0, 3.0, 1.5)
+    assert (tally.num_spec_rounds, tally.spec_round_s, tally.spec_round_overhead_s) == (2, 2.0, 0.25)
+
+
+def test_a_report_holds_every_counter_and_the_length_of_its_window():
+    tally = Tally(since=10.0)
+    tally.drafted(ProposalBatch(3, (CHAIN,), 1.0, 1.25))
+    report = tally.report(12.5)
+    assert set(report.counters) == set(Tally.__slots__) - {"since", "spans"} | {"window_s"}
+    assert report.counters["window_s"] == 2.5 and len(report.spans) == 1
+
+
+def test_old_spans_fall_out():
+    tally = Tally()
+    batch = ProposalBatch(3, (), 1.0, 1.25)
+    for _ in range(SPAN_LIMIT + 10):
+        tally.drafted(batch)
+    assert len(tally.spans) == SPAN_LIMIT

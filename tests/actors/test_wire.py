@@ -1,0 +1,218 @@
+"""The control line: records between threads and over TCP, to many, to nobody, and from whoever finds the port."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+
+import pytest
+import zmq
+
+from actors.messages import (
+    Abort,
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    Failure,
+    Hello,
+    Proposal,
+    ProposalBatch,
+    Ready,
+    Report,
+    ReportOrder,
+    Request,
+    RequestStats,
+    SamplingParams,
+    SparseLaw,
+    Stop,
+    Tokens,
+    TokenTree,
+    Verdict,
+    VerdictBatch,
+    VerifyBatch,
+    VerifyItem,
+)
+from actors.wire import CODEC, Hub, Link
+
+_names = itertools.count()
+SAMPLING = SamplingParams(temperature=0.7, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), stop=("é", "\n"), seed=9)
+PROPOSAL = Proposal(
+    5, 1, 3, 2**64 - 1, TokenTree((7, 8, 9), (-1, 0, 0)), (0, 4, 4), (SparseLaw((8, 9), (0.25, 0.75)), None, None)
+)
+RECORDS = [
+    Request(5, (1, 2, 3), SAMPLING, False),
+    Abort(5),
+    Tokens(5, 2, (7, 8), "stop", RequestStats(1, 2, 1, (0, 1), 3), "why"),
+    Tokens(5, 0, (7,)),
+    DraftBatch(
+        4, (Admit(5, 1, (1, 2, 3), 2, SAMPLING),), (Commit(5, 1, 3, (1,), (8, 9)),), (3, 4), (DraftOrder(5, 4),)
+    ),
+    ProposalBatch(4, (PROPOSAL,), 1.5, 2.5),
+    VerifyBatch(4, (), (), (6,), (VerifyItem(5, 1, PROPOSAL), VerifyItem(6, 8))),
+    VerdictBatch(4, (Verdict(5, 1, 3, (2,), 11),), 1.5, 2.5, 3),
+    Hello(),
+    Ready("target", 1, {"device": "cpu", "cores": (0, 1), "load_s": 0.5, "kv_slots": 4096}),
+    Failure("draft", 0, "out of memory"),
+    ReportOrder(True),
+    Report({"num_tokens": 3, "acceptance_histogram": (1, 2)}, (("target", "verify", 0.0, 1.0, {"round": 1}),)),
+    Stop("closed"),
+]
+
+
+@pytest.fixture(params=["inproc", "tcp"])
+def hub(request):
+    hub = Hub(f"inproc://test-wire-{next(_names)}" if request.param == "inproc" else "tcp://127.0.0.1:*")
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def open_link(hub):
+    links = []
+
+    def open_(identity):
+        links.append(Link(hub.address, identity))
+        return links[-1]
+
+    yield open_
+    for link in links:
+        link.close()
+
+
+def greet(hub, *links):
+    """A hub knows a link from its first record on."""
+    for link in links:
+        link.send(Hello())
+        assert hub.receive(5.0) == (link.identity, Hello())
+
+
+def knock(hub, *frames, identity):
+    """Send raw frames to the hub, as a stranger would."""
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 200)
+    stranger.setsockopt(zmq.IDENTITY, identity)
+    stranger.connect(hub.address)
+    stranger.send_multipart(frames)
+    return stranger
+
+
+def test_every_record_has_its_place_on_the_line():
+    assert {type(record) for record in RECORDS} == set(CODEC._types)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_arrives_as_it_left(hub, open_link, record):
+    link = open_link("target-0")
+    link.send(record)
+    assert hub.receive(5.0) == ("target-0", record)
+    hub.send(["target-0"], record)
+    assert link.receive(5.0) == record
+
+
+def test_a_role_is_sent_to_as_one_and_answers_in_order(hub, open_link):
+    links = [open_link(f"target-{rank}") for rank in range(3)]
+    outsider = open_link("draft-0")
+    greet(hub, *links, outsider)
+    for round_ in range(20):
+        hub.send([link.identity for link in links], DraftBatch(round_))
+    for link in links:
+        assert [link.receive(5.0).round for _ in range(20)] == list(range(20))
+    assert outsider.receive(0.05) is None
+
+
+def test_records_to_nobody_are_lost_and_block_nobody(hub, open_link):
+    hub.send(["nobody-0"], Stop())
+    link = open_link("target-0")
+    greet(hub, link)
+    hub.send(["nobody-0", "target-0"], Stop("heard"))
+    assert link.receive(5.0) == Stop("heard")
+
+
+@pytest.mark.parametrize("address", ["inproc://nobody-listens", "tcp://127.0.0.1:9"])
+def test_a_link_to_nobody_blocks_neither_on_sending_nor_on_closing(address):
+    link = Link(address, "client")
+    for _ in range(3_000):
+        link.send(Hello())
+    assert link.receive(0.01) is None
+    link.close()
+
+
+def test_a_link_outlives_its_hub():
+    hub = Hub(f"inproc://test-wire-{next(_names)}")
+    link = Link(hub.address, "target-0")
+    greet(hub, link)
+    hub.close()
+    for _ in range(10):
+        link.send(Hello())
+    link.close()
+
+
+def test_a_slow_reader_loses_nothing(hub, open_link):
+    """More than the thousand records at which ZeroMQ would start to drop them, either way."""
+    link, count = open_link("client"), 5_000
+    for request_id in range(count):
+        link.send(Abort(request_id))
+    assert [hub.receive(5.0)[1].request_id for _ in range(count)] == list(range(count))
+    for position in range(count):
+        hub.send(["client"], Tokens(1, position, (7,)))
+    assert [link.receive(5.0).position for _ in range(count)] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("frames", "identity"),
+    [
+        ((b"\xc1not msgpack",), b"someone"),
+        ((b"",), b"someone"),
+        ((b"\x92\x00\x90",), b"someone"),
+        ((b"\x92\xcd\x03\xe7\x90",), b"someone"),
+        ((b"", b"GET / HTTP/1.1"), b"someone"),
+        ((CODEC.encode(Hello()),), b"\xff\xfe"),
+    ],
+    ids=["bytes", "nothing", "no-fields", "no-such-record", "two-frames", "no-text-name"],
+)
+def test_what_cannot_be_read_is_counted_and_skipped(hub, open_link, frames, identity):
+    stranger = knock(hub, *frames, identity=identity)
+    assert hub.receive(0.3) is None and hub.num_unreadable == 1
+    greet(hub, open_link("client"))
+    assert hub.num_unreadable == 1
+    stranger.close()
+
+
+def test_waiting_ends_with_the_time_or_with_a_record(hub, open_link):
+    link = open_link("client")
+    assert hub.receive(0.01) is None and link.receive(0.01) is None
+    heard = []
+    thread = threading.Thread(target=lambda: heard.append(hub.receive()))
+    thread.start()
+    link.send(Hello())
+    thread.join(5.0)
+    assert heard == [("client", Hello())]
+
+
+def test_a_port_in_use_is_one_clear_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"cannot listen on tcp://127\.0\.0\.1:{port}: .*; choose a free port"
+        ) as caught:
+            Hub(f"tcp://127.0.0.1:{port}")
+    assert "\n" not in str(caught.value)
+    hub = Hub(f"tcp://127.0.0.1:{port}")  # nothing of the failed one is left
+    hub.close()
+
+
+def test_a_free_port_is_found_and_told():
+    hub = Hub("tcp://127.0.0.1:*")
+    assert hub.address.startswith("tcp://127.0.0.1:") and int(hub.address.rpartition(":")[2]) > 0
+    hub.close()
+
+
+def test_a_rank_that_comes_back_under_its_name_takes_its_place(hub, open_link):
+    first = open_link("target-0")
+    greet(hub, first)
+    second = open_link("target-0")
+    greet(hub, second)
+    hub.send(["target-0"], Stop("second"))
+    assert second.receive(5.0) == Stop("second") and first.receive(0.05) is None

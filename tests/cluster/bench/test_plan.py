@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.options import NgramDrafterConfig, NoDrafterConfig, PipelineConfig, PipelineName
+from cluster.bench.engines import EnginePool, may_share
+from cluster.bench.plan import expand, names
+from cluster.config import BenchConfig, ClusterConfig, ClusterName
+
+
+@pytest.fixture
+def bench_launch(tiny_launch, write_prompts):
+    prompts = write_prompts({"prompt": "x"})
+    return lambda **axes: tiny_launch(BenchConfig(prompts=prompts, **axes))
+
+
+def test_empty_axes_stay_as_configured(bench_launch):
+    config = bench_launch()
+    (setting,) = expand(config)
+    assert setting.drafter == config.drafter and setting.pipeline == config.pipeline
+    assert (setting.temperature, setting.batch, setting.context) == (0.0, 1, 0)
+    assert setting.configure(config) == config
+
+
+def test_every_combination_once(bench_launch):
+    settings = expand(
+        bench_launch(drafters=["ngram", "none"], draft_lengths=[2, 4], batches=[1, 4], temperatures=[0, 1])
+    )
+    assert len(settings) == (2 + 1) * 2 * 2  # a drafter of none has no length
+    assert {setting.drafter for setting in settings} == {
+        NgramDrafterConfig(num_draft_tokens=2),
+        NgramDrafterConfig(num_draft_tokens=4),
+        NoDrafterConfig(),
+    }
+    assert len({setting.engine_key for setting in settings}) == 3
+
+
+def test_the_configured_choice_keeps_its_keys(bench_launch):
+    config = bench_launch(drafters=["ngram"], pipelines=["plain", "sync"])
+    config = replace(config, drafter=NgramDrafterConfig(max_ngram=9))
+    settings = expand(config)
+    assert {setting.drafter.max_ngram for setting in settings} == {9}
+    assert [setting.pipeline for setting in settings] == [PipelineConfig(PipelineName.plain), PipelineConfig()]
+
+
+def test_a_setting_carries_its_temperature_into_the_sampling(bench_launch):
+    config = bench_launch(temperatures=[0.5])
+    assert expand(config)[0].configure(config).sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("axes", "complaint"),
+    [
+        ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, ngram"),
+        ({"pipelines": ["tree"]}, "job.pipelines=tree: no such choice"),
+        ({"batches": [1, 99]}, "job.batches=99: only 16 sequences"),
+        ({"draft_lengths": [4000]}, "scheduler.max_num_batched_tokens=2048: cannot hold"),
+    ],
+)
+def test_what_never_runs_is_refused(bench_launch, axes, complaint):
+    with pytest.raises(ValueError) as refusal:
+        expand(bench_launch(**axes))
+    assert str(refusal.value).startswith(complaint)
+
+
+def test_names_say_what_differs(bench_launch):
+    assert names(expand(bench_launch())) == ["model k=3"]
+    settings = expand(bench_launch(drafters=["ngram", "none"], batches=[1, 4], temperatures=[0.0, 0.6]))
+    assert names(settings)[:3] == ["ngram k=5 T=0.0 b=1", "ngram k=5 T=0.0 b=4", "ngram k=5 T=0.6 b=1"]
+    assert names(settings)[-1] == "none T=0.6 b=4"
+    assert names(expand(bench_launch(contexts=[64, 128]))) == ["model k=3 c=64", "model k=3 c=128"]
+
+
+def test_engines_stand_side_by_side_where_devices_can_be_shared(bench_launch):
+    config = bench_launch(drafters=["ngram", "none"], batches=[1, 2])
+    settings = expand(config)
+    assert may_share(config)
+    assert EnginePool(config, print).blocks(settings) == [settings]
+    on_ray = replace(config, cluster=ClusterConfig(ClusterName.local))
+    assert not may_share(on_ray)
+    assert EnginePool(on_ray, print).blocks(settings) == [settings[:2], settings[2:]]
+    assert not may_share(replace(config, target=replace(config.target, device="cuda")))

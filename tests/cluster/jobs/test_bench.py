@@ -1,0 +1,101 @@
+"""`job=bench` from axes to files, on a tiny pair in this process, with transformers as a peer."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from cluster.bench import trials
+from cluster.config import BenchConfig
+from cluster.jobs import bench
+from cluster.report import FIGURES
+
+FILES = {"report.json", "bench.csv", "bench.png", "acceptance.png"}
+
+
+@pytest.fixture
+def prompts(write_prompts):
+    return write_prompts(
+        {"turns": ["Name a bird."], "category": "qa"}, {"turns": ["Write of a bird."], "category": "writing"}
+    )
+
+
+def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, prompts, tmp_path, capsys):
+    job = BenchConfig(
+        prompts=prompts,
+        repeats=2,
+        warmup=1,
+        drafters=["model", "ngram"],
+        batches=[1, 2],
+        draft_lengths=[3],
+        peers=["transformers"],
+    )
+    bench.run(tiny_launch(job), tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} >= FILES
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["complete"] is True and report["machine"]["num_cores"] >= 1
+    entries = {entry["name"]: entry for entry in report["settings"]}
+    assert list(entries) == ["model k=3 b=1", "model k=3 b=2", "ngram k=3 b=1", "ngram k=3 b=2"]
+    for entry in entries.values():
+        assert set(FIGURES) <= set(entry)
+        assert entry["tokens"] == 26 and entry["tokens_equal_plain"] is True and entry["repeats"] == 2
+        ratio = entry["ratios"]["speculative / plain"]
+        assert ratio["min"] <= ratio["median"] == entry["speedup_vs_ar"] <= ratio["max"]
+        assert set(entry["categories"]) == {"qa", "writing"}
+        assert entry["resident_bytes"]["draft-0+target-0"] > 1e7
+    alone = entries["model k=3 b=1"]
+    assert alone["mean_acceptance_length"] == 4.0 and alone["categories"]["qa"]["mean_acceptance_length"] == 4.0
+    assert set(alone["sides"]) == {"speculative", "plain", "transformers", "transformers assisted"}
+    assert set(entries["model k=3 b=2"]["sides"]) == {"speculative", "plain"}
+    for name in ("model k=3 b=1", "ngram k=3 b=1"):
+        for side in entries[name]["sides"].values():
+            assert side["num_unequal_requests"] == 0 and side["tokens"] == 26
+
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert [row["name"] for row in rows] == list(entries)
+    assert float(rows[0]["speculative / plain"]) == alone["speedup_vs_ar"]
+    assert float(rows[0]["transformers assisted tokens_per_s"]) > 0 and rows[1]["transformers tokens_per_s"] == ""
+    assert float(rows[2]["writing: speculative / plain"]) > 0
+    shown = capsys.readouterr().out
+    assert "Other engines" in shown and "category" in shown and "all processes of this run" in shown
+
+
+def test_contexts_and_temperatures_are_axes(tiny_launch, prompts, tmp_path):
+    job = BenchConfig(prompts=prompts, limit=1, repeats=1, warmup=0, contexts=[40, 300], temperatures=[0.0, 1.0])
+    bench.run(tiny_launch(job), tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [entry["setting"]["context"] for entry in report["settings"]] == [40, 300, 40, 300]
+    assert all(entry["tokens_equal_plain"] for entry in report["settings"])
+
+
+def test_an_interrupt_keeps_the_repeats_that_were_finished(tiny_launch, prompts, tmp_path, monkeypatch):
+    serve, calls = trials.serve_prompts, []
+
+    def interrupted_in_second_repeat(*arguments, **options):
+        calls.append(options)
+        run = serve(*arguments, **options)
+        run.interrupted = len(calls) == 3
+        return run
+
+    monkeypatch.setattr(trials, "serve_prompts", interrupted_in_second_repeat)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(tiny_launch(BenchConfig(prompts=prompts, repeats=3, warmup=0)), tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["complete"] is False and report["settings"][0]["repeats"] == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "complaint"),
+    [
+        ({"contexts": [510]}, "job.contexts=510: with sampling.max_tokens=13 it exceeds the context of 512"),
+        ({"peers": ["vllm"]}, "job.peers=vllm: is unknown"),
+        ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(tiny_launch, prompts, tmp_path, axes, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        bench.run(tiny_launch(BenchConfig(prompts=prompts, **axes)), tmp_path)
+    assert not (tmp_path / "report.json").exists()

@@ -1,0 +1,98 @@
+"""`job=generate` from prompts to files, on a tiny pair in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from actors.options import NoDrafterConfig
+from cluster.completion import EngineError
+from cluster.config import GenerateConfig
+from cluster.jobs import generate
+from cluster.report import REPORT_FIELDS
+from cluster.text import load_tokenizer
+
+FILES = {"completions.jsonl", "report.json", "timeline.json", "timeline.png"}
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_path, capsys):
+    prompts = write_prompts(
+        {"prompt": "def median(values):", "source": "statistics.py"},
+        {"turns": ["Name a bird."], "category": "qa", "question_id": 7},
+    )
+    config = tiny_launch(GenerateConfig(prompts=prompts, concurrency=2))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    generate.run(config, run_dir)
+
+    assert {path.name for path in run_dir.iterdir()} == FILES
+    lines = sorted(read_lines(run_dir / "completions.jsonl"), key=lambda line: line["index"])
+    assert [line["prompt"] for line in lines] == ["def median(values):", "Name a bird."]
+    assert lines[0]["source"] == "statistics.py" and lines[1]["question_id"] == 7
+    tokenizer = load_tokenizer(Path(config.target.path))
+    for line in lines:
+        assert line["finish_reason"] == "length" and line["error"] is None
+        assert len(line["token_ids"]) == 13 and line["text"] == tokenizer.decode(line["token_ids"])
+        metrics = line["metrics"]["speculative_decoding"]
+        assert metrics["num_spec_steps"] == 3 and metrics["num_spec_tokens"] == 3  # 1 + 3 rounds of 3 and a bonus
+        assert metrics["mean_acceptance_length"] == 4.0 and metrics["acceptance_histogram"] == [0, 0, 0, 3]
+        assert 0 < line["metrics"]["ttft_s"] < line["metrics"]["latency_s"]
+
+    report = json.loads((run_dir / "report.json").read_text())
+    assert set(REPORT_FIELDS) <= set(report)
+    assert report["tokens"] == 26 and report["tokens_equal_plain"] is True
+    assert report["mean_acceptance_length"] == 4.0 and report["per_position_acceptance"] == [1.0, 1.0, 1.0]
+    assert report["speedup_vs_ar"] == pytest.approx(report["tokens_per_s"] / report["plain_tokens_per_s"])
+    assert 0 < report["target_busy"] <= 1 and 0 < report["draft_busy"] <= 1
+    assert 0 < report["round_overhead_ms"] < report["round_ms"]
+    assert report["bytes_per_role"]["target"]["weights"] > 0 and report["interrupted"] is False
+    assert [rank["identity"] for rank in report["layout"]] == ["target-0", "draft-0"]
+
+    trace = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
+    assert {event["cat"] for event in trace if event["ph"] == "X"} == {"target", "draft"}
+    shown = capsys.readouterr().out
+    assert "speed-up" in shown and "all equal" in shown and str(run_dir) in shown
+
+
+def test_a_refused_prompt_is_recorded_and_the_others_run(tiny_launch, write_prompts, tmp_path):
+    prompts = write_prompts({"prompt": "x"}, {"prompt": "long " * 200}, {"prompt": "y"})
+    config = tiny_launch(GenerateConfig(prompts=prompts, baseline=False, trace=False), drafter=NoDrafterConfig())
+    with pytest.raises(EngineError, match=r"^1 of 3 requests failed; prompt 2: prompt: 1000 tokens do not fit"):
+        generate.run(config, tmp_path)
+    lines = read_lines(tmp_path / "completions.jsonl")
+    assert [len(line["token_ids"]) for line in lines] == [13, 0, 13]
+    assert "do not fit the context" in lines[1]["error"] and lines[1]["finish_reason"] == "error"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["num_failed"] == 1 and report["tokens"] == 26
+    assert report["plain_tokens_per_s"] is None and report["speedup_vs_ar"] is None
+    assert report["mean_acceptance_length"] is None and report["num_spec_steps"] == 0
+    assert not (tmp_path / "timeline.json").exists()
+
+
+def test_an_interrupt_leaves_a_report_of_what_there_is(tiny_launch, write_prompts, tmp_path, monkeypatch):
+    prompts = write_prompts(*({"prompt": f"prompt {number}"} for number in range(5)))
+    record = generate.completion_record
+
+    def interrupted_at_third(served, num_spec_tokens):
+        if served.index == 2:
+            raise KeyboardInterrupt
+        return record(served, num_spec_tokens)
+
+    monkeypatch.setattr(generate, "completion_record", interrupted_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        generate.run(tiny_launch(GenerateConfig(prompts=prompts)), tmp_path)
+    assert [line["index"] for line in read_lines(tmp_path / "completions.jsonl")][:2] == [0, 1]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["interrupted"] is True and report["tokens"] >= 26 and report["plain_tokens_per_s"] is None
+
+
+def test_bad_prompts_are_refused_before_an_engine_starts(tiny_launch, write_prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "Engine", None)  # starting it would fail otherwise than in words
+    with pytest.raises(ValueError, match="line 1 has an empty prompt"):
+        generate.run(tiny_launch(GenerateConfig(prompts=write_prompts({"prompt": ""}))), tmp_path)
