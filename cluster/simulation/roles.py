@@ -63,12 +63,13 @@ class ScriptedRunner:
         self._cost = cost
         self._cached: dict[int, int] = {}
         self._pending: dict[int, PendingRows] = {}
+        self._root_depth: dict[int, int] = {}  # depth of the root among the pending rows, -1 where it is cached
 
     def open(self, request_id: int) -> None:
-        self._cached[request_id], self._pending[request_id] = 0, PendingRows()
+        self._cached[request_id], self._pending[request_id], self._root_depth[request_id] = 0, PendingRows(), -1
 
     def close(self, request_id: int) -> None:
-        del self._cached[request_id], self._pending[request_id]
+        del self._cached[request_id], self._pending[request_id], self._root_depth[request_id]
 
     def cached_len(self, request_id: int) -> int:
         return self._cached[request_id]
@@ -79,6 +80,7 @@ class ScriptedRunner:
     def commit(self, request_id: int, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         self._pending[request_id] = self._pending[request_id].after_commit(keep, retain)
         self._cached[request_id] += len(keep)
+        self._root_depth[request_id] = -1
 
     def forward(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Guesses:
         self._time.spend(self._cost(len(token_ids)))
@@ -86,8 +88,11 @@ class ScriptedRunner:
         for span in spans:
             pending, text, cached_len = self._pending[span.seq_id], self._texts(span.seq_id), self._cached[span.seq_id]
             pending.append(span.num_tokens, span.parents)
+            if span.parents is None:  # committed text, the root last
+                self._root_depth[span.seq_id] = pending.depths[-1]
+            root_depth = self._root_depth[span.seq_id]
             depths = pending.depths[len(pending.depths) - span.num_logits :]
-            guesses += [Guess(text, cached_len + depth + 1, depth) for depth in depths]
+            guesses += [Guess(text, cached_len + depth + 1, depth - root_depth) for depth in depths]
         return Guesses(guesses)
 
 
