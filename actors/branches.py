@@ -147,8 +147,6 @@ def enumerate_outcomes(tree: HypothesisTree, width: int, length: int) -> list[in
     capped geometric allocation of SSD (section 2.6 of the paper's analysis) is its special case for equal acceptance.
     """
     unfed = _unfed_offer(tree, width)
-    if unfed:
-        return unfed
     outcomes = [
         child
         for node in tree.nodes
@@ -158,15 +156,14 @@ def enumerate_outcomes(tree: HypothesisTree, width: int, length: int) -> list[in
     ]
     outcomes.sort(key=lambda node: -tree.nodes[node].value)
     tips = []
-    for outcome in outcomes[:width]:
+    for outcome in outcomes[: width - len(unfed)]:
         tip, steps = outcome, 1
         while tree.nodes[tip].row >= 0 and tree.nodes[tip].children and steps < length:
             tip, steps = tree.nodes[tip].children[0], steps + 1
         if tree.nodes[tip].row < 0:
             tips.append((steps, tip))
-    if not tips:
-        return []
-    return [tip for _, tip in sorted(tips, key=lambda tip: (tip[0], -tree.nodes[tip[1]].value))]
+    # The pass that the end of the proposal needs anyway takes the other outcomes' first step along.
+    return unfed + [tip for _, tip in sorted(tips, key=lambda tip: (tip[0], -tree.nodes[tip[1]].value))]
 
 
 def grow_best(tree: HypothesisTree, width: int, length: int) -> list[int]:
@@ -174,6 +171,25 @@ def grow_best(tree: HypothesisTree, width: int, length: int) -> list[int]:
     del length
     leaves = [i for i, node in enumerate(tree.nodes) if i and node.row < 0 and _can_feed(tree, i)]
     return sorted(leaves, key=lambda i: -tree.nodes[i].value)[:width]
+
+
+REDRAFT_WORTH = 0.5
+"""Accepted tokens that a pass must be expected to add to a draft for which the target waits."""
+
+
+def redraft(tree: HypothesisTree, width: int, depth: int) -> list[int]:
+    """After a miss, while the target waits: a chain (`width` 1) or levels of `width` nodes, up to `depth`.
+
+    Ends as soon as the next pass would bring too little: the target's time is worth about E tokens a pass, so a draft
+    pass that takes a fifth of it must add about E / 5. Simulated, one to three passes are best for any acceptance.
+    """
+    if width == 1:
+        nodes = [node for node in tree.best_chain(depth - 1) if tree.nodes[node].row < 0][:1]
+    else:
+        nodes = [node for node in grow_best(tree, width, depth) if tree.nodes[node].depth < depth]
+    # A node's child is taken to be as likely as the mean step of the path to it.
+    gain = sum(math.exp(tree.nodes[node].value * (1 + 1 / tree.nodes[node].depth)) for node in nodes)
+    return nodes if gain > REDRAFT_WORTH else []
 
 
 AHEAD = {"pearl": run_ahead, "branches": enumerate_outcomes, "tree": grow_best}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from actors.branches import AHEAD, HypothesisTree
+from actors.branches import AHEAD, HypothesisTree, redraft
 from actors.drafter import Context, Draft
 from actors.drafters.model import ModelDrafter
 from actors.messages import Commit, TokenTree
@@ -46,6 +46,7 @@ class AheadDrafter(ModelDrafter):
         self._width = config.ahead_width
         self._fan_out = config.fan_out
         self._shows_tree = config.strategy is not Strategy.chain
+        self._redraft_width = config.width if self._shows_tree else 1
         self._futures: dict[int, _Future] = {}
 
     works_ahead = True
@@ -111,15 +112,15 @@ class AheadDrafter(ModelDrafter):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _draft(self, futures: list[_Future], budgets: list[int]) -> None:
-        """Grow trees whose root is new until each has a chain of its budget: the part nobody could prepare."""
+        """Grow trees whose root is new by what is worth the target's wait: the part nobody could prepare."""
         self._feed_roots([future for future in futures if not future.tree.root.expanded])
-        for _ in range(max(budgets) - 1):
+        depths = [min(budget, self._growth.depth) for budget in budgets]
+        while True:
             chosen = []
-            for future, budget in zip(futures, budgets, strict=True):
-                chain = future.tree.best_chain(budget - 1)
-                unfed = [node for node in chain if future.tree.nodes[node].row < 0]
-                if unfed:
-                    chosen.append((future, unfed[:1]))
+            for future, depth in zip(futures, depths, strict=True):
+                nodes = redraft(future.tree, self._redraft_width, depth)
+                if nodes:
+                    chosen.append((future, nodes))
             if not chosen:
                 return
             self._feed(chosen)
