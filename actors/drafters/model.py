@@ -19,7 +19,7 @@ from actors.drafters.growth import BestFirstGrowth, Candidate, GrowingTree, Stat
 from actors.draws import draw_iid, draw_without_replacement
 from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
 from actors.options import ModelDrafterConfig, Strategy
-from actors.sampling import NodeRows, is_greedy, is_plain, process_batch, top_children
+from actors.sampling import NodeRows, choose, is_greedy, is_plain, process_batch, top_children
 from parallel.runner import ModelRunner, Span
 
 
@@ -140,7 +140,7 @@ class ModelDrafter(IdleDrafter):
             rows = [_behind_root(contexts[i]) for i in live]
             scores = process_batch(logits, rows, self._eos_token_ids)
             params = [contexts[i].sampling for i in live]
-            chosen, _ = top_children(scores, params, [len(contexts[i].token_ids) + depth for i in live], 1)
+            chosen = choose(scores, params, [len(contexts[i].token_ids) + depth for i in live])
             columns.append((live, chosen))
             going = [i for i in live if budgets[i] > depth + 1]
             if not going:
@@ -148,12 +148,12 @@ class ModelDrafter(IdleDrafter):
             if len(going) < len(live):
                 chosen = chosen[[live.index(i) for i in going]]
             live = going
-            logits = self.runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen.flatten()).logits
+            logits = self.runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen).logits
             for i in live:
                 rows_of = self._rows[contexts[i].request_id]
                 rows_of.of_node[depth + 1] = rows_of.num_suffix + depth
         tokens: list[list[int]] = [[] for _ in contexts]
-        drawn = torch.cat([column for _, column in columns]).flatten().tolist()  # the one host sync of the draft
+        drawn = torch.cat([column for _, column in columns]).tolist()  # the one host sync of the draft
         for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):
             tokens[i].append(token)
         return {
