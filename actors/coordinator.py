@@ -254,12 +254,15 @@ class Coordinator:
             self._target.admit(sequence)
             if self._drafts and sequence.request.speculate:
                 self._draft.admit(sequence)
-        # Both sides read the prompt at the same time.
-        return orders + self._order_drafts() + self._start_pass(plan)
+        verify = self._start_pass(plan)
+        # Both sides read a prompt at the same time.
+        return orders + self._order_drafts() + verify
 
     def _wants_draft(self, sequence: Sequence) -> int:
         """Draft tokens this sequence should have before its next pass, 0 if it should not be speculated for."""
         if not self._drafts or not sequence.request.speculate or sequence.uncached_len != 1:
+            return 0
+        if self._verifying is not None and sequence.request_id in self._verifying:
             return 0
         return self._pipeline.num_draft_tokens(sequence)
 
@@ -284,7 +287,7 @@ class Coordinator:
         self._drafting = {
             order.request_id: self._sequences[order.request_id].prefix_len for order in orders if order.num_draft_tokens
         }
-        self._draft_round = max(self._draft_round, self._verify_round) + 1
+        self._draft_round = max(self._draft_round + 1, self._verify_round + (self._verifying is None))
         return [DraftBatch(self._draft_round, admits, commits, releases, tuple(_first_of_each(orders)))]
 
     def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:

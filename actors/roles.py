@@ -104,7 +104,8 @@ def build_role(spec: RankSpec, group: Group) -> tuple[Any, dict[str, object]]:
     """The role object of this rank and the facts it reports."""
     started = time.monotonic()
     role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group)
-    return role, {"device": spec.device, "cores": list(spec.cores), "load_s": time.monotonic() - started, **facts}
+    place = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores)}
+    return role, {**place, "load_s": time.monotonic() - started, **facts}
 
 
 def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, object]]:

@@ -55,10 +55,10 @@ class CoordinatorWorker:
     def __repr__(self) -> str:
         return "coordinator"
 
-    def bind(self, host: str, needs_store: bool) -> tuple[str, tuple[str, int] | None]:
-        """Listen on a free port of `host` ("" for this node's address): addresses of hub and store."""
+    def bind(self, host: str, port: int, needs_store: bool) -> tuple[str, tuple[str, int] | None]:
+        """Listen on `port` (0 for any free one) of `host` ("" for this node's address): addresses of hub and store."""
         host = host or ray.util.get_node_ip_address()
-        self._hub = Hub(f"tcp://{host}:*")
+        self._hub = Hub(f"tcp://{host}:{port or '*'}")
         if not needs_store:
             return self._hub.address, None
         from parallel.rendezvous import host_store

@@ -84,6 +84,8 @@ class ClusterConfig:
     """Allow more ranks than cores; they take turns and timings mean little."""
     dashboard: bool = True
     """Start Ray's dashboard."""
+    port: int = 0
+    """TCP port the coordinator listens on; 0 = any that is free."""
     startup_timeout_s: float = 120.0
     """Give up when the roles have not loaded by then."""
     namespace: str = "specdec"

@@ -77,8 +77,7 @@ class Engine:
         request.check(int(self.ready["target-0"].facts["vocab_size"]))
         completion = Completion(request.request_id, prompt, token_ids, sampling, self.tokenizer, self._abort)
         with self._news:
-            if self._error is not None:
-                raise EngineError(self._error)
+            self._check_alive()
             self._live[completion.request_id] = completion
         self._send(request)
         return completion
@@ -102,12 +101,14 @@ class Engine:
     def report(self, *, reset: bool = False) -> Report:
         """The coordinator's counters and spans since the last reset."""
         with self._news:
+            self._check_alive()
             self._reports.clear()
         self._send(ReportOrder(reset))
         with self._news:
             self._news.wait_for(lambda: self._reports or self._error is not None, timeout=30)
             if not self._reports:
-                raise EngineError(self._error or "the coordinator does not answer")
+                self._check_alive()
+                raise EngineError("the coordinator does not answer")
             return self._reports.pop()
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -164,10 +165,13 @@ class Engine:
                     )
                 self._news.wait(timeout=_POLL_S)
                 progress(f"loading ({len(self.ready)} of {len(self.places)} ranks)")
-            if self._error is not None:
-                raise EngineError(self._error)
+            self._check_alive()
 
     # --- the coordinator's side ---------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineError(self._error)
 
     def _send(self, record: Any) -> None:
         """Lost once the engine is closed, like a record to a role that died: whoever waits was told."""

@@ -49,12 +49,14 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
     colocated = config.placement.name == "colocated"
     kind = _kind(config.target.device, "target.device", devices)
     draft_kind = _kind(config.drafter.device, "drafter.device", devices) if on_device else "cpu"
-    shared = colocated and on_device and kind == draft_kind
-    places: list[RankPlacement] = []
-    for role, size, wanted_kind in (("target", num_target, kind), ("draft", on_device, draft_kind)):
-        taken = num_target if role == "draft" and not shared and kind == draft_kind else 0
-        total = size + taken if role == "draft" else size + (on_device if kind == draft_kind and not shared else 0)
-        places += _place(config, role, size, wanted_kind, taken, total, 0.5 if shared else 1.0, devices)
+    same_kind = bool(on_device) and kind == draft_kind
+    share = 0.5 if same_kind and colocated else 1.0
+    rivals = num_target + on_device if same_kind and not colocated else 0
+    places = _place(config, "target", num_target, kind, 0, rivals or num_target, share, devices)
+    if on_device:
+        places += _place(
+            config, "draft", on_device, draft_kind, num_target if rivals else 0, rivals or on_device, share, devices
+        )
     if num_draft and not on_device:
         places.append(RankPlacement("draft", 0, 1, "cpu", (), 1, 0.0))
     return places

@@ -75,6 +75,8 @@ def serve_prompts(
     def complete(index: int, prompt: Prompt) -> Served:
         try:
             live[index] = engine.submit(prompt.content, sampling, speculate=speculate)
+            if run.interrupted:  # too late to be aborted below
+                live[index].abort()
             live[index].result()
         except EngineError as error:
             return _served(index, prompt, live.pop(index, None), str(error))
@@ -85,7 +87,7 @@ def serve_prompts(
     pending: list[Future[Served]] = []
     with ThreadPoolExecutor(concurrency or len(prompts), "request") as pool:
         try:
-            pending += [pool.submit(complete, index, prompt) for index, prompt in enumerate(prompts)]
+            pending.extend(pool.submit(complete, index, prompt) for index, prompt in enumerate(prompts))
             for future in as_completed(pending):
                 run.requests.append(future.result())
                 on_finished(run.requests[-1])

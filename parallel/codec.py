@@ -34,6 +34,8 @@ class Codec:
         """Raise CodecError for anything but a whole record of a known type."""
         try:
             tag, fields = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
+            if tag < 0:
+                raise IndexError(tag)
             return self._readers[tag](fields)
         except (ValueError, TypeError, IndexError, KeyError, msgpack.UnpackException) as error:
             raise CodecError(f"not a record: {error}") from error

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel.config import DecoderConfig
 from parallel.layers.attention import AttentionPlan, attend
@@ -19,6 +19,7 @@ from parallel.layers.embedding import VocabTable
 from parallel.layers.linear import ColumnLinear, Part, RowLinear, Shard, even_rows
 from parallel.layers.norm import RMSNorm
 from parallel.layers.rope import Rope, rotate
+from parallel.layers.weight import Layer
 from parallel.mesh import SINGLE, Group
 
 
@@ -29,9 +30,8 @@ class PassPlan(Protocol):
     attention: AttentionPlan
 
 
-class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int, group: Group, **kind: object) -> None:
-        super().__init__()
+class Attention(Layer):
+    def __init__(self, config: DecoderConfig, layer: int, group: Group, **factory_kwargs: object) -> None:
         self.layer = layer
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads // group.size
@@ -45,12 +45,12 @@ class Attention(nn.Module):
             Part("k_proj", keys, kv_rows),
             Part("v_proj", keys, kv_rows),
         ]
-        self.qkv = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, **kind)
-        self.o = RowLinear("o_proj", queries, config.hidden_size, group, bias=config.o_bias, **kind)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, **kind) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, **kind) if config.qk_norm else None
+        self.qkv = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, **factory_kwargs)
+        self.o = RowLinear("o_proj", queries, config.hidden_size, group, bias=config.o_bias, **factory_kwargs)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, **factory_kwargs) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, **factory_kwargs) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         turning, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
         if self.q_norm is not None:
@@ -67,17 +67,16 @@ class Attention(nn.Module):
             yield from self.k_norm.shards(f"{prefix}.k_norm")
 
 
-class MLP(nn.Module):
-    def __init__(self, config: DecoderConfig, group: Group, **kind: object) -> None:
-        super().__init__()
+class MLP(Layer):
+    def __init__(self, config: DecoderConfig, group: Group, **factory_kwargs: object) -> None:
         rows = even_rows(config.intermediate_size, group)
         parts = [Part(name, config.intermediate_size, rows) for name in ("gate_proj", "up_proj")]
-        self.gate_up = ColumnLinear(config.hidden_size, parts, bias=config.mlp_bias, **kind)
+        self.gate_up = ColumnLinear(config.hidden_size, parts, bias=config.mlp_bias, **factory_kwargs)
         self.down = RowLinear(
-            "down_proj", config.intermediate_size, config.hidden_size, group, bias=config.mlp_bias, **kind
+            "down_proj", config.intermediate_size, config.hidden_size, group, bias=config.mlp_bias, **factory_kwargs
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(F.silu(gate).mul_(up))
 
@@ -86,15 +85,14 @@ class MLP(nn.Module):
         yield from self.down.shards(prefix)
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int, group: Group, **kind: object) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, **kind)
-        self.attention = Attention(config, layer, group, **kind)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, **kind)
-        self.mlp = MLP(config, group, **kind)
+class DecoderLayer(Layer):
+    def __init__(self, config: DecoderConfig, layer: int, group: Group, **factory_kwargs: object) -> None:
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory_kwargs)
+        self.attention = Attention(config, layer, group, **factory_kwargs)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory_kwargs)
+        self.mlp = MLP(config, group, **factory_kwargs)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         x = x + self.attention(self.input_norm(x), rope, plan)
         return x + self.mlp(self.post_norm(x))
 
@@ -105,7 +103,7 @@ class DecoderLayer(nn.Module):
         yield from self.mlp.shards(f"{prefix}.mlp")
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """Weights are allocated uninitialised; `weights.load_weights` fills them."""
 
     def __init__(
@@ -115,21 +113,17 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
         config.check_ranks(group.size)
         self.config = config
         self.group = group
         self.device = torch.device(device)
         self.dtype = dtype
-        kind = {"dtype": dtype, "device": device}
-        self.embedding = VocabTable("model.embed_tokens.weight", config.vocab_size, config.hidden_size, group, **kind)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, group, **kind) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, **kind)
-        self.lm_head = (
-            self.embedding
-            if config.tied
-            else VocabTable("lm_head.weight", config.vocab_size, config.hidden_size, group, **kind)
-        )
+        factory_kwargs = {"dtype": dtype, "device": device}
+        table = (config.vocab_size, config.hidden_size, group)
+        self.embedding = VocabTable("model.embed_tokens.weight", *table, **factory_kwargs)
+        self.layers = [DecoderLayer(config, i, group, **factory_kwargs) for i in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory_kwargs)
+        self.lm_head = self.embedding if config.tied else VocabTable("lm_head.weight", *table, **factory_kwargs)
         self.rope = Rope(config.rope, config.head_dim, dtype, device)
 
     def forward(
@@ -141,10 +135,13 @@ class Decoder(nn.Module):
         """
         plan.attention.prepare()
         rope = self.rope(plan.positions)
-        stream = [self.embedding.embed(token_ids)]
-        for layer in self.layers:
-            stream.append(layer(stream[-1], rope, plan.attention))
-        return self.norm(stream[-1]), tuple(stream[tap] for tap in taps)
+        hidden = self.embedding.embed(token_ids)
+        tapped = {0: hidden} if 0 in taps else {}
+        for i, layer in enumerate(self.layers, 1):
+            hidden = layer(hidden, rope, plan.attention)
+            if i in taps:
+                tapped[i] = hidden
+        return self.norm(hidden), tuple(tapped[tap] for tap in taps)
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, vocab], on every rank."""
@@ -161,16 +158,16 @@ class Decoder(nn.Module):
             yield from self.lm_head.shards()
 
     def pack(self) -> None:
-        """Once the weights are there: put those that are multiplied by into the layout that suits the device."""
-        for module in self.modules():
-            if isinstance(module, ColumnLinear | RowLinear):
-                module.pack()
-        self.lm_head.pack(looked_up=self.config.tied)
+        """Once the weights are there: put those that are multiplied by into the layouts that suit the device."""
+        for part in self.walk():
+            if isinstance(part, ColumnLinear | RowLinear):
+                part.weight.pack()
+        self.lm_head.weight.pack(keep_plain=self.config.tied)
 
     def silence_stretch(self) -> None:
         """Zero what the stretched layers would add to the residual stream."""
         for layer in self.layers[self.config.num_layers - self.config.stretch :]:
             for projection in (layer.attention.o, layer.mlp.down):
-                projection.weight.zero_()
+                projection.weight.plain.zero_()
                 if projection.bias is not None:
                     projection.bias.zero_()

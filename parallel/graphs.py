@@ -35,13 +35,13 @@ class CapturedPasses:
         self._captured: dict[tuple[object, ...], _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
-    def __call__(
+    def forward(
         self, token_ids: Tensor, plan: Plan, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         attention = plan.attention
         assert isinstance(attention, PaddedPlan), "only padded passes can be captured"
         if not attention.bucketed:
-            return self._decoder(token_ids, plan, taps)
+            return self._decoder.forward(token_ids, plan, taps)
         inputs = attention.tensors()
         key = (*taps, *(tensor.shape for tensor in inputs))
         captured = self._captured.get(key)
@@ -62,9 +62,9 @@ class CapturedPasses:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._decoder(token_ids, static, taps)
+            self._decoder.forward(token_ids, static, taps)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            hidden, features = self._decoder(token_ids, static, taps)
+            hidden, features = self._decoder.forward(token_ids, static, taps)
         return _Captured(graph, token_ids, attention.tensors(), hidden, features)

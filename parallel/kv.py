@@ -166,29 +166,6 @@ class KVPool:
         self._release(table.shorten(length))
         table.cached_len = length
 
-    def compact(self, seq_id: SeqId) -> None:
-        """Move the rows behind the leading run up to it, if the slots there are free or the sequence's own.
-
-        The one edit that moves rows: worth it where attention over one run needs no gathering.
-        """
-        table = self._tables[seq_id]
-        if table.run_len == table.num_rows:
-            return
-        first = int(table.slots[0]) + table.run_len
-        stop = first + table.num_rows - table.run_len
-        moved = table.slots[table.run_len : table.num_rows]
-        free = np.frombuffer(self._free, dtype=np.uint8)
-        free[moved] = 1
-        if stop > self.num_slots or not free[first:stop].all():
-            free[moved] = 0
-            return
-        free[first:stop] = 0
-        source = torch.tensor(moved, device=self.keys.device)
-        for rows in (self.keys, self.values):
-            rows[:, first:stop] = rows.index_select(1, source)
-        moved[:] = np.arange(first, stop)
-        table.run_len = table.num_rows
-
     # --- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -218,13 +195,18 @@ class KVPool:
             if stop <= self.num_slots and 0 not in self._free[start:stop]:
                 return [range(start, stop)]
         edges = np.flatnonzero(np.diff(np.frombuffer(b"\x00" + self._free + b"\x00", dtype=np.int8)))
-        gaps = sorted(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True), key=lambda gap: gap[0] - gap[1])
-        runs: list[range] = []
-        for start, stop in gaps:
-            if stop - start > num_rows and start > 0:
-                start += (stop - start - num_rows) // 2
-            runs.append(range(start, min(stop, start + num_rows)))
-            num_rows -= len(runs[-1])
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        largest = int(lengths.argmax())
+        room = int(lengths[largest]) - num_rows
+        if room >= 0:
+            # a gap behind another sequence is halved, so that both can grow
+            start = int(starts[largest]) + (room // 2 if starts[largest] else 0)
+            return [range(start, start + num_rows)]
+        runs = []
+        for gap in np.argsort(-lengths).tolist():
+            start, length = int(starts[gap]), min(int(lengths[gap]), num_rows)
+            runs.append(range(start, start + length))
+            num_rows -= length
             if num_rows == 0:
                 break
         return runs

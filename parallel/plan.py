@@ -112,7 +112,7 @@ class SpanRows:
         return self.num_pending - self.num_rows
 
     @property
-    def new_slots(self) -> np.ndarray:
+    def written_slots(self) -> np.ndarray:
         return self.slots[-self.num_rows :]
 
     def positions(self) -> list[int]:

@@ -65,6 +65,8 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host:
 
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
     """The communicator is made here and not by the first collective, which may run inside a graph capture."""
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     torch.cuda.set_device(device)

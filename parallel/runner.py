@@ -48,11 +48,14 @@ class ModelRunner:
         backend = backend or ("padded" if cuda else "sdpa")
         graphs = (cuda and backend == "padded") if graphs is None else graphs
         config = decoder.config
+        ranks = decoder.group.size
+        group = config.num_heads // ranks // config.local_kv_heads(ranks)
+        if graphs and not (cuda and backend == "padded"):
+            raise ValueError(f"graphs=True needs a CUDA device and the 'padded' backend, not {backend!r} here")
         if backend == "padded":
-            group = config.num_heads // config.num_kv_heads
             self._backend = PaddedBackend(pool, group, config.window, decoder.dtype, bucketed=graphs)
         elif backend == "sdpa":
-            self._backend = SdpaBackend(pool, config.window, decoder.dtype)
+            self._backend = SdpaBackend(pool, group, config.window, decoder.dtype)
         else:
             raise ValueError(f"attention backend {backend!r} is not known; known are 'sdpa' and 'padded'")
         self._passes = CapturedPasses(decoder) if graphs else decoder
@@ -85,8 +88,6 @@ class ModelRunner:
         """Keep the pending rows `keep`, a path from the committed rows down; `retain` stay pending behind it."""
         self._pending[seq_id] = self._pending[seq_id].after_commit(keep, retain)
         self.pool.commit(seq_id, keep, retain)
-        if self._backend.wants_runs:
-            self.pool.compact(seq_id)
 
     def drop_pending(self, seq_id: SeqId) -> None:
         self.pool.drop_pending(seq_id)
@@ -112,7 +113,7 @@ class ModelRunner:
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
         assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
         token_ids = token_ids.to(self.decoder.device, non_blocking=True)
-        hidden, features = self._passes(F.pad(token_ids, (0, padding)) if padding else token_ids, plan, taps)
+        hidden, features = self._passes.forward(F.pad(token_ids, (0, padding)) if padding else token_ids, plan, taps)
         if padding:
             hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)
         if plan.logit_rows is None:
@@ -148,14 +149,16 @@ def open_model(
 
 
 def weight_bytes(config: DecoderConfig, tp_size: int, dtype: torch.dtype, *, packed: bool = False) -> int:
-    """Bytes of one rank's parameters; where weights are `packed`, a tied head is a copy of the embedding."""
+    """Bytes of one rank's weights; where they are `packed`, what is multiplied by is there in two layouts."""
     heads, kv_heads = config.num_heads // tp_size, config.local_kv_heads(tp_size)
     hidden, middle = config.hidden_size, config.intermediate_size // tp_size
     qkv = (heads + 2 * kv_heads) * config.head_dim
-    layer = hidden * (qkv + heads * config.head_dim + 3 * middle) + 2 * hidden
+    copies = 2 if packed else 1
+    layer = copies * hidden * (qkv + heads * config.head_dim + 3 * middle) + 2 * hidden
     layer += config.qkv_bias * qkv + config.o_bias * hidden + config.mlp_bias * (2 * middle + hidden)
     layer += config.qk_norm * 2 * config.head_dim
-    vocab = -(-config.vocab_size // tp_size) * hidden * (1 if config.tied and not packed else 2)
+    tables = 1 if config.tied and not packed else 1 + copies
+    vocab = -(-config.vocab_size // tp_size) * hidden * tables
     return (layer * config.num_layers + vocab + hidden) * dtype.itemsize
 
 

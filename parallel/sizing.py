@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from parallel.config import DecoderConfig
+from parallel.layers.weight import packs
 from parallel.mesh import Group
 from parallel.runner import kv_bytes_per_slot, weight_bytes
 from parallel.weights import resolve_checkpoint
@@ -73,7 +74,7 @@ def fit_slots(
     config = DecoderConfig.from_hf(resolve_checkpoint(path)).stretched(stretch)
     chosen = choose_dtype(dtype, device)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
-    weights = weight_bytes(config, group.size, chosen)
+    weights = weight_bytes(config, group.size, chosen, packed=packs(device, chosen))
     per_slot = kv_bytes_per_slot(config, group.size, chosen)
     left = free_bytes(device) - weights
     if left < per_slot * (num_slots or 1):

@@ -10,6 +10,7 @@ import os
 from dataclasses import replace
 
 import ray
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,6 +24,9 @@ from cluster.placement import Devices, RankPlacement
 
 _LOOPBACK = "127.0.0.1"
 
+Device = str | tuple[int, ...]
+"""A GPU's name, or the cores of a CPU rank."""
+
 
 class RayBackend:
     """Actors named `coordinator`, `target-0`, `draft-0`, ... in the namespace of the configuration."""
@@ -33,7 +37,7 @@ class RayBackend:
         self._host = _LOOPBACK if self._is_local else ""
         self._actors = ActorGroup()
         self._bundles: PlacementGroup | None = None
-        self._bundle_of: dict[object, int] = {}
+        self._bundle_of: dict[Device, int] = {}
         self._owns_ray = False
 
     def devices(self) -> Devices:
@@ -48,11 +52,14 @@ class RayBackend:
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         conductor = self._create("coordinator", CoordinatorActor)
-        bound = conductor.bind.remote(self._host, any(place.size > 1 for place in places))
+        bound = conductor.bind.remote(self._host, self._config.cluster.port, any(place.size > 1 for place in places))
         self._reserve(places)
         for place in places:
             self._create(place.identity, RankActor, place.identity, **self._options(place))
-        hub_address, store = ray.get(bound, timeout=self._config.cluster.startup_timeout_s)
+        try:
+            hub_address, store = ray.get(bound, timeout=self._config.cluster.startup_timeout_s)
+        except RayTaskError as error:
+            raise ValueError(f"cluster.port={self._config.cluster.port}: {error.cause}") from error
         self._actors.run("coordinator", coordinator, make_ray_watch)
         for place in places:
             if not self._is_local:
@@ -105,13 +112,8 @@ class RayBackend:
             ) from error
 
     def _reserve(self, places: list[RankPlacement]) -> None:
-        """One bundle per device, so that ranks which share one meet on it; all of them or none."""
-        shares: dict[object, dict[str, float]] = {}
-        for place in places:
-            if place.share:
-                bundle = shares.setdefault(_device(place), {})
-                for resource, amount in _resources(place).items():
-                    bundle[resource] = bundle.get(resource, 0) + amount
+        """All devices of the layout, or none."""
+        shares = device_bundles(places)
         self._bundle_of = {device: index for index, device in enumerate(shares)}
         bundles = list(shares.values())
         self._bundles = placement_group(bundles, strategy="PACK")
@@ -130,7 +132,18 @@ class RayBackend:
         return options
 
 
-def _device(place: RankPlacement) -> object:
+def device_bundles(places: list[RankPlacement]) -> dict[Device, dict[str, float]]:
+    """What to reserve: one bundle per device, so that ranks which share one meet on it."""
+    bundles: dict[Device, dict[str, float]] = {}
+    for place in places:
+        if place.share:
+            bundle = bundles.setdefault(_device(place), {})
+            for resource, amount in _resources(place).items():
+                bundle[resource] = bundle.get(resource, 0.0) + amount
+    return bundles
+
+
+def _device(place: RankPlacement) -> Device:
     return place.cores if place.device == "cpu" else place.device
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM
+from transformers.utils import logging
 
 from cluster.training.architecture import generation_config
+
+logging.disable_progress_bar()  # for models of a blink's size, beside our own progress
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:

@@ -42,15 +42,15 @@ class TrainConfig:
     sequence_length: int = 512
     """Tokens per training sequence in the last part of the schedule."""
     short_sequence_length: int = 256
-    """Tokens per training sequence in the first part, where short attention is cheaper."""
+    """Tokens per training sequence of the target in the first part, where short attention is cheaper."""
     short_fraction: float = 0.7
-    """Fraction of the schedule trained at `short_sequence_length`."""
+    """Fraction of the target's schedule trained at `short_sequence_length`."""
 
-    target_minutes: float = 50.0
+    target_minutes: float = 40.0
     """Wall-clock budget of the target's training, in minutes."""
     target_steps: int = 0
     """Budget of the target's training in optimizer steps; 0 means minutes alone decide."""
-    drafter_minutes: float = 25.0
+    drafter_minutes: float = 18.0
     """Wall-clock budget of the drafter's training, in minutes."""
     drafter_steps: int = 0
     """Budget of the drafter's training in optimizer steps; 0 means minutes alone decide."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,20 @@ import torch
 from cluster.training.checkpoint import load_model
 from cluster.training.config import TrainConfig
 from cluster.training.corpus import HELD_OUT, Corpus
-from cluster.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, spread_rows
+from cluster.training.evaluation import (
+    acceptance_length,
+    agreement_rate,
+    greedy_matches,
+    mean_loss,
+    overlap,
+    spread_rows,
+)
 from cluster.training.tokenizer import load_tokenizer, pack
 
 DRAFT_DEPTH = 5
 """Draft tokens per round of the acceptance length named first."""
+START = 32
+"""Tokens at the start of a continuation, measured apart because small models soon repeat themselves when greedy."""
 
 
 def measure(config: TrainConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
@@ -43,7 +54,9 @@ def measure(config: TrainConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
         "held_out_tokens": rows.shape[0] * (rows.shape[1] - 1),
         "agreement_on_held_out_text": agreement_rate(target, drafter, rows),
         "agreement_on_continuations": sum(map(sum, matches)) / sum(map(len, matches)),
+        "acceptance_rate_when_sampling": overlap(target, drafter, rows),
         "acceptance_length": {depth: acceptance_length(matches, depth) for depth in depths},
+        "acceptance_length_at_start": acceptance_length([match[:START] for match in matches], DRAFT_DEPTH),
         "num_prompts": len(prompts),
         "parameters": {"target": target.num_parameters(), "drafter": drafter.num_parameters()},
     }
@@ -65,6 +78,7 @@ def describe_run(config: TrainConfig, corpus: Corpus, out: Path, work: Path) -> 
         "corpus_tokens": len(pack(tokenizer, corpus.training)),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cores": os.cpu_count(),
         "training": records,
     }
 
@@ -77,12 +91,12 @@ def draw_losses(work: Path, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), dpi=80)
-    captions = {"target": "cross entropy", "drafter": "KL(target || drafter)"}
+    captions = {"target": "cross entropy", "drafter": "KL from target"}
     for plot, (role, caption) in zip(axes, captions.items(), strict=True):
         log = work / role / "loss.jsonl"
         lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         plot.plot([line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines], linewidth=1)
-        plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats per token", ylim=(0, None))
+        plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats/token", ylim=(0, None))
         plot.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
@@ -94,20 +108,22 @@ def write_readme(config: TrainConfig, report: dict[str, Any], path: Path) -> Non
     path.write_text(_readme(config, report), encoding="utf-8")
 
 
+def _row(role: str, parameters: int, record: dict[str, Any]) -> str:
+    speed = record["tokens"] / record["seconds"]
+    spent = f"{record['steps']} | {record['tokens'] / 1e6:.1f} M | {record['seconds'] / 60:.0f} min | {speed:.0f}"
+    return f"| {role} | {parameters / 1e6:.1f} M | {spent} | {record['final_loss']:.3f} |"
+
+
 def _readme(config: TrainConfig, report: dict[str, Any]) -> str:
     lengths = report["acceptance_length"]
-    runs = "\n".join(
-        f"| {role} | {report['parameters'][role] / 1e6:.1f} M | {record['steps']} | {record['tokens'] / 1e6:.1f} M | "
-        f"{record['seconds'] / 60:.0f} min | {record['tokens'] / record['seconds']:.0f} | {record['final_loss']:.3f} |"
-        for role, record in report["training"].items()
-    )
+    runs = "\n".join(_row(role, report["parameters"][role], record) for role, record in report["training"].items())
     worth = "\n".join(
         f"| {role} | {loss:.3f} | {report['held_out_perplexity'][role]:.1f} |"
         for role, loss in report["held_out_loss"].items()
     )
     depths = " | ".join(str(depth) for depth in lengths)
     values = " | ".join(f"{length:.2f}" for length in lengths.values())
-    held_out = ", ".join(f"`{name}`" for name in HELD_OUT)
+    held_out = textwrap.fill(", ".join(f"`{name}`" for name in HELD_OUT), 116).replace("\n", "\n  ")
     return f"""# The pocket pair
 
 A small code model (`target/`) and a smaller draft model distilled from it (`drafter/`), trained by `job=train` from
@@ -115,8 +131,8 @@ the sources of Python's standard library. Both are Llama checkpoints that `trans
 one byte-level BPE tokenizer of {config.vocab_size} entries. They exist so that the engine can be tried, tested and
 measured without a download; they are not useful as programmers.
 
-Their context is 8192 tokens by configuration, but training saw sequences of {config.sequence_length} at most: text
-gets worse beyond that.
+Their context is 8192 tokens by configuration, but training saw sequences of {config.sequence_length} at most: text gets
+worse beyond that.
 
 ## How well they do
 
@@ -127,7 +143,9 @@ Measured on modules that neither tokenizer nor models have seen ({report["held_o
 {worth}
 
 Both models' most likely next tokens are equal at {report["agreement_on_held_out_text"]:.1%} of the positions of that
-text, and at {report["agreement_on_continuations"]:.1%} of the tokens of the target's own greedy continuations.
+text, and at {report["agreement_on_continuations"]:.1%} of the tokens of the target's own greedy continuations. When
+sampling at temperature 1, a draft token is accepted with probability {report["acceptance_rate_when_sampling"]:.2f} on
+that text (mean of `sum(min(p, q))`).
 
 **Acceptance length {lengths[DRAFT_DEPTH]:.2f}** at {DRAFT_DEPTH} draft tokens per round: tokens emitted per round
 (accepted draft tokens plus the one the target adds), greedy decoding of {config.num_prompt_tokens} tokens or up to
@@ -138,7 +156,9 @@ the end of text, over the {report["num_prompts"]} prompts of `prompts.jsonl`, in
 | acceptance length | {values} |
 
 The target's continuation is generated once; the drafter's choice at each of its positions then gives the rounds
-exactly, because a draft token only counts when all before it in its round were accepted.
+exactly, because a draft token only counts when all before it in its round were accepted. A target this small soon
+repeats itself when it decodes greedily, and repetition is easy to draft: over the first {START} tokens of each
+continuation the acceptance length at {DRAFT_DEPTH} draft tokens is {report["acceptance_length_at_start"]:.2f}.
 
 ## Recipe
 
@@ -153,7 +173,8 @@ exactly, because a draft token only counts when all before it in its round were 
   none above 100 kB. {report["corpus_files"]} files, {report["corpus_megabytes"]:.1f} MB,
   {report["corpus_tokens"] / 1e6:.2f} M tokens, each file preceded by `<|endoftext|>`. SHA-256 of what was read:
   `{report["corpus_sha256"]}`.
-- Held out, with their tests: {held_out}.
+- Held out, with their tests:
+  {held_out}.
 - Seed {report["seed"]}, PyTorch {report["torch"]}, bfloat16 autocast over float32 weights, about
   {config.batch_tokens} tokens per step; the target in sequences of {config.short_sequence_length} for the first
   {config.short_fraction:.0%} of the schedule and of {config.sequence_length} after it.
@@ -163,14 +184,15 @@ exactly, because a draft token only counts when all before it in its round were 
   vocabulary, on sequences of {config.sequence_length} throughout: {config.lesson_tokens / 1e6:g} M tokens of training
   sources that are no tests, and the target's own greedy continuations, to {config.continuation_length} tokens, of
   {config.continuation_prompts} prompts cut from them.
-- Written in bfloat16. Wall times are those of two CPU cores that were shared with other work; a budget of minutes
-  makes the number of steps, and so the weights, depend on the machine.
+- Written in bfloat16. Wall times are of device `{config.device}` on a machine of {report["cores"]} cores, and include
+  whatever else ran there; a budget of minutes makes the number of steps, and so the weights, depend on the machine.
 
 `python -m cluster.launch job=train` repeats it into the run's folder. On Linux,
-`GLIBC_TUNABLES=glibc.malloc.hugetlb=1 OMP_WAIT_POLICY=passive` makes it noticeably faster.
+`OMP_WAIT_POLICY=passive GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment saves page faults.
 
 ## Licence
 
 The standard library is distributed under the PSF License Agreement. `prompts.jsonl` quotes it, and so may the models.
-Copyright (c) 2001 Python Software Foundation; All Rights Reserved. See https://docs.python.org/3/license.html.
+Copyright (c) 2001 Python Software Foundation; All Rights Reserved. See https://docs.python.org/3/license.html;
+beside the bundled pair the licence is in `LICENSE-PSF.md`.
 """

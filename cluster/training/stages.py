@@ -82,6 +82,8 @@ def make_drafter(place: Workplace) -> TrainingRecord:
         FileNotFoundError: the target or its continuations are missing.
     """
     config = place.config
+    if not (place.work / "continuations.pt").exists():
+        raise FileNotFoundError(f"no continuations.pt in {place.work}; run the continuations stage first")
     teacher = load_model(place.out / "target", config.device).requires_grad_(False)
     torch.manual_seed(config.seed)
     student = LlamaForCausalLM(drafter_config(config.vocab_size)).to(config.device)

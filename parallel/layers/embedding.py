@@ -10,20 +10,19 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.layers.linear import Shard, frozen
-from parallel.layers.packing import multiply, packed
+from parallel.layers.linear import Shard
+from parallel.layers.weight import Layer, Weight
 from parallel.mesh import Group
 
 
-class VocabTable(nn.Module):
+class VocabTable(Layer):
     """This rank's rows of a [vocab, hidden] table; serves as embedding, as head, or, tied, as both."""
 
     def __init__(
         self, name: str, vocab_size: int, hidden: int, group: Group, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__()
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
@@ -31,30 +30,23 @@ class VocabTable(nn.Module):
         share = -(-vocab_size // group.size)
         self.first = group.rank * share
         self.num_real = max(0, min(share, vocab_size - self.first))
-        self.weight = frozen(share, hidden, dtype=dtype, device=device)
-        self.weight[self.num_real :] = 0
-        self.product = self.weight  # what the head multiplies by: the table itself, or its packed copy
+        self.weight = Weight(share, hidden, dtype=dtype, device=device)
+        self.weight.plain[self.num_real :] = 0
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, hidden]."""
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return F.embedding(token_ids, self.weight.plain)
         local = token_ids - self.first
         elsewhere = (local < 0) | (local >= self.num_real)
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight.plain)
         return self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, vocab] on every rank."""
-        logits = self.group.all_gather(multiply(hidden, self.product))
+        logits = self.group.all_gather(self.weight.multiply(hidden))
         return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
-
-    def pack(self, *, looked_up: bool) -> None:
-        """Pack the head's weight; a table that is also looked up keeps its rows as they are beside it."""
-        self.product = packed(self.weight)
-        if not looked_up:
-            self.weight = self.product
 
     def shards(self) -> Iterator[Shard]:
         index = (slice(self.first, self.first + self.num_real), slice(0, self.hidden))
-        yield Shard(self.name, (self.vocab_size, self.hidden), index, self.weight[: self.num_real])
+        yield Shard(self.name, (self.vocab_size, self.hidden), index, self.weight.plain[: self.num_real])

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.layers.packing import multiply, packed
+from parallel.layers.weight import Layer, Weight
 from parallel.mesh import Group
 
 
@@ -42,29 +42,20 @@ def even_rows(size: int, group: Group) -> slice:
     return slice(group.rank * share, (group.rank + 1) * share)
 
 
-def frozen(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """An uninitialised weight for inference only; `weights.py` fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-class ColumnLinear(nn.Module):
+class ColumnLinear(Layer):
     """[T, inputs] -> [T, this rank's outputs of all parts, fused]."""
 
     def __init__(
         self, inputs: int, parts: list[Part], *, bias: bool, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__()
         self.inputs = inputs
         self.parts = parts
         outputs = sum(part.rows.stop - part.rows.start for part in parts)
-        self.weight = frozen(outputs, inputs, dtype=dtype, device=device)
-        self.bias = frozen(outputs, dtype=dtype, device=device) if bias else None
+        self.weight = Weight(outputs, inputs, dtype=dtype, device=device)
+        self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return multiply(x, self.weight, self.bias)
-
-    def pack(self) -> None:
-        self.weight = packed(self.weight)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.weight.multiply(x, self.bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         start = 0
@@ -72,13 +63,13 @@ class ColumnLinear(nn.Module):
             stop = start + part.rows.stop - part.rows.start
             name = f"{prefix}.{part.name}"
             index = (part.rows, slice(0, self.inputs))
-            yield Shard(f"{name}.weight", (part.size, self.inputs), index, self.weight[start:stop])
+            yield Shard(f"{name}.weight", (part.size, self.inputs), index, self.weight.plain[start:stop])
             if self.bias is not None:
                 yield Shard(f"{name}.bias", (part.size,), (part.rows,), self.bias[start:stop])
             start = stop
 
 
-class RowLinear(nn.Module):
+class RowLinear(Layer):
     """[T, this rank's inputs] -> [T, outputs], summed over the group."""
 
     def __init__(
@@ -92,25 +83,21 @@ class RowLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        super().__init__()
         self.name = name
         self.inputs = inputs
         self.outputs = outputs
         self.group = group
         self.columns = even_rows(inputs, group)
-        self.weight = frozen(outputs, inputs // group.size, dtype=dtype, device=device)
+        self.weight = Weight(outputs, inputs // group.size, dtype=dtype, device=device)
         # the sum over the ranks must hold the bias once: rank 0 alone has it
-        self.bias = frozen(outputs, dtype=dtype, device=device) if bias and group.rank == 0 else None
+        self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias and group.rank == 0 else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(multiply(x, self.weight, self.bias))
-
-    def pack(self) -> None:
-        self.weight = packed(self.weight)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.weight.multiply(x, self.bias))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         index = (slice(0, self.outputs), self.columns)
-        yield Shard(f"{prefix}.{self.name}.weight", (self.outputs, self.inputs), index, self.weight)
+        yield Shard(f"{prefix}.{self.name}.weight", (self.outputs, self.inputs), index, self.weight.plain)
         if self.bias is not None:
             whole = (slice(0, self.outputs),)
             yield Shard(f"{prefix}.{self.name}.bias", (self.outputs,), whole, self.bias)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.layers.linear import Shard, frozen
+from parallel.layers.linear import Shard
+from parallel.layers.weight import Layer
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Along the last axis; few and cheap operations, since a decoder has two per layer and rows are few."""
 
     def __init__(self, hidden: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
         self.hidden = hidden
-        self.weight = frozen(hidden, dtype=dtype, device=device)
+        self.weight = torch.empty(hidden, dtype=dtype, device=device)
         self._eps = torch.tensor(eps, dtype=torch.float32, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / self.hidden).rsqrt_()
         return (x * scale).to(x.dtype) * self.weight

@@ -57,7 +57,7 @@ class PaddedPlan:
 
     backend: PaddedBackend
     positions: Tensor
-    new_slots: Tensor
+    written_slots: Tensor
     rectangles: list[Rectangle]
     order: Tensor | None
     bucketed: bool
@@ -65,20 +65,20 @@ class PaddedPlan:
 
     def tensors(self) -> list[Tensor]:
         """All that tells a bucketed pass from another of the same shapes."""
-        return [self.positions, self.new_slots, *self.rectangles[0].tensors()]
+        return [self.positions, self.written_slots, *self.rectangles[0].tensors()]
 
     def like(self) -> PaddedPlan:
         """The same bucketed pass over tensors of its own."""
-        positions, new_slots, *rest = (tensor.clone() for tensor in self.tensors())
-        return replace(self, positions=positions, new_slots=new_slots, rectangles=[Rectangle(*rest)])
+        positions, written_slots, *rest = (tensor.clone() for tensor in self.tensors())
+        return replace(self, positions=positions, written_slots=written_slots, rectangles=[Rectangle(*rest)])
 
     def prepare(self) -> None:
         self.masks = [self._masks(rectangle) for rectangle in self.rectangles]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         pool = self.backend.pool
-        pool.keys[layer].index_copy_(0, self.new_slots, k)
-        pool.values[layer].index_copy_(0, self.new_slots, v)
+        pool.keys[layer].index_copy_(0, self.written_slots, k)
+        pool.values[layer].index_copy_(0, self.written_slots, v)
 
     def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
         parts = [
@@ -119,8 +119,6 @@ class PaddedPlan:
 class PaddedBackend:
     """`group` query heads share a KV head; `bucketed` rounds passes of short spans up to powers of two."""
 
-    wants_runs = False
-
     def __init__(
         self, pool: KVPool, group: int, window: int | None, dtype: torch.dtype, *, bucketed: bool = False
     ) -> None:
@@ -140,19 +138,19 @@ class PaddedBackend:
         num_rows = sum(rows.num_rows for rows in laid_out)
         num_padded = rectangles[0][0].size if bucketed else num_rows
         positions = np.zeros(num_padded, dtype=np.int64)
-        new_slots = np.full(num_padded, self.pool.scratch_slot, dtype=np.int64)
+        written_slots = np.full(num_padded, self.pool.scratch_slot, dtype=np.int64)
         for rows in laid_out:
             positions[rows.rows] = rows.positions()
-            new_slots[rows.rows] = rows.new_slots
+            written_slots[rows.rows] = rows.written_slots
         if bucketed:
             rectangles[0][1] = np.pad(rectangles[0][1], (0, num_padded - num_rows))
         order = np.argsort([row for batch in batches for rows in batch for row in range(num_rows)[rows.rows]])
-        arrays = [positions, new_slots, np.array(wanted, dtype=np.int64), order]
+        arrays = [positions, written_slots, np.array(wanted, dtype=np.int64), order]
         tensors = to_device(arrays + [array for arrays in rectangles for array in arrays], self.pool.keys.device)
-        positions, new_slots, logit_rows, order, *rest = tensors
+        positions, written_slots, logit_rows, order, *rest = tensors
         parts = [Rectangle(*rest[i : i + 6]) for i in range(0, len(rest), 6)]
         order = order if len(parts) > 1 else None
-        attention = PaddedPlan(self, positions, new_slots, parts, order, bucketed)
+        attention = PaddedPlan(self, positions, written_slots, parts, order, bucketed)
         return Plan(num_rows, positions, None if len(wanted) == num_rows else logit_rows, attention)
 
     def _rectangle(self, batch: list[SpanRows], *, bucketed: bool) -> list[np.ndarray]:

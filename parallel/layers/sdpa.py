@@ -17,12 +17,15 @@ from torch import Tensor
 from parallel.kv import KVPool
 from parallel.plan import Plan, SpanRows
 
+_FOLDED_ROWS = 32
+"""Up to here the queries of a KV head's group stand as more rows, which reads its keys once; above, as heads."""
+
 
 @dataclass(slots=True)
 class SdpaSpan:
     """Rows of one sequence. `keys[i]`, `values[i]` are layer i's views [kv_heads, 1, L, head_dim] of a sequence that is
-    one run; of any other the rows at `slots` are gathered. Masks are additive [rows, L], None where every row sees
-    all, or where `causal` says the same."""
+    one run; of any other the rows at `slots` are gathered. Masks are additive, [group * rows, L] if folded and else
+    [rows, L]; None where every row sees all, or where `causal` says the same."""
 
     rows: slice
     keys: tuple[Tensor, ...] | None
@@ -30,6 +33,7 @@ class SdpaSpan:
     slots: Tensor | None
     mask: Tensor | None
     window_mask: Tensor | None
+    folded: bool
     causal: bool
 
 
@@ -61,33 +65,32 @@ class SdpaPlan:
         return torch.cat([self._attend_span(span, layer, q[span.rows], windowed) for span in self._spans])
 
     def _attend_span(self, span: SdpaSpan, layer: int, q: Tensor, windowed: bool) -> Tensor:
-        """KV heads stand as the batch and a KV head's queries as its heads, so no key is repeated for its group."""
+        """KV heads stand as the batch, so that no key is repeated for the queries of its group."""
         if span.keys is not None:
             keys, values = span.keys[layer], span.values[layer]
         else:
             keys = self._pool.keys[layer].index_select(0, span.slots).transpose(0, 1).unsqueeze(1)
             values = self._pool.values[layer].index_select(0, span.slots).transpose(0, 1).unsqueeze(1)
+        mask = span.window_mask if windowed else span.mask
         num_rows, num_heads, head_dim = q.shape
         kv_heads, _, length, _ = keys.shape
         group = num_heads // kv_heads
-        mask = span.window_mask if windowed else span.mask
-        if num_rows == 1:
-            q = q.view(kv_heads, 1, group, head_dim)
-            return F.scaled_dot_product_attention(q, keys, values, mask).view(1, -1)
         q = q.view(num_rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        shape = (kv_heads, group, length, head_dim)
-        causal = span.causal and mask is None
-        out = F.scaled_dot_product_attention(q, keys.expand(shape), values.expand(shape), mask, is_causal=causal)
+        if span.folded:
+            out = F.scaled_dot_product_attention(q.reshape(kv_heads, 1, -1, head_dim), keys, values, mask)
+            out = out.view(kv_heads, group, num_rows, head_dim)
+        else:
+            keys, values = (rows.expand(kv_heads, group, length, head_dim) for rows in (keys, values))
+            out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=span.causal and mask is None)
         return out.permute(2, 0, 1, 3).reshape(num_rows, -1)
 
 
 class SdpaBackend:
-    """`window` is the sliding window of the layers that have one."""
+    """`group` query heads share a KV head; `window` is the sliding window of the layers that have one."""
 
-    wants_runs = True
-
-    def __init__(self, pool: KVPool, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, pool: KVPool, group: int, window: int | None, dtype: torch.dtype) -> None:
         self._pool = pool
+        self._group = group
         self._window = window
         self._dtype = dtype
         self._device = pool.keys.device
@@ -99,7 +102,7 @@ class SdpaBackend:
         if len(laid_out) == 1 and laid_out[0].run is not None:
             attention = SdpaPlan(self._pool, spans, laid_out[0].run[-laid_out[0].num_rows :], None)
         else:
-            slots = torch.from_numpy(np.concatenate([rows.new_slots for rows in laid_out])).to(self._device)
+            slots = torch.from_numpy(np.concatenate([rows.written_slots for rows in laid_out])).to(self._device)
             attention = SdpaPlan(self._pool, spans, None, slots)
         every_row = len(wanted) == len(positions)
         logit_rows = None if every_row else torch.tensor(wanted, dtype=torch.int64, device=self._device)
@@ -113,22 +116,22 @@ class SdpaBackend:
             values = self._pool.values.narrow(1, first, length).transpose(1, 2).unsqueeze(2).unbind(0)
         else:
             slots = torch.tensor(rows.slots, device=self._device)
+        folded = rows.num_rows <= _FOLDED_ROWS
         chain = rows.pending.is_chain
-        causal = chain and rows.num_rows == len(rows.slots)
+        causal = chain and not folded and rows.num_rows == len(rows.slots)
         if not causal and not (chain and rows.num_rows == 1):
-            mask = _mask(rows, None, self._dtype).to(self._device)
+            mask = self._mask(rows, None, folded=folded)
         window_mask = mask
         if self._window is not None and rows.context + max(rows.pending.depths) >= self._window:
-            window_mask = _mask(rows, self._window, self._dtype).to(self._device)
-        return SdpaSpan(rows.rows, keys, values, slots, mask, window_mask, causal)
+            window_mask = self._mask(rows, self._window, folded=folded)
+        return SdpaSpan(rows.rows, keys, values, slots, mask, window_mask, folded, causal)
 
-
-def _mask(rows: SpanRows, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[rows, L]: zero where a row sees a key, minus infinity where not. A window counts positions, not rows."""
-    hidden = torch.from_numpy(~rows.pending.visible(rows.first_pending))
-    mask = torch.zeros(rows.num_rows, len(rows.slots), dtype=dtype)
-    mask[:, rows.context :].masked_fill_(hidden, float("-inf"))
-    if window is not None:
-        keys = torch.cat((torch.arange(rows.context), torch.tensor(rows.pending.depths) + rows.context))
-        mask.masked_fill_(keys <= torch.tensor(rows.positions())[:, None] - window, float("-inf"))
-    return mask
+    def _mask(self, rows: SpanRows, window: int | None, *, folded: bool) -> Tensor:
+        """Zero where a row sees a key, minus infinity where not. A window counts positions, not rows."""
+        hidden = torch.from_numpy(~rows.pending.visible(rows.first_pending))
+        mask = torch.zeros(rows.num_rows, len(rows.slots), dtype=self._dtype)
+        mask[:, rows.context :].masked_fill_(hidden, float("-inf"))
+        if window is not None:
+            keys = torch.cat((torch.arange(rows.context), torch.tensor(rows.pending.depths) + rows.context))
+            mask.masked_fill_(keys <= torch.tensor(rows.positions())[:, None] - window, float("-inf"))
+        return (mask.repeat(self._group, 1) if folded else mask).to(self._device)

@@ -206,6 +206,15 @@ class World:
                     self.answers["draft"].append(self.drafter.answer(answer))
                 case Tokens():
                     self.hear(answer)
+        self.check_orders(answers)
+
+    def check_orders(self, answers) -> None:
+        """A draft for a sequence that is being verified would be stale before it is made."""
+        for batch in answers:
+            if isinstance(batch, DraftBatch) and self.answers["target"]:
+                ordered = {order.request_id for order in batch.orders if order.num_draft_tokens}
+                judged = {verdict.request_id for verdict in self.answers["target"][0].verdicts}
+                assert not ordered & judged
 
     def hear(self, news: Tokens) -> None:
         tokens = self.tokens.setdefault(news.request_id, [])

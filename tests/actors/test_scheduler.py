@@ -42,7 +42,7 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(
         seats=st.integers(1, 4),
-        rows=st.integers(6, 30),
+        rows=st.integers(2, 30),
         chunk=st.integers(1, 12),
         slots=st.integers(24, 90),
         max_model_len=st.integers(8, 40),
@@ -160,15 +160,25 @@ def test_decode_rows_come_before_prompt_chunks():
     assert [sequence.request_id for sequence, _, _ in plan.rows] == [0, 1, 9]
 
 
+def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():
+    scheduler = Scheduler(Limits(8, 6, 4), Capacity(400, 64))
+    for request_id, prompt_len in enumerate((40, 1, 1, 1)):
+        scheduler.add(sequence_of(prompt_len, request_id=request_id))
+    follow(scheduler.plan({}))
+    assert [(sequence.request_id, rows) for sequence, rows, _ in scheduler.plan({}).rows] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (0, 3),
+    ]
+
+
 def test_a_draft_never_costs_another_sequence_its_root():
     scheduler = running_scheduler(Limits(8, 12, 12), 400, 2, 2, 2)
-    proposals = {sequence.request_id: proposal_for(sequence, 8) for sequence in scheduler.running}
-    plan = scheduler.plan(proposals)
-    assert [(s.request_id, rows, p is not None) for s, rows, p in plan.rows] == [
-        (0, 1, True),
-        (1, 1, False),
-        (2, 1, False),
-    ]
+    first, second, _ = scheduler.running
+    plan = scheduler.plan({0: proposal_for(first, 10), 1: proposal_for(second, 4)})
+    rows = [(sequence.request_id, rows, proposal is not None) for sequence, rows, proposal in plan.rows]
+    assert rows == [(0, 1, False), (1, 1, True), (2, 1, False)]
 
 
 def test_short_pool_costs_drafts_first_and_the_youngest_its_place_then():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 
 import pytest
 import zmq
@@ -144,8 +145,10 @@ def test_a_link_outlives_its_hub():
     link = Link(hub.address, "target-0")
     greet(hub, link)
     hub.close()
+    time.sleep(0.2)  # until ZeroMQ has taken the pipe down
     for _ in range(10):
         link.send(Hello())
+    assert link.receive(0.01) is None
     link.close()
 
 

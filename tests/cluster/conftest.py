@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from actors.options import ModelDrafterConfig, PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig
-from cluster.config import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName
+from actors.options import (
+    DrafterConfig,
+    ModelDrafterConfig,
+    NgramDrafterConfig,
+    NoDrafterConfig,
+    PipelineConfig,
+    SamplingConfig,
+    TargetConfig,
+    VerifyConfig,
+)
+from cluster.config import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig, PlacementName
+from cluster.engine import Engine
 
 
 @pytest.fixture
@@ -41,3 +54,49 @@ def write_prompts(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def half_agreeing_drafter(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with noise on its weights: some of what it drafts is accepted, and some is not."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path_factory.mktemp("drafter")
+    shutil.copytree(tiny_checkpoint("Llama"), path, dirs_exist_ok=True)
+    torch.manual_seed(1)
+    weights = load_file(path / "model.safetensors")
+    noisy = {name: weight + 0.1 * weight.std() * torch.randn_like(weight) for name, weight in weights.items()}
+    save_file(noisy, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def one_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks neither pin themselves nor start threads for their tensors: a busy machine would stall them for seconds."""
+    import torch
+
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+
+@pytest.fixture
+def open_engine(
+    tiny_launch: Callable[..., LaunchConfig], half_agreeing_drafter: Path, one_free_thread: None
+) -> Iterator[Callable[..., Engine]]:
+    """Engines in this process; `drafter` is "model", "ngram", "none", or a configuration. Closed with the test."""
+    drafters = {
+        "model": ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu"),
+        "ngram": NgramDrafterConfig(min_ngram=1),
+        "none": NoDrafterConfig(),
+    }
+    engines: list[Engine] = []
+
+    def open_(drafter: str | DrafterConfig = "model", *, tp: int = 1, **sections: object) -> Engine:
+        config = tiny_launch(GenerateConfig(), drafter=drafters.get(drafter, drafter), **sections)
+        engines.append(Engine(replace(config, target=replace(config.target, tp=tp))))
+        return engines[-1]
+
+    yield open_
+    for engine in engines:
+        engine.close()

@@ -50,7 +50,7 @@ PUBLIC_KEYS = {
     "verify": "rule law_size",
     "pipeline": "name",
     "placement": "name",
-    "cluster": "name address num_cpus oversubscribe dashboard startup_timeout_s namespace",
+    "cluster": "name address num_cpus oversubscribe dashboard port startup_timeout_s namespace",
     "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk",
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",

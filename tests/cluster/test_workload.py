@@ -12,27 +12,31 @@ from cluster.completion import EngineError
 from cluster.prompts import Prompt
 from cluster.workload import serve_prompts
 
+GIVE_UP_S = 30
 PROMPTS = [Prompt(f"prompt {index}") for index in range(6)]
 
 
 class ScriptedCompletion:
-    """Ends after `delay_s`, or when it is aborted."""
+    """Ends once as many requests as the engine waits for were in flight together, or never but by an abort."""
 
-    def __init__(self, engine: ScriptedEngine, prompt: str, delay_s: float) -> None:
+    def __init__(self, engine: ScriptedEngine, prompt: str) -> None:
         self.token_ids, self.text, self.stats = [1, 2], prompt.upper(), RequestStats()
         self.finish_reason = "length"
         self.submitted_at = time.monotonic()
-        self.first_token_at = self.submitted_at + 0.001
+        self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self._engine = engine
         self._prompt = prompt
-        self._delay_s = delay_s
         self._aborted = threading.Event()
 
     def result(self) -> ScriptedCompletion:
-        if self._aborted.wait(self._delay_s):
+        if self._prompt in self._engine.endless:
+            assert self._aborted.wait(GIVE_UP_S)
             self.finish_reason = "abort"
-        self.finished_at = time.monotonic()
+        else:
+            assert self._engine.gathered.wait(GIVE_UP_S)
+        self.first_token_at = time.monotonic()
+        self.finished_at = self.first_token_at + 0.001
         self._engine.ended(self)
         if self._prompt in self._engine.failing:
             raise EngineError("prompt: too long")
@@ -43,8 +47,12 @@ class ScriptedCompletion:
 
 
 class ScriptedEngine:
-    def __init__(self, delay_s: float = 0.01, failing: tuple[str, ...] = (), dead: bool = False) -> None:
-        self.failing, self.dead, self.delay_s = failing, dead, delay_s
+    def __init__(
+        self, *, waits_for: int = 1, failing: tuple[str, ...] = (), endless: tuple[str, ...] = (), dead: bool = False
+    ) -> None:
+        self.failing, self.endless, self.dead = failing, endless, dead
+        self.waits_for = waits_for
+        self.gathered = threading.Event()
         self.in_flight: set[ScriptedCompletion] = set()
         self.most_in_flight = 0
         self.submitted: list[tuple[object, bool]] = []
@@ -55,10 +63,12 @@ class ScriptedEngine:
         if self.dead:
             raise EngineError("target-0: died")
         with self._lock:
-            completion = ScriptedCompletion(self, content, self.delay_s)
+            completion = ScriptedCompletion(self, content)
             self.submitted.append((content, speculate))
             self.in_flight.add(completion)
             self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+            if len(self.in_flight) >= self.waits_for:
+                self.gathered.set()
         return completion
 
     def ended(self, completion: ScriptedCompletion) -> None:
@@ -78,12 +88,12 @@ def serve(engine: ScriptedEngine, concurrency: int, **more):
 
 @pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (2, 2), (0, 6)])
 def test_so_many_requests_are_in_flight(concurrency, most):
-    engine = ScriptedEngine()
+    engine = ScriptedEngine(waits_for=most)
     run = serve(engine, concurrency)
     assert engine.most_in_flight == most
     assert sorted(engine.submitted) == [(prompt.text, True) for prompt in PROMPTS]
     assert [one.text for one in run.completed] == [prompt.text.upper() for prompt in PROMPTS]
-    assert run.num_tokens == 12 and run.wall_s >= 0.01
+    assert run.num_tokens == 12 and run.wall_s > 0
 
 
 def test_counters_are_those_of_the_window():
@@ -120,11 +130,9 @@ def test_an_interrupt_aborts_what_is_in_flight_and_keeps_what_there_is():
         if len(heard) == 2:
             raise KeyboardInterrupt
 
-    engine = ScriptedEngine(delay_s=0.3)
-    started = time.monotonic()
+    engine = ScriptedEngine(endless=tuple(prompt.text for prompt in PROMPTS[2:]))
     run = serve(engine, 2, on_finished=interrupt_at_second)
-    assert run.interrupted and time.monotonic() - started < 0.9
-    assert heard == run.requests
-    assert 2 <= len(run.requests) < 6
-    assert {one.finish_reason for one in run.requests[2:]} <= {"abort"}
+    assert run.interrupted and heard == run.requests
+    assert [one.index for one in run.completed[:2]] == [0, 1]
+    assert len(run.requests) < 6 and {one.finish_reason for one in run.requests[2:]} <= {"abort"}
     assert not engine.in_flight

@@ -71,9 +71,12 @@ def test_ranks_share_a_model(make_checkpoint, on_ranks, name, size):
     family, overrides = MODELS[name]
     checkpoint = make_checkpoint(family, **overrides)
     expected = checkpoint.logits(TOKENS)
-    for logits in on_ranks(size, lambda group: feed(open_model(checkpoint.path, group, num_slots=64), [30, 9, 1])):
-        assert logits.shape == expected.shape
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    for backend in ("sdpa", "padded"):
+        for logits in on_ranks(
+            size, lambda group: feed(open_model(checkpoint.path, group, num_slots=64, backend=backend), [30, 9, 1])
+        ):
+            assert logits.shape == expected.shape
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_taps_are_the_residual_stream(llama):

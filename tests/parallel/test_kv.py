@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -63,11 +62,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.commit(seq_id, keep, retain)
         self.committed[seq_id] += [rows[i] for i in keep]
         self.pending[seq_id] = [rows[i] for i in retain]
-
-    @precondition(lambda self: self.committed)
-    @rule(data=st.data())
-    def compact(self, data):
-        self.pool.compact(self.pick(data))
 
     @precondition(lambda self: self.committed)
     @rule(data=st.data())
@@ -137,30 +131,6 @@ def test_a_tree_path_breaks_the_run_and_truncation_restores_it():
     assert pool.run("a") is None and pool.slots("a")[4:].tolist() == [first, first + 3]
     pool.truncate("a", 5)
     assert pool.run("a") == range(first - 4, first + 1)
-    pool.check()
-
-
-def test_compaction_moves_a_path_up_to_the_run():
-    pool = make_pool()
-    pool.open("a")
-    pool.reserve("a", 4)
-    pool.keys[0, pool.reserve("a", 5)] = torch.arange(5.0).view(5, 1, 1)
-    pool.commit("a", [0, 1, 2, 3, 5, 8])
-    assert pool.run("a") is None
-    pool.compact("a")
-    assert pool.run("a") is not None and pool.keys[0, pool.slots("a")[-2:], 0, 0].tolist() == [1, 4]
-    pool.check()
-
-
-def test_compaction_spares_a_neighbour():
-    pool = make_pool()
-    for seq_id in "ab":
-        pool.open(seq_id)
-    pool.reserve("a", 6)
-    pool.commit("a", [0, 1, 2, 4])
-    pool.reserve("b", pool.num_free)  # the slot of row 3 is b's now
-    pool.compact("a")
-    assert pool.run("a") is None
     pool.check()
 
 

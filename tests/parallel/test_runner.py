@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel.config import DecoderConfig
-from parallel.layers.packing import packs
+from parallel.layers.weight import packs
 from parallel.mesh import Group
 from parallel.plan import Span
 from parallel.runner import kv_bytes_per_slot, open_model, weight_bytes
@@ -35,7 +35,6 @@ def open_runner(path, backend):
 def ragged(path, backend, *, together, fragmented=False):
     """Logits of SPANS behind CONTEXTS, in one pass or one by one, the sequences' slots in runs or in pieces."""
     model = open_runner(path, backend)
-    model._backend.wants_runs = not fragmented
     for seq_id, context in CONTEXTS.items():
         model.open(seq_id)
         if context and fragmented:
@@ -131,6 +130,8 @@ def test_a_pass_too_large_is_refused_before_anything_changes(llama):
 def test_an_unknown_backend_is_named(llama):
     with pytest.raises(ValueError, match="attention backend 'flash' is not known"):
         open_model(llama.path, backend="flash")
+    with pytest.raises(ValueError, match="graphs=True needs a CUDA device"):
+        open_model(llama.path, graphs=True)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,6 @@ def test_bytes_are_those_allocated(make_checkpoint, family, overrides, size, dty
     path = make_checkpoint(family, **overrides).path
     config = DecoderConfig.from_hf(path)
     model = open_model(path, group, dtype=dtype, num_slots=10)
-    packed = packs("cpu", dtype)
-    allocated = sum(parameter.nbytes for parameter in model.decoder.parameters())
-    assert weight_bytes(config, size, dtype, packed=packed) == allocated
+    assert weight_bytes(config, size, dtype, packed=packs("cpu", dtype)) == model.decoder.nbytes()
     pool_bytes = model.pool.keys.nbytes + model.pool.values.nbytes
     assert kv_bytes_per_slot(config, size, dtype) * 11 == pool_bytes  # with the scratch slot

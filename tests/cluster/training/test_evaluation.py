@@ -16,6 +16,7 @@ from cluster.training.evaluation import (
     count_rounds,
     greedy_matches,
     mean_loss,
+    overlap,
     spread_rows,
 )
 from cluster.training.lessons import Lessons
@@ -115,6 +116,8 @@ def test_loss_and_agreement_of_known_models():
     )
     assert agreement_rate(model(5), model(5), rows) == 1.0
     assert agreement_rate(model(5), model(6), rows) < 0.5
+    assert overlap(model(5), model(5), rows) == pytest.approx(1.0)
+    assert 0.0 < overlap(model(5), uniform, rows) < 0.9
 
 
 def test_distillation_is_zero_only_for_equal_models_and_teaches_only_the_student():

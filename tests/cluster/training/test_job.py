@@ -118,10 +118,15 @@ def test_stages_run_one_by_one_from_named_folders(finished: Path, tiny_corpus: C
     assert not (tmp_path / "unused").exists()
 
 
-def test_a_stage_without_its_predecessor_is_an_error(tiny_corpus: Corpus, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    ("stage", "missing"), [("target", "tokenizer"), ("continuations", "tokenizer"), ("drafter", "continuations")]
+)
+def test_a_stage_without_its_predecessor_is_an_error(
+    tiny_corpus: Corpus, tmp_path: Path, monkeypatch, stage: str, missing: str
+):
     monkeypatch.setattr(train, "load_corpus", lambda seed, test_megabytes: tiny_corpus)
-    with pytest.raises(FileNotFoundError, match="tokenizer"):
-        train.run(replace(SMALL, stages=["target"]), tmp_path)
+    with pytest.raises(FileNotFoundError, match=missing):
+        train.run(replace(SMALL, stages=[stage]), tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"stages": ["target", "magic"]}, {"stages": []}, {"max_draft_tokens": 4}])

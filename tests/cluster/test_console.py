@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from cluster.console import COMPLETION_LINES, COMPLETION_SHOWN, Terminal, figure, percent, trimmed
+
+
+def captured() -> tuple[Terminal, io.StringIO]:
+    out = io.StringIO()
+    return Terminal(Console(file=out, width=100, highlight=False)), out
+
+
+def test_long_completions_are_trimmed_and_say_so():
+    assert trimmed("\nshort\n") == "short"
+    assert trimmed("\n".join("abcdefgh")) == "a\nb\nc\nd …" and COMPLETION_LINES == 4
+    assert trimmed("x" * 1000) == "x" * COMPLETION_SHOWN + " …"
+
+
+def test_what_was_not_measured_is_a_dash():
+    assert (figure(None), percent(None)) == ("–", "–")
+    assert (figure(1234.567, 1), figure(2.0, 2, "x"), percent(0.256)) == ("1,234.6", "2.00x", "26%")
+
+
+def test_text_of_models_is_shown_as_it_is():
+    terminal, out = captured()
+    terminal.completion("def f(x):\n    return", " x[bold]y[/bold] [/]", "5 tokens, length")
+    terminal.table("Figures", ("name", "value"), [("[red]", "1")])
+    shown = out.getvalue()
+    assert "def f(x): return" in shown and "x[bold]y[/bold] [/]" in shown and "[red]" in shown
+
+
+def test_progress_shows_counts_and_seconds():
+    terminal, out = captured()
+    with terminal.counting("completing", 3) as bar:
+        bar.say("measuring")
+        bar.advance()
+        bar.advance()
+    assert "measuring" in out.getvalue() and "2/3" in out.getvalue() and "0:00:0" in out.getvalue()
+    with terminal.starting() as progress:
+        progress("loading [1 of 2]")
