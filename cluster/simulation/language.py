@@ -110,7 +110,7 @@ class Text:
 
 
 def _stratified(draw: random.Random) -> list[float]:
-    """Uniform numbers, one from each of `STRATA` equal parts of [0, 1), shuffled: frequencies are met within a block."""
+    """Uniform numbers, one from each of `STRATA` equal parts of [0, 1), shuffled."""
     strata = list(range(STRATA))
     draw.shuffle(strata)
     return [(stratum + draw.random()) / STRATA for stratum in strata]
