@@ -271,7 +271,6 @@ class Coordinator:
             sequence
             for sequence in self._scheduler.running
             if sequence.request_id not in self._answered
-            and sequence.request_id not in (self._verifying or ())
             and self._wants_draft(sequence)
         ]
 

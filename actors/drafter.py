@@ -159,11 +159,13 @@ class DraftRole:
             self.drafter.prepare(idle)
         return [(context, budget) for context, budget in wanted if budget]
 
-    def _propose(self, asked: list[tuple[Context, int]], *, prepared: bool) -> tuple[Proposal, ...]:
+    def _propose(self, asked: list[tuple[Context, int]], *, prepared: bool | None) -> tuple[Proposal, ...]:
         if not asked:
             return ()
         contexts, budgets = zip(*asked, strict=True)
         drafts = self.drafter.propose(contexts, budgets)
+        if not self.drafter.works_ahead:
+            prepared = None
         return tuple(_proposal(context, draft, prepared) for context, draft in zip(contexts, drafts, strict=True))
 
     def _follow(self, commit: Commit) -> None:
@@ -174,7 +176,7 @@ class DraftRole:
         context.prefix_hash = extend_hash(context.prefix_hash, commit.token_ids)
 
 
-def _proposal(context: Context, draft: Draft, prepared: bool) -> Proposal:
+def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal:
     return Proposal(
         context.request_id,
         context.epoch,

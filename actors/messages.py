@@ -119,8 +119,8 @@ class Proposal:
     """A drafter's guess for one request, and the prefix it assumes.
 
     `draws[i]` says how node i was drawn; `laws[i]` is the law from which the *children* of node i were drawn, None
-    where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared` marks a branch hit:
-    the draft was there before the verdict that it follows.
+    where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared` tells a branch hit
+    (the draft was there before the verdict it follows) from a miss; None if the drafter does not work ahead.
     """
 
     request_id: int
@@ -130,7 +130,7 @@ class Proposal:
     tree: TokenTree
     draws: tuple[int, ...] = ()
     laws: tuple[SparseLaw | None, ...] = ()
-    prepared: bool = False
+    prepared: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

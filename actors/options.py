@@ -122,9 +122,9 @@ class ModelDrafterConfig(DrafterConfig):
     """Longest path of a tree."""
     width: int = 2
     """Children per node of a tree."""
-    fan_out: int = 3
+    fan_out: int = 6
     """Asynchronous pipelines: likely next tokens remembered behind every node."""
-    ahead_width: int = 6
+    ahead_width: int = 8
     """Asynchronous pipelines: nodes fed in one pass of draft-ahead, over all requests."""
     dtype: str = "auto"
     """As `target.dtype`."""

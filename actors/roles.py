@@ -126,5 +126,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
 
 
 def _build_draft(spec: RankSpec, group: Group) -> tuple[DraftRole, dict[str, object]]:
-    drafter, facts = build_drafter(spec.drafter, spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids)
+    drafter, facts = build_drafter(
+        spec.drafter, spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
+    )
     return DraftRole(drafter), facts

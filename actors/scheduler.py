@@ -101,7 +101,9 @@ class Scheduler:
         plan.rows = [(sequence, rows, proposal) for sequence, rows, proposal in demands if rows]
         return plan
 
-    def _demands(self, proposals: dict[int, Proposal], held: Collection[int]) -> list[tuple[Sequence, int, Proposal | None]]:
+    def _demands(
+        self, proposals: dict[int, Proposal], held: Collection[int]
+    ) -> list[tuple[Sequence, int, Proposal | None]]:
         budget = self.limits.max_num_batched_tokens
         # Sequences that only lack their root come first: neither a long prompt nor another's draft may stall them.
         queue = sorted((s for s in self.running if s.request_id not in held), key=lambda s: s.uncached_len > 1)

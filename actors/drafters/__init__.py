@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.drafter import Drafter
 from actors.branches import AHEAD
+from actors.drafter import Drafter
 from actors.drafters.ahead import AheadDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter

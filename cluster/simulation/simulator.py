@@ -223,7 +223,7 @@ class _Run:
         shares = split_time(self._target.busy, self._draft.busy, self._opened, self._closed)
         num_passes = counters["num_rounds"]
         steps, accepted = counters["num_spec_steps"], counters["num_accepted_tokens"]
-        offers = counters["num_branch_hits"] + counters["num_branch_misses"]
+        offers = counters["num_branch_lookups"]
         pairs = zip(counters["num_accepted_per_pos"], counters["num_drafted_per_pos"], strict=True)
         return SimulationResult(
             tokens_per_s=counters["num_tokens"] / window_s,

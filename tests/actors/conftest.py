@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from actors.branches import AHEAD
 from actors.coordinator import Coordinator
 from actors.drafter import DraftRole
-from actors.branches import AHEAD
 from actors.drafters.ahead import AheadDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter

@@ -160,14 +160,14 @@ def test_a_conductor_that_breaks_leaves_no_rank_waiting(open_stage):
     assert isinstance(error, TypeError) and "client sent Tokens" in str(error)
 
 
-def test_the_watch_sees_the_tally_about_once_a_second(open_stage, monkeypatch):
+def test_the_watch_sees_the_tally_about_once_a_second(open_stage):
     seen = []
     stage = open_stage(draft_ranks=0, watch=lambda tally: seen.append(tally.num_prompt_tokens))
     stage.get_ready()
     stage.say(CLIENT, Request(1, (3, 4, 5)))
     assert isinstance(stage.hear("target-0"), VerifyBatch)
-    deadline = time.monotonic() + WAIT_S
-    while not seen and time.monotonic() < deadline:
-        stage.say(CLIENT, Abort(99))
-        time.sleep(0.1)
+    for _ in range(100):
+        if not seen:
+            stage.say(CLIENT, Abort(99))
+            time.sleep(0.1)
     assert seen and seen[-1] == 3
