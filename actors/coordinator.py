@@ -31,6 +31,7 @@ from actors.messages import (
     VerifyItem,
 )
 from actors.pipelines import Pipeline
+from actors.pipelines.cost import Costs
 from actors.scheduler import PassPlan, Scheduler
 from actors.sequence import Sequence
 from actors.tally import Tally
@@ -97,9 +98,11 @@ class Coordinator:
         self._proposals: dict[int, Proposal] = {}
         self._target = Ledger()
         self._draft = Ledger()
+        self._costs = Costs()
         self._draft_round = 0  # of the last batch sent to each role; both sides of one round bear one number
         self._verify_round = 0
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
+        self._heard = False  # the first answer to the outstanding orders has come, but not the last
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
         self._round_started: float | None = None
@@ -167,17 +170,24 @@ class Coordinator:
                 self._proposals[proposal.request_id] = proposal
             else:
                 self.tally.num_stale += 1
-        for request_id, prefix_len in self._drafting.items():
+        if not batch.num_missing:
+            if any(not proposal.prepared for proposal in batch.proposals):
+                self._costs.saw_draft(batch.finished - batch.started)
+            answered, self._drafting, self._heard = self._drafting, None, False
+        else:
+            answered = {proposal.request_id: proposal.prefix_len for proposal in batch.proposals}
+            self._heard = True
+        for request_id, prefix_len in answered.items():
             sequence = self._sequences.get(request_id)
             if sequence is not None and sequence.prefix_len == prefix_len:
                 self._answered.add(request_id)
-        self._drafting = None
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
         if self._verifying is None or batch.round != self._verify_round:
             self.tally.num_stale += 1
             return []
         offered, self._verifying = self._verifying, None
+        self._costs.saw_verify(batch.finished - batch.started)
         speculated = any(proposal is not None for proposal in offered.values())
         self.tally.judged(batch, speculated=speculated)
         news: list[Any] = []
@@ -190,6 +200,8 @@ class Coordinator:
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
             self._forget_draft(sequence)
             self.tally.verified(proposal, commit)
+            if proposal is not None and proposal.tree.num_draft_tokens:
+                self._costs.saw_acceptance(len(commit.token_ids))
             self._target.commit(commit)
             self._draft.commit(commit)
             ended = sequence.finish_reason is not None
@@ -224,13 +236,15 @@ class Coordinator:
     def _advance(self, now: float) -> list[Any]:
         """Order drafts, then start a target pass if the policy lets it."""
         if self._verifying is not None:
-            return []
+            return self._order_drafts() if self._pipeline.alternates else []
         if self._round_started is None and self.num_requests:
             self._round_started = now
         orders = self._order_drafts()
-        if not self._pipeline.may_verify(self._expecting()):
+        expecting = len(self._expecting())
+        if not self._pipeline.may_verify(expecting, len(self._proposals), self._heard, self._costs):
             return orders
-        plan = self._scheduler.plan(self._proposals)
+        held = {sequence.request_id for sequence in self._expecting()} if self._pipeline.alternates else set()
+        plan = self._scheduler.plan(self._proposals, held)
         for sequence in plan.preempted:
             self._forget_draft(sequence)
             self._target.release(sequence.request_id)
@@ -256,13 +270,15 @@ class Coordinator:
         return [
             sequence
             for sequence in self._scheduler.running
-            if sequence.request_id not in self._answered and self._wants_draft(sequence)
+            if sequence.request_id not in self._answered
+            and self._wants_draft(sequence)
         ]
 
     def _order_drafts(self) -> list[DraftBatch]:
         if self._drafting is not None:
             return []
-        orders = [DraftOrder(sequence.request_id, self._wants_draft(sequence)) for sequence in self._expecting()]
+        chosen = self._pipeline.choose(self._expecting(), len(self._scheduler.running))
+        orders = [DraftOrder(sequence.request_id, self._wants_draft(sequence)) for sequence in chosen]
         if not orders and not self._draft.has_news:
             return []
         admits, commits, releases = self._draft.flush()

@@ -9,7 +9,7 @@ digest, so that a drafter without a model is a single function.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,6 +67,9 @@ class Drafter(Protocol):
     def prepare(self, contexts: Sequence[Context]) -> None:
         """Bring private state, such as KV, up to the committed text, in the time the target reads it too."""
 
+    def prepared(self, context: Context) -> bool:
+        """Whether `propose` would answer for this context without a pass."""
+
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """One draft per context, with at most `budgets[i]` >= 1 draft tokens; fewer or none is always allowed."""
 
@@ -76,16 +79,64 @@ class Drafter(Protocol):
     def release(self, request_id: int) -> None:
         """The request ended; forget it."""
 
+    @property
+    def wants_work(self) -> bool:
+        """Whether draft-ahead has something left to do until the next record arrives."""
+
+    works_ahead: bool
+    """Whether this drafter uses the time while the target verifies."""
+
+    def work(self) -> None:
+        """One short step of draft-ahead, about one pass."""
+
+
+class IdleDrafter:
+    """Base of drafters that never work ahead."""
+
+    works_ahead = False
+    wants_work = False
+
+    def prepared(self, context: Context) -> bool:
+        return False
+
+    def work(self) -> None:
+        assert False, "nothing was wanted"
+
 
 @dataclass(slots=True)
 class DraftRole:
-    """Answers each `DraftBatch` with a `ProposalBatch`."""
+    """Answers each `DraftBatch`, first with what is prepared, then with what had to be drafted; works ahead between."""
 
     drafter: Drafter
+    clock: Callable[[], float] = time.monotonic
     contexts: dict[int, Context] = field(default_factory=dict)
+    _ahead: list[tuple[float, float]] = field(default_factory=list)
 
-    def answer(self, batch: DraftBatch) -> ProposalBatch:
-        started = time.monotonic()
+    @property
+    def wants_work(self) -> bool:
+        return self.drafter.wants_work
+
+    def work(self) -> None:
+        started = self.clock()
+        self.drafter.work()
+        self._ahead.append((started, self.clock()))
+
+    def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
+        started = self.clock()
+        asked = self._follow_all(batch)
+        hits = [(context, budget) for context, budget in asked if self.drafter.prepared(context)]
+        misses = [(context, budget) for context, budget in asked if not self.drafter.prepared(context)]
+        ahead, self._ahead = tuple(self._ahead), []
+        if hits or (misses and self.drafter.works_ahead):
+            proposals = self._propose(hits, prepared=True)
+            yield ProposalBatch(batch.round, proposals, started, self.clock(), len(misses), ahead)
+            if not misses:
+                return
+            started, ahead = self.clock(), ()
+        yield ProposalBatch(batch.round, self._propose(misses, prepared=False), started, self.clock(), 0, ahead)
+
+    def _follow_all(self, batch: DraftBatch) -> list[tuple[Context, int]]:
+        """Bring the contexts up to the batch; returns what to propose for."""
         for request_id in batch.releases:
             if self.contexts.pop(request_id, None) is not None:
                 self.drafter.release(request_id)
@@ -106,13 +157,16 @@ class DraftRole:
         idle = [context for context, budget in wanted if not budget]
         if idle:
             self.drafter.prepare(idle)
-        asked = [(context, budget) for context, budget in wanted if budget]
-        proposals: tuple[Proposal, ...] = ()
-        if asked:
-            contexts, budgets = zip(*asked, strict=True)
-            drafts = self.drafter.propose(contexts, budgets)
-            proposals = tuple(map(_proposal, contexts, drafts))
-        return ProposalBatch(batch.round, proposals, started, time.monotonic())
+        return [(context, budget) for context, budget in wanted if budget]
+
+    def _propose(self, asked: list[tuple[Context, int]], *, prepared: bool | None) -> tuple[Proposal, ...]:
+        if not asked:
+            return ()
+        contexts, budgets = zip(*asked, strict=True)
+        drafts = self.drafter.propose(contexts, budgets)
+        if not self.drafter.works_ahead:
+            prepared = None
+        return tuple(_proposal(context, draft, prepared) for context, draft in zip(contexts, drafts, strict=True))
 
     def _follow(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
@@ -122,7 +176,7 @@ class DraftRole:
         context.prefix_hash = extend_hash(context.prefix_hash, commit.token_ids)
 
 
-def _proposal(context: Context, draft: Draft) -> Proposal:
+def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal:
     return Proposal(
         context.request_id,
         context.epoch,
@@ -131,4 +185,5 @@ def _proposal(context: Context, draft: Draft) -> Proposal:
         draft.tree,
         tuple(int(draw) for draw in draft.draws),
         draft.laws,
+        prepared,
     )

@@ -119,7 +119,8 @@ class Proposal:
     """A drafter's guess for one request, and the prefix it assumes.
 
     `draws[i]` says how node i was drawn; `laws[i]` is the law from which the *children* of node i were drawn, None
-    where they were not drawn at random. Under the coupled rule both may be empty tuples.
+    where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared` tells a branch hit
+    (the draft was there before the verdict it follows) from a miss; None if the drafter does not work ahead.
     """
 
     request_id: int
@@ -129,6 +130,7 @@ class Proposal:
     tree: TokenTree
     draws: tuple[int, ...] = ()
     laws: tuple[SparseLaw | None, ...] = ()
+    prepared: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +241,18 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class ProposalBatch:
-    """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host."""
+    """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host.
+
+    `num_missing` orders are still being drafted for; another batch follows. `ahead` is the draft-ahead work since the
+    last batch, as (started, finished) of its passes.
+    """
 
     round: int
     proposals: tuple[Proposal, ...]
     started: float
     finished: float
+    num_missing: int = 0
+    ahead: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,10 @@ class PipelineName(StrEnum):
 
     plain = "plain"
     sync = "sync"
+    pearl = "pearl"
+    branches = "branches"
+    tree = "tree"
+    pingpong = "pingpong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,10 @@ class ModelDrafterConfig(DrafterConfig):
     """Longest path of a tree."""
     width: int = 2
     """Children per node of a tree."""
+    fan_out: int = 6
+    """Asynchronous pipelines: likely next tokens remembered behind every node."""
+    ahead_width: int = 8
+    """Asynchronous pipelines: nodes fed in one pass of draft-ahead, over all requests."""
     dtype: str = "auto"
     """As `target.dtype`."""
     device: str = "auto"
@@ -139,7 +147,9 @@ class PipelineConfig:
     """How drafting and verification interleave."""
 
     name: PipelineName = PipelineName.sync
-    """plain: no speculation; sync: draft, then verify, in turn."""
+    """plain: no speculation; sync: draft, then verify, in turn; the others draft while the target verifies: pearl runs
+    ahead on one chain, branches prepares every likely outcome, tree grows one tree that each verdict re-roots,
+    pingpong alternates between two halves of the batch."""
 
 
 @dataclass(frozen=True, slots=True)

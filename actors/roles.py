@@ -48,6 +48,7 @@ class RankSpec:
     target: TargetConfig
     drafter: DrafterConfig
     verify: VerifyConfig
+    pipeline: str
     scheduler: SchedulerConfig
 
     @property
@@ -67,10 +68,10 @@ def serve(spec: RankSpec, observe: Callable[[str], None] | None = None) -> None:
         group = _join(spec)
         role, facts = build_role(spec, group)
         link.send(Ready(spec.role, spec.rank, facts))
-        while not isinstance(batch := link.receive(), Stop):
-            answer = role.answer(batch)
-            if spec.rank == 0:
-                link.send(answer)
+        while not isinstance(batch := _next_record(link, role, group, spec.device), Stop):
+            for answer in role.answer(batch):
+                if spec.rank == 0:
+                    link.send(answer)
             if observe is not None:
                 observe(f"round {batch.round}")
     except Exception as error:
@@ -80,6 +81,17 @@ def serve(spec: RankSpec, observe: Callable[[str], None] | None = None) -> None:
         link.close()
         if group is not None:
             group.close()
+
+
+def _next_record(link: Link, role: Any, group: Group, device: str) -> Any:
+    """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
+    while role.wants_work:
+        record = link.receive(timeout_s=0) if group.rank == 0 else None
+        arrived = group.broadcast(torch.tensor([record is not None], dtype=torch.int64, device=device))
+        if arrived.item():
+            return record if record is not None else link.receive()
+        role.work()
+    return link.receive()
 
 
 def _join(spec: RankSpec) -> Group:
@@ -114,5 +126,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
 
 
 def _build_draft(spec: RankSpec, group: Group) -> tuple[DraftRole, dict[str, object]]:
-    drafter, facts = build_drafter(spec.drafter, spec.verify, spec.scheduler, group, spec.device, spec.eos_token_ids)
+    drafter, facts = build_drafter(
+        spec.drafter, spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
+    )
     return DraftRole(drafter), facts

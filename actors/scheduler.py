@@ -9,6 +9,7 @@ tokens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from actors.messages import Proposal
@@ -83,19 +84,21 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.admitted.append(sequence)
 
-    def plan(self, proposals: dict[int, Proposal]) -> PassPlan:
-        """Choose the rows of the next pass. `proposals` maps request ids to fresh proposals."""
+    def plan(self, proposals: dict[int, Proposal], held: Collection[int] = ()) -> PassPlan:
+        """Choose the rows of the next pass: `proposals` maps request ids to fresh proposals, `held` sit it out."""
         plan = PassPlan()
         self._admit(plan)
-        demands = self._demands(proposals)
+        demands = self._demands(proposals, held)
         self._fit(demands, plan)
         plan.rows = [(sequence, rows, proposal) for sequence, rows, proposal in demands if rows]
         return plan
 
-    def _demands(self, proposals: dict[int, Proposal]) -> list[tuple[Sequence, int, Proposal | None]]:
+    def _demands(
+        self, proposals: dict[int, Proposal], held: Collection[int]
+    ) -> list[tuple[Sequence, int, Proposal | None]]:
         budget = self.limits.max_num_batched_tokens
         # Sequences that only lack their root come first: neither a long prompt nor another's draft may stall them.
-        queue = sorted(self.running, key=lambda s: s.uncached_len > 1)
+        queue = sorted((s for s in self.running if s.request_id not in held), key=lambda s: s.uncached_len > 1)
         num_roots = sum(sequence.uncached_len == 1 for sequence in queue)
         demands = []
         for place, sequence in enumerate(queue, start=1):
@@ -120,8 +123,8 @@ class Scheduler:
             demands[i] = (sequence, rows, None)
         while needed > free:
             victim = self.running.pop()
-            index = next(i for i, demand in enumerate(demands) if demand[0] is victim)
-            needed -= demands.pop(index)[1]
+            needed -= sum(rows for sequence, rows, _ in demands if sequence is victim)
+            demands[:] = [demand for demand in demands if demand[0] is not victim]
             free += victim.cached_len
             victim.preempt()
             self.waiting.appendleft(victim)

@@ -34,6 +34,8 @@ class Tally:
     num_accepted_per_pos: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
     num_stale: int = 0
+    num_branch_hits: int = 0
+    num_branch_lookups: int = 0
     draft_busy_s: float = 0.0
     target_busy_s: float = 0.0
     active_s: float = 0.0
@@ -62,9 +64,15 @@ class Tally:
 
     def drafted(self, batch: ProposalBatch) -> None:
         self.draft_busy_s += batch.finished - batch.started
+        for started, finished in batch.ahead:
+            self.draft_busy_s += finished - started
+            self.spans.append(("draft", "ahead", started, finished, {"round": batch.round}))
+        hits = sum(proposal.prepared is True for proposal in batch.proposals)
+        self.num_branch_hits += hits
+        self.num_branch_lookups += sum(proposal.prepared is not None for proposal in batch.proposals)
         if batch.proposals:
             tokens = sum(proposal.tree.num_draft_tokens for proposal in batch.proposals)
-            self._span("draft", "propose", batch, {"requests": len(batch.proposals), "tokens": tokens})
+            self._span("draft", "propose", batch, {"requests": len(batch.proposals), "tokens": tokens, "hits": hits})
         else:
             self._span("draft", "prefill", batch, {})
 

@@ -8,7 +8,7 @@ one runner and one verification rule; has never heard of drafters, pipelines or 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,9 @@ class TargetContext:
 
 
 class TargetRole:
-    """Answers each `VerifyBatch` with a `VerdictBatch`."""
+    """Answers each `VerifyBatch` with a `VerdictBatch`; never works on its own."""
+
+    wants_work = False
 
     def __init__(self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, is_lead: bool) -> None:
         self.runner = runner
@@ -43,7 +45,7 @@ class TargetRole:
         self._is_lead = is_lead
         self.contexts: dict[int, TargetContext] = {}
 
-    def answer(self, batch: VerifyBatch) -> VerdictBatch:
+    def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
         for request_id in batch.releases:
             del self.contexts[request_id]
@@ -57,7 +59,7 @@ class TargetRole:
             logits, num_rows = self._forward(batch.items)
             verdicts = self._judge(batch.items, logits) if self._is_lead else ()
             self._keep_chunks(batch.items)
-        return VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows)
+        yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows)
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from actors.branches import AHEAD
 from actors.messages import Draw
 from actors.options import (
     ModelDrafterConfig,
@@ -112,7 +113,7 @@ def _draws(config: LaunchConfig) -> set[Draw]:
     match config.drafter:
         case NoDrafterConfig():
             return set()
-        case ModelDrafterConfig(strategy=Strategy.chain | Strategy.tree):
+        case ModelDrafterConfig(strategy=Strategy.chain | Strategy.tree) if config.pipeline.name not in AHEAD:
             return {Draw.IID if config.verify.rule is VerifyRule.kseq else Draw.WITHOUT_REPLACEMENT}
     return {Draw.DETERMINISTIC}
 

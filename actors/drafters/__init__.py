@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from actors.branches import AHEAD
 from actors.drafter import Drafter
+from actors.drafters.ahead import AheadDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.options import DrafterConfig, SchedulerConfig, VerifyConfig
@@ -16,31 +18,32 @@ from parallel.sizing import fit_slots
 def build_drafter(
     config: DrafterConfig,
     verify: VerifyConfig,
+    pipeline: str,
     scheduler: SchedulerConfig,
     group: Group,
     device: str,
     eos_token_ids: Sequence[int],
 ) -> tuple[Drafter, dict[str, object]]:
     """The drafter the user chose, on this rank, and the facts it reports."""
-    return DRAFTERS[config.name](config, verify, scheduler, group, device, eos_token_ids)
+    return DRAFTERS[config.name](config, verify, pipeline, scheduler, group, device, eos_token_ids)
 
 
-def _ngram(config, verify, scheduler, group, device, eos_token_ids):
+def _ngram(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     return NgramDrafter(config), {}
 
 
-def _model(config, verify, scheduler, group, device, eos_token_ids):
+def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     fit = fit_slots(config.path, group, device, config.dtype, max_num_seqs=scheduler.max_num_seqs)
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots)
-    drafter = ModelDrafter(
-        runner,
-        config,
-        rule=verify.rule,
-        law_size=verify.law_size,
-        eos_token_ids=eos_token_ids,
-        prefill_chunk=scheduler.prefill_chunk,
-    )
-    return drafter, fit.facts()
+    options = {
+        "rule": verify.rule,
+        "law_size": verify.law_size,
+        "eos_token_ids": eos_token_ids,
+        "prefill_chunk": scheduler.prefill_chunk,
+    }
+    if pipeline in AHEAD:
+        return AheadDrafter(runner, config, policy=pipeline, **options), fit.facts()
+    return ModelDrafter(runner, config, **options), fit.facts()
 
 
 DRAFTERS = {"ngram": _ngram, "model": _model}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from actors.drafter import Context, Draft
+from actors.drafter import Context, Draft, IdleDrafter
 from actors.drafters.growth import BestFirstGrowth, Candidate, GrowingTree, StaticGrowth
 from actors.draws import draw_iid, draw_without_replacement
 from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
@@ -31,7 +31,7 @@ class _Rows:
     of_node: dict[int, int] = field(default_factory=dict)
 
 
-class ModelDrafter:
+class ModelDrafter(IdleDrafter):
     """Drafts with `runner`; `rule` decides how tokens are drawn."""
 
     def __init__(
@@ -44,7 +44,7 @@ class ModelDrafter:
         eos_token_ids: Sequence[int],
         prefill_chunk: int,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._coupled = rule == "coupled"
         self._draw = Draw.IID if rule == "kseq" else Draw.WITHOUT_REPLACEMENT
         self._law_size = law_size
@@ -56,7 +56,7 @@ class ModelDrafter:
         self._rows: dict[int, _Rows] = {}
 
     def open(self, context: Context) -> None:
-        self._runner.open(context.request_id)
+        self.runner.open(context.request_id)
         self._rows[context.request_id] = _Rows()
 
     def prepare(self, contexts: Sequence[Context]) -> None:
@@ -81,12 +81,12 @@ class ModelDrafter:
                 break  # the deepest node of a draft is never fed
             keep.append(rows.of_node[node])
         if rows.num_suffix:
-            self._runner.commit(context.request_id, keep)
+            self.runner.commit(context.request_id, keep)
         self._rows[context.request_id] = _Rows()
 
     def release(self, request_id: int) -> None:
         del self._rows[request_id]
-        self._runner.close(request_id)
+        self.runner.close(request_id)
 
     # --- keeping up with the text -------------------------------------------------------------------------------------
 
@@ -95,10 +95,10 @@ class ModelDrafter:
         able, rows = [], 0
         for context, budget in zip(contexts, budgets, strict=True):
             depth = min(budget, self._growth.depth)
-            suffix = len(context.token_ids) - self._runner.cached_len(context.request_id)
+            suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
             asked = suffix + depth * self._growth.width(0)
-            fits = len(context.token_ids) + depth <= self._runner.config.max_positions
-            if fits and self._runner.can_reserve(rows + asked):
+            fits = len(context.token_ids) + depth <= self.runner.config.max_positions
+            if fits and self.runner.can_reserve(rows + asked):
                 able.append((context, budget))
                 rows += asked
         return able
@@ -106,24 +106,24 @@ class ModelDrafter:
     def _catch_up(self, context: Context, leave: int) -> None:
         """Cache committed text until at most `leave` tokens of it are uncached, or pool or context are full."""
         request_id, tokens = context.request_id, context.token_ids
-        end = min(len(tokens) - leave, self._runner.config.max_positions)
-        while (missing := end - self._runner.cached_len(request_id)) > 0:
-            start = self._runner.cached_len(request_id)
+        end = min(len(tokens) - leave, self.runner.config.max_positions)
+        while (missing := end - self.runner.cached_len(request_id)) > 0:
+            start = self.runner.cached_len(request_id)
             chunk = tokens[start : start + min(missing, self._prefill_chunk)]
-            if not self._runner.can_reserve(len(chunk)):
+            if not self.runner.can_reserve(len(chunk)):
                 return
-            self._runner.forward([Span(request_id, len(chunk), num_logits=0)], chunk)
-            self._runner.commit(request_id, range(len(chunk)))
+            self.runner.forward([Span(request_id, len(chunk), num_logits=0)], chunk)
+            self.runner.commit(request_id, range(len(chunk)))
 
     def _feed_suffixes(self, contexts: Sequence[Context]) -> Tensor:
         """Logits [B, V] behind the root of every context."""
         spans, token_ids = [], []
         for context in contexts:
-            suffix = context.token_ids[self._runner.cached_len(context.request_id) :]
+            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
             spans.append(Span(context.request_id, len(suffix)))
             token_ids += suffix
             self._rows[context.request_id] = _Rows(len(suffix), {0: len(suffix) - 1})
-        return self._runner.forward(spans, token_ids).logits
+        return self.runner.forward(spans, token_ids).logits
 
     # --- chains: tokens stay on the device ----------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class ModelDrafter:
             if len(going) < len(live):
                 chosen = chosen[[live.index(i) for i in going]]
             live = going
-            logits = self._runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen).logits
+            logits = self.runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen).logits
             for i in live:
                 rows_of = self._rows[contexts[i].request_id]
                 rows_of.of_node[depth + 1] = rows_of.num_suffix + depth
@@ -204,7 +204,7 @@ class ModelDrafter:
                 rows.of_node[node] = row
             spans.append(Span(context.request_id, len(nodes), parents, len(nodes)))
             token_ids += [tree.token_ids[node] for node in nodes]
-        return self._runner.forward(spans, token_ids).logits
+        return self.runner.forward(spans, token_ids).logits
 
     def _offer(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from actors.drafter import Context, Draft
+from actors.drafter import Context, Draft, IdleDrafter
 from actors.messages import Commit, TokenTree
 from actors.options import NgramDrafterConfig
 
@@ -23,7 +23,7 @@ class _Table:
     indexed_len: int = 0
 
 
-class NgramDrafter:
+class NgramDrafter(IdleDrafter):
     """A chain of the tokens that once followed the current n-gram."""
 
     def __init__(self, config: NgramDrafterConfig) -> None:

@@ -5,20 +5,12 @@ Simple and hard to beat on one device; on separate devices each side idles while
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from actors.pipelines.cost import Costs
+from actors.pipelines.policy import WholeBatch
 
-from actors.sequence import Sequence
 
-
-class SyncPipeline:
+class SyncPipeline(WholeBatch):
     """Orders as many tokens as can still be emitted and waits for every proposal."""
 
-    def __init__(self, num_draft_tokens: int) -> None:
-        self._num_draft_tokens = num_draft_tokens
-
-    def num_draft_tokens(self, sequence: Sequence) -> int:
-        # The target adds one token of its own behind the path, so the last one is never worth drafting.
-        return max(0, min(self._num_draft_tokens, sequence.remaining - 1))
-
-    def may_verify(self, expecting: Iterable[Sequence]) -> bool:
-        return not any(True for _ in expecting)
+    def may_verify(self, num_expecting: int, num_ready: int, answered: bool, costs: Costs) -> bool:
+        return num_expecting == 0

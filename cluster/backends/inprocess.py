@@ -99,5 +99,6 @@ def rank_spec(
         target=config.target,
         drafter=config.drafter,
         verify=config.verify,
+        pipeline=str(config.pipeline.name),
         scheduler=config.scheduler,
     )

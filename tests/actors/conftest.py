@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from actors.branches import AHEAD
 from actors.coordinator import Coordinator
 from actors.drafter import DraftRole
+from actors.drafters.ahead import AheadDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
@@ -40,6 +42,7 @@ class Room:
     ends: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str | None] = field(default_factory=dict)
     tally: object = None
+    leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
     def serve(self, requests, after_round=None):
         coordinator = Coordinator(
@@ -53,12 +56,13 @@ class Room:
         while queue:
             record = queue.pop(0)
             if isinstance(record, VerifyBatch):
-                queue += coordinator.on(self.target.answer(record), next(clock))
+                self._idle()
+                queue += [r for answer in self.target.answer(record) for r in coordinator.on(answer, next(clock))]
                 self.target.runner.pool.check()
                 if after_round is not None:
                     after_round(self)
             elif isinstance(record, DraftBatch):
-                queue += coordinator.on(self.draft.answer(record), next(clock))
+                queue += [r for answer in self.draft.answer(record) for r in coordinator.on(answer, next(clock))]
             else:
                 tokens = self.tokens.setdefault(record.request_id, [])
                 assert record.position == len(tokens), "tokens arrive once and in order"
@@ -69,6 +73,14 @@ class Room:
         assert coordinator.num_requests == 0, "a request was left waiting"
         self.tally = coordinator.tally
         return self
+
+    def _idle(self):
+        """While the target verifies, the drafter gets a random number of steps of its own."""
+        for _ in range(self.leisure.randrange(10)):
+            if self.draft is None or not self.draft.wants_work:
+                return
+            self.draft.work()
+            self.draft.drafter.runner.pool.check()
 
 
 @pytest.fixture(scope="session")
@@ -113,9 +125,11 @@ def open_room(models):
                 drafter = NgramDrafter(config)
             else:
                 runner = open_model(path or models["drafter"], num_slots=4096)
-                drafter = ModelDrafter(
-                    runner, config, rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk
-                )
+                options = dict(rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk)
+                if pipeline in AHEAD:
+                    drafter = AheadDrafter(runner, config, policy=pipeline, **options)
+                else:
+                    drafter = ModelDrafter(runner, config, **options)
             draft = DraftRole(wrap(drafter) if wrap else drafter)
         return Room(target, draft, config.num_draft_tokens if config else 0, limits, slots, pipeline)
 

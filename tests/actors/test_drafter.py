@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.drafter import Draft, DraftRole
+from actors.drafter import Draft, DraftRole, IdleDrafter
 from actors.messages import (
     HASH_SEED,
     Admit,
@@ -19,7 +19,7 @@ from actors.messages import (
 )
 
 
-class Recorder:
+class Recorder(IdleDrafter):
     """A drafter that writes down what it is asked, and proposes the tokens 7, 8, ..."""
 
     def __init__(self) -> None:
@@ -45,6 +45,10 @@ class Recorder:
         self.heard.append(("release", request_id))
 
 
+def last_answer(role, batch):
+    return list(role.answer(batch))[-1]
+
+
 def admit(request_id, token_ids=(3, 4), epoch=0):
     return Admit(request_id, epoch, token_ids, len(token_ids), SamplingParams())
 
@@ -55,7 +59,7 @@ def role():
 
 
 def test_news_come_before_orders_and_leavers_before_comers(role):
-    role.answer(DraftBatch(1, admits=(admit(1),)))
+    last_answer(role, DraftBatch(1, admits=(admit(1),)))
     role.drafter.heard.clear()
     batch = DraftBatch(
         2,
@@ -64,7 +68,7 @@ def test_news_come_before_orders_and_leavers_before_comers(role):
         releases=(1,),
         orders=(DraftOrder(1, 2), DraftOrder(2, 0)),
     )
-    role.answer(batch)
+    last_answer(role, batch)
     assert role.drafter.heard == [
         ("release", 1),
         ("open", 2, (3, 4)),
@@ -76,14 +80,14 @@ def test_news_come_before_orders_and_leavers_before_comers(role):
 
 
 def test_a_proposal_names_the_prefix_it_was_made_for(role):
-    answer = role.answer(DraftBatch(5, admits=(admit(1, epoch=3),), orders=(DraftOrder(1, 2),)))
+    answer = last_answer(role, DraftBatch(5, admits=(admit(1, epoch=3),), orders=(DraftOrder(1, 2),)))
     (proposal,) = answer.proposals
     assert answer.round == 5 and answer.started <= answer.finished
     assert (proposal.request_id, proposal.epoch, proposal.prefix_len) == (1, 3, 2)
     assert proposal.prefix_hash == extend_hash(HASH_SEED, [3, 4]) and proposal.tree == TokenTree.chain(4, [7, 8])
     assert proposal.draws == (0, 1, 1) and all(type(draw) is int for draw in proposal.draws), "as it travels"
     batch = DraftBatch(6, commits=(Commit(1, 3, 2, (1,), (7, 9)),), orders=(DraftOrder(1, 1),))
-    (proposal,) = role.answer(batch).proposals
+    (proposal,) = last_answer(role, batch).proposals
     assert proposal.prefix_len == 4 and proposal.prefix_hash == extend_hash(HASH_SEED, [3, 4, 7, 9])
     assert proposal.tree.token_ids[0] == 9
 
@@ -92,16 +96,16 @@ def test_laws_travel_with_their_proposal(role):
     law = SparseLaw((7, 8), (0.5, 0.5))
     drafted = Draft(TokenTree.chain(4, [7]), (Draw.ROOT, Draw.IID), (law, None))
     role.drafter.propose = lambda contexts, budgets: [drafted]
-    (proposal,) = role.answer(DraftBatch(1, admits=(admit(1),), orders=(DraftOrder(1, 1),))).proposals
+    (proposal,) = last_answer(role, DraftBatch(1, admits=(admit(1),), orders=(DraftOrder(1, 1),))).proposals
     assert proposal.laws == (law, None) and proposal.draws == (0, 3)
 
 
 def test_without_orders_the_answer_is_empty(role):
-    answer = role.answer(DraftBatch(1, admits=(admit(1),)))
+    answer = last_answer(role, DraftBatch(1, admits=(admit(1),)))
     assert answer.proposals == () and role.drafter.heard == [("open", 1, (3, 4))]
 
 
 def test_a_commit_for_another_prefix_is_a_broken_invariant(role):
-    role.answer(DraftBatch(1, admits=(admit(1),)))
+    last_answer(role, DraftBatch(1, admits=(admit(1),)))
     with pytest.raises(AssertionError):
-        role.answer(DraftBatch(2, commits=(Commit(1, 0, 3, (), (6,)),)))
+        last_answer(role, DraftBatch(2, commits=(Commit(1, 0, 3, (), (6,)),)))

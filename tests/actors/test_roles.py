@@ -110,6 +110,7 @@ def spec(models):
         target=TargetConfig(path=str(models["target"]), kv_slots=300),
         drafter=ModelDrafterConfig(path=str(models["drafter"])),
         verify=VerifyConfig(),
+        pipeline="sync",
         scheduler=SchedulerConfig(max_num_seqs=2),
     )
 

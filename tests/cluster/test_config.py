@@ -36,7 +36,7 @@ PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
     "drafter": {"none", "model", "ngram"},
     "verify": {"coupled", "rejection", "traversal", "kseq"},
-    "pipeline": {"plain", "sync"},
+    "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing"},
     "job": {"generate", "bench", "train"},
@@ -46,7 +46,8 @@ PUBLIC_KEYS = {
     "target": "name path tp dtype device stretch max_model_len kv_slots",
     "drafter=none": "name",
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
-    "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width dtype device",
+    "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width fan_out ahead_width "
+    "dtype device",
     "verify": "rule law_size",
     "pipeline": "name",
     "placement": "name",

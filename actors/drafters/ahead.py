@@ -1,0 +1,193 @@
+"""`drafter=model` under an asynchronous pipeline: the same draft model, which also works while the target verifies.
+
+Every request has one `HypothesisTree`; a policy of `branches.py` chooses what to feed next, one pass at a time, until
+a record arrives. A verdict re-roots the tree: rows of the path become committed, rows below the new root stay pending,
+all by table edits. After a hit the next proposal is read off the tree; after a miss it is drafted from the root. Under
+a ratio rule proposals are the likeliest tokens, tested as deterministic ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from actors.branches import AHEAD, HypothesisTree, redraft
+from actors.drafter import Context, Draft
+from actors.drafters.model import ModelDrafter
+from actors.messages import Commit, TokenTree
+from actors.options import ModelDrafterConfig, Strategy
+from actors.sampling import NodeRows, is_plain, process_batch, top_children
+from parallel.runner import ModelRunner, Span
+
+MAX_ROWS_AHEAD = 192
+"""Pending rows one request may hold; a verdict that takes longer than this many nodes is not worth more."""
+
+
+@dataclass(slots=True)
+class _Future:
+    """Hypotheses of one request, and how many pending rows of committed text lie before theirs."""
+
+    context: Context
+    tree: HypothesisTree
+    num_suffix: int = 0
+    num_rows: int = 0
+    in_flight: bool = False
+
+
+class AheadDrafter(ModelDrafter):
+    """`policy` names a row of `branches.AHEAD`."""
+
+    def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, *, policy: str, **options: object) -> None:
+        super().__init__(runner, config, **options)
+        self._choose = AHEAD[policy]
+        self._length = config.num_draft_tokens
+        self._width = config.ahead_width
+        self._fan_out = config.fan_out
+        self._shows_tree = config.strategy is not Strategy.chain
+        self._redraft_width = config.width if self._shows_tree else 1
+        self._futures: dict[int, _Future] = {}
+
+    works_ahead = True
+
+    def open(self, context: Context) -> None:
+        self.runner.open(context.request_id)
+        self._futures[context.request_id] = _Future(context, HypothesisTree(context.token_ids[-1]))
+
+    def prepared(self, context: Context) -> bool:
+        return bool(self._futures[context.request_id].tree.root.children)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        missed = [pair for pair in zip(contexts, budgets, strict=True) if not self.prepared(pair[0])]
+        able = self._with_room(*zip(*missed, strict=True)) if missed else []
+        for context, _ in able:
+            self._catch_up(context, leave=self._prefill_chunk)
+        if able:
+            self._draft([self._futures[context.request_id] for context, _ in able], [budget for _, budget in able])
+        return [self._offer(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        future = self._futures[context.request_id]
+        tree, keep = future.tree, list(range(future.num_suffix))
+        found = tree.find(commit.token_ids)
+        node, walked = 0, []
+        for token in commit.token_ids:
+            node = next((child for child in tree.nodes[node].children if tree.nodes[child].token == token), None)
+            if node is None or tree.nodes[node].row < 0:
+                break
+            walked.append(tree.nodes[node].row)
+        if found is None:
+            fresh, retain = HypothesisTree(commit.token_ids[-1]), []
+        else:
+            fresh, retain = tree.reroot(found)
+        if future.num_rows:
+            self.runner.commit(context.request_id, keep + walked, retain)
+        self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
+
+    def release(self, request_id: int) -> None:
+        del self._futures[request_id]
+        self.runner.close(request_id)
+
+    @property
+    def wants_work(self) -> bool:
+        return any(future.in_flight for future in self._futures.values())
+
+    def work(self) -> None:
+        """One pass of draft-ahead over all requests whose verdict is awaited."""
+        busy = [future for future in self._futures.values() if future.in_flight]
+        width = max(1, self._width // len(busy))
+        chosen = []
+        for future in busy:
+            nodes = self._choose(future.tree, width, self._length)
+            last = len(future.context.token_ids) + max((future.tree.nodes[node].depth for node in nodes), default=0)
+            fits = future.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
+            if nodes and fits and self.runner.can_reserve(sum(len(n) for _, n in chosen) + len(nodes)):
+                chosen.append((future, nodes))
+            else:
+                future.in_flight = False
+        if chosen:
+            self._feed(chosen)
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _draft(self, futures: list[_Future], budgets: list[int]) -> None:
+        """Grow trees whose root is new by what is worth the target's wait: the part nobody could prepare."""
+        self._feed_roots([future for future in futures if not future.tree.root.expanded])
+        depths = [min(budget, self._growth.depth) for budget in budgets]
+        while True:
+            chosen = []
+            for future, depth in zip(futures, depths, strict=True):
+                nodes = redraft(future.tree, self._redraft_width, depth)
+                if nodes:
+                    chosen.append((future, nodes))
+            if not chosen:
+                return
+            self._feed(chosen)
+
+    def _feed_roots(self, futures: list[_Future]) -> None:
+        if not futures:
+            return
+        spans, token_ids = [], []
+        for future in futures:
+            context = future.context
+            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
+            spans.append(Span(context.request_id, len(suffix)))
+            token_ids += suffix
+            future.num_suffix = future.num_rows = len(suffix)
+        logits = self.runner.forward(spans, token_ids).logits
+        self._expand(logits, [(future, [0]) for future in futures])
+
+    def _feed(self, chosen: list[tuple[_Future, list[int]]]) -> None:
+        spans, token_ids = [], []
+        for future, nodes in chosen:
+            hypotheses = future.tree.nodes
+            parents = [
+                hypotheses[hypotheses[node].parent].row if hypotheses[node].parent else future.num_suffix - 1
+                for node in nodes
+            ]
+            for node in nodes:
+                hypotheses[node].row = future.num_rows
+                future.num_rows += 1
+                token_ids.append(hypotheses[node].token)
+            spans.append(Span(future.context.request_id, len(nodes), parents, len(nodes)))
+        self._expand(self.runner.forward(spans, token_ids).logits, chosen)
+
+    def _expand(self, logits: Tensor, fed: list[tuple[_Future, list[int]]]) -> None:
+        """Children of every node that was fed; `logits` has one row per node, in order."""
+        batch, params, positions = [], [], []
+        for future, nodes in fed:
+            context, hypotheses = future.context, future.tree.nodes
+            batch.append(self._node_rows(future, nodes))
+            params += [self._drawing_params(context.sampling)] * len(nodes)
+            positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
+        scores = process_batch(logits, batch, self._eos_token_ids)
+        token_ids, log_probs = (values.tolist() for values in top_children(scores, params, positions, self._fan_out))
+        row = 0
+        for future, nodes in fed:
+            for node in nodes:
+                future.tree.expand(node, token_ids[row], log_probs[row])
+                row += 1
+
+    def _node_rows(self, future: _Future, nodes: list[int]) -> NodeRows:
+        """History of the nodes for the logit processors; where none looks at it, the root stands for all."""
+        context, hypotheses = future.context, future.tree.nodes
+        if is_plain(context.sampling):
+            tree, nodes = TokenTree.root(hypotheses[0].token), [0] * len(nodes)
+        else:
+            tree = TokenTree(tuple(node.token for node in hypotheses), tuple(node.parent for node in hypotheses))
+        return NodeRows(context.sampling, context.prompt_len, context.token_ids, tree, nodes)
+
+    def _offer(self, context: Context, budget: int) -> Draft:
+        """The best proposal the tree holds; from now on its verdict is awaited."""
+        future = self._futures[context.request_id]
+        tree = future.tree
+        nodes = tree.best_nodes(budget) if self._shows_tree else tree.best_chain(budget)
+        tree.offer(nodes)
+        future.in_flight = tree.root.expanded
+        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        offered = TokenTree(
+            (tree.root.token, *(tree.nodes[node].token for node in nodes)),
+            (-1, *(place[tree.nodes[node].parent] for node in nodes)),
+        )
+        return Draft(offered) if self._coupled else Draft.chosen(offered)

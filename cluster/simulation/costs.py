@@ -1,0 +1,41 @@
+"""What a pass costs, by the number of its rows: a measured table, interpolated."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Seconds of one pass at some numbers of rows, ascending; between them a straight line.
+
+    Below the first point a pass costs as much as there; above the last, the last slope goes on.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        rows = [at for at, _ in self.points]
+        if not rows or rows[0] < 1 or rows != sorted(set(rows)):
+            raise ValueError(f"pass cost: rows {rows} must be at least one number, ascending, from 1 on")
+        if any(seconds < 0 for _, seconds in self.points):
+            raise ValueError("pass cost: seconds must be 0 or above")
+
+    @staticmethod
+    def flat(seconds: float) -> PassCost:
+        """The same whatever the rows: a pass bound by reading weights."""
+        return PassCost(((1, seconds),))
+
+    @staticmethod
+    def table(seconds: Mapping[int, float]) -> PassCost:
+        """From rows -> seconds, as a planner measures them."""
+        return PassCost(tuple(sorted(seconds.items())))
+
+    def __call__(self, rows: int) -> float:
+        after = bisect_right(self.points, rows, key=lambda point: point[0])
+        if after == 0 or len(self.points) == 1:
+            return self.points[0][1]
+        (left, low), (right, high) = self.points[min(after, len(self.points) - 1) - 1 :][:2]
+        return low + (high - low) * (rows - left) / (right - left)
