@@ -21,9 +21,9 @@ from actors.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.options import ModelDrafterConfig
+from actors.options import ModelDrafterConfig, SchedulerConfig
 from actors.pipelines import PIPELINES, Pipeline
-from actors.scheduler import Capacity, Limits, Scheduler
+from actors.scheduler import Capacity, Scheduler
 from actors.tally import Span
 from cluster.simulation.clock import ARRIVAL, Clock, Lane, LaneTime
 from cluster.simulation.costs import PassCost
@@ -132,7 +132,7 @@ class _Run:
         self._target = self._target_lane()
         self._draft = self._draft_lane()
         self._coordinator = Coordinator(
-            Scheduler(Limits(max_num_seqs=scenario.num_requests), Capacity(1 << 40, 1 << 40)),
+            Scheduler(SchedulerConfig(max_num_seqs=scenario.num_requests), Capacity(1 << 40, 1 << 40)),
             pipeline,
             (),
             drafts=scenario.speculates,

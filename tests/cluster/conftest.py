@@ -93,7 +93,9 @@ def open_engine(
     engines: list[Engine] = []
 
     def open_(drafter: str | DrafterConfig = "model", *, tp: int = 1, **sections: object) -> Engine:
-        config = tiny_launch(GenerateConfig(), drafter=drafters.get(drafter, drafter), **sections)
+        cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True)  # two ranks fit a machine of one core, too
+        chosen = {"cluster": cluster, "drafter": drafters.get(drafter, drafter)} | sections
+        config = tiny_launch(GenerateConfig(), **chosen)
         engines.append(Engine(replace(config, target=replace(config.target, tp=tp))))
         return engines[-1]
 
