@@ -115,14 +115,14 @@ class ScriptedTarget:
 
 
 class ScriptedDrafter:
-    """Guesses as `whims` have it: one name of a method per order."""
+    """Guesses as `whims` have it: one name of a method per order. `splits` of its answers come in two parts."""
 
-    def __init__(self, choose: random.Random, whims: tuple[str, ...]) -> None:
+    def __init__(self, choose: random.Random, whims: tuple[str, ...], splits: float) -> None:
         self.knows = Knowledge()
-        self.choose, self.whims = choose, whims
+        self.choose, self.whims, self.splits = choose, whims, splits
         self.asked: set[int] = set()
 
-    def answer(self, batch: DraftBatch) -> ProposalBatch:
+    def answer(self, batch: DraftBatch) -> list[ProposalBatch]:
         self.knows.learn(batch)
         orders = [(order.request_id, order.num_draft_tokens) for order in batch.orders]
         assert len({request_id for request_id, _ in orders}) == len(orders), "two orders for one request"
@@ -133,7 +133,15 @@ class ScriptedDrafter:
             if budget:
                 assert len(text) + budget < MAX_MODEL_LEN, "more was ordered than can be emitted"
                 proposals += getattr(self, self.choose.choice(self.whims))(request_id, text, budget)
-        return ProposalBatch(batch.round, tuple(proposals), 0.0, 0.25)
+        if self.choose.random() >= self.splits:
+            return [ProposalBatch(batch.round, tuple(proposals), 0.0, 0.25)]
+        late = {request_id for request_id, budget in orders if budget and self.choose.random() < 0.5}
+        early = tuple(proposal for proposal in proposals if proposal.request_id not in late)
+        rest = tuple(proposal for proposal in proposals if proposal.request_id in late)
+        return [
+            ProposalBatch(batch.round, early, 0.0, 0.125, max(1, len(late))),
+            ProposalBatch(batch.round, rest, 0.125, 0.25),
+        ]
 
     def propose(self, request_id, text, tree) -> list[Proposal]:
         return [Proposal(request_id, self.knows.epochs[request_id], len(text), extend_hash(HASH_SEED, text), tree)]
@@ -178,7 +186,9 @@ WHIMS = ("right", "wrong", "bushy", "missing", "stale", "twice", "unrooted", "st
 class World:
     """Two roles and a client around one coordinator; `choose` decides whose record arrives next."""
 
-    def __init__(self, choose, pipeline="sync", whims=WHIMS, limits=None, slots=200, drafts=True, duplicates=0.0):
+    def __init__(
+        self, choose, pipeline="sync", whims=WHIMS, limits=None, slots=200, drafts=True, duplicates=0.0, splits=0.0
+    ):
         self.choose, self.duplicates = choose, duplicates
         self.coordinator = Coordinator(
             Scheduler(limits or SchedulerConfig(), Capacity(slots, MAX_MODEL_LEN)),
@@ -186,7 +196,7 @@ class World:
             [EOS],
             drafts=drafts,
         )
-        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims)
+        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims, splits)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
         self.sent: list = []
         self.past: list = []
@@ -207,7 +217,7 @@ class World:
                     self.answers["target"].append(self.target.answer(answer))
                 case DraftBatch():
                     assert not self.answers["draft"], "drafts were ordered while some are out"
-                    self.answers["draft"].append(self.drafter.answer(answer))
+                    self.answers["draft"].extend(self.drafter.answer(answer))
                 case Tokens():
                     self.hear(answer)
         self.check_orders(answers)

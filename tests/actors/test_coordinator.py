@@ -36,10 +36,13 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 60, 400]),
     duplicates=st.sampled_from([0.0, 0.3]),
+    splits=st.sampled_from([0.0, 0.5]),
     drafts=st.sampled_from([True, True, True, False]),
 )
-def test_every_interleaving_gives_the_tokens_of_the_language(choose, pipeline, limits, slots, duplicates, drafts):
-    world = World(choose, pipeline, limits=limits, slots=slots, drafts=drafts, duplicates=duplicates)
+def test_every_interleaving_gives_the_tokens_of_the_language(
+    choose, pipeline, limits, slots, duplicates, splits, drafts
+):
+    world = World(choose, pipeline, limits=limits, slots=slots, drafts=drafts, duplicates=duplicates, splits=splits)
     requests = requests_of(choose, choose.randint(1, 7))
     coming, aborted = list(requests), set()
     while coming:

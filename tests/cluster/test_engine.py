@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from actors.messages import SamplingParams
-from actors.options import ModelDrafterConfig, Strategy
+from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName, Strategy
 from cluster.completion import Completion
 from cluster.engine import EngineError
 
@@ -36,6 +36,8 @@ LAYOUTS = {
     "model-tp2": dict(drafter="model", tp=2),
     "ngram-tp2": dict(drafter="ngram", tp=2),
     "tree": dict(drafter="tree"),
+    "branches": dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches)),
+    "pingpong": dict(drafter="ngram", pipeline=PipelineConfig(PipelineName.pingpong)),
 }
 
 
@@ -98,8 +100,10 @@ def test_greedy_tokens_are_those_of_transformers_in_any_layout(open_layout, expe
     engine = open_layout(layout)
     assert [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)] == expected_tokens
     counters = engine.report().counters
-    assert counters["num_spec_steps"] > 0 and (layout.startswith("ngram") or counters["num_accepted_tokens"] > 0)
-    assert counters["num_tokens"] == sum(map(len, expected_tokens)) and counters["num_stale"] == 0
+    assert counters["num_spec_steps"] > 0
+    assert counters["num_accepted_tokens"] > 0 or LAYOUTS[layout]["drafter"] == "ngram", "the test shows nothing"
+    assert counters["num_tokens"] == sum(map(len, expected_tokens))
+    assert counters["num_stale"] == 0 or layout == "branches", "only where nobody waits do answers come too late"
 
 
 @pytest.fixture(scope="module")

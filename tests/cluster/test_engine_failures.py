@@ -113,7 +113,7 @@ def test_a_coordinator_that_fails_ends_the_engine(open_engine, monkeypatch):
     from actors.scheduler import Scheduler
 
     engine = open_engine()
-    monkeypatch.setattr(Scheduler, "plan", lambda self, proposals: 1 / 0)
+    monkeypatch.setattr(Scheduler, "plan", lambda *_: 1 / 0)
     with pytest.raises(EngineError, match="^coordinator: ZeroDivisionError: division by zero$"):
         engine.submit("one", LONG).result(WAIT_S)
     engine.close()  # and the ranks were told, or their threads would be left

@@ -54,7 +54,7 @@ def test_a_setting_carries_its_temperature_into_the_sampling(bench_launch):
     ("axes", "complaint"),
     [
         ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, ngram"),
-        ({"pipelines": ["tree"]}, "job.pipelines=tree: no such choice"),
+        ({"pipelines": ["zigzag"]}, "job.pipelines=zigzag: no such choice"),
         ({"batches": [1, 99]}, "job.batches=99: only 16 sequences"),
         ({"draft_lengths": [4000]}, "scheduler.max_num_batched_tokens=2048: cannot hold"),
     ],
