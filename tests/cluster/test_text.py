@@ -175,6 +175,11 @@ class TestVocabulary:
         with pytest.raises(ValueError, match=r"^drafter\.path: vocabulary of 300 tokens against the target's 257; use"):
             check_same_vocabulary(save(tmp_path / "a"), save(tmp_path / "b", vocab_size=300))
 
+    def test_a_family_may_pad_its_smaller_model_less(self, tmp_path):
+        check_same_vocabulary(save(tmp_path / "a", vocab_size=320), save(tmp_path / "b", vocab_size=300))
+        with pytest.raises(ValueError, match="vocabulary of 320 tokens against the target's 300"):
+            check_same_vocabulary(save(tmp_path / "c", vocab_size=300), save(tmp_path / "d", vocab_size=320))
+
     def test_other_ids_for_the_same_tokens_are_refused(self, tmp_path):
         alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)]
         other = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
