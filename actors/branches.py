@@ -1,8 +1,8 @@
 """Draft-ahead: hypotheses about a request's future, kept as one tree and re-rooted by every verdict.
 
-While the target verifies, the drafter keeps growing this tree. A verdict is an `Outcome(node, next_token)`: if the
-outcome is a node of the tree, everything below it is a draft that is already there (a hit); if not, a new tree starts
-at the next token (a miss). A policy says which nodes to expand next; the three published families differ in nothing
+While the target verifies, the drafter keeps growing this tree. A verdict's tokens are walked from the root: if they
+lead to a node of the tree, everything below it is a draft that is already there (a hit); if not, a new tree starts at
+the next token (a miss). A policy says which nodes to expand next; the three published families differ in nothing
 else. Pure host-side; knows tokens and values, not where they come from nor when a verdict may arrive.
 
 Sources: PEARL (arXiv 2408.11850), SSD/Saguaro (2603.03251), SwiftSpec (2506.11309).
@@ -143,8 +143,8 @@ def run_ahead(tree: HypothesisTree, width: int, length: int) -> list[int]:
 def enumerate_outcomes(tree: HypothesisTree, width: int, length: int) -> list[int]:
     """`branches`: behind every node of the proposal its likeliest outcomes, each continued as a chain of `length`.
 
-    Outcomes compete by the probability of their whole path, which gives stop nodes their fan-out without a table: the
-    capped geometric allocation of SSD (section 2.6 of the paper's analysis) is its special case for equal acceptance.
+    Outcomes compete by the probability of their whole path, so stop nodes get their fan-out without a table such as
+    the geometric one of SSD: the deeper a stop, the less likely, and the fewer outcomes it keeps.
     """
     unfed = _unfed_offer(tree, width)
     outcomes = [
