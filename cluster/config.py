@@ -44,9 +44,6 @@ from cluster.validation import validate
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-POCKET = "pocket"
-"""The symbolic path of the bundled pair."""
-
 
 class PlacementName(StrEnum):
     """Whether target and drafter have devices of their own."""
@@ -257,20 +254,22 @@ def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
 
 
 def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
-    """`pocket` and hub ids become directories; relative paths become absolute, for actors that run elsewhere."""
+    """Symbolic paths and hub ids become directories; relative paths become absolute, for actors that run elsewhere."""
     if isinstance(config.job, TrainConfig):
         return config  # training is what makes the bundled pair
-    target = replace(config.target, path=_checkpoint("target.path", config.target.path, pocket.TARGET))
+    bundled = {"pocket": pocket.TARGET}
+    target = replace(config.target, path=_checkpoint("target.path", config.target.path, bundled))
     drafter, job = config.drafter, config.job
     if isinstance(drafter, ModelDrafterConfig):
-        drafter = replace(drafter, path=_checkpoint("drafter.path", drafter.path, pocket.DRAFTER))
+        bundled = {"pocket": pocket.DRAFTER}
+        drafter = replace(drafter, path=_checkpoint("drafter.path", drafter.path, bundled))
     if isinstance(job, GenerateConfig | BenchConfig):
         job = replace(job, prompts=_prompts(job.prompts))
     return replace(config, target=target, drafter=drafter, job=job)
 
 
-def _checkpoint(field_name: str, path: str, bundled: Path) -> str:
-    directory = bundled if path == POCKET else Path(path).expanduser()
+def _checkpoint(field_name: str, path: str, bundled: dict[str, Path]) -> str:
+    directory = bundled.get(path, Path(path).expanduser())
     remedy = "give a directory with a Hugging Face checkpoint, or a hub id such as Qwen/Qwen3-0.6B"
     if not directory.is_dir():
         from parallel.weights import resolve_checkpoint  # loads PyTorch: only for what is not a directory

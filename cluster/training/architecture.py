@@ -35,9 +35,9 @@ def target_config(vocab_size: int) -> LlamaConfig:
     return _llama(vocab_size, hidden=384, layers=6, heads=8, kv_heads=4, intermediate=896)
 
 
-def drafter_config(vocab_size: int) -> LlamaConfig:
-    """The draft model: 2 layers of 192, 1.6 M parameters at 4096 entries."""
-    return _llama(vocab_size, hidden=192, layers=2, heads=4, kv_heads=2, intermediate=512)
+def drafter_config(vocab_size: int, layers: int = 2) -> LlamaConfig:
+    """The draft model: layers of 192; with 2 of them 1.6 M parameters at 4096 entries, with 8 of them 4.0 M."""
+    return _llama(vocab_size, hidden=192, layers=layers, heads=4, kv_heads=2, intermediate=512)
 
 
 def generation_config() -> GenerationConfig:

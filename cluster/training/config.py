@@ -50,6 +50,8 @@ class TrainConfig:
     """Wall-clock budget of the target's training, in minutes."""
     target_steps: int = 0
     """Budget of the target's training in optimizer steps; 0 means minutes alone decide."""
+    drafter_layers: int = 2
+    """Layers of the drafter. More of them make a drafter that is worth running layer-parallel."""
     drafter_minutes: float = 18.0
     """Wall-clock budget of the drafter's training, in minutes."""
     drafter_steps: int = 0

@@ -86,7 +86,7 @@ def make_drafter(place: Workplace) -> TrainingRecord:
         raise FileNotFoundError(f"no continuations.pt in {place.work}; run the continuations stage first")
     teacher = load_model(place.out / "target", config.device).requires_grad_(False)
     torch.manual_seed(config.seed)
-    student = LlamaForCausalLM(drafter_config(config.vocab_size)).to(config.device)
+    student = LlamaForCausalLM(drafter_config(config.vocab_size, config.drafter_layers)).to(config.device)
     length = config.sequence_length
     stream = pack(load_tokenizer(place.out / "target"), _library(place.corpus))
     continuations = torch.load(place.work / "continuations.pt")
