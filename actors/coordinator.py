@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from actors.ledger import Ledger
 from actors.messages import (
     Abort,
-    Admit,
-    Commit,
     DraftBatch,
     DraftOrder,
     Proposal,
@@ -35,52 +34,6 @@ from actors.pipelines.cost import Costs
 from actors.scheduler import PassPlan, Scheduler
 from actors.sequence import Sequence
 from actors.tally import Tally
-
-
-class Ledger:
-    """What one role still has to be told, and which requests it knows."""
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-        self._admits: list[Admit] = []
-        self._commits: list[Commit] = []
-        self._releases: list[int] = []
-
-    def admit(self, sequence: Sequence) -> None:
-        self.release(sequence.request_id)
-        self._known.add(sequence.request_id)
-        self._admits.append(
-            Admit(
-                sequence.request_id,
-                sequence.epoch,
-                tuple(sequence.token_ids),
-                sequence.prompt_len,
-                sequence.request.sampling,
-            )
-        )
-
-    def commit(self, record: Commit) -> None:
-        if record.request_id in self._known:
-            self._commits.append(record)
-
-    def release(self, request_id: int) -> None:
-        if request_id not in self._known:
-            return
-        self._known.discard(request_id)
-        self._commits = [record for record in self._commits if record.request_id != request_id]
-        told = all(record.request_id != request_id for record in self._admits)
-        self._admits = [record for record in self._admits if record.request_id != request_id]
-        if told:
-            self._releases.append(request_id)
-
-    def flush(self) -> tuple[tuple[Admit, ...], tuple[Commit, ...], tuple[int, ...]]:
-        news = tuple(self._admits), tuple(self._commits), tuple(self._releases)
-        self._admits, self._commits, self._releases = [], [], []
-        return news
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._admits or self._releases)
 
 
 class Coordinator:

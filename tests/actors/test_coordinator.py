@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator import Ledger
+from actors.ledger import Ledger
 from actors.messages import (
     Abort,
     Commit,
@@ -269,6 +269,15 @@ class TestLedger:
         ledger.release(1)
         ledger.release(1)
         assert ledger.has_news and ledger.flush() == ((), (), (1,)) and ledger.flush() == ((), (), ())
+
+    def test_plain_rounds_that_nobody_was_told_of_are_one_record(self):
+        ledger = Ledger()
+        ledger.admit(self.sequence())
+        ledger.flush()
+        ledger.commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
+        for i in range(500):
+            ledger.commit(Commit(1, 0, 5 + i, (), (i,)))
+        assert ledger.flush() == ((), (Commit(1, 0, 2, (1, 2), (5, 6, 7, *range(500))),), ())
 
     def test_who_comes_back_is_released_first(self):
         ledger = Ledger()
