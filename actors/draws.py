@@ -67,6 +67,12 @@ def draw_iid(
     return drawn
 
 
+def cut_law(scores: Tensor, params: SamplingParams, top_m: int) -> SparseLaw:
+    """The law behind one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised."""
+    log_weights, token_ids = scores[0].topk(min(top_m, scores.shape[-1]))
+    return _law(log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy(), is_greedy(params))
+
+
 def _race(scores: Tensor, keys: list[int], races: int, top_m: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Candidates of every row, best first: logits [n, m] (float64), ids [n, m], Gumbel noise [n, races, m]."""
     log_weights, token_ids = scores.topk(min(top_m, scores.shape[-1]), dim=-1)

@@ -11,15 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
-from actors.messages import Admit, Commit, SamplingParams, TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
-from actors.sampling import NodeRows, choose_batch, probabilities, process_logits
-from actors.verification import RULES
-from actors.verification.coins import HashCoins
-from actors.verification.coupled import verify_coupled
-from parallel.runner import ModelRunner, Span
+from actors.messages import Admit, Commit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from actors.verifier import Subject, Verifier
+from parallel.runner import ModelRunner
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +36,7 @@ class TargetRole:
 
     def __init__(self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, is_lead: bool) -> None:
         self.runner = runner
-        self._rule = rule
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._verifier = Verifier(runner, rule, eos_token_ids)
         self._is_lead = is_lead
         self.contexts: dict[int, TargetContext] = {}
 
@@ -56,9 +51,10 @@ class TargetRole:
             self._commit(commit)
         verdicts, num_rows = (), 0
         if batch.items:
-            logits, num_rows = self._forward(batch.items)
-            verdicts = self._judge(batch.items, logits) if self._is_lead else ()
-            self._keep_chunks(batch.items)
+            subjects = [self._subject(item) for item in batch.items]
+            logits, num_rows = self._verifier.forward(subjects)
+            verdicts = self._judge(subjects, logits) if self._is_lead else ()
+            self._keep_chunks(subjects)
         yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows)
 
     def _admit(self, admit: Admit) -> None:
@@ -74,73 +70,23 @@ class TargetRole:
         self.runner.commit(commit.request_id, [*range(context.num_fed), *(root_row + node for node in commit.path)])
         context.token_ids.extend(commit.token_ids)
 
-    def _forward(self, items: Sequence[VerifyItem]) -> tuple[Tensor, int]:
-        """One pass over all items: logits [sum of asked rows, V] and the number of rows fed."""
-        spans, token_ids = [], []
-        for item in items:
-            context, tree = self.contexts[item.request_id], _tree(item)
-            cached_len = self.runner.cached_len(item.request_id)
-            fed = context.token_ids[cached_len : cached_len + item.num_tokens]
-            context.num_fed = len(fed)
-            reaches_root = cached_len + len(fed) == len(context.token_ids)
-            if tree is None or not tree.num_draft_tokens:
-                spans.append(Span(item.request_id, len(fed), num_logits=int(reaches_root)))
-                token_ids += fed
-                continue
-            assert reaches_root, "a proposal hangs below the root"
-            parents = None
-            if not tree.is_chain:
-                root_row = len(fed) - 1
-                parents = [*range(-1, root_row), *(root_row + parent for parent in tree.parents[1:])]
-            num_nodes = len(tree.parents)
-            spans.append(Span(item.request_id, len(fed) + num_nodes - 1, parents, num_nodes))
-            token_ids += [*fed, *tree.token_ids[1:]]
-        return self.runner.forward(spans, token_ids).logits, len(token_ids)
+    def _subject(self, item: VerifyItem) -> Subject:
+        context = self.contexts[item.request_id]
+        context.num_fed = min(item.num_tokens, len(context.token_ids) - self.runner.cached_len(item.request_id))
+        return Subject(
+            item.request_id, context.token_ids, context.prompt_len, context.sampling, context.num_fed, item.proposal
+        )
 
-    def _judge(self, items: Sequence[VerifyItem], logits: Tensor) -> tuple[Verdict, ...]:
-        judged = [item for item in items if self._reached_root(item)]
-        rows = [self._node_rows(item) for item in judged]
-        if self._rule == "coupled":
-            choices = choose_batch(logits, rows, self._eos_token_ids).tolist() if rows else []
-        verdicts, start = [], 0
-        for item, node_rows in zip(judged, rows, strict=True):
-            where = slice(start, start + len(node_rows.tree.parents))
-            start = where.stop
-            if self._rule == "coupled":
-                path, next_token = verify_coupled(node_rows.tree, choices[where])
-            else:
-                path, next_token = self._test(item, node_rows, logits[where])
-            context = self.contexts[item.request_id]
-            verdicts.append(Verdict(item.request_id, context.epoch, len(context.token_ids), path, next_token))
+    def _judge(self, subjects: Sequence[Subject], logits: Tensor) -> tuple[Verdict, ...]:
+        judged = [subject for subject in subjects if self._verifier.reaches_root(subject)]
+        verdicts = []
+        for subject, ruling in zip(judged, self._verifier.judge(judged, logits), strict=True):
+            epoch, prefix_len = self.contexts[subject.seq_id].epoch, len(subject.token_ids)
+            verdicts.append(Verdict(subject.seq_id, epoch, prefix_len, ruling.path, ruling.next_token))
         return tuple(verdicts)
 
-    def _test(self, item: VerifyItem, rows: NodeRows, logits: Tensor) -> tuple[tuple[int, ...], int]:
-        """A rejection rule: ratio tests against the laws the proposal was drawn from."""
-        scores = process_logits(logits, rows.params, self._eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree)
-
-        def target_row(node: int) -> np.ndarray:  # most rules visit few nodes of a tree
-            return probabilities(scores[node : node + 1], rows.params)[0].cpu().numpy()
-
-        proposal = item.proposal
-        draws, laws = (proposal.draws, proposal.laws) if proposal else ((0,), (None,))
-        coins = HashCoins(rows.params.seed, step=len(rows.token_ids))
-        return RULES[self._rule](rows.tree, draws, laws, target_row, coins)
-
-    def _node_rows(self, item: VerifyItem) -> NodeRows:
-        context = self.contexts[item.request_id]
-        tree = _tree(item) or TokenTree.root(context.token_ids[-1])
-        return NodeRows(context.sampling, context.prompt_len, context.token_ids, tree)
-
-    def _reached_root(self, item: VerifyItem) -> bool:
-        context = self.contexts[item.request_id]
-        return self.runner.cached_len(item.request_id) + context.num_fed == len(context.token_ids)
-
-    def _keep_chunks(self, items: Sequence[VerifyItem]) -> None:
+    def _keep_chunks(self, subjects: Sequence[Subject]) -> None:
         """Rows of a prompt chunk are committed text already; no verdict will follow for them."""
-        for item in items:
-            if not self._reached_root(item):
-                self.runner.commit(item.request_id, range(self.contexts[item.request_id].num_fed))
-
-
-def _tree(item: VerifyItem) -> TokenTree | None:
-    return item.proposal.tree if item.proposal is not None else None
+        for subject in subjects:
+            if not self._verifier.reaches_root(subject):
+                self.runner.commit(subject.seq_id, range(subject.num_fed))
