@@ -7,7 +7,7 @@ Runs in an actor, a thread or a process of its own. Before the first round it ga
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.coordinator import Coordinator
@@ -26,7 +26,7 @@ from actors.messages import (
 )
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
-from actors.scheduler import Capacity, Scheduler
+from actors.scheduler import Capacity, Load, Scheduler
 from actors.tally import Tally
 from actors.wire import Hub
 
@@ -50,13 +50,27 @@ class CoordinatorSpec:
         return tuple(f"{role}-{rank}" for rank in range(size))
 
 
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What a watch is shown about once a second, before every reset of the tally, and at the end."""
+
+    tally: Tally
+    load: Load
+    ready: Mapping[str, Ready]
+
+
+Watch = Callable[[Glance], None]
+
+
 class Conductor:
     """Owns the hub for the life of one engine."""
 
-    def __init__(self, spec: CoordinatorSpec, hub: Hub, watch: Callable[[Tally], None] | None = None) -> None:
+    def __init__(self, spec: CoordinatorSpec, hub: Hub, watches: Sequence[Watch] = ()) -> None:
         self._spec = spec
         self._hub = hub
-        self._watch = watch
+        self._watches = watches
+        self._watched = time.monotonic()
+        self._ordered: tuple[int, float] = (0, 0.0)  # the last pass: its round, and when it left
         self._targets = spec.identities("target")
         self._drafters = spec.identities("draft")
         self._ready: dict[str, Ready] = {}
@@ -72,9 +86,9 @@ class Conductor:
             return stop.reason
         finally:
             self._hub.send([*self._targets, *self._drafters], stop)
+            self._look()
 
     def _serve(self) -> Stop:
-        watched = time.monotonic()
         while True:
             received = self._hub.receive(timeout_s=1.0)
             if received is not None:
@@ -82,15 +96,27 @@ class Conductor:
                 if isinstance(record, Stop):
                     return record
                 self._take(identity, record)
-            if self._watch is not None and self._coordinator is not None and time.monotonic() - watched >= 1.0:
-                watched = time.monotonic()
-                self._watch(self._coordinator.tally)
+            if time.monotonic() - self._watched >= 1.0:
+                self._look()
+
+    def _look(self) -> None:
+        self._watched = time.monotonic()
+        if self._coordinator is None:
+            return
+        self._coordinator.settle(self._watched)
+        for watch in self._watches:
+            watch(Glance(self._coordinator.tally, self._coordinator.load(), self._ready))
 
     def _take(self, identity: str, record: object) -> None:
         match record:
             case VerdictBatch() | ProposalBatch() | Request() | Abort() | ReportOrder():
                 assert self._coordinator is not None, "a client speaks only after it was greeted"
-                for answer in self._coordinator.on(record, time.monotonic()):
+                if isinstance(record, ReportOrder):
+                    self._look()
+                now = time.monotonic()
+                if isinstance(record, VerdictBatch) and record.round == self._ordered[0]:
+                    self._coordinator.tally.crossed(now - self._ordered[1], record.finished - record.started)
+                for answer in self._coordinator.on(record, now):
                     self._send(answer)
             case Ready():
                 self._ready[identity] = record
@@ -105,6 +131,7 @@ class Conductor:
 
     def _send(self, record: object) -> None:
         if isinstance(record, VerifyBatch):
+            self._ordered = (record.round, time.monotonic())
             self._hub.send(self._targets, record)
         elif isinstance(record, DraftBatch):
             self._hub.send(self._drafters, record)

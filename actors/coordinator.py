@@ -31,7 +31,7 @@ from actors.messages import (
 )
 from actors.pipelines import Pipeline
 from actors.pipelines.cost import Costs
-from actors.scheduler import PassPlan, Scheduler
+from actors.scheduler import Load, PassPlan, Scheduler
 from actors.sequence import Sequence
 from actors.tally import Tally
 
@@ -66,6 +66,15 @@ class Coordinator:
     def num_requests(self) -> int:
         return self._scheduler.num_requests
 
+    def load(self) -> Load:
+        return self._scheduler.load()
+
+    def settle(self, now: float) -> None:
+        """Count the time up to `now` in which there was work."""
+        if self._active_since is not None:
+            self.tally.active_s += now - self._active_since
+            self._active_since = now
+
     def on(self, record: Any, now: float) -> list[Any]:
         """Take one record; return what has to be sent, most urgent first. `now` is CLOCK_MONOTONIC seconds."""
         news: list[Any] = []
@@ -73,7 +82,7 @@ class Coordinator:
             case Request():
                 news += self._submit(record, now)
             case Abort():
-                news += self._abort(record)
+                news += self._abort(record, now)
             case ProposalBatch():
                 self._take_proposals(record)
             case VerdictBatch():
@@ -83,8 +92,8 @@ class Coordinator:
             case _:
                 raise TypeError(f"the coordinator has no use for {type(record).__name__}")
         orders = self._advance(now)
-        if self._active_since is not None and not self.num_requests:
-            self.tally.active_s += now - self._active_since
+        if not self.num_requests:
+            self.settle(now)
             self._active_since = None
         # What a role waits for goes out before what a client merely reads.
         return orders + news
@@ -97,17 +106,19 @@ class Coordinator:
         if refusal is not None:
             return [Tokens(request.request_id, 0, (), "error", sequence.stats(), refusal)]
         self._sequences[request.request_id] = sequence
+        sequence.arrived_at = now
         self._scheduler.add(sequence)
         self.tally.num_prompt_tokens += sequence.prompt_len
         if self._active_since is None:
             self._active_since = now
         return []
 
-    def _abort(self, record: Abort) -> list[Any]:
+    def _abort(self, record: Abort, now: float) -> list[Any]:
         sequence = self._sequences.get(record.request_id)
         if sequence is None:
             return []
         sequence.finish_reason = "abort"
+        self.tally.request_ended(sequence, now)
         self._end(sequence)
         return [Tokens(sequence.request_id, sequence.num_generated, (), "abort", sequence.stats())]
 
@@ -152,6 +163,7 @@ class Coordinator:
             position = sequence.num_generated
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
             self._forget_draft(sequence)
+            sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             self.tally.verified(proposal, commit)
             if proposal is not None and proposal.tree.num_draft_tokens:
                 self._costs.saw_acceptance(len(commit.token_ids))
@@ -160,7 +172,7 @@ class Coordinator:
             ended = sequence.finish_reason is not None
             if ended:
                 self._end(sequence)
-                self.tally.num_requests_finished += 1
+                self.tally.request_ended(sequence, now)
             stats = sequence.stats() if ended else None
             news.append(Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats))
         self._end_round(batch, now, speculated=speculated)
@@ -204,6 +216,7 @@ class Coordinator:
             self._draft.release(sequence.request_id)
             self.tally.num_preemptions += 1
         for sequence in plan.admitted:
+            sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target.admit(sequence)
             if self._drafts and sequence.request.speculate:
                 self._draft.admit(sequence)
@@ -258,12 +271,10 @@ class Coordinator:
         return [VerifyBatch(self._verify_round, *self._target.flush(), tuple(items))]
 
     def _report(self, order: ReportOrder, now: float) -> Any:
-        if self._active_since is not None:
-            self.tally.active_s += now - self._active_since
-            self._active_since = now
+        self.settle(now)
         report = self.tally.report(now)
         if order.reset:
-            self.tally = Tally(since=now)
+            self.tally = Tally(since=now, phase=order.phase)
         return report
 
 

@@ -43,9 +43,16 @@ class ActorGroup:
         return f"{name}: ended"
 
     def close(self) -> None:
-        """Give every `run` a moment to end by itself, then end the processes."""
+        """Give every `run` a moment to end by itself, then end the processes.
+
+        Who is told to leave hands over its last metrics; who is killed does not.
+        """
         if self._runs:
-            ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=_GRACE_S)
+            ended, _ = ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=_GRACE_S)
+            names = [name for name, ref in self._runs.items() if ref in ended]
+            leaving = [self._actors[name].__ray_terminate__.remote() for name in names]
+            if leaving:
+                ray.wait(leaving, num_returns=len(leaving), timeout=_GRACE_S)
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors.clear()

@@ -329,9 +329,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ReportOrder:
-    """Ask the coordinator for its counters; `reset` starts a new measuring window."""
+    """Ask the coordinator for its counters; `reset` starts a new measuring window, which metrics label `phase`."""
 
     reset: bool = False
+    phase: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,16 @@ class Capacity:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full the engine is; a slot is the KV of one token of a running sequence."""
+
+    num_running: int
+    num_waiting: int
+    kv_slots_used: int
+    kv_slots: int
+
+
 @dataclass(slots=True)
 class PassPlan:
     """Rows per sequence for the next pass, and what had to happen to make room for them."""
@@ -73,6 +83,10 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         return len(self.running) + len(self.waiting)
+
+    def load(self) -> Load:
+        used = sum(sequence.cached_len for sequence in self.running)
+        return Load(len(self.running), len(self.waiting), used, self.capacity.kv_slots)
 
     def _admit(self, plan: PassPlan) -> None:
         """Move waiting sequences into the batch while seats, rows and slots last."""

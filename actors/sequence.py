@@ -30,6 +30,9 @@ class Sequence:
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    arrived_at: float = 0.0  # times are written by the coordinator, which has the clock
+    admitted_at: float | None = None
+    first_token_at: float | None = None
 
     @staticmethod
     def start(request: Request, max_model_len: int) -> Sequence:

@@ -10,22 +10,46 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.messages import Commit, Proposal, ProposalBatch, Report, VerdictBatch
+from actors.sequence import Sequence
 
 SPAN_LIMIT = 50_000
 """Spans kept; older ones fall out, so that a server's memory stays constant."""
 
+ENDED_LIMIT = 4096
+"""Ended requests whose times wait to be looked at; whoever wants them looks more often than so many end."""
+
 Span = tuple[str, str, float, float, dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When things happened to a request that ended, in seconds from its arrival; None: it never came to that."""
+
+    finish_reason: str
+    queue_s: float | None
+    first_token_s: float | None
+    latency_s: float
+    num_tokens: int
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Time per token behind the first."""
+        if self.first_token_s is None or self.num_tokens < 2:
+            return None
+        return (self.latency_s - self.first_token_s) / (self.num_tokens - 1)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counters of one measuring window, from `since` on."""
+    """Counters of one measuring window, from `since` on; `phase` is the window's name, empty for none."""
 
     since: float = 0.0
+    phase: str = ""
     num_rounds: int = 0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_requests_finished: int = 0
+    num_requests_aborted: int = 0
     num_preemptions: int = 0
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -42,6 +66,9 @@ class Tally:
     num_spec_rounds: int = 0
     spec_round_s: float = 0.0
     spec_round_overhead_s: float = 0.0
+    num_link_trips: int = 0
+    link_s: float = 0.0
+    ended: deque[RequestTimes] = field(default_factory=lambda: deque(maxlen=ENDED_LIMIT))
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
 
     def verified(self, proposal: Proposal | None, commit: Commit) -> None:
@@ -88,15 +115,31 @@ class Tally:
         self.spec_round_s += ended - started
         self.spec_round_overhead_s += max(0.0, ended - started - busy_s)
 
+    def crossed(self, away_s: float, busy_s: float) -> None:
+        """A target pass was ordered and answered within `away_s`; what was not work was spent on the way."""
+        self.num_link_trips += 1
+        self.link_s += max(0.0, away_s - busy_s)
+
+    def request_ended(self, sequence: Sequence, now: float) -> None:
+        assert sequence.finish_reason is not None
+        if sequence.finish_reason == "abort":
+            self.num_requests_aborted += 1
+        else:
+            self.num_requests_finished += 1
+        arrived, admitted, first = sequence.arrived_at, sequence.admitted_at, sequence.first_token_at
+        times = (None if at is None else at - arrived for at in (admitted, first))
+        self.ended.append(RequestTimes(sequence.finish_reason, *times, now - arrived, sequence.num_generated))
+
     def report(self, now: float) -> Report:
-        counters: dict[str, Any] = {
-            name: getattr(self, name) for name in self.__slots__ if name not in ("spans", "since")
-        }
+        counters: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name not in _NOT_COUNTERS}
         counters["window_s"] = now - self.since
         return Report(counters, tuple(self.spans))
 
     def _span(self, lane: str, name: str, batch: ProposalBatch | VerdictBatch, arguments: dict[str, object]) -> None:
         self.spans.append((lane, name, batch.started, batch.finished, {"round": batch.round, **arguments}))
+
+
+_NOT_COUNTERS = ("since", "phase", "ended", "spans")
 
 
 def _grow(counts: list[int], length: int) -> None:

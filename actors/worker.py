@@ -7,13 +7,12 @@ What a shell runs (`roles.serve`, `Conductor.run`) is the same code the in-proce
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import ray
 
-from actors.conductor import Conductor, CoordinatorSpec
-from actors.tally import Tally
+from actors.conductor import Conductor, CoordinatorSpec, Watch
 from actors.wire import Hub
 
 
@@ -66,10 +65,10 @@ class CoordinatorWorker:
         self._store = host_store(host)
         return self._hub.address, (host, self._store.port)
 
-    def run(self, spec: CoordinatorSpec, make_watch: Callable[[], Callable[[Tally], None]] | None = None) -> str:
+    def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
         """Conduct rounds until told to stop; returns why."""
         try:
-            return Conductor(spec, self._hub, make_watch() if make_watch else None).run()
+            return Conductor(spec, self._hub, [make() for make in make_watches]).run()
         finally:
             self._hub.close()
 

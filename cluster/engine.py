@@ -97,12 +97,12 @@ class Engine:
                 on_finished(completion)
         return completions
 
-    def report(self, *, reset: bool = False) -> Report:
-        """The coordinator's counters and spans since the last reset."""
+    def report(self, *, reset: bool = False, phase: str = "") -> Report:
+        """The coordinator's counters and spans since the last reset; metrics label what follows a reset by `phase`."""
         with self._news:
             self._check_alive()
             self._reports.clear()
-        self._send(ReportOrder(reset))
+        self._send(ReportOrder(reset, phase))
         with self._news:
             self._news.wait_for(lambda: self._reports or self._error is not None, timeout=30)
             if not self._reports:

@@ -63,11 +63,12 @@ def serve_prompts(
     *,
     speculate: bool,
     concurrency: int,
+    phase: str = "",
     on_finished: Callable[[Served], None] = lambda served: None,
 ) -> Run:
     """Complete all prompts, `concurrency` at a time (0: all at once); a failed request does not end the others.
 
-    Ctrl-C aborts what is in flight and returns what there is, `interrupted`.
+    `phase` labels the run in the metrics. Ctrl-C aborts what is in flight and returns what there is, `interrupted`.
     """
     run = Run()
     live: dict[int, Completion] = {}
@@ -82,7 +83,7 @@ def serve_prompts(
             return _served(index, prompt, live.pop(index, None), str(error))
         return _served(index, prompt, live.pop(index))
 
-    engine.report(reset=True)
+    engine.report(reset=True, phase=phase)
     started = time.monotonic()
     pending: list[Future[Served]] = []
     with ThreadPoolExecutor(concurrency or len(prompts), "request") as pool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import ray
 from ray.exceptions import RayTaskError
@@ -19,7 +20,7 @@ from actors.group import ActorGroup
 from actors.worker import CoordinatorActor, RankActor
 from cluster.backends.inprocess import rank_spec
 from cluster.config import LaunchConfig
-from cluster.metrics import make_ray_watch
+from cluster.metrics import make_ray_watch, metric_labels
 from cluster.placement import Devices, RankPlacement
 
 _LOOPBACK = "127.0.0.1"
@@ -60,7 +61,7 @@ class RayBackend:
             hub_address, store = ray.get(bound, timeout=self._config.cluster.startup_timeout_s)
         except RayTaskError as error:
             raise ValueError(f"cluster.port={self._config.cluster.port}: {error.cause}") from error
-        self._actors.run("coordinator", coordinator, make_ray_watch)
+        self._actors.run("coordinator", coordinator, [partial(make_ray_watch, metric_labels(self._config))])
         for place in places:
             if not self._is_local:
                 place = replace(place, cores=())  # they were counted over all nodes: no core of any one of them
@@ -86,6 +87,7 @@ class RayBackend:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+        os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")  # Ray's 10 s are long beside a short run
         cluster = self._config.cluster
         common = {"namespace": cluster.namespace, "log_to_driver": False, "logging_level": "ERROR"}
         try:

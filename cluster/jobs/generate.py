@@ -73,7 +73,8 @@ def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) ->
     """First passes allocate and choose kernels; they are nobody's fault and not measured."""
     short = replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
     for speculate in (False, True):
-        if serve_prompts(engine, prompts[:1], short, speculate=speculate, concurrency=1).interrupted:
+        run = serve_prompts(engine, prompts[:1], short, speculate=speculate, concurrency=1, phase="warm-up")
+        if run.interrupted:
             raise KeyboardInterrupt
 
 
@@ -94,9 +95,14 @@ def _timed(
             on_finished(served)
             bar.advance()
 
-        concurrency = job.concurrency
         return serve_prompts(
-            engine, prompts, sampling, speculate=speculate, concurrency=concurrency, on_finished=finished
+            engine,
+            prompts,
+            sampling,
+            speculate=speculate,
+            concurrency=job.concurrency,
+            phase="speculative" if speculate else "plain",
+            on_finished=finished,
         )
 
 

@@ -26,6 +26,7 @@ from actors.messages import (
     VerdictBatch,
     VerifyBatch,
 )
+from actors.scheduler import Load
 from actors.wire import Hub, Link
 
 _names = itertools.count()
@@ -36,14 +37,14 @@ WAIT_S = 10.0
 class Stage:
     """A conductor in its thread, and a link for every part around it, spoken from the test."""
 
-    def __init__(self, target_ranks=1, draft_ranks=1, watch=None) -> None:
+    def __init__(self, target_ranks=1, draft_ranks=1, watches=()) -> None:
         pipeline = "sync" if draft_ranks else "plain"
         spec = CoordinatorSpec(pipeline, 4, target_ranks, draft_ranks, (1,))
         self.hub = Hub(f"inproc://test-conductor-{next(_names)}")
         self.ranks = [*spec.identities("target"), *spec.identities("draft")]
         self.links = {name: Link(self.hub.address, name) for name in (*self.ranks, CLIENT)}
         self.ended: list[object] = []
-        self.thread = threading.Thread(target=self.conduct, args=(Conductor(spec, self.hub, watch),))
+        self.thread = threading.Thread(target=self.conduct, args=(Conductor(spec, self.hub, watches),))
         self.thread.start()
 
     def conduct(self, conductor) -> None:
@@ -162,7 +163,7 @@ def test_a_conductor_that_breaks_leaves_no_rank_waiting(open_stage):
 
 def test_the_watch_sees_the_tally_about_once_a_second(open_stage):
     seen = []
-    stage = open_stage(draft_ranks=0, watch=lambda tally: seen.append(tally.num_prompt_tokens))
+    stage = open_stage(draft_ranks=0, watches=[lambda glance: seen.append(glance.tally.num_prompt_tokens)])
     stage.get_ready()
     stage.say(CLIENT, Request(1, (3, 4, 5)))
     assert isinstance(stage.hear("target-0"), VerifyBatch)
@@ -171,3 +172,29 @@ def test_the_watch_sees_the_tally_about_once_a_second(open_stage):
             stage.say(CLIENT, Abort(99))
             time.sleep(0.1)
     assert seen and seen[-1] == 3
+
+
+def test_a_watch_misses_no_window(open_stage):
+    """However short: it looks before every reset, and once more at the end."""
+    seen = []
+    stage = open_stage(draft_ranks=0, watches=[lambda glance: seen.append((glance.tally.phase, glance.load))])
+    stage.get_ready()
+    for phase in ("first", "second", "third"):
+        stage.say(CLIENT, ReportOrder(reset=True, phase=phase))
+        assert isinstance(stage.hear(CLIENT), Report)
+    stage.stop()
+    assert list(dict.fromkeys(phase for phase, _ in seen)) == ["", "first", "second", "third"]
+    assert seen[-1][1] == Load(num_running=0, num_waiting=0, kv_slots_used=0, kv_slots=FACTS["kv_slots"])
+
+
+def test_link_time_is_the_time_away_beside_the_pass(open_stage):
+    stage = open_stage(draft_ranks=0)
+    stage.get_ready()
+    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
+    batch = stage.hear("target-0")
+    time.sleep(0.1)
+    stage.say("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 1.0, 1.06, 2))
+    assert stage.hear(CLIENT).token_ids == (7,)
+    stage.say(CLIENT, ReportOrder())
+    counters = stage.hear(CLIENT).counters
+    assert counters["num_link_trips"] == 1 and counters["link_s"] >= 0.04

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.messages import Commit, Proposal, ProposalBatch, TokenTree, VerdictBatch
-from actors.tally import SPAN_LIMIT, Tally
+from actors.messages import Commit, Proposal, ProposalBatch, Request, TokenTree, VerdictBatch
+from actors.sequence import Sequence
+from actors.tally import SPAN_LIMIT, RequestTimes, Tally
 
 CHAIN = Proposal(1, 0, 3, 0, TokenTree.chain(5, (6, 7, 8)))
 TREE = Proposal(1, 0, 3, 0, TokenTree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1)))
@@ -72,8 +73,31 @@ def test_a_report_holds_every_counter_and_the_length_of_its_window():
     tally = Tally(since=10.0)
     tally.drafted(ProposalBatch(3, (CHAIN,), 1.0, 1.25))
     report = tally.report(12.5)
-    assert set(report.counters) == set(Tally.__slots__) - {"since", "spans"} | {"window_s"}
+    assert set(report.counters) == set(Tally.__slots__) - {"since", "phase", "ended", "spans"} | {"window_s"}
     assert report.counters["window_s"] == 2.5 and len(report.spans) == 1
+
+
+def test_times_of_an_ended_request_count_from_its_arrival():
+    tally, sequence = Tally(), Sequence.start(Request(1, (3, 4)), 50)
+    sequence.arrived_at, sequence.admitted_at, sequence.first_token_at = 10.0, 10.5, 11.0
+    sequence.token_ids += [5, 6, 7]
+    sequence.finish_reason = "length"
+    tally.request_ended(sequence, 13.0)
+    assert list(tally.ended) == [RequestTimes("length", 0.5, 1.0, 3.0, num_tokens=3)]
+    assert tally.ended[0].per_token_s == 1.0
+    never = Sequence.start(Request(2, (3,)), 50)
+    never.arrived_at, never.finish_reason = 12.0, "abort"
+    tally.request_ended(never, 13.0)
+    assert tally.ended[1] == RequestTimes("abort", None, None, 1.0, num_tokens=0)
+    assert tally.ended[1].per_token_s is None
+    assert (tally.num_requests_finished, tally.num_requests_aborted) == (1, 1)
+
+
+def test_time_on_the_way_is_what_was_not_work():
+    tally = Tally()
+    tally.crossed(0.75, 0.5)
+    tally.crossed(0.25, 0.5)  # clocks of two hosts
+    assert (tally.num_link_trips, tally.link_s) == (2, 0.25)
 
 
 def test_old_spans_fall_out():

@@ -1,54 +1,134 @@
-"""Ray's counters follow the tally: each grows by what was counted since the last look."""
+"""Metrics follow the tally: each counter grows by what was counted since the last look, under its window's name."""
 
 from __future__ import annotations
 
-from actors.tally import Tally
-from cluster.metrics import MetricsWatch
+from collections import defaultdict
+
+import pytest
+
+from actors.conductor import Glance
+from actors.messages import Ready
+from actors.scheduler import Load
+from actors.tally import RequestTimes, Tally
+from cluster.metrics import COUNTERS, ENGINE_LABELS, PREFIX, MetricsWatch, metric_labels
+
+LABELS = dict.fromkeys(ENGINE_LABELS, "x")
+LOAD = Load(num_running=2, num_waiting=1, kv_slots_used=30, kv_slots=120)
+READY = {"target-0": Ready("target", 0, {"weight_bytes": 70, "kv_bytes": 8}), "draft-0": Ready("draft", 0, {})}
 
 
-class Counters:
-    """Counters that refuse to grow by nothing, as Ray's do."""
+class Registry:
+    """Keeps what it is told, and refuses what Ray's would: unknown labels, and counters that grow by nothing."""
 
     def __init__(self) -> None:
-        self.values: dict[str, float] = {}
+        self.values: dict[tuple[str, ...], float] = defaultdict(float)
+        self.observed: dict[str, list[float]] = defaultdict(list)
         self.described: dict[str, str] = {}
 
-    def make(self, name, description):
-        self.values[name], self.described[name] = 0.0, description
+    def counter(self, name, text, labels):
+        def increment(amount, values):
+            assert amount > 0 and set(values) == set(labels)
+            self.values[self.key(name, values)] += amount
 
-        def increment(amount):
-            assert amount > 0
-            self.values[name] += amount
-
+        self.described[name] = text
         return increment
 
+    def gauge(self, name, text, labels):
+        def set_to(amount, values):
+            assert set(values) == set(labels)
+            self.values[self.key(name, values)] = amount
 
-def test_counters_grow_by_what_was_counted_since_the_last_look():
-    counters, tally = Counters(), Tally()
-    watch = MetricsWatch(counters.make)
-    watch(tally)
-    assert set(counters.values.values()) == {0.0}
+        self.described[name] = text
+        return set_to
+
+    def histogram(self, name, text, labels, boundaries):
+        def observe(amount, values):
+            assert set(values) == set(labels)
+            self.observed[name].append(amount)
+
+        assert list(boundaries) == sorted(set(boundaries))
+        self.described[name] = text
+        return observe
+
+    def key(self, name, values):
+        return name.removeprefix(PREFIX), *(value for label, value in values.items() if label not in ENGINE_LABELS)
+
+
+@pytest.fixture
+def registry():
+    return Registry()
+
+
+@pytest.fixture
+def show(registry):
+    watch = MetricsWatch(registry, LABELS)
+    return lambda tally: watch(Glance(tally, LOAD, READY))
+
+
+def test_counters_grow_by_what_was_counted_since_the_last_look(registry, show):
+    tally = Tally(phase="plain")
+    show(tally)
+    assert not any(key[0].endswith("_total") for key in registry.values)
     for num_tokens, busy_s in ((3, 0.5), (3, 0.5), (10, 0.75)):
-        tally.num_tokens, tally.target_busy_s = num_tokens, busy_s
-        watch(tally)
-        assert counters.values["specdec_generation_tokens_total"] == num_tokens
-        assert counters.values["specdec_target_busy_seconds_total"] == busy_s
+        tally.num_tokens, tally.target_busy_s, tally.active_s = num_tokens, busy_s, 1.0
+        show(tally)
+        assert registry.values["generation_tokens_total", "plain"] == num_tokens
+        assert registry.values["busy_seconds_total", "plain", "target"] == busy_s
+    assert registry.values["idle_seconds_total", "plain", "draft"] == 1.0
+    assert registry.values["idle_seconds_total", "plain", "target"] == 0.5, "a counter never falls"
 
 
-def test_a_reset_loses_nothing():
-    counters, first, second = Counters(), Tally(), Tally()
-    watch = MetricsWatch(counters.make)
-    first.num_tokens = 5
-    watch(first)
-    first.num_tokens = 7  # counted between the last look and the reset
-    second.num_tokens = 1
-    watch(second)
-    watch(second)
-    assert counters.values["specdec_generation_tokens_total"] == 8
+def test_every_window_counts_from_zero_under_its_own_name(registry, show):
+    first, second, third = Tally(phase="a", num_tokens=5), Tally(phase="b", num_tokens=1), Tally(phase="a")
+    for tally in (first, second, second, third):
+        show(tally)
+    third.num_tokens = 2
+    show(third)
+    assert registry.values["generation_tokens_total", "a"] == 7
+    assert registry.values["generation_tokens_total", "b"] == 1
 
 
-def test_every_counter_is_described_and_named_after_ours():
-    counters = Counters()
-    MetricsWatch(counters.make)
-    assert all(name.startswith("specdec_") and text for name, text in counters.described.items())
-    assert {"specdec_spec_decode_num_accepted_tokens_total", "specdec_prompt_tokens_total"} <= set(counters.values)
+def test_what_is_derived(registry, show):
+    tally = Tally(num_draft_tokens=9, num_accepted_tokens=4, num_branch_lookups=7, num_branch_hits=5)
+    tally.num_accepted_per_pos = [3, 1, 0]
+    show(tally)
+    assert registry.values["spec_decode_num_wasted_tokens_total", ""] == 5
+    assert registry.values["branch_misses_total", ""] == 2
+    positions = {key[2]: value for key, value in registry.values.items() if "per_pos" in key[0]}
+    assert positions == {"0": 3, "1": 1}
+
+
+def test_ended_requests_are_observed_once(registry, show):
+    tally = Tally(phase="plain")
+    tally.ended.append(RequestTimes("length", 0.1, 0.25, 1.25, num_tokens=5))
+    tally.ended.append(RequestTimes("abort", None, None, 0.5, num_tokens=0))
+    show(tally)
+    show(tally)
+    assert registry.values["request_success_total", "plain", "length"] == 1
+    assert registry.values["request_success_total", "plain", "abort"] == 1
+    assert registry.observed == {
+        "specdec_time_to_first_token_seconds": [0.25],
+        "specdec_request_time_per_output_token_seconds": [0.25],
+        "specdec_request_queue_time_seconds": [0.1],
+        "specdec_e2e_request_latency_seconds": [1.25, 0.5],
+    }
+
+
+def test_gauges_tell_how_full_the_engine_is(registry, show):
+    show(Tally())
+    assert registry.values["num_requests_running",] == 2 and registry.values["num_requests_waiting",] == 1
+    assert registry.values["kv_slots_used",] == 30 and registry.values["kv_cache_usage_perc",] == 0.25
+    assert registry.values["weight_bytes", "target", "0"] == 70 and registry.values["kv_bytes", "draft", "0"] == 0
+
+
+def test_names_are_ours_and_vllms(registry, show):
+    assert all(name.startswith("specdec_") and text for name, text in registry.described.items())
+    assert len({counted.name for counted in COUNTERS}) == len(COUNTERS)
+    vllms = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    assert {f"specdec_spec_decode_{name}_total" for name in vllms} <= set(registry.described)
+
+
+def test_labels_say_which_engine_it_is(tiny_launch):
+    labels = metric_labels(tiny_launch(None))
+    assert labels["engine"] == "specdec" and labels["drafter"] == "model" and labels["pipeline"] == "sync"
+    assert labels["model_name"] and "/" not in labels["model_name"]
