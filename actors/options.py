@@ -101,6 +101,30 @@ class NgramDrafterConfig(DrafterConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class SuffixDrafterConfig(DrafterConfig):
+    """Suffix lookup: what followed the longest match in this request's text, in others' answers and in a corpus."""
+
+    name: str = "suffix"
+    """Set by the choice `drafter=`."""
+    num_draft_tokens: int = 8
+    """Draft tokens a round, at most."""
+    min_match: int = 2
+    """Shortest match worth following, in tokens."""
+    tokens_per_match: float = 2.0
+    """Draft tokens for every matched token: the longer the match, the longer the draft."""
+    min_probability: float = 0.1
+    """A draft ends where its path followed in fewer of the matches than this."""
+    width: int = 1
+    """Followers tried behind every node, the likeliest first; 1 = a chain."""
+    shared_tokens: int = 250_000
+    """Tokens of finished requests' answers to draft from, the oldest dropped first; 0 = requests share nothing."""
+    corpus: str = ""
+    """Text to draft from, read at start: a text file, or JSONL with a `text` or `prompt` field; empty = none."""
+    tokenizer: str = ""
+    """Checkpoint directory whose tokenizer reads the corpus; empty = the target's."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDrafterConfig(DrafterConfig):
     """A separate, smaller model with the target's vocabulary."""
 

@@ -33,6 +33,7 @@ from actors.options import (
     PipelineName,
     SamplingConfig,
     SchedulerConfig,
+    SuffixDrafterConfig,
     TargetConfig,
     VerifyConfig,
 )
@@ -165,7 +166,12 @@ class LaunchConfig:
 
 CHOICES: dict[str, dict[str, type]] = {
     "target": {"pocket": TargetConfig, "hf": TargetConfig},
-    "drafter": {"none": NoDrafterConfig, "model": ModelDrafterConfig, "ngram": NgramDrafterConfig},
+    "drafter": {
+        "none": NoDrafterConfig,
+        "model": ModelDrafterConfig,
+        "ngram": NgramDrafterConfig,
+        "suffix": SuffixDrafterConfig,
+    },
     "verify": dict.fromkeys(("coupled", "rejection", "traversal", "kseq"), VerifyConfig),
     "pipeline": dict.fromkeys(tuple(PipelineName), PipelineConfig),
     "placement": dict.fromkeys(("separate", "colocated"), PlacementConfig),
@@ -263,6 +269,9 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     if isinstance(drafter, ModelDrafterConfig):
         bundled = {"pocket": pocket.DRAFTER}
         drafter = replace(drafter, path=_checkpoint("drafter.path", drafter.path, bundled))
+    if isinstance(drafter, SuffixDrafterConfig) and drafter.corpus:
+        tokenizer = _checkpoint("drafter.tokenizer", drafter.tokenizer or target.path, {"pocket": pocket.TARGET})
+        drafter = replace(drafter, corpus=_corpus(drafter.corpus), tokenizer=tokenizer)
     if isinstance(job, GenerateConfig | BenchConfig):
         job = replace(job, prompts=_prompts(job.prompts))
     return replace(config, target=target, drafter=drafter, job=job)
@@ -281,6 +290,13 @@ def _checkpoint(field_name: str, path: str, bundled: dict[str, Path]) -> str:
     if not (directory / "config.json").is_file():
         raise ValueError(f"{field_name}={path}: has no config.json; {remedy}")
     return str(directory.absolute())
+
+
+def _corpus(path: str) -> str:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"drafter.corpus={path}: no such file; give a text file, or JSONL with a `text` field")
+    return str(file.absolute())
 
 
 def _prompts(path: str) -> str:

@@ -17,6 +17,7 @@ from actors.options import (
     NoDrafterConfig,
     Parallel,
     Strategy,
+    SuffixDrafterConfig,
     VerifyRule,
 )
 
@@ -74,8 +75,21 @@ def _drafter(config: LaunchConfig) -> Iterator[_Rule]:
         yield "drafter.min_ngram", drafter.min_ngram, drafter.min_ngram >= 1, "must be at least 1"
         longest = drafter.max_ngram
         yield "drafter.max_ngram", longest, longest >= drafter.min_ngram, "must not be below drafter.min_ngram"
+    if isinstance(drafter, SuffixDrafterConfig):
+        yield from _suffix_drafter(drafter)
     if isinstance(drafter, ModelDrafterConfig):
         yield from _model_drafter(drafter)
+
+
+def _suffix_drafter(drafter: SuffixDrafterConfig) -> Iterator[_Rule]:
+    yield "drafter.min_match", drafter.min_match, drafter.min_match >= 1, "must be at least 1"
+    pace = drafter.tokens_per_match
+    yield "drafter.tokens_per_match", pace, pace > 0, "must be above 0"
+    least = drafter.min_probability
+    yield "drafter.min_probability", least, 0 <= least <= 1, "must be between 0 and 1"
+    yield "drafter.width", drafter.width, drafter.width >= 1, "must be at least 1; 1 is a chain"
+    shared = drafter.shared_tokens
+    yield "drafter.shared_tokens", shared, shared >= 0, "must be 0 (requests share nothing) or above"
 
 
 def _model_drafter(drafter: ModelDrafterConfig) -> Iterator[_Rule]:

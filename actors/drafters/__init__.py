@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from actors.branches import AHEAD
 from actors.drafter import Drafter
 from actors.drafters.ahead import AheadDrafter
+from actors.drafters.corpus import read_corpus
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
+from actors.drafters.suffix import SuffixDrafter
 from actors.options import DrafterConfig, SchedulerConfig, VerifyConfig
 from parallel.mesh import Group
 from parallel.runner import open_model
@@ -32,6 +35,12 @@ def _ngram(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     return NgramDrafter(config), {}
 
 
+def _suffix(config, verify, pipeline, scheduler, group, device, eos_token_ids):
+    corpus = read_corpus(Path(config.corpus), Path(config.tokenizer)) if config.corpus else ()
+    drafter = SuffixDrafter(config, corpus)
+    return drafter, drafter.facts()
+
+
 def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     fit = fit_slots(config.path, group, device, config.dtype, max_num_seqs=scheduler.max_num_seqs)
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots)
@@ -46,4 +55,4 @@ def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     return ModelDrafter(runner, config, **options), fit.facts()
 
 
-DRAFTERS = {"ngram": _ngram, "model": _model}
+DRAFTERS = {"ngram": _ngram, "suffix": _suffix, "model": _model}

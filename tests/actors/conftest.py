@@ -16,8 +16,9 @@ from actors.drafter import DraftRole
 from actors.drafters.ahead import AheadDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
+from actors.drafters.suffix import SuffixDrafter
 from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
-from actors.options import NgramDrafterConfig, SchedulerConfig
+from actors.options import NgramDrafterConfig, SchedulerConfig, SuffixDrafterConfig
 from actors.pipelines import PIPELINES
 from actors.scheduler import Capacity, Scheduler
 from actors.target import TargetRole
@@ -123,6 +124,8 @@ def open_room(models):
         if config is not None:
             if isinstance(config, NgramDrafterConfig):
                 drafter = NgramDrafter(config)
+            elif isinstance(config, SuffixDrafterConfig):
+                drafter = SuffixDrafter(config)
             else:
                 runner = open_model(path or models["drafter"], num_slots=4096)
                 options = dict(rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk)

@@ -12,16 +12,18 @@ import torch
 
 from actors.drafter import Draft
 from actors.messages import SamplingParams, TokenTree
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, Strategy
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, Strategy, SuffixDrafterConfig
 from actors.pipelines import PIPELINES
 
 MAX_ROWS = 256
 DRAFTERS = {
     "ngram": NgramDrafterConfig(min_ngram=1),
+    "suffix": SuffixDrafterConfig(min_match=1, width=2),
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
 }
+LOOKUPS = ("ngram", "suffix")
 EVERY_PROCESSOR = dict(
     top_k=40,
     top_p=0.95,
@@ -59,7 +61,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
         plain_tokens[sampling] = plain.tokens, plain.ends
     room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests)
     assert (room.tokens, room.ends) == plain_tokens[sampling]
-    if pipeline != "plain" and "processed" not in sampling and drafter != "ngram":
+    if pipeline != "plain" and "processed" not in sampling and drafter not in LOOKUPS:
         assert room.tally.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
@@ -161,7 +163,7 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "ngram"])
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in LOOKUPS])
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, drafter):
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)
