@@ -28,6 +28,7 @@ class PassPlan(Protocol):
 
     positions: Tensor  # [T]
     attention: AttentionPlan
+    fuzzy: bool
 
 
 class Attention(Layer):
@@ -114,17 +115,38 @@ class Decoder(Layer):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         config.check_ranks(group.size)
+        self._allocate_ends(config, group, group, device, dtype)
+        self.layers = [
+            DecoderLayer(config, i, group, dtype=dtype, device=device) for i in range(config.num_layers)
+        ]
+
+    def _allocate_ends(
+        self,
+        config: DecoderConfig,
+        group: Group,
+        embedding_group: Group,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        """All but the layers: the head is sharded over `group`, the embedding over `embedding_group`."""
         self.config = config
         self.group = group
         self.device = torch.device(device)
         self.dtype = dtype
         factory_kwargs = {"dtype": dtype, "device": device}
-        table = (config.vocab_size, config.hidden_size, group)
-        self.embedding = VocabTable("model.embed_tokens.weight", *table, **factory_kwargs)
-        self.layers = [DecoderLayer(config, i, group, **factory_kwargs) for i in range(config.num_layers)]
+        table, name = (config.vocab_size, config.hidden_size), "model.embed_tokens.weight"
+        self.embedding = VocabTable(name, *table, embedding_group, **factory_kwargs)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory_kwargs)
-        self.lm_head = self.embedding if config.tied else VocabTable("lm_head.weight", *table, **factory_kwargs)
+        if config.tied and embedding_group.size == group.size:
+            self.lm_head = self.embedding
+        else:
+            self.lm_head = VocabTable(name if config.tied else "lm_head.weight", *table, group, **factory_kwargs)
         self.rope = Rope(config.rope, config.head_dim, dtype, device)
+
+    @property
+    def attention_ranks(self) -> int:
+        """Over how many ranks the heads of a layer are split."""
+        return self.group.size
 
     def forward(
         self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()
@@ -154,7 +176,7 @@ class Decoder(Layer):
         for i, layer in enumerate(self.layers):
             yield from layer.shards(f"model.layers.{min(i, num_real - 1)}")
         yield from self.norm.shards("model.norm")
-        if not self.config.tied:
+        if self.lm_head is not self.embedding:
             yield from self.lm_head.shards()
 
     def pack(self) -> None:
@@ -162,7 +184,7 @@ class Decoder(Layer):
         for part in self.walk():
             if isinstance(part, ColumnLinear | RowLinear):
                 part.weight.pack()
-        self.lm_head.weight.pack(keep_plain=self.config.tied)
+        self.lm_head.weight.pack(keep_plain=self.lm_head is self.embedding)
 
     def silence_stretch(self) -> None:
         """Zero what the stretched layers would add to the residual stream."""

@@ -43,7 +43,7 @@ class CapturedPasses:
         if not attention.bucketed:
             return self._decoder.forward(token_ids, plan, taps)
         inputs = attention.tensors()
-        key = (*taps, *(tensor.shape for tensor in inputs))
+        key = (plan.fuzzy, *taps, *(tensor.shape for tensor in inputs))
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(token_ids, plan, taps)

@@ -35,13 +35,15 @@ class Span:
 class Plan:
     """One pass over T rows, N of which want logits: all of them where `logit_rows` is None.
 
-    `positions` may be longer than T where a backend rounds a pass up; the rows behind T are nobody's.
+    `positions` may be longer than T where a backend rounds a pass up; the rows behind T are nobody's. `fuzzy` lets a
+    decoder that can run layers side by side do so.
     """
 
     num_rows: int
     positions: Tensor  # [>= T]
     logit_rows: Tensor | None  # [N]
     attention: AttentionPlan
+    fuzzy: bool = False
 
 
 class PendingRows:

@@ -48,7 +48,7 @@ class ModelRunner:
         backend = backend or ("padded" if cuda else "sdpa")
         graphs = (cuda and backend == "padded") if graphs is None else graphs
         config = decoder.config
-        ranks = decoder.group.size
+        ranks = decoder.attention_ranks
         group = config.num_heads // ranks // config.local_kv_heads(ranks)
         if graphs and not (cuda and backend == "padded"):
             raise ValueError(f"graphs=True needs a CUDA device and the 'padded' backend, not {backend!r} here")
@@ -97,6 +97,10 @@ class ModelRunner:
         self.pool.truncate(seq_id, length)
         self._pending[seq_id] = PendingRows()
 
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        """Forget committed rows from the first fuzzy one on; whether there were any. Here all rows are exact."""
+        return False
+
     # --- passes ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -123,7 +127,10 @@ class ModelRunner:
             return Output(no_logits, hidden, features)
         return Output(self.decoder.head(hidden.index_select(0, plan.logit_rows)).float(), hidden, features)
 
-    def forward(self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> Output:
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> Output:
+        """`fuzzy` allows a faster pass whose rows are only nearly right, where there is one; here there is none."""
         return self.run(self.plan(spans), token_ids, taps)
 
 
@@ -146,22 +153,3 @@ def open_model(
     kv_heads = config.local_kv_heads(group.size)
     pool = KVPool(config.num_layers, num_slots, kv_heads, config.head_dim, dtype, device)
     return ModelRunner(decoder, pool, backend=backend, graphs=graphs)
-
-
-def weight_bytes(config: DecoderConfig, tp_size: int, dtype: torch.dtype, *, packed: bool = False) -> int:
-    """Bytes of one rank's weights; where they are `packed`, what is multiplied by is there in two layouts."""
-    heads, kv_heads = config.num_heads // tp_size, config.local_kv_heads(tp_size)
-    hidden, middle = config.hidden_size, config.intermediate_size // tp_size
-    qkv = (heads + 2 * kv_heads) * config.head_dim
-    copies = 2 if packed else 1
-    layer = copies * hidden * (qkv + heads * config.head_dim + 3 * middle) + 2 * hidden
-    layer += config.qkv_bias * qkv + config.o_bias * hidden + config.mlp_bias * (2 * middle + hidden)
-    layer += config.qk_norm * 2 * config.head_dim
-    tables = 1 if config.tied and not packed else 1 + copies
-    vocab = -(-config.vocab_size // tp_size) * hidden * tables
-    return (layer * config.num_layers + vocab + hidden) * dtype.itemsize
-
-
-def kv_bytes_per_slot(config: DecoderConfig, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes one token takes in one rank's pool."""
-    return 2 * config.num_layers * config.local_kv_heads(tp_size) * config.head_dim * dtype.itemsize

@@ -11,9 +11,10 @@ import psutil
 import torch
 
 from parallel.config import DecoderConfig
+from parallel.footprint import kv_bytes_per_slot, layer_kv_bytes_per_slot, layer_weight_bytes, weight_bytes
 from parallel.layers.weight import packs
 from parallel.mesh import Group
-from parallel.runner import kv_bytes_per_slot, weight_bytes
+from parallel.partition import LayerLayout
 from parallel.weights import resolve_checkpoint
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
@@ -66,16 +67,23 @@ def fit_slots(
     max_model_len: int = 0,
     num_slots: int = 0,
     stretch: int = 0,
+    layout: LayerLayout | None = None,
 ) -> Fit:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
 
+    The ranks share the model tensor-parallel, or layer-parallel by `layout`.
     Raises ValueError if the weights or the asked `num_slots` do not fit the device.
     """
     config = DecoderConfig.from_hf(resolve_checkpoint(path)).stretched(stretch)
     chosen = choose_dtype(dtype, device)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
-    weights = weight_bytes(config, group.size, chosen, packed=packs(device, chosen))
-    per_slot = kv_bytes_per_slot(config, group.size, chosen)
+    packed = packs(device, chosen)
+    if layout is None:
+        weights = weight_bytes(config, group.size, chosen, packed=packed)
+        per_slot = kv_bytes_per_slot(config, group.size, chosen)
+    else:
+        weights = layer_weight_bytes(config, layout, group.rank, chosen, packed=packed)
+        per_slot = layer_kv_bytes_per_slot(config, layout, group.rank, chosen)
     left = free_bytes(device) - weights
     if left < per_slot * (num_slots or 1):
         raise ValueError(

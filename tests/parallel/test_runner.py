@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from parallel.config import DecoderConfig
+from parallel.footprint import kv_bytes_per_slot, weight_bytes
 from parallel.layers.weight import packs
 from parallel.mesh import Group
 from parallel.plan import Span
-from parallel.runner import kv_bytes_per_slot, open_model, weight_bytes
+from parallel.runner import open_model
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:
