@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.coordinator import Coordinator
+from actors.lifecycle import Failure, Hello, Ready, Stop
 from actors.messages import (
     Abort,
     DraftBatch,
-    Failure,
-    Hello,
     ProposalBatch,
-    Ready,
     ReportOrder,
     Request,
-    Stop,
     VerdictBatch,
     VerifyBatch,
 )

@@ -4,6 +4,9 @@ Records go in through `on`, records come out; the type of a record names its des
 ranks, `VerifyBatch` to the target ranks, the rest to the client). It holds no socket, thread, tensor or clock of its
 own, so every interleaving of arrivals can be played in a test, and the simulator can drive the real thing.
 
+A role may be lost at any moment. Without a drafter, decoding goes on at once, plainly; without a target, every request
+waits with its committed tokens. A role that is back knows nothing and is told everything again.
+
     Request -> admit -> VerifyBatch(prompt)  --------------------> VerdictBatch
                      \\> DraftBatch(prompt)                             |
                          DraftBatch(commit, order) <------------- commit, then Tokens to the client
@@ -13,9 +16,11 @@ own, so every interleaving of arrivals can be played in a test, and the simulato
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from actors.ledger import Ledger
+from actors.lifecycle import RoleBack, RoleLost
 from actors.messages import (
     Abort,
     DraftBatch,
@@ -40,20 +45,28 @@ class Coordinator:
     """Drives requests round by round. `drafts` is False where no drafter role exists."""
 
     def __init__(
-        self, scheduler: Scheduler, pipeline: Pipeline, eos_token_ids: Iterable[int], *, drafts: bool, now: float = 0.0
+        self,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        eos_token_ids: Iterable[int],
+        *,
+        drafts: bool,
+        now: float = 0.0,
+        first_round: int = 0,
     ) -> None:
         self.tally = Tally(since=now)
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._drafts = drafts
+        self._here = {"target": True, "draft": drafts}
+        self._lost_at: dict[str, float] = {}  # roles that have not answered anything since they were lost
         self._sequences: dict[int, Sequence] = {}
         self._proposals: dict[int, Proposal] = {}
         self._target = Ledger()
         self._draft = Ledger()
         self._costs = Costs()
-        self._draft_round = 0  # of the last batch sent to each role; both sides of one round bear one number
-        self._verify_round = 0
+        self._draft_round = first_round  # of the last batch sent to each role; both sides of one round bear one number
+        self._verify_round = first_round
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
         self._heard = False  # the first answer to the outstanding orders has come, but not the last
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
@@ -75,6 +88,14 @@ class Coordinator:
             self.tally.active_s += now - self._active_since
             self._active_since = now
 
+    def last_round(self, role: str) -> int:
+        """Of the last batch sent to this role."""
+        return self._verify_round if role == "target" else self._draft_round
+
+    def awaits(self, role: str) -> bool:
+        """Whether an answer of this role to its last batch is still to come."""
+        return (self._verifying if role == "target" else self._drafting) is not None
+
     def on(self, record: Any, now: float) -> list[Any]:
         """Take one record; return what has to be sent, most urgent first. `now` is CLOCK_MONOTONIC seconds."""
         news: list[Any] = []
@@ -84,9 +105,13 @@ class Coordinator:
             case Abort():
                 news += self._abort(record, now)
             case ProposalBatch():
-                self._take_proposals(record)
+                self._take_proposals(record, now)
             case VerdictBatch():
                 news += self._take_verdicts(record, now)
+            case RoleLost():
+                self._lose(record.role, now)
+            case RoleBack():
+                self._regain(record.role, now)
             case ReportOrder():
                 return [self._report(record, now)]
             case _:
@@ -99,9 +124,13 @@ class Coordinator:
         return orders + news
 
     def _submit(self, request: Request, now: float) -> list[Any]:
+        known = self._sequences.get(request.request_id)
+        if known is not None and replace(request, generated=known.request.generated) == known.request:
+            self.tally.num_stale += 1
+            return known.news_since(len(request.generated))
         sequence = Sequence.start(request, self._scheduler.capacity.max_model_len)
         refusal = self._scheduler.refusal(sequence)
-        if refusal is None and request.request_id in self._sequences:
+        if refusal is None and known is not None:
             refusal = f"request_id: {request.request_id} is in use"
         if refusal is not None:
             return [Tokens(request.request_id, 0, (), "error", sequence.stats(), refusal)]
@@ -122,10 +151,41 @@ class Coordinator:
         self._end(sequence)
         return [Tokens(sequence.request_id, sequence.num_generated, (), "abort", sequence.stats())]
 
-    def _take_proposals(self, batch: ProposalBatch) -> None:
+    def _lose(self, role: str, now: float) -> None:
+        """Nothing that was asked of this role will be answered; what it is told next is the whole of it."""
+        self.tally.num_role_losses[role] = self.tally.num_role_losses.get(role, 0) + 1
+        self._lost_at.setdefault(role, now)
+        self._here[role] = False
+        if role == "draft":
+            self._draft, self._drafting, self._heard = Ledger(), None, False
+            self._answered.clear()
+            return
+        self._target, self._verifying = Ledger(), None
+        for sequence in self._scheduler.preempt_all():
+            self._forget_draft(sequence)
+            self._draft.release(sequence.request_id)
+
+    def _regain(self, role: str, now: float) -> None:
+        self._here[role] = True
+        if not self.num_requests:
+            self._resumed(role, now)
+        if role == "draft":
+            for sequence in self._scheduler.running:
+                self._admit_to_draft(sequence)
+
+    def _resumed(self, role: str, now: float) -> None:
+        if role in self._lost_at and self._here[role]:
+            self.tally.resumed(role, now - self._lost_at.pop(role))
+
+    def _admit_to_draft(self, sequence: Sequence) -> None:
+        if self._here["draft"] and sequence.request.speculate:
+            self._draft.admit(sequence)
+
+    def _take_proposals(self, batch: ProposalBatch, now: float) -> None:
         if self._drafting is None or batch.round != self._draft_round:
             self.tally.num_stale += 1
             return
+        self._resumed("draft", now)
         self.tally.drafted(batch)
         self._round_busy_s += batch.finished - batch.started
         for proposal in batch.proposals:
@@ -150,6 +210,7 @@ class Coordinator:
         if self._verifying is None or batch.round != self._verify_round:
             self.tally.num_stale += 1
             return []
+        self._resumed("target", now)
         offered, self._verifying = self._verifying, None
         self._costs.saw_verify(batch.finished - batch.started)
         speculated = any(proposal is not None for proposal in offered.values())
@@ -200,7 +261,7 @@ class Coordinator:
 
     def _advance(self, now: float) -> list[Any]:
         """Order drafts, then start a target pass if the policy lets it."""
-        if self._verifying is not None:
+        if self._verifying is not None or not self._here["target"]:
             return self._order_drafts() if self._pipeline.alternates else []
         if self._round_started is None and self.num_requests:
             self._round_started = now
@@ -218,15 +279,14 @@ class Coordinator:
         for sequence in plan.admitted:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target.admit(sequence)
-            if self._drafts and sequence.request.speculate:
-                self._draft.admit(sequence)
+            self._admit_to_draft(sequence)
         verify = self._start_pass(plan)
         # Both sides read a prompt at the same time.
         return orders + self._order_drafts() + verify
 
     def _wants_draft(self, sequence: Sequence) -> int:
         """Draft tokens this sequence should have before its next pass, 0 if it should not be speculated for."""
-        if not self._drafts or not sequence.request.speculate or sequence.uncached_len != 1:
+        if not self._here["draft"] or not sequence.request.speculate or sequence.uncached_len != 1:
             return 0
         if self._verifying is not None and sequence.request_id in self._verifying:
             return 0
@@ -252,13 +312,14 @@ class Coordinator:
         self._drafting = {
             order.request_id: self._sequences[order.request_id].prefix_len for order in orders if order.num_draft_tokens
         }
-        self._draft_round = max(self._draft_round + 1, self._verify_round + (self._verifying is None))
-        return [DraftBatch(self._draft_round, admits, commits, releases, tuple(_first_of_each(orders)))]
+        after, verify_round = self._draft_round, self._verify_round + (self._verifying is None)
+        self._draft_round = max(after + 1, verify_round)
+        return [DraftBatch(self._draft_round, admits, commits, releases, tuple(_first_of_each(orders)), after)]
 
     def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:
         if not plan.rows:
             return []
-        self._verify_round = max(self._verify_round + 1, self._draft_round)
+        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._draft_round)
         items = []
         self._verifying = {}
         for sequence, num_tokens, proposal in plan.rows:
@@ -268,7 +329,7 @@ class Coordinator:
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows are kept whatever comes
             self._proposals.pop(sequence.request_id, None)
-        return [VerifyBatch(self._verify_round, *self._target.flush(), tuple(items))]
+        return [VerifyBatch(self._verify_round, *self._target.flush(), tuple(items), after)]
 
     def _report(self, order: ReportOrder, now: float) -> Any:
         self.settle(now)

@@ -146,12 +146,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for. `speculate=False` decodes plainly, whatever the engine's pipeline is."""
+    """What a client asks for. `speculate=False` decodes plainly, whatever the engine's pipeline is.
+
+    A client that misses something asks again, with the tokens it has got: `generated`. To ask twice does no harm.
+    """
 
     request_id: int
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculate: bool = True
+    generated: tuple[int, ...] = ()
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError naming the first field that makes no sense, or names a token the target does not have."""
@@ -230,13 +234,17 @@ class DraftOrder:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Coordinator to every draft rank: verdicts first, then what to propose next."""
+    """Coordinator to every draft rank: verdicts first, then what to propose next.
+
+    `after` is the round of the role's last batch: a rank that has not seen that one has missed something.
+    """
 
     round: int
     admits: tuple[Admit, ...] = ()
     commits: tuple[Commit, ...] = ()
     releases: tuple[int, ...] = ()
     orders: tuple[DraftOrder, ...] = ()
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +277,14 @@ class VerifyItem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """Coordinator to every target rank: what the last verdicts became, then what to verify."""
+    """Coordinator to every target rank: what the last verdicts became, then what to verify; `after` as for drafts."""
 
     round: int
     admits: tuple[Admit, ...] = ()
     commits: tuple[Commit, ...] = ()
     releases: tuple[int, ...] = ()
     items: tuple[VerifyItem, ...] = ()
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,42 +298,12 @@ class VerdictBatch:
     num_tokens: int = 0
 
 
-# --- between a client and the coordinator, and the life of a role ----------------------------------------------------
+# --- between a client and the coordinator ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """A client announces itself; answered by one `Ready` per role lead once all ranks are there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A rank has loaded its part and listens. `facts` are measured at start: bytes, slots, device, versions."""
-
-    role: str
-    rank: int
-    facts: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A role could not go on; `text` is one line for the user."""
-
-    role: str
-    rank: int
-    text: str
-
-    @staticmethod
-    def of(role: str, rank: int, error: BaseException) -> Failure:
-        """A ValueError speaks for itself; anything else is named by its type too."""
-        line = next(iter(str(error).strip().splitlines()), "")
-        named = isinstance(error, ValueError) and line
-        return Failure(role, rank, line if named else f"{type(error).__name__}: {line}".rstrip(": "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,10 +320,3 @@ class Report:
 
     counters: dict[str, object]
     spans: tuple[tuple[str, str, float, float, dict[str, object]], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the receiving loop."""
-
-    reason: str = "done"

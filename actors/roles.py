@@ -17,7 +17,7 @@ import torch
 
 from actors.drafter import DraftRole
 from actors.drafters import build_drafter
-from actors.messages import Failure, Ready, Stop
+from actors.lifecycle import Failure, Ready, Stop
 from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
 from actors.target import TargetRole
 from actors.wire import Link

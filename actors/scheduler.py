@@ -80,6 +80,14 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def preempt_all(self) -> list[Sequence]:
+        """The target is gone, and all rows with it: everybody goes back to the front of the queue, oldest first."""
+        victims, self.running = self.running, []
+        for victim in reversed(victims):
+            victim.preempt()
+            self.waiting.appendleft(victim)
+        return victims
+
     @property
     def num_requests(self) -> int:
         return len(self.running) + len(self.waiting)

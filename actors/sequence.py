@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from actors.messages import HASH_SEED, Commit, Proposal, Request, RequestStats, Verdict, extend_hash
+from actors.messages import HASH_SEED, Commit, Proposal, Request, RequestStats, Tokens, Verdict, extend_hash
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class Sequence:
     @staticmethod
     def start(request: Request, max_model_len: int) -> Sequence:
         max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
-        sequence = Sequence(request, max_len, list(request.prompt))
+        sequence = Sequence(request, max_len, [*request.prompt, *request.generated])
         sequence.prefix_hash = extend_hash(HASH_SEED, sequence.token_ids)
         return sequence
 
@@ -91,6 +91,11 @@ class Sequence:
         self.token_ids.extend(emitted)
         self.prefix_hash = extend_hash(self.prefix_hash, emitted)
         return record
+
+    def news_since(self, num_generated: int) -> list[Tokens]:
+        """What a client that holds so many generated tokens has missed."""
+        missed = tuple(self.token_ids[self.prompt_len + num_generated :])
+        return [Tokens(self.request_id, num_generated, missed)] if missed else []
 
     def preempt(self) -> None:
         """Forget the target's rows; the text stays, and older records become stale."""

@@ -69,6 +69,9 @@ class Tally:
     num_link_trips: int = 0
     link_s: float = 0.0
     ended: deque[RequestTimes] = field(default_factory=lambda: deque(maxlen=ENDED_LIMIT))
+    num_role_losses: dict[str, int] = field(default_factory=dict)
+    resume_s: dict[str, list[float]] = field(default_factory=dict)
+    fallback_s: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
 
     def verified(self, proposal: Proposal | None, commit: Commit) -> None:
@@ -129,6 +132,12 @@ class Tally:
         arrived, admitted, first = sequence.arrived_at, sequence.admitted_at, sequence.first_token_at
         times = (None if at is None else at - arrived for at in (admitted, first))
         self.ended.append(RequestTimes(sequence.finish_reason, *times, now - arrived, sequence.num_generated))
+
+    def resumed(self, role: str, seconds: float) -> None:
+        """A role that was lost has given its first answer; until then there was no draft, or no token at all."""
+        self.resume_s.setdefault(role, []).append(seconds)
+        if role == "draft":
+            self.fallback_s += seconds
 
     def report(self, now: float) -> Report:
         counters: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name not in _NOT_COUNTERS}

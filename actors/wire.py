@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from actors import messages
+from actors import lifecycle, messages
 from parallel.codec import Codec, CodecError
 
 CODEC = Codec(
@@ -24,12 +24,12 @@ CODEC = Codec(
         messages.ProposalBatch,
         messages.VerifyBatch,
         messages.VerdictBatch,
-        messages.Hello,
-        messages.Ready,
-        messages.Failure,
+        lifecycle.Hello,
+        lifecycle.Ready,
+        lifecycle.Failure,
         messages.ReportOrder,
         messages.Report,
-        messages.Stop,
+        lifecycle.Stop,
     )
 )
 LINGER_MS = 200

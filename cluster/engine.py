@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.conductor import CLIENT, CoordinatorSpec
-from actors.messages import Abort, Failure, Hello, Ready, Report, ReportOrder, Request, SamplingParams, Stop, Tokens
+from actors.lifecycle import Failure, Hello, Ready, Stop
+from actors.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
 from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError

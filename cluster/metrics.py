@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Protocol
 
 from actors.conductor import Glance
-from actors.messages import Ready
+from actors.lifecycle import Ready
 from actors.tally import RequestTimes, Tally
 from cluster.config import LaunchConfig
 

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
-from actors.messages import Ready, RequestStats
+from actors.lifecycle import Ready
+from actors.messages import RequestStats
 from actors.options import VerifyRule
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement

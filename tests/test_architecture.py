@@ -38,6 +38,7 @@ ALLOWED_PLACES = {
 STDLIB_ONLY = {
     "actors/params.py": set(),
     "actors/messages.py": {"actors"},
+    "actors/lifecycle.py": set(),
     "actors/options.py": {"actors"},
     "cluster/training/config.py": set(),
 }

@@ -13,7 +13,7 @@ import threading
 import torch
 
 from actors.conductor import Conductor, CoordinatorSpec
-from actors.messages import Failure
+from actors.lifecycle import Failure
 from actors.roles import RankSpec, serve
 from actors.wire import Hub
 from cluster.config import LaunchConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from actors.messages import Ready
+from actors.lifecycle import Ready
 
 
 def machine() -> dict[str, object]:

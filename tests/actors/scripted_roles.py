@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from actors.coordinator import Coordinator
+from actors.lifecycle import RoleBack, RoleLost
 from actors.messages import (
     HASH_SEED,
     DraftBatch,
@@ -43,7 +44,8 @@ def oracle(request: Request) -> list[int]:
     history, sampling = list(request.prompt), request.sampling
     while len(history) < min(MAX_MODEL_LEN, len(request.prompt) + sampling.max_tokens):
         history.append(next_word(history))
-        if history[-1] == EOS or history[-1] in sampling.stop_token_ids:
+        ends = history[-1] == EOS and not sampling.ignore_eos
+        if ends or history[-1] in sampling.stop_token_ids:
             break
     return history[len(request.prompt) :]
 
@@ -55,8 +57,11 @@ class Knowledge:
     texts: dict[int, list[int]] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
+    last_round: int = 0
 
     def learn(self, batch) -> None:
+        assert batch.after == self.last_round, "the role has missed a batch"
+        self.last_round = batch.round
         for request_id in batch.releases:
             del self.texts[request_id]
         for admit in batch.admits:
@@ -78,6 +83,11 @@ class ScriptedTarget:
         self.knows = Knowledge()
         self.cached: dict[int, int] = {}
         self.fed: dict[int, int] = {}
+
+    def forget(self, last_round: int) -> None:
+        """A role that came together anew. It remembers epochs only to check that they grow."""
+        self.knows = Knowledge(epochs=self.knows.epochs, last_round=last_round)
+        self.cached, self.fed = {}, {}
 
     def answer(self, batch: VerifyBatch) -> VerdictBatch:
         self.knows.learn(batch)
@@ -121,6 +131,9 @@ class ScriptedDrafter:
         self.knows = Knowledge()
         self.choose, self.whims, self.splits = choose, whims, splits
         self.asked: set[int] = set()
+
+    def forget(self, last_round: int) -> None:
+        self.knows = Knowledge(last_round=last_round, told=self.knows.told)
 
     def answer(self, batch: DraftBatch) -> list[ProposalBatch]:
         self.knows.learn(batch)
@@ -200,9 +213,23 @@ class World:
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
         self.sent: list = []
         self.past: list = []
+        self.lost: set[str] = set()
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, Tokens] = {}
         self.clock = 0.0
+
+    def lose(self, role: str) -> None:
+        """The role dies, or is taken for dead; what it has said may still arrive, much later."""
+        self.past += self.answers[role]
+        self.answers[role].clear()
+        self.lost.add(role)
+        self.tell(RoleLost(role))
+
+    def bring_back(self, role: str) -> None:
+        """Another one takes its place, which knows nothing."""
+        {"target": self.target, "draft": self.drafter}[role].forget(self.coordinator.last_round(role))
+        self.lost.discard(role)
+        self.tell(RoleBack(role))
 
     def tell(self, record) -> None:
         self.clock += 1.0
@@ -213,9 +240,11 @@ class World:
             self.sent.append(answer)
             match answer:
                 case VerifyBatch():
+                    assert "target" not in self.lost, "a pass was started on a target that is not there"
                     assert not self.answers["target"], "a pass was started while one is out"
                     self.answers["target"].append(self.target.answer(answer))
                 case DraftBatch():
+                    assert "draft" not in self.lost, "drafts were ordered from a drafter that is not there"
                     assert not self.answers["draft"], "drafts were ordered while some are out"
                     self.answers["draft"].extend(self.drafter.answer(answer))
                 case Tokens():

@@ -9,18 +9,15 @@ import time
 import pytest
 
 from actors.conductor import CLIENT, Conductor, CoordinatorSpec
+from actors.lifecycle import Failure, Hello, Ready, Stop
 from actors.messages import (
     Abort,
     DraftBatch,
-    Failure,
-    Hello,
     ProposalBatch,
-    Ready,
     Report,
     ReportOrder,
     Request,
     SamplingParams,
-    Stop,
     Tokens,
     Verdict,
     VerdictBatch,

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.messages import HASH_SEED, Failure, Request, SamplingParams, TokenTree, extend_hash
+from actors.lifecycle import Failure
+from actors.messages import (
+    HASH_SEED,
+    Request,
+    SamplingParams,
+    TokenTree,
+    extend_hash,
+)
 
 TOKENS = st.lists(st.integers(0, 2**31), max_size=12)
 
@@ -130,7 +137,9 @@ def test_a_request_within_the_vocabulary_is_fine():
     ids=lambda value: type(value).__name__,
 )
 def test_a_failure_is_one_line(error, line):
-    assert Failure.of("target", 1, error) == Failure("target", 1, line)
+    failure = Failure.of("target", 1, error)
+    assert (failure.role, failure.rank, failure.text) == ("target", 1, line)
+    assert type(error).__name__ in failure.trace, "the log gets the whole of it"
 
 
 def test_records_are_frozen():

@@ -10,15 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+from actors.lifecycle import Failure, Ready, Stop
 from actors.messages import (
     Admit,
     DraftBatch,
     DraftOrder,
-    Failure,
     ProposalBatch,
-    Ready,
     SamplingParams,
-    Stop,
     VerdictBatch,
     VerifyBatch,
     VerifyItem,
@@ -174,7 +172,8 @@ def test_a_rank_that_fails_later_says_so_too(open_ranks, spec):
     ranks = open_ranks(spec)
     ranks.hear()
     ranks.say(VerifyBatch(1, items=(VerifyItem(99, 1),)))
-    assert ranks.hear() == Failure("target", 0, "KeyError: 99")
+    failure = ranks.hear()
+    assert failure.text == "KeyError: 99" and "self.contexts" in failure.trace
 
 
 def test_a_rank_keeps_to_its_cores_and_leaves_the_others_theirs(open_ranks, spec):

@@ -10,24 +10,21 @@ import time
 import pytest
 import zmq
 
+from actors.lifecycle import Failure, Hello, Ready, Stop
 from actors.messages import (
     Abort,
     Admit,
     Commit,
     DraftBatch,
     DraftOrder,
-    Failure,
-    Hello,
     Proposal,
     ProposalBatch,
-    Ready,
     Report,
     ReportOrder,
     Request,
     RequestStats,
     SamplingParams,
     SparseLaw,
-    Stop,
     Tokens,
     TokenTree,
     Verdict,

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from actors.conductor import Glance
-from actors.messages import Ready
+from actors.lifecycle import Ready
 from actors.scheduler import Load
 from actors.tally import RequestTimes, Tally
 from cluster.metrics import COUNTERS, ENGINE_LABELS, PREFIX, MetricsWatch, metric_labels

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from actors.messages import Ready, RequestStats
+from actors.lifecycle import Ready
+from actors.messages import (
+    RequestStats,
+)
 from actors.options import NgramDrafterConfig, PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
 from cluster.config import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig
 from cluster.placement import RankPlacement

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-from actors.messages import Ready
+from actors.lifecycle import Ready
 from cluster.bench.machine import machine, resident_bytes
 
 
