@@ -39,6 +39,7 @@ from actors.options import (
 )
 from cluster import pocket
 from cluster.errors import describe, unknown_key
+from cluster.planning.config import PlanConfig
 from cluster.training.config import TrainConfig
 from cluster.validation import validate
 
@@ -176,7 +177,7 @@ CHOICES: dict[str, dict[str, type]] = {
     "pipeline": dict.fromkeys(tuple(PipelineName), PipelineConfig),
     "placement": dict.fromkeys(("separate", "colocated"), PlacementConfig),
     "cluster": dict.fromkeys(("local", "inprocess", "existing"), ClusterConfig),
-    "job": {"generate": GenerateConfig, "bench": BenchConfig, "train": TrainConfig},
+    "job": {"generate": GenerateConfig, "bench": BenchConfig, "plan": PlanConfig, "train": TrainConfig},
 }
 """Group -> choice -> its record. A choice is one file `conf/<group>/<choice>.yaml` over `schema/<group>/<choice>`."""
 
@@ -272,8 +273,10 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     if isinstance(drafter, SuffixDrafterConfig) and drafter.corpus:
         tokenizer = _checkpoint("drafter.tokenizer", drafter.tokenizer or target.path, {"pocket": pocket.TARGET})
         drafter = replace(drafter, corpus=_corpus(drafter.corpus), tokenizer=tokenizer)
-    if isinstance(job, GenerateConfig | BenchConfig):
+    if isinstance(job, GenerateConfig | BenchConfig | PlanConfig):
         job = replace(job, prompts=_prompts(job.prompts))
+    if isinstance(job, PlanConfig) and job.costs:
+        job = replace(job, costs=_costs(job.costs))
     return replace(config, target=target, drafter=drafter, job=job)
 
 
@@ -303,4 +306,11 @@ def _prompts(path: str) -> str:
     file = Path(path).expanduser() if path else pocket.PROMPTS
     if not file.is_file():
         raise ValueError(f"job.prompts={path}: no such file; give a JSONL file with a `prompt` or `turns` field")
+    return str(file.absolute())
+
+
+def _costs(path: str) -> str:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"job.costs={path}: no such file; give the YAML of docs/planning.md, or leave it empty")
     return str(file.absolute())

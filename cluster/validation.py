@@ -16,6 +16,7 @@ from actors.options import (
     NgramDrafterConfig,
     NoDrafterConfig,
     Parallel,
+    PipelineName,
     Strategy,
     SuffixDrafterConfig,
     VerifyRule,
@@ -166,7 +167,7 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
     job = config.job
     right = type(job)().name
     yield "job.name", job.name, job.name == right, f"is set by job={right}; write job={job.name}"
-    if right in ("generate", "bench"):
+    if right in ("generate", "bench", "plan"):
         yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
     if right == "generate":
         yield "job.concurrency", job.concurrency, job.concurrency >= 0, "must be 0 (all at once) or above"
@@ -178,3 +179,23 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
         yield "job.draft_lengths", lengths, all(length >= 1 for length in lengths), "must all be at least 1"
         yield "job.temperatures", job.temperatures, all(t >= 0 for t in job.temperatures), "must all be 0 or above"
         yield "job.contexts", job.contexts, all(context >= 1 for context in job.contexts), "must all be at least 1"
+    if right == "plan":
+        yield from _plan(config)
+
+
+def _plan(config: LaunchConfig) -> Iterator[_Rule]:
+    job = config.job
+    drafter = config.drafter.name
+    yield "drafter.name", drafter, drafter == "model", "has no ranks to lay out; a plan needs drafter=model"
+    yield "job.batch", job.batch, job.batch >= 1, "must be at least 1"
+    for axis in ("draft_lengths", "target_ranks", "draft_ranks"):
+        numbers = getattr(job, axis)
+        yield f"job.{axis}", numbers, all(number >= 1 for number in numbers), "must all be at least 1"
+    yield "job.draft_lengths", job.draft_lengths, bool(job.draft_lengths), "must name at least one length"
+    for axis, known in (("parallels", ("single", "tensor", "layer")), ("pipelines", tuple(PipelineName))):
+        names = getattr(job, axis)
+        good = all(name in known for name in names)
+        yield f"job.{axis}", names, good, f"must all be among {', '.join(known)}"
+    yield "job.seconds", job.seconds, job.seconds > 0, "must be above 0"
+    yield "job.trials", job.trials, job.trials >= 0, "must be 0 (none) or above"
+    yield "job.repeats", job.repeats, job.repeats >= 1, "must be at least 1"

@@ -39,7 +39,7 @@ PUBLIC_CHOICES = {
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing"},
-    "job": {"generate", "bench", "train"},
+    "job": {"generate", "bench", "plan", "train"},
 }
 
 PUBLIC_KEYS = {
@@ -60,6 +60,8 @@ PUBLIC_KEYS = {
     "job=generate": "name prompts limit concurrency baseline trace",
     "job=bench": "name prompts limit repeats warmup drafters pipelines temperatures batches draft_lengths contexts "
     "peers",
+    "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels pipelines seconds "
+    "trials repeats",
 }
 """Names that scripts of users rely on: add to these, rename or remove none."""
 

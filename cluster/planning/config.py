@@ -1,0 +1,37 @@
+"""What a user may choose about a plan. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """`job=plan`: predict the speed of every layout, here or on a described cluster, and try the best of them."""
+
+    name: str = "plan"
+    """Set by the choice `job=`."""
+    costs: str = ""
+    """YAML with the pass costs of a cluster to plan for; empty = measure this machine."""
+    prompts: str = ""
+    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
+    limit: int = 4
+    """Prompts to read; 0 = all."""
+    batch: int = 1
+    """Requests in flight."""
+    draft_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
+    """`drafter.num_draft_tokens` to choose from."""
+    target_ranks: list[int] = field(default_factory=list)
+    """`target.tp` to choose from; empty = every power of two that fits."""
+    draft_ranks: list[int] = field(default_factory=list)
+    """`drafter.ranks` to choose from; empty = every power of two that fits."""
+    parallels: list[str] = field(default_factory=lambda: ["single", "tensor", "layer"])
+    """`drafter.parallel` to choose from."""
+    pipelines: list[str] = field(default_factory=lambda: ["sync", "pearl", "branches", "tree", "pingpong"])
+    """`pipeline` to choose from; plain decoding is always among them."""
+    seconds: float = 1.5
+    """Time to measure every role in every shape."""
+    trials: int = 2
+    """Layouts, the best first, that are run and compared with their predictions; 0 = none."""
+    repeats: int = 3
+    """Measured runs of each; medians are reported."""

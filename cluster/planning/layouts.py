@@ -1,0 +1,143 @@
+"""Which layouts are worth a prediction: who gets how many ranks, shared how, working in which order.
+
+Pure: it turns numbers of ranks into layouts, a layout into overrides of the command line and back into a
+configuration. What a layout costs is the business of `costs.py` and `prediction.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.branches import AHEAD
+from actors.options import ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineConfig, PipelineName
+from cluster.config import LaunchConfig, PlacementConfig, PlacementName
+from cluster.planning.config import PlanConfig
+from parallel.config import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """How the ranks of a draft model share it."""
+
+    parallel: str = "single"
+    ranks: int = 1
+    layer_group: int = 1
+    mlp: str = "replicated"
+    """Of layer-parallel ranks: replicated or tensor."""
+
+    def describe(self) -> str:
+        if self.parallel == "single":
+            return "single"
+        group = f" N={self.layer_group} mlp {self.mlp}" if self.parallel == "layer" else ""
+        return f"{self.parallel} {self.ranks}{group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to use the devices; `shape` is None where nobody drafts."""
+
+    target_ranks: int
+    pipeline: str
+    placement: str
+    shape: Shape | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether both roles compute at the same time."""
+        return self.pipeline in AHEAD or self.pipeline == PipelineName.pingpong
+
+    def describe(self) -> str:
+        if self.shape is None:
+            return f"plain, target on {self.target_ranks}"
+        return f"{self.pipeline}, target on {self.target_ranks}, drafter {self.shape.describe()}, {self.placement}"
+
+    def overrides(self, num_draft_tokens: int) -> list[str]:
+        """What to paste behind `python -m cluster.launch`."""
+        if self.shape is None:
+            return ["drafter=none", "pipeline=plain", f"target.tp={self.target_ranks}"]
+        shape = self.shape
+        words = [f"pipeline={self.pipeline}", f"placement={self.placement}", f"target.tp={self.target_ranks}"]
+        words += [f"drafter.parallel={shape.parallel}", f"drafter.ranks={shape.ranks}"]
+        words += [f"drafter.layer_group={shape.layer_group}"] * (shape.layer_group > 1)
+        return [*words, f"drafter.num_draft_tokens={num_draft_tokens}"]
+
+    def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
+        """`config` in this layout."""
+        target = replace(config.target, tp=self.target_ranks)
+        pipeline = PipelineConfig(PipelineName(self.pipeline))
+        if self.shape is None:
+            return replace(config, target=target, drafter=NoDrafterConfig(), pipeline=pipeline)
+        shape = self.shape
+        assert isinstance(config.drafter, ModelDrafterConfig)
+        drafter = replace(
+            config.drafter,
+            parallel=Parallel(shape.parallel),
+            ranks=shape.ranks,
+            layer_group=shape.layer_group,
+            num_draft_tokens=num_draft_tokens,
+        )
+        placement = PlacementConfig(PlacementName(self.placement))
+        return replace(config, target=target, drafter=drafter, pipeline=pipeline, placement=placement)
+
+
+def enumerate_layouts(
+    target_ranks: Iterable[int], shapes: Sequence[Shape], num_devices: int, pipelines: Sequence[str], batch: int
+) -> Iterator[Layout]:
+    """Every layout that fits the devices. Roles that share all of them gain nothing from overlap; ping-pong needs two
+    requests."""
+    for ranks in target_ranks:
+        if ranks > num_devices:
+            continue
+        yield Layout(ranks, "plain", "separate")
+        for shape in shapes:
+            if "sync" in pipelines and shape.ranks <= num_devices:
+                yield Layout(ranks, "sync", "colocated", shape)
+            if ranks + shape.ranks > num_devices:
+                continue
+            for pipeline in pipelines:
+                if pipeline != "pingpong" or batch > 1:
+                    yield Layout(ranks, pipeline, "separate", shape)
+
+
+def described_layouts(
+    target_ranks: Sequence[int], shapes: Sequence[Shape], num_devices: int, job: PlanConfig
+) -> list[Layout]:
+    """What can be made of the passes that a file names, within the job's axes."""
+    ranks = [ranks for ranks in dict.fromkeys(target_ranks) if not job.target_ranks or ranks in job.target_ranks]
+    wanted = [
+        shape
+        for shape in dict.fromkeys(shapes)
+        if shape.parallel in job.parallels and (not job.draft_ranks or shape.ranks in job.draft_ranks)
+    ]
+    return list(enumerate_layouts(ranks, wanted, num_devices, job.pipelines, job.batch))
+
+
+def local_layouts(config: LaunchConfig, num_devices: int) -> list[Layout]:
+    """What the models can be split into on so many devices, within the job's axes."""
+    job: PlanConfig = config.job
+    sizes = [1 << i for i in range(num_devices.bit_length()) if 1 << i <= num_devices]
+    target = DecoderConfig.from_hf(Path(config.target.path))
+    drafter = DecoderConfig.from_hf(Path(config.drafter.path))
+    ranks = [size for size in job.target_ranks or sizes if _divides(target, size)]
+    shapes = [Shape()] * ("single" in job.parallels)
+    for size in (size for size in job.draft_ranks or sizes if size > 1):
+        shapes += [Shape("tensor", size)] * ("tensor" in job.parallels and _divides(drafter, size))
+    return list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
+
+
+def simplest(layouts: Iterable[Layout]) -> Layout:
+    """The synchronous layout of the fewest ranks, on devices of their own where there are enough."""
+    return min(
+        (layout for layout in layouts if layout.pipeline == "sync"),
+        key=lambda layout: (layout.target_ranks, layout.shape.ranks, layout.placement == "colocated"),
+    )
+
+
+def _divides(config: DecoderConfig, ranks: int) -> bool:
+    try:
+        config.check_ranks(ranks)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,139 @@
+"""Runs work on the ranks of one role or of both at once, where the engine would place them.
+
+Each rank is a process of its own, or a thread where the engine's would be (`cluster=inprocess`), pinned and grouped
+like the engine's. Knows nothing of what is measured there. This machine only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from actors.roles import SWITCH_INTERVAL_S, RankSpec
+from cluster.backends.inprocess import rank_spec
+from cluster.config import ClusterName, LaunchConfig
+from cluster.placement import RankPlacement
+from parallel.mesh import Group
+from parallel.rendezvous import connect_store, host_store, join
+
+_LOOPBACK = "127.0.0.1"
+_MEETING_S = 120.0
+
+
+class Meeting(Protocol):
+    """Where all ranks wait until the last is ready to start."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def abort(self) -> None: ...
+
+
+Work = Callable[[RankSpec, Group, Meeting], Any]
+"""What one rank does; importable by name, because another process will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """All ranks of a role in one configuration, and their work."""
+
+    config: LaunchConfig
+    places: tuple[RankPlacement, ...]
+    work: Work
+
+
+def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...]) -> list[Any]:
+    """What the lead of each crew brought back. Raises what the first rank that failed had raised."""
+    store = host_store(_LOOPBACK)
+    ranks = [
+        (rank_spec(crew.config, place, "", (_LOOPBACK, store.port), _LOOPBACK, eos_token_ids), crew.work)
+        for crew in crews
+        for place in crew.places
+    ]
+    run = _in_threads if crews[0].config.cluster.name == ClusterName.inprocess else _in_processes
+    results = run(ranks)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        # those who waited for the one that failed say less than it does
+        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+    return [result for (spec, _), result in zip(ranks, results, strict=True) if spec.rank == 0]
+
+
+def _in_threads(ranks: Sequence[tuple[RankSpec, Work]]) -> list[Any]:
+    meeting = threading.Barrier(len(ranks))
+    results: list[Any] = [None] * len(ranks)
+
+    def run(index: int, spec: RankSpec, work: Work) -> None:
+        results[index] = _serve(spec, work, meeting)
+
+    before, interval, cores = torch.get_num_threads(), sys.getswitchinterval(), os.sched_getaffinity(0)
+    threads = [threading.Thread(target=run, args=(i, *rank), daemon=True) for i, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(before)
+    sys.setswitchinterval(interval)
+    os.sched_setaffinity(0, cores)
+    return results
+
+
+def _in_processes(ranks: Sequence[tuple[RankSpec, Work]]) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    meeting = context.Barrier(len(ranks))
+    started = []
+    try:
+        for spec, work in ranks:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_answer, args=(theirs, spec, work, meeting), daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        return [_received(connection, spec) for (_, connection), (spec, _) in zip(started, ranks, strict=True)]
+    finally:
+        for process, _ in started:
+            process.terminate()
+        for process, _ in started:
+            process.join()
+
+
+def _answer(connection: Connection, spec: RankSpec, work: Work, meeting: Meeting) -> None:
+    connection.send(_serve(spec, work, meeting))
+
+
+def _received(connection: Connection, spec: RankSpec) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return RuntimeError(f"{spec.identity}: its process died while it measured")
+
+
+def _serve(spec: RankSpec, work: Work, meeting: Meeting) -> Any:
+    """The work's result, or what it raised."""
+    group: Group | None = None
+    try:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        if spec.cores:
+            os.sched_setaffinity(0, spec.cores)
+        torch.set_num_threads(max(1, spec.num_threads))
+        store = connect_store(*spec.store) if spec.size > 1 else None
+        group = join(store, spec.role, spec.epoch, spec.rank, spec.size, spec.device, host=spec.host)
+        return work(spec, group, meeting)
+    except Exception as error:
+        meeting.abort()
+        return error
+    finally:
+        if group is not None:
+            group.close()
+
+
+def meet(meeting: Meeting) -> None:
+    """Start together with all other ranks."""
+    meeting.wait(_MEETING_S)

@@ -1,0 +1,272 @@
+"""Rounds without a partner: a role is given, record by record, what the coordinator would send it, along known text.
+
+The texts are what the target wrote, so every verdict is known in advance: drafts are accepted where they were right.
+All ranks of a role play the same script. It takes the time of passes and of everything around them, as the engine has
+to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.drafter import DraftRole
+from actors.messages import (
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    Proposal,
+    SamplingParams,
+    TokenTree,
+    VerifyBatch,
+    VerifyItem,
+)
+from actors.target import TargetRole
+from actors.verification.coupled import verify_coupled
+from parallel.mesh import Group
+from parallel.plan import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and what the target wrote behind it."""
+
+    token_ids: tuple[int, ...]
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What to play: texts, `batch` of them at a time, and for how long."""
+
+    texts: tuple[Text, ...]
+    sampling: SamplingParams
+    batch: int
+    lengths: tuple[int, ...]
+    """Draft lengths, in turn."""
+    seconds: float
+    flushed_bytes: int = 0
+    """Read between rounds, as much as the other role would read then; 0 where it has caches of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """One pass with the host's work around it; `fuzzy` as its runner was asked."""
+
+    rows: int
+    fuzzy: bool
+    seconds: float
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of a script on one rank."""
+
+    passes: list[TimedPass] = field(default_factory=list)
+    num_rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    """Proposals that reached each position."""
+    accepted: list[int] = field(default_factory=list)
+
+    def acceptance(self) -> tuple[float, ...]:
+        """By distance from the committed text, given that everything in front was accepted."""
+        reached = [self.drafted[0], *self.accepted] if self.drafted else []
+        pairs = zip(self.accepted, reached, strict=False)
+        return tuple(kept / offered for kept, offered in pairs if offered)
+
+
+class TimedRunner:
+    """A model runner that notes when each pass starts, and over how many rows."""
+
+    def __init__(self, runner: Any, now: Callable[[], float]) -> None:
+        self._runner = runner
+        self._now = now
+        self.starts: list[tuple[float, int, bool]] = []
+
+    def forward(self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *taps: Any, **options: Any) -> Any:
+        self.starts.append((self._now(), len(token_ids), bool(options.get("fuzzy"))))
+        return self._runner.forward(spans, token_ids, *taps, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Seconds at which everything asked of the device is done."""
+    if not device.startswith("cuda"):
+        return time.perf_counter
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+class _Reader:
+    """Requests along the texts: `batch` of them in flight, each as far as it has got."""
+
+    def __init__(self, script: Script) -> None:
+        self._texts = script.texts
+        self._longest = max(script.lengths)
+        self._next = 0
+        self.live: dict[int, tuple[Text, int]] = {}
+        for _ in range(script.batch):
+            self._open()
+
+    def turn(self) -> tuple[list[int], list[int]]:
+        """(ended, begun): requests too near their end for another round make room for others."""
+        ended = [i for i, (text, at) in self.live.items() if at + self._longest + 2 > len(text.token_ids)]
+        for request_id in ended:
+            del self.live[request_id]
+        return ended, [self._open() for _ in ended]
+
+    def advance(self, request_id: int, num_tokens: int) -> None:
+        text, at = self.live[request_id]
+        self.live[request_id] = text, at + num_tokens
+
+    def _open(self) -> int:
+        request_id, text = self._next, self._texts[self._next % len(self._texts)]
+        self._next += 1
+        self.live[request_id] = text, text.prompt_len
+        return request_id
+
+
+def play_drafts(role: DraftRole, script: Script, group: Group, device: str, work_steps: int = 0) -> Played:
+    """Rounds of a draft role; between order and verdict it takes up to `work_steps` steps of its own."""
+    now = clock_of(device)
+    runner = role.drafter.runner = TimedRunner(role.drafter.runner, now)
+    reader, played = _Reader(script), Played()
+    flush = _flush(script.flushed_bytes)
+    admits = tuple(_admit(reader, i, script) for i in reader.live)
+    orders = tuple(DraftOrder(i, 0) for i in reader.live)
+    for _ in role.answer(DraftBatch(0, admits=admits, orders=orders)):
+        pass
+    commits = [_first(reader, i) for i in reader.live]
+    for round_number in _rounds(script.seconds, group, device):
+        length = script.lengths[round_number % len(script.lengths)]
+        flush()
+        runner.starts.clear()
+        started = now()
+        proposals: list[Proposal] = []
+        orders = tuple(DraftOrder(i, length) for i in reader.live)
+        for answer in role.answer(DraftBatch(round_number, commits=tuple(commits), orders=orders)):
+            proposals += answer.proposals
+        _note(played, runner, started, now())
+        for _ in range(work_steps):
+            if not role.wants_work:
+                break
+            runner.starts.clear()
+            started = now()
+            role.work()
+            _note(played, runner, started, now())
+        commits = [_judge(played, reader, proposal) for proposal in proposals]
+        played.num_rounds += 1
+        ended, begun = reader.turn()
+        if begun:
+            live = [commit for commit in commits if commit.request_id not in ended]
+            admits = tuple(_admit(reader, i, script) for i in begun)
+            idle = tuple(DraftOrder(i, 0) for i in begun)
+            batch = DraftBatch(round_number, admits, tuple(live), tuple(ended), idle)
+            for _ in role.answer(batch):
+                pass
+            commits = [_first(reader, i) for i in begun]
+    return played
+
+
+def play_verdicts(role: TargetRole, script: Script, group: Group, device: str) -> Played:
+    """Rounds of a target role: right drafts of every length, plain passes among them, a growing part accepted."""
+    now, reader, played = clock_of(device), _Reader(script), Played()
+    flush = _flush(script.flushed_bytes)
+    lengths = (0, *script.lengths)
+    begun, ended, commits = list(reader.live), [], []
+    for round_number in _rounds(script.seconds, group, device):
+        if begun:
+            admits = tuple(_admit(reader, i, script) for i in begun)
+            prompts = tuple(VerifyItem(i, reader.live[i][0].prompt_len) for i in begun)
+            for _ in role.answer(VerifyBatch(round_number, admits, tuple(commits), tuple(ended), prompts)):
+                pass
+            commits = [_first(reader, i) for i in begun]
+        length = lengths[round_number % len(lengths)]
+        items = tuple(VerifyItem(i, 1, _right_draft(reader, i, length)) for i in reader.live)
+        flush()
+        started = now()
+        for answer in role.answer(VerifyBatch(round_number, commits=tuple(commits), items=items)):
+            rows = answer.num_tokens
+        played.passes.append(TimedPass(rows, False, now() - started))
+        played.num_rounds += 1
+        num_accepted = round_number % (length + 1)
+        commits = [_commit(reader, i, tuple(range(1, num_accepted + 1)), num_accepted + 1) for i in reader.live]
+        ended, begun = reader.turn()
+        commits = [commit for commit in commits if commit.request_id not in ended]
+    return played
+
+
+def _rounds(seconds: float, group: Group, device: str) -> Iterator[int]:
+    """Round numbers until the lead's time is up; all ranks take the same number."""
+    until, round_number = time.monotonic() + seconds, 0
+    goes_on = torch.ones(1, dtype=torch.int64, device=device)
+    while group.broadcast(goes_on).item():
+        yield round_number
+        round_number += 1
+        if group.rank == 0:
+            goes_on.fill_(time.monotonic() < until)
+
+
+def _note(played: Played, runner: TimedRunner, started: float, ended: float) -> None:
+    """A pass lasts until the next one starts; the first also has what came before it."""
+    starts = [started, *(at for at, _, _ in runner.starts[1:]), ended]
+    for (_, rows, fuzzy), begin, end in zip(runner.starts, starts, starts[1:], strict=False):
+        played.passes.append(TimedPass(rows, fuzzy, end - begin))
+
+
+def _judge(played: Played, reader: _Reader, proposal: Proposal) -> Commit:
+    """What the target would say, as the text is known."""
+    text, at = reader.live[proposal.request_id]
+    depths = proposal.tree.depths()
+    path, _ = verify_coupled(proposal.tree, [text.token_ids[at + depth] for depth in depths])
+    depth = max(depths)
+    for counts in (played.drafted, played.accepted):
+        counts.extend([0] * (depth - len(counts)))
+    for position in range(depth):
+        played.drafted[position] += 1
+        played.accepted[position] += position < len(path)
+    return _commit(reader, proposal.request_id, path, len(path) + 1)
+
+
+def _commit(reader: _Reader, request_id: int, path: tuple[int, ...], num_tokens: int) -> Commit:
+    text, at = reader.live[request_id]
+    reader.advance(request_id, num_tokens)
+    return Commit(request_id, 0, at, path, text.token_ids[at : at + num_tokens])
+
+
+def _first(reader: _Reader, request_id: int) -> Commit:
+    """The token that the prompt's pass brings."""
+    return _commit(reader, request_id, (), 1)
+
+
+def _admit(reader: _Reader, request_id: int, script: Script) -> Admit:
+    text, _ = reader.live[request_id]
+    return Admit(request_id, 0, text.token_ids[: text.prompt_len], text.prompt_len, script.sampling)
+
+
+def _right_draft(reader: _Reader, request_id: int, length: int) -> Proposal | None:
+    text, at = reader.live[request_id]
+    if not length:
+        return None
+    tree = TokenTree.chain(text.token_ids[at - 1], text.token_ids[at : at + length])
+    return Proposal(request_id, 0, at, 0, tree)
+
+
+def _flush(num_bytes: int) -> Callable[[], None]:
+    """What reads that many bytes of memory."""
+    if not num_bytes:
+        return lambda: None
+    ballast = torch.zeros(num_bytes // 4)
+    return lambda: float(ballast.sum())

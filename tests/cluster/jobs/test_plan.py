@@ -1,0 +1,71 @@
+"""`job=plan` from models, or a file of costs, to files and the line to paste."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config import PlanConfig
+from cluster.jobs import plan
+from cluster.planning.costs import read_costs
+
+ROOT = Path(__file__).parents[3]
+FILES = {"plan.json", "plan.csv", "plan.png", "costs.yaml"}
+
+
+def test_plans_for_this_machine_and_tries_the_best(tiny_launch, write_prompts, tmp_path, capsys, one_free_thread):
+    job = PlanConfig(
+        prompts=write_prompts({"prompt": "Name a bird."}, {"prompt": "Write of a bird."}),
+        draft_lengths=[1, 3],
+        target_ranks=[1],
+        parallels=["single"],
+        pipelines=["sync"],
+        seconds=0.1,
+        trials=2,
+        repeats=1,
+    )
+    plan.run(tiny_launch(job), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= FILES
+    report = json.loads((tmp_path / "plan.json").read_text())
+    layouts = report["layouts"]
+    assert report["best"] == layouts[0] and [e["tokens_per_s"] for e in layouts] == sorted(
+        (e["tokens_per_s"] for e in layouts), reverse=True
+    )
+    drafting = [entry for entry in layouts if entry["num_draft_tokens"]]
+    assert drafting and all(entry["tokens_per_round"] == pytest.approx(4.0, rel=0.02) for entry in drafting), (
+        "the drafter is the target"
+    )
+    tried = [entry for entry in layouts if entry["measured"]]
+    assert len(tried) == 2
+    for entry in tried:
+        measured = entry["measured"]
+        assert measured["round_ms_off"] == pytest.approx(entry["round_ms"] / measured["round_ms"] - 1)
+    costs = yaml.safe_load((tmp_path / "costs.yaml").read_text())
+    assert costs["acceptance"][0] == 1.0 and costs["link_ms"] > 0
+    assert read_costs(tmp_path / "costs.yaml").target, "what was measured can be planned with again"
+    rows = list(csv.DictReader((tmp_path / "plan.csv").open()))
+    assert len(rows) == len(layouts) and rows[0]["overrides"] == " ".join(report["best"]["overrides"])
+    shown = capsys.readouterr().out
+    assert "Predicted and measured" in shown and "python -m cluster.launch" in shown
+
+
+def test_plans_for_a_described_cluster(tiny_launch, tmp_path, capsys):
+    costs = str(ROOT / "docs" / "plans" / "ssd-70b.yaml")
+    plan.run(tiny_launch(PlanConfig(costs=costs, draft_lengths=[4, 6])), tmp_path)
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert report["described"] is True and report["best"]["overrides"][0] in ("pipeline=branches", "pipeline=tree")
+    plain = next(entry for entry in report["layouts"] if not entry["num_draft_tokens"])
+    assert plain["tokens_per_s"] == pytest.approx(66, rel=0.01) and plain["over_plain"] == 1.0
+    assert not [entry for entry in report["layouts"] if entry["measured"]]
+    assert "target.tp=4" in capsys.readouterr().out
+
+
+def test_refuses_what_cannot_be_planned(tiny_launch, tmp_path):
+    costs = str(ROOT / "docs" / "plans" / "ssd-70b.yaml")
+    with pytest.raises(ValueError, match="^job=plan: no layout fits"):
+        plan.run(tiny_launch(PlanConfig(costs=costs, target_ranks=[3])), tmp_path)
+    assert not list(tmp_path.iterdir())

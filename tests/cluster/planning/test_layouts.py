@@ -1,0 +1,51 @@
+"""Which layouts there are, and that their overrides say what they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import load_config
+from cluster.planning.layouts import Layout, Shape, enumerate_layouts, local_layouts, simplest
+
+TENSOR = Shape("tensor", 2)
+
+
+def test_every_layout_that_fits_and_no_other():
+    found = list(enumerate_layouts([1, 2, 8], [Shape(), TENSOR], 3, ["sync", "branches", "pingpong"], batch=1))
+    assert len(found) == len(set(found))
+    assert {layout.target_ranks for layout in found} == {1, 2}
+    assert Layout(1, "branches", "separate", TENSOR) in found and Layout(2, "branches", "separate", Shape()) in found
+    assert Layout(2, "sync", "colocated", TENSOR) in found
+    assert Layout(2, "sync", "separate", TENSOR) not in found, "four ranks on three devices"
+    assert not [layout for layout in found if layout.pipeline == "pingpong"], "one request cannot alternate"
+    assert not [layout for layout in found if layout.placement == "colocated" and layout.overlaps]
+    assert Layout(1, "plain", "separate") in found
+    batched = enumerate_layouts([1], [Shape()], 2, ["pingpong"], batch=2)
+    assert Layout(1, "pingpong", "separate", Shape()) in list(batched)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, "plain", "separate"),
+        Layout(1, "sync", "colocated", TENSOR),
+        Layout(1, "branches", "separate", Shape()),
+    ],
+    ids=Layout.describe,
+)
+def test_the_line_to_paste_is_the_layout_that_was_planned(layout: Layout):
+    pasted, planned = load_config(layout.overrides(4)), layout.configure(load_config(["job=plan"]), 4)
+    assert pasted.target == planned.target and pasted.pipeline == planned.pipeline
+    assert pasted.drafter == planned.drafter
+    if layout.shape:
+        assert pasted.placement == planned.placement
+
+
+def test_a_model_is_only_split_where_it_can_be(tiny_checkpoint):
+    pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama')}"]
+    layouts = local_layouts(load_config(["job=plan", "job.target_ranks=[1,2,3]", *pair]), 4)
+    assert {layout.target_ranks for layout in layouts} == {1, 2}, "four heads are no multiple of three"
+    assert {layout.shape.parallel for layout in layouts if layout.shape} >= {"single", "tensor"}
+    assert simplest(layouts) == Layout(1, "sync", "separate", Shape())
+    narrow = local_layouts(load_config(["job=plan", "job.parallels=[single]", "job.pipelines=[sync]", *pair]), 1)
+    assert simplest(narrow) == Layout(1, "sync", "colocated", Shape()) and len(narrow) == 2
