@@ -7,9 +7,11 @@ What a shell runs (`roles.serve`, `Conductor.run`) is the same code the in-proce
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import psutil
 import ray
 
 from actors.conductor import Conductor, CoordinatorSpec, Watch
@@ -26,11 +28,13 @@ class RankWorker:
     def __repr__(self) -> str:
         return self._identity
 
-    def run(self, spec) -> None:
+    def run(self, spec, interface: str = "") -> None:
         """Serve until told to stop. `spec` is a `roles.RankSpec`; torch is imported here, not with the class."""
         from actors.roles import serve
 
-        host = spec.host or ray.util.get_node_ip_address()
+        host = spec.host or _own_address(interface)
+        if interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         device = "cuda:0" if spec.device.startswith("cuda") else spec.device  # Ray shows an actor only its own GPUs
         serve(replace(spec, host=host, device=device), observe=self._note)
         self._status = "ended"
@@ -54,9 +58,11 @@ class CoordinatorWorker:
     def __repr__(self) -> str:
         return "coordinator"
 
-    def bind(self, host: str, port: int, needs_store: bool) -> tuple[str, tuple[str, int] | None]:
+    def bind(
+        self, host: str, port: int, needs_store: bool, interface: str = ""
+    ) -> tuple[str, tuple[str, int] | None]:
         """Listen on `port` (0 for any free one) of `host` ("" for this node's address): addresses of hub and store."""
-        host = host or ray.util.get_node_ip_address()
+        host = host or _own_address(interface)
         self._hub = Hub(f"tcp://{host}:{port or '*'}")
         if not needs_store:
             return self._hub.address, None
@@ -75,6 +81,20 @@ class CoordinatorWorker:
     @ray.method(concurrency_group="ctl")
     def status(self) -> str:
         return f"coordinator pid={os.getpid()}"
+
+
+def _own_address(interface: str) -> str:
+    """This node's address on the interface, or the one under which the cluster knows it. ValueError if it has none."""
+    if not interface:
+        return ray.util.get_node_ip_address()
+    addresses = psutil.net_if_addrs()
+    for address in addresses.get(interface, ()):
+        if address.family == socket.AF_INET:
+            return address.address
+    raise ValueError(
+        f"cluster.interface={interface}: node {socket.gethostname()} has no such interface with an IPv4 address; "
+        f"it has {', '.join(sorted(addresses))}"
+    )
 
 
 RankActor = ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0)(RankWorker)

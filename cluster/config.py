@@ -60,6 +60,7 @@ class ClusterName(StrEnum):
     local = "local"
     inprocess = "inprocess"
     existing = "existing"
+    slurm = "slurm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class PlacementConfig:
 
     name: PlacementName = PlacementName.separate
     """separate: target and drafter on different devices; colocated: on the same ones."""
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    """Role -> names or addresses of the nodes it may use, as {target:[n1,n2],draft:[n3]}; a role not named: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,16 @@ class ClusterConfig:
     """Where actors are started."""
 
     name: ClusterName = ClusterName.local
-    """local: Ray on this machine; inprocess: threads of this process, no Ray; existing: a running Ray cluster."""
+    """local: Ray on this machine; inprocess: threads of this process, no Ray; existing: a running Ray cluster;
+    slurm: the nodes of a Slurm job, where `sbatch launch.sh` sets it."""
     address: str = ""
-    """Of the running cluster, HOST:PORT or `auto`; only with cluster=existing."""
+    """Of the running cluster, HOST:PORT or `auto`; with cluster=existing, and set by launch.sh in a Slurm job."""
+    nodes: int = 0
+    """Nodes to wait for before ranks are placed; 0 = those that are there."""
+    wait_s: float = 60.0
+    """Wait so long for nodes and free devices of a cluster, saying what is missing, before giving up."""
+    interface: str = ""
+    """Network interface the roles talk over, on every node, such as ib0; empty = the one Ray uses."""
     num_cpus: int | None = None
     """CPU cores to use on this machine; null = all this process may use."""
     oversubscribe: bool = False
@@ -176,7 +186,7 @@ CHOICES: dict[str, dict[str, type]] = {
     "verify": dict.fromkeys(("coupled", "rejection", "traversal", "kseq"), VerifyConfig),
     "pipeline": dict.fromkeys(tuple(PipelineName), PipelineConfig),
     "placement": dict.fromkeys(("separate", "colocated"), PlacementConfig),
-    "cluster": dict.fromkeys(("local", "inprocess", "existing"), ClusterConfig),
+    "cluster": dict.fromkeys(("local", "inprocess", "existing", "slurm"), ClusterConfig),
     "job": {"generate": GenerateConfig, "bench": BenchConfig, "plan": PlanConfig, "train": TrainConfig},
 }
 """Group -> choice -> its record. A choice is one file `conf/<group>/<choice>.yaml` over `schema/<group>/<choice>`."""

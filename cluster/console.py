@@ -47,11 +47,25 @@ class Terminal:
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[str], None]]:
-        """A spinner with seconds; yields what changes its text."""
+        """A spinner with seconds; yields what changes its text. What has several lines is a report, and stays.
+
+        Where there is no terminal, as in the log of a batch job, every stage is a line.
+        """
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        is_terminal = self._console.is_terminal
+        last = ""
         with Progress(*columns, console=self._console, refresh_per_second=REFRESH_HZ, transient=True) as progress:
             task = progress.add_task("starting", total=None)
-            yield lambda stage: progress.update(task, description=stage)
+
+            def show(stage: str) -> None:
+                nonlocal last
+                if "\n" in stage or (stage != last and not is_terminal):
+                    self.line(stage)
+                else:
+                    progress.update(task, description=stage)
+                last = stage
+
+            yield show
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Bar]:

@@ -26,7 +26,7 @@ from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError
 from cluster.config import LaunchConfig, load_config
-from cluster.placement import lay_out
+from cluster.memory import describe_layout, footprints
 from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
 
 __all__ = ["Completion", "Engine", "EngineError"]
@@ -137,7 +137,7 @@ class Engine:
     def _start(self, eos_token_ids: tuple[int, ...], progress: Callable[[str], None]) -> None:
         config = self.config
         progress("reaching the cluster")
-        self.places = lay_out(config, self._backend.devices())
+        self.places = self._backend.place(progress)
         num_draft = sum(place.role == "draft" for place in self.places)
         spec = CoordinatorSpec(
             pipeline=config.pipeline.name,
@@ -147,6 +147,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             limits=config.scheduler,
         )
+        progress(describe_layout(self.places, footprints(config, self.places)))
         progress("starting " + ", ".join(place.identity for place in self.places))
         address = self._backend.start(spec, self.places, eos_token_ids)
         self._out = Link(address, f"{CLIENT}-out")

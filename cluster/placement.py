@@ -21,7 +21,10 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """One rank's place. `device` is "cpu" or "cuda:N"; `share` is its part of that device (1.0: all of it)."""
+    """One rank's place. `device` is "cpu" or "cuda:N"; `share` is its part of that device (1.0: all of it).
+
+    `host` is the address of its node in a cluster, empty on this machine.
+    """
 
     role: str
     rank: int
@@ -30,6 +33,7 @@ class RankPlacement:
     cores: tuple[int, ...]
     num_threads: int
     share: float
+    host: str = ""
 
     @property
     def identity(self) -> str:
@@ -37,7 +41,8 @@ class RankPlacement:
 
     def describe(self) -> str:
         cores = f" cores {','.join(map(str, self.cores))}" if self.cores else ""
-        return f"{self.identity}: {self.device}{cores}, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
+        node = f"{self.host} " if self.host else ""
+        return f"{self.identity}: {node}{self.device}{cores}, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
 
 
 def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:

@@ -148,8 +148,11 @@ def _scheduler(config: LaunchConfig) -> Iterator[_Rule]:
 
 def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
     cluster = config.cluster
-    if cluster.name == "existing":
-        yield "cluster.address", cluster.address, bool(cluster.address), "give HOST:PORT of the Ray cluster, or auto"
+    if cluster.name in ("existing", "slurm"):
+        remedy = "give HOST:PORT of the Ray cluster" + (
+            ", or auto" if cluster.name == "existing" else ", or submit the job with `sbatch launch.sh`"
+        )
+        yield "cluster.address", cluster.address, bool(cluster.address), remedy
     else:
         yield (
             "cluster.address",
@@ -157,6 +160,11 @@ def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
             not cluster.address,
             "is only for cluster=existing; add that or drop it",
         )
+        one_machine = "is only for clusters of several nodes; drop it"
+        yield "cluster.nodes", cluster.nodes, cluster.nodes <= 1, one_machine
+        yield "placement.nodes", config.placement.nodes, not config.placement.nodes, one_machine
+    yield "cluster.nodes", cluster.nodes, cluster.nodes >= 0, "must be 0 (those that are there) or above"
+    yield "cluster.wait_s", cluster.wait_s, cluster.wait_s >= 0, "must be 0 or above"
     cpus = cluster.num_cpus
     yield "cluster.num_cpus", cpus, cpus is None or cpus >= 1, "must be at least 1, or null for all"
     timeout = cluster.startup_timeout_s

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from actors.conductor import CoordinatorSpec
 from cluster.config import LaunchConfig
-from cluster.placement import Devices, RankPlacement
+from cluster.placement import RankPlacement
 
 
 class Backend(Protocol):
     """The contract of a place to run."""
 
-    def devices(self) -> Devices:
-        """What there is to place ranks on; connects to the cluster if need be."""
+    def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
+        """Which rank goes where; connects to the cluster if need be, and waits for what is missing."""
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         """Start coordinator and ranks without waiting for them; returns the hub's address."""
@@ -49,4 +49,5 @@ BACKENDS: dict[str, Callable[[LaunchConfig], Backend]] = {
     "inprocess": _inprocess,
     "local": _ray,
     "existing": _ray,
+    "slurm": _ray,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -17,7 +18,7 @@ from actors.lifecycle import Failure
 from actors.roles import RankSpec, serve
 from actors.wire import Hub
 from cluster.config import LaunchConfig
-from cluster.placement import Devices, RankPlacement
+from cluster.placement import Devices, RankPlacement, lay_out
 from parallel.rendezvous import host_store
 
 _LOOPBACK = "127.0.0.1"
@@ -33,9 +34,9 @@ class InprocessBackend:
         self._died: str | None = None
         self._store = None
 
-    def devices(self) -> Devices:
+    def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
         cores = sorted(os.sched_getaffinity(0))[: self._config.cluster.num_cpus]
-        return Devices(tuple(cores), torch.cuda.device_count())
+        return lay_out(self._config, Devices(tuple(cores), torch.cuda.device_count()))
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         hub = Hub(f"inproc://engine-{os.getpid()}-{next(_engines)}")

@@ -1,12 +1,13 @@
-"""`cluster=local` and `cluster=existing`: coordinator and ranks as Ray actors, one bundle per device.
+"""`cluster=local`, `existing` and `slurm`: coordinator and ranks as Ray actors, one bundle per device.
 
 Ray carries processes, placement and metrics; rounds never pass through it. `local` starts a Ray of its own on this
-machine and ends it; `existing` joins the cluster at `cluster.address` and leaves it running.
+machine and ends it; the others join the cluster at `cluster.address` and leave it running.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,14 +20,18 @@ from actors.conductor import CoordinatorSpec
 from actors.group import ActorGroup
 from actors.worker import CoordinatorActor, RankActor
 from cluster.backends.inprocess import rank_spec
+from cluster.backends.ray_nodes import await_layout
 from cluster.config import LaunchConfig
 from cluster.metrics import make_ray_watch, metric_labels
-from cluster.placement import Devices, RankPlacement
+from cluster.placement import Devices, RankPlacement, lay_out
 
 _LOOPBACK = "127.0.0.1"
 
-Device = str | tuple[int, ...]
-"""A GPU's name, or the cores of a CPU rank."""
+Device = tuple[str, str | tuple[int, ...]]
+"""The node ("" for this machine), and a GPU's name or the cores of a CPU rank."""
+
+_ON_NODE = 0.001
+"""Ray gives every node one of the resource `node:ADDRESS`; a trace of it ties a bundle or an actor to that node."""
 
 
 class RayBackend:
@@ -41,32 +46,39 @@ class RayBackend:
         self._bundle_of: dict[Device, int] = {}
         self._owns_ray = False
 
-    def devices(self) -> Devices:
-        """Start or join Ray, and count."""
+    def connect(self) -> None:
+        """Start or join Ray."""
         if not ray.is_initialized():
             self._init()
             self._owns_ray = True
+
+    def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
+        self.connect()
+        if not self._is_local:
+            return await_layout(self._config, progress)
         resources = ray.cluster_resources()
-        num_cpus, num_gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
-        cores = sorted(os.sched_getaffinity(0))[:num_cpus] if self._is_local else range(num_cpus)
-        return Devices(tuple(cores), num_gpus)
+        cores = sorted(os.sched_getaffinity(0))[: int(resources.get("CPU", 0))]
+        return lay_out(self._config, Devices(tuple(cores), int(resources.get("GPU", 0))))
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
-        conductor = self._create("coordinator", CoordinatorActor)
-        bound = conductor.bind.remote(self._host, self._config.cluster.port, any(place.size > 1 for place in places))
+        # Beside the target's lead: two of a round's four records then stay on its node.
+        conductor = self._create("coordinator", CoordinatorActor, resources=_on_node(places[0]))
+        cluster, needs_store = self._config.cluster, any(place.size > 1 for place in places)
+        bound = conductor.bind.remote(self._host, cluster.port, needs_store, cluster.interface)
         self._reserve(places)
         for place in places:
             self._create(place.identity, RankActor, place.identity, **self._options(place))
         try:
-            hub_address, store = ray.get(bound, timeout=self._config.cluster.startup_timeout_s)
+            hub_address, store = ray.get(bound, timeout=cluster.startup_timeout_s)
         except RayTaskError as error:
-            raise ValueError(f"cluster.port={self._config.cluster.port}: {error.cause}") from error
+            field = "" if "cluster.interface" in str(error.cause) else f"cluster.port={cluster.port}: "
+            raise ValueError(f"{field}{error.cause}") from error
         self._actors.run("coordinator", coordinator, [partial(make_ray_watch, metric_labels(self._config))])
         for place in places:
             if not self._is_local:
                 place = replace(place, cores=())  # they were counted over all nodes: no core of any one of them
             spec = rank_spec(self._config, place, hub_address, store, self._host, eos_token_ids)
-            self._actors.run(place.identity, spec)
+            self._actors.run(place.identity, spec, cluster.interface)
         return hub_address
 
     def death(self) -> str | None:
@@ -126,7 +138,8 @@ class RayBackend:
 
     def _options(self, place: RankPlacement) -> dict[str, object]:
         resources = _resources(place)
-        options: dict[str, object] = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0)}
+        options: dict[str, object] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
+        options["resources"] = resources
         if place.share:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._bundles, placement_group_bundle_index=self._bundle_of[_device(place)]
@@ -146,12 +159,17 @@ def device_bundles(places: list[RankPlacement]) -> dict[Device, dict[str, float]
 
 
 def _device(place: RankPlacement) -> Device:
-    return place.cores if place.device == "cpu" else place.device
+    return place.host, place.cores if place.device == "cpu" else place.device
 
 
 def _resources(place: RankPlacement) -> dict[str, float]:
+    on_node = _on_node(place)
     if not place.share:
-        return {}
+        return on_node
     if place.device.startswith("cuda"):
-        return {"GPU": place.share, "CPU": 0.01}
-    return {"CPU": place.share * max(1, len(place.cores))}
+        return {"GPU": place.share, "CPU": 0.01, **on_node}
+    return {"CPU": place.share * max(1, len(place.cores)), **on_node}
+
+
+def _on_node(place: RankPlacement) -> dict[str, float]:
+    return {f"node:{place.host}": _ON_NODE} if place.host else {}

@@ -38,7 +38,7 @@ PUBLIC_CHOICES = {
     "verify": {"coupled", "rejection", "traversal", "kseq"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
-    "cluster": {"local", "inprocess", "existing"},
+    "cluster": {"local", "inprocess", "existing", "slurm"},
     "job": {"generate", "bench", "plan", "train"},
 }
 
@@ -52,8 +52,8 @@ PUBLIC_KEYS = {
     "dtype device",
     "verify": "rule law_size",
     "pipeline": "name",
-    "placement": "name",
-    "cluster": "name address num_cpus oversubscribe dashboard port startup_timeout_s namespace",
+    "placement": "name nodes",
+    "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port startup_timeout_s namespace",
     "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk",
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
@@ -90,6 +90,7 @@ def required(group: str, choice: str) -> list[str]:
     return {
         ("target", "hf"): [f"target.path={config_module.pocket.TARGET}"],
         ("cluster", "existing"): ["cluster.address=auto"],
+        ("cluster", "slurm"): ["cluster.address=n1:6379"],
     }.get((group, choice), [])
 
 

@@ -40,3 +40,24 @@ def test_progress_shows_counts_and_seconds():
     assert "measuring" in out.getvalue() and "2/3" in out.getvalue() and "0:00:0" in out.getvalue()
     with terminal.starting() as progress:
         progress("loading [1 of 2]")
+
+
+def test_the_log_of_a_batch_job_has_a_line_per_stage_and_none_twice():
+    terminal, out = captured()
+    with terminal.starting() as progress:
+        for stage in ("reaching the cluster", "loading (1 of 2 ranks)", "loading (1 of 2 ranks)", "layout\n  target-0"):
+            progress(stage)
+    assert [line.rstrip() for line in out.getvalue().splitlines() if line.strip() and "0:00" not in line] == [
+        "reaching the cluster",
+        "loading (1 of 2 ranks)",
+        "layout",
+        "  target-0",
+    ]
+
+
+def test_a_report_stays_on_the_terminal():
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, width=100, highlight=False, force_terminal=True))
+    with terminal.starting() as progress:
+        progress("layout\n  target-0: cpu")
+    assert "target-0: cpu" in out.getvalue()

@@ -40,7 +40,7 @@ def running_ray():
 
     sections = (TargetConfig(), NgramDrafterConfig(), VerifyConfig(), PipelineConfig(), PlacementConfig())
     backend = RayBackend(LaunchConfig(*sections, CLUSTER, GenerateConfig()))
-    backend.devices()
+    backend.connect()
     yield
     backend.close()
     assert not ray.is_initialized()
@@ -167,10 +167,10 @@ def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     for section, tp in (("target", {"tp": 2}), ("drafter", {"ranks": 2})):
         config = replace(config, **{section: replace(getattr(config, section), device="cuda", **tp)})
     places = lay_out(config, Devices((0, 1), num_gpus=2))
-    assert device_bundles(places) == {f"cuda:{i}": {"GPU": 1.0, "CPU": 0.02} for i in range(2)}
-    assert device_bundles(lay_out(launch(), Devices((0, 1)))) == {(0, 1): {"CPU": 2.0}}
+    assert device_bundles(places) == {("", f"cuda:{i}"): {"GPU": 1.0, "CPU": 0.02} for i in range(2)}
+    assert device_bundles(lay_out(launch(), Devices((0, 1)))) == {("", (0, 1)): {"CPU": 2.0}}
     lookup = lay_out(launch(drafter=NgramDrafterConfig()), Devices((0, 1)))
-    assert device_bundles(lookup) == {(0, 1): {"CPU": 2.0}}, "a lookup needs no device"
+    assert device_bundles(lookup) == {("", (0, 1)): {"CPU": 2.0}}, "a lookup needs no device"
 
 
 def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):

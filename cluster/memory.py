@@ -1,0 +1,55 @@
+"""What each role will hold in memory, from its checkpoint's shapes alone: told before a weight is read.
+
+An estimate of what the ranks decide for themselves (`parallel/sizing.py`): the KV pool shrinks where memory is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.config import LaunchConfig
+from cluster.placement import RankPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes over all ranks of a role; `kv` is the most its pool will take."""
+
+    weights: int
+    kv: int
+
+
+def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[str, Footprint]:
+    """Role -> its footprint; a role without a model is left out."""
+    from parallel.config import DecoderConfig  # these load PyTorch: only once there is something to start
+    from parallel.footprint import kv_bytes_per_slot, weight_bytes
+    from parallel.layers.weight import packs
+    from parallel.sizing import choose_dtype
+
+    found = {}
+    for place in places:
+        model = config.target if place.role == "target" else config.drafter
+        if place.role in found or not getattr(model, "path", ""):
+            continue
+        shapes = DecoderConfig.from_hf(model.path).stretched(getattr(model, "stretch", 0))
+        dtype = choose_dtype(model.dtype, place.device)
+        length = min(getattr(model, "max_model_len", 0) or shapes.max_positions, shapes.max_positions)
+        num_slots = getattr(model, "kv_slots", 0) or config.scheduler.max_num_seqs * length
+        weights = weight_bytes(shapes, place.size, dtype, packed=packs(place.device, dtype))
+        found[place.role] = Footprint(
+            place.size * weights, place.size * num_slots * kv_bytes_per_slot(shapes, place.size, dtype)
+        )
+    return found
+
+
+def describe_layout(places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:
+    """The layout and what it takes, a line each."""
+    lines = ["layout", *(f"  {place.describe()}" for place in places), "memory"]
+    for role, size in sizes.items():
+        lines.append(f"  {role}: {mebibytes(size.weights)} of weights, up to {mebibytes(size.kv)} of KV")
+    return "\n".join(lines if sizes else lines[:-1])
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

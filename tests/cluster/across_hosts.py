@@ -1,0 +1,34 @@
+"""What a test runs on one of its hosts: engines on the Ray cluster there, one after the other; answers in JSON.
+
+Each line on stdin is a list of overrides; each line on stdout holds the tokens of two greedy and two sampled requests
+and the layout, or the line of the error. It is a script and no test: it must run where the cluster is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from actors.params import SamplingParams
+from cluster.config import load_config
+from cluster.engine import Engine, EngineError
+
+PROMPTS = ["def median(values):", "class Stack:"]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, top_p=0.9, seed=4)
+
+
+def answer(overrides: list[str]) -> dict[str, object]:
+    said: list[str] = []
+    try:
+        with Engine(load_config(overrides), progress=said.append) as engine:
+            tokens = [one.token_ids for sampling in (GREEDY, SAMPLED) for one in engine.generate(PROMPTS, sampling)]
+            return {"tokens": tokens, "hosts": {place.identity: place.host for place in engine.places}, "said": said}
+    except (ValueError, EngineError) as error:
+        return {"error": str(error), "said": said}
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        sys.stdout.flush()
