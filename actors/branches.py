@@ -44,13 +44,40 @@ class HypothesisTree:
         return self.nodes[0]
 
     def expand(self, node: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Give a fed node its likeliest children, best first."""
+        """Give a fed node its likeliest children, best first. Children it has from an earlier pass stay, revalued."""
         parent = self.nodes[node]
         parent.expanded = True
+        known = {self.nodes[child].token: child for child in parent.children}
+        ranked = []
         for token, log_prob in zip(token_ids, log_probs, strict=True):
-            if log_prob > -math.inf:
-                parent.children.append(len(self.nodes))
+            if log_prob == -math.inf:
+                continue
+            child = known.pop(token, None)
+            if child is None:
+                child = len(self.nodes)
                 self.nodes.append(Hypothesis(token, node, parent.depth + 1, parent.value + log_prob))
+            else:
+                self._shift(child, parent.value + log_prob - self.nodes[child].value)
+            ranked.append(child)
+        parent.children = ranked + list(known.values())
+
+    def _shift(self, node: int, change: float) -> None:
+        """Add to the value of a node and of all below it."""
+        self.nodes[node].value += change
+        for child in self.nodes[node].children:
+            self._shift(child, change)
+
+    def forget_rows(self) -> None:
+        """The KV rows are gone; what is known of the tokens stays."""
+        for hypothesis in self.nodes:
+            hypothesis.row = -1
+
+    def worth_feeding_again(self, width: int) -> list[int]:
+        """What a first pass behind forgotten rows feeds: the proposal, and the likeliest nodes that had been fed."""
+        offered = [i for i, node in enumerate(self.nodes) if i and node.offered]
+        fed = [i for i, node in enumerate(self.nodes) if i and node.expanded and not node.offered]
+        fed.sort(key=lambda i: (-self.nodes[i].value, i))  # a parent is never behind its child
+        return sorted(offered + fed[: max(0, width - len(offered))])
 
     def best_chain(self, length: int) -> list[int]:
         """The likeliest child of the likeliest child ..., at most `length` nodes."""

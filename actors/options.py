@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from actors.messages import SamplingParams
 
@@ -18,6 +19,31 @@ class Parallel(StrEnum):
 
     single = "single"
     tensor = "tensor"
+    layer = "layer"
+
+
+class MlpParallel(StrEnum):
+    """How layer-parallel ranks run the MLPs."""
+
+    auto = "auto"
+    replicated = "replicated"
+    tensor = "tensor"
+
+
+class Calibration(StrEnum):
+    """Which rank makes the exact KV rows that replace fuzzy ones."""
+
+    recompute = "recompute"
+    owner = "owner"
+    broadcast = "broadcast"
+
+
+class CalibrationPolicy(StrEnum):
+    """When fuzzy KV rows are replaced."""
+
+    every = "every"
+    mismatch = "mismatch"
+    never = "never"
 
 
 class Strategy(StrEnum):
@@ -135,9 +161,24 @@ class ModelDrafterConfig(DrafterConfig):
     ranks: int = 1
     """Ranks that share the draft model."""
     parallel: Parallel = Parallel.single
-    """How they share it: single (one rank) or tensor."""
-    layer_group: int = 1
-    """Layers that run side by side; 1 = one after the other, as the model was trained."""
+    """How they share it: single (one rank), tensor (every layer is split), or layer (the attention of several layers
+    runs side by side on nearly right inputs: EasySpec)."""
+    layer_group: int = 0
+    """parallel=layer: layers side by side; 0 = as many as ranks, at most 4; 1 = one after the other. More than one on
+    a single rank computes the same drafts without the speed."""
+    layer_partition: list[Any] = field(default_factory=list)
+    """parallel=layer: which layers, as sizes [1,3,3,1] or as layers [[0],[1,2],[3]]; empty = by `layer_group`, the
+    first and the last layer alone."""
+    mlp_parallel: MlpParallel = MlpParallel.auto
+    """parallel=layer: replicated (every rank computes all MLPs), tensor (each is split over the ranks), or auto: what
+    is faster, measured at the start."""
+    calibration: Calibration = Calibration.recompute
+    """parallel=layer: who makes exact KV rows: recompute (every rank by itself), owner (a rank holds the attention
+    and KV of its own layers only), broadcast (rank 0, which sends them out)."""
+    calibration_policy: CalibrationPolicy = CalibrationPolicy.every
+    """parallel=layer: every (`calibrate_every` rounds), mismatch (when a draft token was rejected), or never."""
+    calibrate_every: int = 1
+    """parallel=layer: rounds from one calibration to the next."""
     strategy: Strategy = Strategy.chain
     """chain: one guess per position; tree: `width` children per node; best_first: a tree grown where it is likely."""
     num_draft_tokens: int = 5

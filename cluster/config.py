@@ -41,7 +41,7 @@ from cluster import pocket
 from cluster.errors import describe, unknown_key
 from cluster.planning.config import PlanConfig
 from cluster.training.config import TrainConfig
-from cluster.validation import validate
+from cluster.validation import validate, validate_layers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -227,7 +227,9 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
 def checked(config: LaunchConfig) -> LaunchConfig:
     """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
     validate(config)
-    return _with_real_paths(config)
+    config = _with_real_paths(config)
+    validate_layers(config)
+    return config
 
 
 @contextmanager

@@ -42,7 +42,9 @@ class RankPlacement:
     def describe(self) -> str:
         cores = f" cores {','.join(map(str, self.cores))}" if self.cores else ""
         node = f"{self.host} " if self.host else ""
-        return f"{self.identity}: {node}{self.device}{cores}, {self.num_threads} thread{'s' * (self.num_threads != 1)}"
+        shared = ", shared" if 0 < self.share < 1 else ""
+        threads = f"{self.num_threads} thread{'s' * (self.num_threads != 1)}"
+        return f"{self.identity}: {node}{self.device}{cores}, {threads}{shared}"
 
 
 def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
@@ -55,6 +57,11 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
     kind = _kind(config.target.device, "target.device", devices)
     draft_kind = _kind(config.drafter.device, "drafter.device", devices) if on_device else "cpu"
     same_kind = bool(on_device) and kind == draft_kind
+    if on_device and colocated and not same_kind:
+        raise ValueError(
+            f"placement=colocated: the target on {kind} and the drafter on {draft_kind} have no device to share; "
+            "give target.device and drafter.device one kind or use placement=separate"
+        )
     share = 0.5 if same_kind and colocated else 1.0
     rivals = num_target + on_device if same_kind and not colocated else 0
     places = _place(config, "target", num_target, kind, 0, rivals or num_target, share, devices)

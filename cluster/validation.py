@@ -1,7 +1,8 @@
 """What makes no sense or may not be combined, refused before anything is started.
 
-Every check here needs neither device nor file; placement, weights and the jobs refuse what only they can see. A
-refusal is one line: the field, what is wrong, the remedy. It must not know how the configuration was composed.
+No check here needs a device, and only `validate_layers` a file; placement, weights and the jobs refuse what only they
+can see. A refusal is one line: the field, what is wrong, the remedy. It must not know how the configuration was
+composed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING
 from actors.branches import AHEAD
 from actors.messages import Draw
 from actors.options import (
+    Calibration,
+    CalibrationPolicy,
+    MlpParallel,
     ModelDrafterConfig,
     NgramDrafterConfig,
     NoDrafterConfig,
@@ -40,6 +44,16 @@ def validate(config: LaunchConfig) -> None:
                 shown = repr(value) if value == "" else value
                 raise ValueError(f"{name}={shown}: {otherwise}")
     config.sampling.params().check()
+
+
+def validate_layers(config: LaunchConfig) -> None:
+    """Raise ValueError if the layers of the draft model, whose path exists, cannot be shared as the user asked."""
+    drafter = config.drafter
+    if isinstance(drafter, ModelDrafterConfig) and drafter.parallel is Parallel.layer:
+        from actors.drafters.loading import layer_partition  # loads PyTorch
+        from parallel.config import DecoderConfig
+
+        layer_partition(drafter, DecoderConfig.from_hf(drafter.path))
 
 
 def _target(config: LaunchConfig) -> Iterator[_Rule]:
@@ -102,17 +116,29 @@ def _model_drafter(drafter: ModelDrafterConfig) -> Iterator[_Rule]:
     )
     yield "drafter.ranks", drafter.ranks, drafter.ranks >= 1, "must be at least 1; for none write drafter=none"
     alone = drafter.parallel is not Parallel.single or drafter.ranks == 1
-    yield "drafter.ranks", drafter.ranks, alone, "needs a way to share the model; add drafter.parallel=tensor"
-    yield (
-        "drafter.layer_group",
-        drafter.layer_group,
-        drafter.layer_group == 1,
-        ("layers run one after the other here; leave it at 1"),
-    )
+    remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
+    yield "drafter.ranks", drafter.ranks, alone, remedy
+    yield from _layers(drafter)
     yield "drafter.depth", drafter.depth, drafter.depth >= 1, "must be at least 1"
     yield "drafter.width", drafter.width, drafter.width >= 1, "must be at least 1"
     yield "drafter.dtype", drafter.dtype, drafter.dtype in DTYPES, f"is unknown; choose one of {', '.join(DTYPES)}"
     yield "drafter.device", drafter.device, drafter.device in DEVICES, f"is unknown; choose one of {', '.join(DEVICES)}"
+
+
+def _layers(drafter: ModelDrafterConfig) -> Iterator[_Rule]:
+    by_layer = drafter.parallel is Parallel.layer
+    group, partition = drafter.layer_group, drafter.layer_partition
+    remedy = "is for layers that run side by side; add drafter.parallel=layer or leave it at"
+    yield "drafter.layer_group", group, group >= 0, "must be 0 (as many as ranks) or above"
+    yield "drafter.layer_group", group, by_layer or group < 2, f"{remedy} 0"
+    yield "drafter.layer_partition", partition, by_layer or not partition, f"{remedy} []"
+    whole = drafter.mlp_parallel is MlpParallel.tensor and drafter.calibration is Calibration.broadcast
+    remedy = "the one rank that runs exact passes needs whole MLPs; use drafter.mlp_parallel=replicated"
+    yield "drafter.calibration", drafter.calibration, not whole, remedy
+    every = drafter.calibrate_every
+    yield "drafter.calibrate_every", every, every >= 1, "must be at least 1; see drafter.calibration_policy=never"
+    counted = every == 1 or drafter.calibration_policy is CalibrationPolicy.every
+    yield "drafter.calibrate_every", every, counted, "counts rounds; add drafter.calibration_policy=every or drop it"
 
 
 def _verify(config: LaunchConfig) -> Iterator[_Rule]:

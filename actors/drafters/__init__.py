@@ -9,13 +9,12 @@ from actors.branches import AHEAD
 from actors.drafter import Drafter
 from actors.drafters.ahead import AheadDrafter
 from actors.drafters.corpus import read_corpus
+from actors.drafters.loading import open_draft_model
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.drafters.suffix import SuffixDrafter
 from actors.options import DrafterConfig, SchedulerConfig, VerifyConfig
 from parallel.mesh import Group
-from parallel.runner import open_model
-from parallel.sizing import fit_slots
 
 
 def build_drafter(
@@ -42,8 +41,7 @@ def _suffix(config, verify, pipeline, scheduler, group, device, eos_token_ids):
 
 
 def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
-    fit = fit_slots(config.path, group, device, config.dtype, max_num_seqs=scheduler.max_num_seqs)
-    runner = open_model(config.path, group, device, fit.dtype, fit.num_slots)
+    runner, facts = open_draft_model(config, scheduler, group, device)
     options = {
         "rule": verify.rule,
         "law_size": verify.law_size,
@@ -51,8 +49,8 @@ def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
         "prefill_chunk": scheduler.prefill_chunk,
     }
     if pipeline in AHEAD:
-        return AheadDrafter(runner, config, policy=pipeline, **options), fit.facts()
-    return ModelDrafter(runner, config, **options), fit.facts()
+        return AheadDrafter(runner, config, policy=pipeline, **options), facts
+    return ModelDrafter(runner, config, **options), facts
 
 
 DRAFTERS = {"ngram": _ngram, "suffix": _suffix, "model": _model}

@@ -3,7 +3,8 @@
 Every request has one `HypothesisTree`; a policy of `branches.py` chooses what to feed next, one pass at a time, until
 a record arrives. A verdict re-roots the tree: rows of the path become committed, rows below the new root stay pending,
 all by table edits. After a hit the next proposal is read off the tree; after a miss it is drafted from the root. Under
-a ratio rule proposals are the likeliest tokens, tested as deterministic ones.
+a ratio rule proposals are the likeliest tokens, tested as deterministic ones. Where passes are fuzzy, calibration
+drops the rows of accepted tokens; then the first step of draft-ahead is one exact pass over them and the proposal.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class AheadDrafter(ModelDrafter):
     def observe(self, context: Context, commit: Commit) -> None:
         future = self._futures[context.request_id]
         tree, keep = future.tree, list(range(future.num_suffix))
+        offered = max((node.depth for node in tree.nodes if node.offered), default=0)
         found = tree.find(commit.token_ids)
         node, walked = 0, []
         for token in commit.token_ids:
@@ -83,10 +85,15 @@ class AheadDrafter(ModelDrafter):
             fresh, retain = tree.reroot(found)
         if future.num_rows:
             self.runner.commit(context.request_id, keep + walked, retain)
+        due = self._calibration.is_due(context.request_id, rejected=len(commit.path) < offered)
+        if due and self.runner.drop_fuzzy(context.request_id):
+            fresh.forget_rows()
+            retain = []
         self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
 
     def release(self, request_id: int) -> None:
         del self._futures[request_id]
+        self._calibration.forget(request_id)
         self.runner.close(request_id)
 
     @property
@@ -97,6 +104,10 @@ class AheadDrafter(ModelDrafter):
         """One pass of draft-ahead over all requests whose verdict is awaited."""
         busy = [future for future in self._futures.values() if future.in_flight]
         width = max(1, self._width // len(busy))
+        uncalibrated = [future for future in busy if self._lacks_rows(future)]
+        if uncalibrated:
+            self._feed_again(uncalibrated, width)
+            return
         chosen = []
         for future in busy:
             nodes = self._choose(future.tree, width, self._length)
@@ -125,6 +136,38 @@ class AheadDrafter(ModelDrafter):
                 return
             self._feed(chosen)
 
+    def _lacks_rows(self, future: _Future) -> bool:
+        """Whether calibration dropped the rows that the tree's root hangs on."""
+        uncached = self.runner.cached_len(future.context.request_id) < len(future.context.token_ids)
+        return uncached and not future.num_rows
+
+    def _feed_again(self, futures: list[_Future], width: int) -> None:
+        """Calibrate: one exact pass over the tokens without rows and, behind them, over what the trees know."""
+        spans, token_ids, fed = [], [], []
+        for future in futures:
+            context, hypotheses = future.context, future.tree.nodes
+            self._catch_up(context, leave=self._prefill_chunk)
+            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
+            room = self.runner.config.max_positions - len(context.token_ids)
+            nodes = [i for i in future.tree.worth_feeding_again(width) if hypotheses[i].depth <= room]
+            num_rows = len(suffix) + len(nodes)
+            if not self.runner.can_reserve(len(token_ids) + num_rows):
+                future.in_flight = False
+                continue
+            future.num_suffix, future.num_rows = len(suffix), num_rows
+            for row, node in enumerate(nodes, len(suffix)):
+                hypotheses[node].row = row
+            parents = [*range(-1, len(suffix) - 1), *(self._parent_row(future, node) for node in nodes)]
+            spans.append(Span(context.request_id, num_rows, parents, 1 + len(nodes)))
+            token_ids += [*suffix, *(hypotheses[node].token for node in nodes)]
+            fed.append((future, [0, *nodes]))
+        if fed:
+            self._expand(self.runner.forward(spans, token_ids).logits, fed)
+
+    def _parent_row(self, future: _Future, node: int) -> int:
+        parent = future.tree.nodes[node].parent
+        return future.tree.nodes[parent].row if parent else future.num_suffix - 1
+
     def _feed_roots(self, futures: list[_Future]) -> None:
         if not futures:
             return
@@ -142,16 +185,13 @@ class AheadDrafter(ModelDrafter):
         spans, token_ids = [], []
         for future, nodes in chosen:
             hypotheses = future.tree.nodes
-            parents = [
-                hypotheses[hypotheses[node].parent].row if hypotheses[node].parent else future.num_suffix - 1
-                for node in nodes
-            ]
+            parents = [self._parent_row(future, node) for node in nodes]
             for node in nodes:
                 hypotheses[node].row = future.num_rows
                 future.num_rows += 1
                 token_ids.append(hypotheses[node].token)
             spans.append(Span(future.context.request_id, len(nodes), parents, len(nodes)))
-        self._expand(self.runner.forward(spans, token_ids).logits, chosen)
+        self._expand(self.runner.forward(spans, token_ids, fuzzy=True).logits, chosen)
 
     def _expand(self, logits: Tensor, fed: list[tuple[_Future, list[int]]]) -> None:
         """Children of every node that was fed; `logits` has one row per node, in order."""

@@ -3,7 +3,8 @@
 Under the coupled rule it draws with the target's own noise, so its arg-max is its best guess of the target's draw;
 under a rejection rule it samples from a truncated law and says so. Whatever the tree, one loop drafts level by level
 for the whole batch; plain chains take a shorter one in which tokens stay on the device. Every round starts by feeding
-the uncached suffix, however long: a first prompt, one token or two are the same case.
+the uncached suffix, however long: a first prompt, one token or two are the same case. Passes over draft tokens may
+be fuzzy; what of their rows is accepted is dropped when calibration is due and so becomes part of that suffix.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from actors.drafter import Context, Draft, IdleDrafter
+from actors.drafters.calibration import CalibrationSchedule
 from actors.drafters.growth import BestFirstGrowth, Candidate, GrowingTree, StaticGrowth
 from actors.draws import draw_iid, draw_without_replacement
 from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
@@ -25,10 +27,11 @@ from parallel.runner import ModelRunner, Span
 
 @dataclass(slots=True)
 class _Rows:
-    """Pending KV rows of one request: first the uncached suffix, then the nodes that were fed."""
+    """Pending KV rows of one request: first the uncached suffix, then the nodes that were fed. `depth`: the draft's."""
 
     num_suffix: int = 0
     of_node: dict[int, int] = field(default_factory=dict)
+    depth: int = 0
 
 
 class ModelDrafter(IdleDrafter):
@@ -54,6 +57,7 @@ class ModelDrafter(IdleDrafter):
         self._may_sample = config.strategy is not Strategy.best_first
         self._growth = _growth(config)
         self._rows: dict[int, _Rows] = {}
+        self._calibration = CalibrationSchedule(config)
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
@@ -71,6 +75,8 @@ class ModelDrafter(IdleDrafter):
         if able:
             grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
             drafts |= grow([context for context, _ in able], [budget for _, budget in able])
+        for context, _ in able:
+            self._rows[context.request_id].depth = max(drafts[context.request_id].tree.depths())
         return [drafts[context.request_id] for context in contexts]
 
     def observe(self, context: Context, commit: Commit) -> None:
@@ -82,10 +88,13 @@ class ModelDrafter(IdleDrafter):
             keep.append(rows.of_node[node])
         if rows.num_suffix:
             self.runner.commit(context.request_id, keep)
+            if self._calibration.is_due(context.request_id, rejected=len(commit.path) < rows.depth):
+                self.runner.drop_fuzzy(context.request_id)
         self._rows[context.request_id] = _Rows()
 
     def release(self, request_id: int) -> None:
         del self._rows[request_id]
+        self._calibration.forget(request_id)
         self.runner.close(request_id)
 
     # --- keeping up with the text -------------------------------------------------------------------------------------
@@ -148,7 +157,7 @@ class ModelDrafter(IdleDrafter):
             if len(going) < len(live):
                 chosen = chosen[[live.index(i) for i in going]]
             live = going
-            logits = self.runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen).logits
+            logits = self.runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen, fuzzy=True).logits
             for i in live:
                 rows_of = self._rows[contexts[i].request_id]
                 rows_of.of_node[depth + 1] = rows_of.num_suffix + depth
@@ -204,7 +213,7 @@ class ModelDrafter(IdleDrafter):
                 rows.of_node[node] = row
             spans.append(Span(context.request_id, len(nodes), parents, len(nodes)))
             token_ids += [tree.token_ids[node] for node in nodes]
-        return self.runner.forward(spans, token_ids).logits
+        return self.runner.forward(spans, token_ids, fuzzy=True).logits
 
     def _offer(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -14,14 +14,16 @@ from actors.branches import AHEAD
 from actors.coordinator import Coordinator
 from actors.drafter import DraftRole
 from actors.drafters.ahead import AheadDrafter
+from actors.drafters.loading import open_draft_model
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.drafters.suffix import SuffixDrafter
 from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
-from actors.options import NgramDrafterConfig, SchedulerConfig, SuffixDrafterConfig
+from actors.options import NgramDrafterConfig, Parallel, SchedulerConfig, SuffixDrafterConfig
 from actors.pipelines import PIPELINES
 from actors.scheduler import Capacity, Scheduler
 from actors.target import TargetRole
+from parallel.mesh import SINGLE
 from parallel.runner import open_model
 
 EOS = 1
@@ -110,7 +112,23 @@ def models(tmp_path_factory):
             reference = copy.deepcopy(model)
         for weight in model.parameters():
             weight.data.add_(torch.randn_like(weight) * weight.std() * 0.15)  # agrees with the target now and then
+    paths["deep"] = tmp_path_factory.mktemp("deep")
+    _deepened(reference).save_pretrained(paths["deep"])
     return {**paths, "reference": reference}
+
+
+def _deepened(model):
+    """The model with four layers put in its middle that change its mind now and then."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.layer_types = 6, None
+    deep = type(model)(config).eval()
+    for name, weight in deep.named_parameters():
+        weight.data.mul_(1 if weight.dim() == 1 else 0.4 if "o_proj" in name or "down_proj" in name else 3)
+    places = {"model.layers.0.": "model.layers.0.", "model.layers.1.": "model.layers.5."}
+    for name, weight in model.state_dict().items():
+        place = next((deeper for shallow, deeper in places.items() if name.startswith(shallow)), "")
+        deep.state_dict()[place + name.removeprefix(name[: len(place)])].copy_(weight)
+    return deep
 
 
 @pytest.fixture
@@ -127,7 +145,11 @@ def open_room(models):
             elif isinstance(config, SuffixDrafterConfig):
                 drafter = SuffixDrafter(config)
             else:
-                runner = open_model(path or models["drafter"], num_slots=4096)
+                if config.parallel is Parallel.layer:
+                    config = replace(config, path=str(models["deep"]))  # the others have too few layers
+                    runner, _ = open_draft_model(config, limits, SINGLE, "cpu")
+                else:
+                    runner = open_model(path or models["drafter"], num_slots=4096)
                 options = dict(rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk)
                 if pipeline in AHEAD:
                     drafter = AheadDrafter(runner, config, policy=pipeline, **options)

@@ -12,7 +12,14 @@ import torch
 
 from actors.drafter import Draft
 from actors.messages import SamplingParams, TokenTree
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, Strategy, SuffixDrafterConfig
+from actors.options import (
+    ModelDrafterConfig,
+    NgramDrafterConfig,
+    Parallel,
+    SchedulerConfig,
+    Strategy,
+    SuffixDrafterConfig,
+)
 from actors.pipelines import PIPELINES
 
 MAX_ROWS = 256
@@ -22,6 +29,7 @@ DRAFTERS = {
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
+    "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
 }
 LOOKUPS = ("ngram", "suffix")
 EVERY_PROCESSOR = dict(

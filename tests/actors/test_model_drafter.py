@@ -158,9 +158,9 @@ def test_text_is_caught_up_with_in_chunks_of_any_size(open_drafter, shape):
         (context,) = opened(drafter, context_of(1, 23))
         fed = []
         forward = runner.forward
-        runner.forward = lambda spans, tokens, forward=forward: (
+        runner.forward = lambda spans, tokens, forward=forward, **options: (
             fed.append(max(s.num_tokens for s in spans)),
-            forward(spans, tokens),
+            forward(spans, tokens, **options),
         )[1]
         if prepared:
             drafter.prepare([context])
@@ -175,7 +175,7 @@ def test_a_chain_costs_one_pass_per_token(open_drafter):
     (context,) = opened(drafter, context_of(1, 9))
     passes = []
     forward = runner.forward
-    runner.forward = lambda spans, tokens: (passes.append(len(tokens)), forward(spans, tokens))[1]
+    runner.forward = lambda spans, tokens, **options: (passes.append(len(tokens)), forward(spans, tokens))[1]
     drafter.propose([context], [4])
     assert passes == [9, 1, 1, 1], "the text, and every draft token but the last"
 

@@ -49,7 +49,7 @@ PUBLIC_KEYS = {
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
     "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width fan_out ahead_width "
-    "dtype device",
+    "dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every",
     "verify": "rule law_size",
     "pipeline": "name",
     "placement": "name nodes",
@@ -285,8 +285,8 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["drafter=ngram", "drafter.min_ngram=0"], "drafter.min_ngram=0: must be at least 1"),
         (["drafter=ngram", "drafter.max_ngram=1"], "drafter.max_ngram=1: must not be below drafter.min_ngram"),
         (["drafter.ranks=0"], "drafter.ranks=0: must be at least 1"),
-        (["drafter.ranks=2"], "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor"),
-        (["drafter.layer_group=2"], "drafter.layer_group=2: layers run one after the other here; leave it at 1"),
+        (["drafter.ranks=2"], "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor or"),
+        (["drafter.layer_group=2"], "drafter.layer_group=2: is for layers that run side by side; add drafter.parallel"),
         (["drafter.depth=0"], "drafter.depth=0: must be at least 1"),
         (["drafter.width=0"], "drafter.width=0: must be at least 1"),
         (["verify.law_size=0"], "verify.law_size=0: must be at least 1"),

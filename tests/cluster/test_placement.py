@@ -105,10 +105,23 @@ def test_layout(choices, devices, expected):
 
 
 def test_roles_on_different_kinds_of_devices_do_not_share():
-    for colocated in (False, True):
-        config = config_of(colocated=colocated)
-        config = replace(config, drafter=replace(config.drafter, device="cpu"))
-        assert table(config, GPUS) == [("target-0", "cuda:0", (), 1.0), ("draft-0", "cpu", (0, 1, 2, 3), 1.0)]
+    config = config_of()
+    config = replace(config, drafter=replace(config.drafter, device="cpu"))
+    assert table(config, GPUS) == [("target-0", "cuda:0", (), 1.0), ("draft-0", "cpu", (0, 1, 2, 3), 1.0)]
+    config = replace(config, placement=PlacementConfig(PlacementName.colocated))
+    with pytest.raises(ValueError, match="placement=colocated: the target on cuda and the drafter on cpu"):
+        lay_out(config, GPUS)
+
+
+def test_easyspecs_own_setting_is_every_rank_of_the_target_drafting():
+    places = lay_out(config_of(tp=2, ranks=2, colocated=True), TWO)
+    assert [(place.identity, place.cores, place.share) for place in places] == [
+        ("target-0", (4,), 0.5),
+        ("target-1", (6,), 0.5),
+        ("draft-0", (4,), 0.5),
+        ("draft-1", (6,), 0.5),
+    ]
+    assert places[3].describe() == "draft-1: cpu cores 6, 1 thread, shared"
 
 
 def test_threads_are_the_cores_of_a_rank_and_ranks_know_their_size():
