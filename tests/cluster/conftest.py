@@ -94,7 +94,8 @@ def open_engine(
 
     def open_(drafter: str | DrafterConfig = "model", *, tp: int = 1, **sections: object) -> Engine:
         cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True)  # two ranks fit a machine of one core, too
-        chosen = {"cluster": cluster, "drafter": drafters.get(drafter, drafter)} | sections
+        drafting = drafters[drafter] if isinstance(drafter, str) else drafter
+        chosen = {"cluster": cluster, "drafter": drafting} | sections
         config = tiny_launch(GenerateConfig(), **chosen)
         engines.append(Engine(replace(config, target=replace(config.target, tp=tp))))
         return engines[-1]

@@ -233,6 +233,25 @@ def test_after_calibration_every_rank_has_the_sequential_rows(
     assert held == set(range(8))
 
 
+def test_every_calibration_gives_the_same_drafts(deep_llama, on_ranks):
+    """Two rounds of drafting with a calibration between them, MLPs whole and split."""
+
+    def rounds(group, mlp, calibration):
+        runner = prefilled(deep_llama.path, layout_of(2, 2, mlp=mlp, calibration=calibration), group)
+        first = draft(runner)
+        runner.drop_fuzzy("s")
+        exact = runner.forward([Span("s", 2)], DRAFT[:2]).logits
+        runner.commit("s", range(2))
+        return torch.cat((first, exact, draft(runner)))
+
+    expected = None
+    for mlp, calibration in WAYS:
+        for logits in on_ranks(2, lambda group: rounds(group, mlp, calibration)):  # noqa: B023
+            expected = logits if expected is None else expected
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+            assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
 def test_an_exact_pass_behind_fuzzy_rows_is_fuzzy_and_only_for_its_sequence(deep_llama):
     """Exact rows are a prefix; a batch of both kinds is two passes, and its results keep the order of the spans."""
     runner = prefilled(deep_llama.path, layout_of(2, 1))
