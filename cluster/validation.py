@@ -222,11 +222,11 @@ def _plan(config: LaunchConfig) -> Iterator[_Rule]:
     drafter = config.drafter.name
     yield "drafter.name", drafter, drafter == "model", "has no ranks to lay out; a plan needs drafter=model"
     yield "job.batch", job.batch, job.batch >= 1, "must be at least 1"
-    for axis in ("draft_lengths", "target_ranks", "draft_ranks"):
+    for axis in ("draft_lengths", "target_ranks", "draft_ranks", "layer_groups"):
         numbers = getattr(job, axis)
         yield f"job.{axis}", numbers, all(number >= 1 for number in numbers), "must all be at least 1"
     yield "job.draft_lengths", job.draft_lengths, bool(job.draft_lengths), "must name at least one length"
-    for axis, known in (("parallels", ("single", "tensor", "layer")), ("pipelines", tuple(PipelineName))):
+    for axis, known in (("parallels", tuple(Parallel)), ("pipelines", tuple(PipelineName))):
         names = getattr(job, axis)
         good = all(name in known for name in names)
         yield f"job.{axis}", names, good, f"must all be among {', '.join(known)}"

@@ -5,7 +5,7 @@ Files: `plan.json`, `plan.csv`, `plan.png`, and `costs.yaml`, the pass costs in 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from cluster.bench.machine import machine
@@ -13,12 +13,21 @@ from cluster.config import LaunchConfig
 from cluster.console import Terminal, figure
 from cluster.planning.config import PlanConfig
 from cluster.planning.costs import Costs, read_costs, write_costs
+from cluster.planning.fidelity import POLICIES, compare, input_similarity
 from cluster.planning.layouts import Layout, described_layouts, local_layouts, simplest
-from cluster.planning.measuring import Measurer, cores_of, derive_costs, find_devices, measure_all, uses_gpus
-from cluster.planning.plots import draw_plan
+from cluster.planning.measuring import Measurer, cores_of, derive_costs, find_devices, measure_all, parts_of, uses_gpus
+from cluster.planning.plots import draw_fidelity, draw_plan
 from cluster.planning.prediction import Cores, Prediction, Workload, predict_all
 from cluster.planning.recording import record
-from cluster.planning.tables import Entry, plan_table, trial_table, write_csv
+from cluster.planning.tables import (
+    Entry,
+    fidelity_table,
+    parts_table,
+    plan_table,
+    trial_table,
+    write_csv,
+    write_fidelity,
+)
 from cluster.planning.trials import probe, try_out, worth_trying
 from cluster.prompts import read_prompts
 from cluster.report import notes, versions, write_json
@@ -44,6 +53,9 @@ class Plan:
     measured: dict[Layout, dict[str, float | None]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    parts: list[Entry] = field(default_factory=list)
+    fidelity: list[Entry] = field(default_factory=list)
+    input_similarity: list[float] = field(default_factory=list)
 
     def entries(self) -> list[Entry]:
         return [_entry(prediction, self) for prediction in self.predictions]
@@ -71,18 +83,25 @@ def _measured(config: LaunchConfig, terminal: Terminal) -> Plan:
         num_devices = devices.num_gpus if on_gpus else len(devices.cores)
         layouts = local_layouts(config, num_devices)
         seen = probe(config, simplest(layouts), prompts, say)
+        say("comparing layer-parallel drafts with exact ones")
+        device = "cuda:0" if on_gpus else "cpu"
+        drafter = replace(config.drafter, num_draft_tokens=max(job.draft_lengths))
+        fidelity = compare(drafter, seen.texts, seen.sampling, POLICIES if job.ablation else POLICIES[:1], device)
+        acceptance = {one.layer_group: one.acceptance for one in reversed(fidelity)}  # the first policy's
         measurer = Measurer(config, seen.texts, seen.sampling)
         found, refused = measure_all(layouts, measurer, config, devices, say)
-        costs = derive_costs(found, num_devices, seen.hop_s)
+        costs = derive_costs(found, num_devices, seen.hop_s, acceptance)
         say("recording the drafter's choices")
-        device = "cuda:0" if on_gpus else "cpu"
         eos_token_ids = read_eos_token_ids(Path(config.target.path))
         transcript = record(config.drafter, device, seen.texts, seen.sampling, eos_token_ids)
         say(f"predicting {len(layouts)} layouts")
         placed = [(layout, cores_of(layout, config, devices)) for layout in layouts]
         workload = Workload(config.drafter, job.batch, transcript)
         predictions = predict_all(placed, job.draft_lengths, costs, workload)
-        plan = Plan(costs, predictions, refused=refused, notes=notes(config))
+        plan = Plan(costs, predictions, refused=refused, notes=notes(config), parts=parts_of(found))
+        plan.fidelity = [asdict(one) for one in fidelity]
+        if job.ablation:
+            plan.input_similarity = input_similarity(config.drafter, seen.texts, device)
         for number, prediction in enumerate(worth_trying(plan.predictions, job.trials), 1):
             say(f"trying {number} of {job.trials}: {prediction.layout.describe()}")
             plan.measured[prediction.layout] = try_out(prediction, config, prompts, lambda stage: None)
@@ -115,6 +134,9 @@ def _write(run_dir: Path, config: LaunchConfig, plan: Plan) -> None:
         "layouts": entries,
         "described": bool(config.job.costs),
         "costs": asdict(plan.costs),
+        "parts": plan.parts,
+        "fidelity": plan.fidelity,
+        "input_similarity": plan.input_similarity,
         "refused": plan.refused,
         "notes": plan.notes,
         "machine": machine(),
@@ -125,13 +147,22 @@ def _write(run_dir: Path, config: LaunchConfig, plan: Plan) -> None:
     write_costs(run_dir / "costs.yaml", plan.costs)
     write_csv(run_dir / "plan.csv", entries)
     draw_plan(run_dir / "plan.png", entries)
+    if len(plan.fidelity) > 1:
+        write_fidelity(run_dir / "fidelity.csv", plan.fidelity)
+        draw_fidelity(run_dir / "fidelity.png", plan.fidelity)
 
 
 def _show(terminal: Terminal, plan: Plan, run_dir: Path) -> None:
     entries = plan.entries()
     terminal.table("Predicted speed", *plan_table(entries))
-    if (trials := trial_table(entries)) is not None:
-        terminal.table("Predicted and measured", *trials)
+    tables = {
+        "Predicted and measured": trial_table(entries),
+        "Where the time of a pass goes": parts_table(plan.parts),
+        "Layers side by side against exact drafting": fidelity_table(plan.fidelity),
+    }
+    for title, table in tables.items():
+        if table is not None:
+            terminal.table(title, *table)
     for subject, reason in plan.refused.items():
         terminal.line(f"left out: {subject}: {reason}")
     for note in plan.notes:

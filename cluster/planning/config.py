@@ -27,6 +27,8 @@ class PlanConfig:
     """`drafter.ranks` to choose from; empty = every power of two that fits."""
     parallels: list[str] = field(default_factory=lambda: ["single", "tensor", "layer"])
     """`drafter.parallel` to choose from."""
+    layer_groups: list[int] = field(default_factory=lambda: [2, 3, 4])
+    """`drafter.layer_group` to choose from."""
     pipelines: list[str] = field(default_factory=lambda: ["sync", "pearl", "branches", "tree", "pingpong"])
     """`pipeline` to choose from; plain decoding is always among them."""
     seconds: float = 1.5
@@ -35,3 +37,5 @@ class PlanConfig:
     """Layouts, the best first, that are run and compared with their predictions; 0 = none."""
     repeats: int = 3
     """Measured runs of each; medians are reported."""
+    ablation: bool = False
+    """Also measure what running layers side by side costs in acceptance, by policy of calibration."""

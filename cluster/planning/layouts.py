@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.branches import AHEAD
-from actors.options import ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineConfig, PipelineName
+from actors.options import MlpParallel, ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineConfig, PipelineName
 from cluster.config import LaunchConfig, PlacementConfig, PlacementName
 from cluster.planning.config import PlanConfig
 from parallel.config import DecoderConfig
+
+FEWEST_LAYERS = 3
+"""With the first and the last layer alone, so many leave none to run side by side."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,7 +63,8 @@ class Layout:
         shape = self.shape
         words = [f"pipeline={self.pipeline}", f"placement={self.placement}", f"target.tp={self.target_ranks}"]
         words += [f"drafter.parallel={shape.parallel}", f"drafter.ranks={shape.ranks}"]
-        words += [f"drafter.layer_group={shape.layer_group}"] * (shape.layer_group > 1)
+        if shape.parallel == Parallel.layer:
+            words += [f"drafter.layer_group={shape.layer_group}", f"drafter.mlp_parallel={shape.mlp}"]
         return [*words, f"drafter.num_draft_tokens={num_draft_tokens}"]
 
     def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
@@ -75,9 +79,12 @@ class Layout:
             config.drafter,
             parallel=Parallel(shape.parallel),
             ranks=shape.ranks,
-            layer_group=shape.layer_group,
             num_draft_tokens=num_draft_tokens,
+            layer_group=0,
+            layer_partition=[],
         )
+        if shape.parallel == Parallel.layer:
+            drafter = replace(drafter, layer_group=shape.layer_group, mlp_parallel=MlpParallel(shape.mlp))
         placement = PlacementConfig(PlacementName(self.placement))
         return replace(config, target=target, drafter=drafter, pipeline=pipeline, placement=placement)
 
@@ -123,7 +130,12 @@ def local_layouts(config: LaunchConfig, num_devices: int) -> list[Layout]:
     ranks = [size for size in job.target_ranks or sizes if _divides(target, size)]
     shapes = [Shape()] * ("single" in job.parallels)
     for size in (size for size in job.draft_ranks or sizes if size > 1):
-        shapes += [Shape("tensor", size)] * ("tensor" in job.parallels and _divides(drafter, size))
+        divides = _divides(drafter, size)
+        shapes += [Shape("tensor", size)] * ("tensor" in job.parallels and divides)
+        if "layer" in job.parallels and drafter.num_layers > FEWEST_LAYERS:
+            widths = [width for width in job.layer_groups if 1 < width <= size]
+            mlps = ["replicated"] + ["tensor"] * divides
+            shapes += [Shape("layer", size, width, mlp) for width in widths for mlp in mlps]
     return list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from cluster.planning.rounds import Played, Script, Text, TimedPass, play_drafts
 from cluster.simulation import PassCost
 from cluster.text import read_eos_token_ids
 from parallel.mesh import Group
+from parallel.runner import ModelRunner
+from parallel.timing import PassClock, TimedGroup, watch
 
 AHEAD = "branches"
 """Stands for all pipelines that draft ahead: the same passes, over other nodes."""
@@ -143,37 +145,74 @@ class Measurer:
 
 
 def measure_target(script: Script, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
-    role, _ = build_role(spec, group)
+    clock = PassClock(spec.device)
+    role, _ = build_role(spec, TimedGroup(group, clock))
     meet(meeting)
-    return play_verdicts(role, script, group, spec.device)
+    played = play_verdicts(role, script, group, spec.device)
+    return _in_parts(played, role.runner, clock, lambda short: play_verdicts(role, short, group, spec.device), script)
 
 
 def measure_drafter(script: Script, work_steps: int, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
-    role, _ = build_role(spec, group)
+    clock = PassClock(spec.device)
+    role, _ = build_role(spec, TimedGroup(group, clock))
     meet(meeting)
-    return play_drafts(role, script, group, spec.device, work_steps)
+    played = play_drafts(role, script, group, spec.device, work_steps)
+    play = partial(play_drafts, role, group=group, device=spec.device, work_steps=work_steps)
+    return _in_parts(played, role.drafter.runner, clock, play, script)
 
 
-def derive_costs(measured: Sequence[Measured], num_devices: int, hop_s: float) -> Costs:
-    """Medians by rows; the acceptance of the cluster is that of exact drafting."""
+def _in_parts(
+    played: Played, runner: ModelRunner, clock: PassClock, play: Callable[[Script], Played], script: Script
+) -> Played:
+    """Once more and shorter, with every layer on the clock, which slows it down: `played` says how long passes take,
+    this how their time divides. Captured passes cannot be taken apart."""
+    if runner.decoder.device.type == "cuda":
+        return played
+    watch(runner.decoder, clock)
+    clock.take()
+    watched = play(replace(script, seconds=script.seconds / 2))
+    played.parts_ms = {kind: 1e3 * seconds / len(watched.passes) for kind, seconds in clock.take().items()}
+    return played
+
+
+def derive_costs(
+    measured: Sequence[Measured], num_devices: int, hop_s: float, acceptance: Mapping[int, tuple[float, ...]]
+) -> Costs:
+    """Medians by rows; `acceptance` by layers side by side, 1 of them being exact drafting."""
     target, drafter = [], []
-    acceptance: tuple[float, ...] = ()
     for one in measured:
         subject = one.subject
         if one.target is not None:
             cores = len(subject.target[0].cores)
             target.append(TargetCost(len(subject.target), _cost(one.target.passes), cores, subject.overlaps))
         if one.draft is not None:
-            passes, exact = one.draft.passes, None
-            if any(each.fuzzy for each in passes):
+            passes, exact, own = one.draft.passes, None, ()
+            if subject.shape.parallel == "layer":
                 exact = _cost([each for each in passes if not each.fuzzy])
                 passes = [each for each in passes if each.fuzzy]
-            elif not subject.overlaps:
-                acceptance = acceptance or one.draft.acceptance()
-            own = one.draft.acceptance() if exact else ()
+                own = acceptance[subject.shape.layer_group]
             cores = len(subject.draft[0].cores)
             drafter.append(DraftCost(subject.shape, _cost(passes), exact, own, cores, subject.overlaps))
-    return Costs(num_devices, tuple(target), tuple(drafter), hop_s, 0.0, acceptance or (0.0,))
+    return Costs(num_devices, tuple(target), tuple(drafter), hop_s, 0.0, acceptance[1])
+
+
+def parts_of(measured: Sequence[Measured]) -> list[dict[str, object]]:
+    """How the time of a mean pass divides, by subject."""
+    return [
+        {
+            "role": role,
+            "subject": one.subject.describe(),
+            "cores": len(places[0].cores),
+            "pass_ms": 1e3 * sum(each.seconds for each in played.passes) / len(played.passes),
+            "parts_ms": played.parts_ms,
+        }
+        for one in measured
+        for role, played, places in (
+            ("target", one.target, one.subject.target),
+            ("draft", one.draft, one.subject.draft),
+        )
+        if played is not None and played.parts_ms
+    ]
 
 
 def _cost(passes: Sequence[TimedPass]) -> PassCost:

@@ -89,7 +89,8 @@ def predict(
     )
     if draft is not None:
         acceptance = draft.acceptance or costs.acceptance
-        scenario = replace(scenario, draft=draft.passes, language=Language(acceptance, costs.runners_up))
+        language = Language(acceptance, costs.runners_up)
+        scenario = replace(scenario, draft=draft.passes, exact=draft.exact, language=language)
         if workload.transcript is not None:
             scenario = replace(scenario, language=_worse(workload.transcript, costs.acceptance, draft.acceptance))
     return _prediction(layout, num_draft_tokens, simulate(scenario))

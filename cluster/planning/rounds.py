@@ -51,6 +51,7 @@ class Script:
     lengths: tuple[int, ...]
     """Draft lengths, in turn."""
     seconds: float
+    """0: once through all texts."""
     flushed_bytes: int = 0
     """Read between rounds, as much as the other role would read then; 0 where it has caches of its own."""
 
@@ -73,6 +74,8 @@ class Played:
     drafted: list[int] = field(default_factory=list)
     """Proposals that reached each position."""
     accepted: list[int] = field(default_factory=list)
+    parts_ms: dict[str, float] = field(default_factory=dict)
+    """Of a mean pass: attention, mlp, communication, rest; empty where they cannot be told apart."""
 
     def acceptance(self) -> tuple[float, ...]:
         """By distance from the committed text, given that everything in front was accepted."""
@@ -85,16 +88,16 @@ class TimedRunner:
     """A model runner that notes when each pass starts, and over how many rows."""
 
     def __init__(self, runner: Any, now: Callable[[], float]) -> None:
-        self._runner = runner
+        self.watched = runner
         self._now = now
         self.starts: list[tuple[float, int, bool]] = []
 
     def forward(self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *taps: Any, **options: Any) -> Any:
         self.starts.append((self._now(), len(token_ids), bool(options.get("fuzzy"))))
-        return self._runner.forward(spans, token_ids, *taps, **options)
+        return self.watched.forward(spans, token_ids, *taps, **options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self.watched, name)
 
 
 def clock_of(device: str) -> Callable[[], float]:
@@ -115,10 +118,22 @@ class _Reader:
     def __init__(self, script: Script) -> None:
         self._texts = script.texts
         self._longest = max(script.lengths)
+        self._seconds = script.seconds
         self._next = 0
         self.live: dict[int, tuple[Text, int]] = {}
         for _ in range(script.batch):
             self._open()
+
+    def rounds(self, group: Group, device: str) -> Iterator[int]:
+        """Round numbers until the lead's time, or the text, is up; all ranks take the same number."""
+        until, round_number = time.monotonic() + self._seconds, 0
+        goes_on = torch.ones(1, dtype=torch.int64, device=device)
+        while group.broadcast(goes_on).item():
+            yield round_number
+            round_number += 1
+            if group.rank == 0:
+                has_time = time.monotonic() < until if self._seconds else self._next <= len(self._texts)
+                goes_on.fill_(has_time)
 
     def turn(self) -> tuple[list[int], list[int]]:
         """(ended, begun): requests too near their end for another round make room for others."""
@@ -149,7 +164,7 @@ def play_drafts(role: DraftRole, script: Script, group: Group, device: str, work
     for _ in role.answer(DraftBatch(0, admits=admits, orders=orders)):
         pass
     commits = [_first(reader, i) for i in reader.live]
-    for round_number in _rounds(script.seconds, group, device):
+    for round_number in reader.rounds(group, device):
         length = script.lengths[round_number % len(script.lengths)]
         flush()
         runner.starts.clear()
@@ -177,6 +192,9 @@ def play_drafts(role: DraftRole, script: Script, group: Group, device: str, work
             for _ in role.answer(batch):
                 pass
             commits = [_first(reader, i) for i in begun]
+    for _ in role.answer(DraftBatch(played.num_rounds, releases=tuple(reader.live))):
+        pass
+    role.drafter.runner = runner.watched
     return played
 
 
@@ -186,7 +204,7 @@ def play_verdicts(role: TargetRole, script: Script, group: Group, device: str) -
     flush = _flush(script.flushed_bytes)
     lengths = (0, *script.lengths)
     begun, ended, commits = list(reader.live), [], []
-    for round_number in _rounds(script.seconds, group, device):
+    for round_number in reader.rounds(group, device):
         if begun:
             admits = tuple(_admit(reader, i, script) for i in begun)
             prompts = tuple(VerifyItem(i, reader.live[i][0].prompt_len) for i in begun)
@@ -205,18 +223,10 @@ def play_verdicts(role: TargetRole, script: Script, group: Group, device: str) -
         commits = [_commit(reader, i, tuple(range(1, num_accepted + 1)), num_accepted + 1) for i in reader.live]
         ended, begun = reader.turn()
         commits = [commit for commit in commits if commit.request_id not in ended]
+    admitted = (*ended, *(i for i in reader.live if i not in begun))
+    for _ in role.answer(VerifyBatch(played.num_rounds, releases=admitted)):
+        pass
     return played
-
-
-def _rounds(seconds: float, group: Group, device: str) -> Iterator[int]:
-    """Round numbers until the lead's time is up; all ranks take the same number."""
-    until, round_number = time.monotonic() + seconds, 0
-    goes_on = torch.ones(1, dtype=torch.int64, device=device)
-    while group.broadcast(goes_on).item():
-        yield round_number
-        round_number += 1
-        if group.rank == 0:
-            goes_on.fill_(time.monotonic() < until)
 
 
 def _note(played: Played, runner: TimedRunner, started: float, ended: float) -> None:

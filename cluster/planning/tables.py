@@ -78,6 +78,45 @@ def trial_table(entries: Sequence[Entry]) -> Table | None:
     return columns, rows
 
 
+def parts_table(parts: Sequence[Entry]) -> Table | None:
+    """How the time of a pass divides; shares are of what was on the clock."""
+    if not parts:
+        return None
+    kinds = ("attention", "mlp", "communication", "rest")
+    rows = []
+    for part in parts:
+        shares = part["parts_ms"]
+        total = sum(shares.values())
+        cells = [percent(shares.get(kind, 0.0) / total) for kind in kinds]
+        name = f"{part['role']}: {part['subject']}"
+        rows.append([name, str(part["cores"] or ABSENT), figure(part["pass_ms"]), *cells])
+    return ["a pass of", "cores a rank", "ms", *kinds], rows
+
+
+def fidelity_table(found: Sequence[Entry]) -> Table | None:
+    """Layers side by side: what they cost in acceptance, and how near their passes are to exact ones."""
+    if len(found) < 2:
+        return None
+    columns = ["layers side by side", "calibrated", "accepted + 1", "kept", "accepted", "kept"]
+    columns += ["top-1 equal", "cosine", "KL, nats", "logits off"]
+    rows = [
+        [
+            str(one["layer_group"]),
+            str(one["calibration"]),
+            figure(one["acceptance_length"]),
+            percent(one["length_kept"]),
+            figure(one["acceptance_length"] - 1),
+            percent(one["accepted_kept"]),
+            percent(one["top1_agreement"]),
+            figure(one["cosine"], 3),
+            figure(one["divergence"], 3),
+            percent(one["logit_distance"]),
+        ]
+        for one in found
+    ]
+    return columns, rows
+
+
 def verdict(off: float | None) -> str:
     """What to think of a prediction of the round time."""
     if off is None:
@@ -91,12 +130,27 @@ def signed(share: float | None) -> str:
 
 def write_csv(path: Path, entries: Sequence[Entry]) -> None:
     """All layouts; what was measured stands in columns of its own."""
-    columns = [*CSV_COLUMNS, *(f"measured {name}" for name in TRIAL_COLUMNS), "overrides"]
+    rows = []
+    for entry in entries:
+        measured = entry["measured"] or {}
+        row = {name: entry[name] for name in CSV_COLUMNS}
+        row |= {f"measured {name}": measured.get(name) for name in TRIAL_COLUMNS}
+        rows.append(row | {"overrides": " ".join(entry["overrides"])})
+    _write_rows(path, rows)
+
+
+def write_fidelity(path: Path, found: Sequence[Entry]) -> None:
+    """One row per width and policy; acceptance by distance in columns of their own."""
+    rows = []
+    for one in found:
+        row = {name: value for name, value in one.items() if name != "acceptance"}
+        rows.append(row | {f"acceptance {i}": rate for i, rate in enumerate(one["acceptance"], 1)})
+    _write_rows(path, rows)
+
+
+def _write_rows(path: Path, rows: Sequence[Entry]) -> None:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for entry in entries:
-            measured = entry["measured"] or {}
-            row = {name: entry[name] for name in CSV_COLUMNS}
-            row |= {f"measured {name}": measured.get(name) for name in TRIAL_COLUMNS}
-            writer.writerow(row | {"overrides": " ".join(entry["overrides"])})
+        writer.writerows(rows)

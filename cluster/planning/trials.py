@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from actors.messages import SamplingParams
-from cluster.config import LaunchConfig, checked
+from cluster.config import LaunchConfig
 from cluster.engine import Engine, EngineError
 from cluster.planning.config import PlanConfig
 from cluster.planning.layouts import Layout
@@ -33,7 +33,7 @@ class Probe:
 
 def probe(config: LaunchConfig, layout: Layout, prompts: Sequence[Prompt], say: Callable[[str], None]) -> Probe:
     """One short synchronous run. Raises EngineError if a request failed, KeyboardInterrupt."""
-    engine_config = checked(layout.configure(config, max(config.job.draft_lengths)))
+    engine_config = layout.configure(config, max(config.job.draft_lengths))
     with Engine(engine_config, progress=say) as engine:
         sampling = config.sampling_params(engine.tokenizer)
         run = _warmed(engine, prompts, sampling, config.job.batch)
@@ -56,7 +56,7 @@ def try_out(
 ) -> dict[str, float | None]:
     """Medians over the repeats, and by how much the prediction exceeds them."""
     job: PlanConfig = config.job
-    engine_config = checked(prediction.layout.configure(config, max(1, prediction.num_draft_tokens)))
+    engine_config = prediction.layout.configure(config, max(1, prediction.num_draft_tokens))
     with Engine(engine_config, progress=say) as engine:
         sampling = config.sampling_params(engine.tokenizer)
         runs = [_warmed(engine, prompts, sampling, job.batch)]

@@ -54,22 +54,33 @@ class ScriptedConfig:
 
 
 class ScriptedRunner:
-    """The surface of `ModelRunner` that drafters use: rows and their positions, and time instead of arithmetic."""
+    """The surface of `ModelRunner` that drafters use: rows and their positions, and time instead of arithmetic.
 
-    def __init__(self, texts: Texts, time: LaneTime, cost: PassCost, max_positions: int) -> None:
+    `exact` is what an exact pass of a layer-parallel model costs, whose other passes are fuzzy; None for other models.
+    """
+
+    def __init__(
+        self, texts: Texts, time: LaneTime, cost: PassCost, max_positions: int, exact: PassCost | None = None
+    ) -> None:
         self.config = ScriptedConfig(max_positions)
         self._texts = texts
         self._time = time
         self._cost = cost
+        self._exact = exact
         self._cached: dict[int, int] = {}
+        self._exact_len: dict[int, int] = {}
         self._pending: dict[int, PendingRows] = {}
+        self._is_fuzzy: dict[int, list[bool]] = {}  # of the pending rows
         self._root_depth: dict[int, int] = {}  # depth of the root among the pending rows, -1 where it is cached
 
     def open(self, request_id: int) -> None:
-        self._cached[request_id], self._pending[request_id], self._root_depth[request_id] = 0, PendingRows(), -1
+        self._cached[request_id] = self._exact_len[request_id] = 0
+        self._pending[request_id], self._is_fuzzy[request_id] = PendingRows(), []
+        self._root_depth[request_id] = -1
 
     def close(self, request_id: int) -> None:
-        del self._cached[request_id], self._pending[request_id], self._root_depth[request_id]
+        for rows in (self._cached, self._exact_len, self._pending, self._is_fuzzy, self._root_depth):
+            del rows[request_id]
 
     def cached_len(self, request_id: int) -> int:
         return self._cached[request_id]
@@ -78,21 +89,38 @@ class ScriptedRunner:
         return True
 
     def commit(self, request_id: int, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        marks = self._is_fuzzy[request_id]
+        for row in keep:
+            if not marks[row] and self._exact_len[request_id] == self._cached[request_id]:
+                self._exact_len[request_id] += 1
+            self._cached[request_id] += 1
+        self._is_fuzzy[request_id] = [marks[row] for row in retain]
         self._pending[request_id] = self._pending[request_id].after_commit(keep, retain)
-        self._cached[request_id] += len(keep)
         self._root_depth[request_id] = -1
 
-    def forward(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Guesses:
-        self._time.spend(self._cost(len(token_ids)))
+    def drop_fuzzy(self, request_id: int) -> bool:
+        if self._exact_len[request_id] == self._cached[request_id]:
+            return False
+        self._cached[request_id] = self._exact_len[request_id]
+        self._pending[request_id], self._is_fuzzy[request_id] = PendingRows(), []
+        return True
+
+    def forward(self, spans: Sequence[Span], token_ids: Sequence[int], *, fuzzy: bool = False) -> Guesses:
+        """`fuzzy` passes are over draft tokens, the others start with committed text whose last token is the root."""
+        behind_fuzzy = any(self._exact_len[span.seq_id] < self._cached[span.seq_id] for span in spans)
+        is_fuzzy = self._exact is not None and (fuzzy or behind_fuzzy)
+        cost = self._cost if self._exact is None or is_fuzzy else self._exact
+        self._time.spend(cost(len(token_ids)))
         guesses = []
         for span in spans:
             pending, text, cached_len = self._pending[span.seq_id], self._texts(span.seq_id), self._cached[span.seq_id]
             pending.append(span.num_tokens, span.parents)
-            if span.parents is None:  # committed text, the root last
-                self._root_depth[span.seq_id] = pending.depths[-1]
+            self._is_fuzzy[span.seq_id] += [is_fuzzy] * span.num_tokens
+            first = len(pending.depths) - span.num_logits
+            if not fuzzy and span.num_logits:
+                self._root_depth[span.seq_id] = pending.depths[first]
             root_depth = self._root_depth[span.seq_id]
-            depths = pending.depths[len(pending.depths) - span.num_logits :]
-            guesses += [Guess(text, cached_len + depth + 1, depth - root_depth) for depth in depths]
+            guesses += [Guess(text, cached_len + depth + 1, depth - root_depth) for depth in pending.depths[first:]]
         return Guesses(guesses)
 
 

@@ -48,6 +48,8 @@ class Scenario:
     draft_link_s: float = 0.0
     coordinator_s: float = 0.0
     """Time the coordinator takes over every record."""
+    exact: PassCost | None = None
+    """Exact passes of a layer-parallel draft model, whose other passes cost `draft`; None for other models."""
 
     def __post_init__(self) -> None:
         draft_len = self.drafter.num_draft_tokens
@@ -169,7 +171,7 @@ class _Run:
     def _draft_lane(self) -> Lane:
         scenario, time, delay = self._scenario, LaneTime(), self._scenario.draft_link_s
         longest = scenario.prompt_len + scenario.max_tokens
-        runner = ScriptedRunner(self._text, time, scenario.draft, max_positions=longest)
+        runner = ScriptedRunner(self._text, time, scenario.draft, longest, scenario.exact)
         role = draft_role(scenario.pipeline, scenario.drafter, runner, time)
         return Lane(self._clock, time, role, lambda record, sent: self._post(record, sent + delay))
 

@@ -60,8 +60,8 @@ PUBLIC_KEYS = {
     "job=generate": "name prompts limit concurrency baseline trace",
     "job=bench": "name prompts limit repeats warmup drafters pipelines temperatures batches draft_lengths contexts "
     "peers",
-    "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels pipelines seconds "
-    "trials repeats",
+    "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
+    "pipelines seconds trials repeats ablation",
 }
 """Names that scripts of users rely on: add to these, rename or remove none."""
 

@@ -30,11 +30,14 @@ def test_every_layout_that_fits_and_no_other():
         Layout(2, "plain", "separate"),
         Layout(1, "sync", "colocated", TENSOR),
         Layout(1, "branches", "separate", Shape()),
+        Layout(2, "sync", "colocated", Shape("layer", 2, 2, "tensor")),
     ],
     ids=Layout.describe,
 )
-def test_the_line_to_paste_is_the_layout_that_was_planned(layout: Layout):
-    pasted, planned = load_config(layout.overrides(4)), layout.configure(load_config(["job=plan"]), 4)
+def test_the_line_to_paste_is_the_layout_that_was_planned(layout: Layout, tiny_checkpoint):
+    pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
+    pasted = load_config([*layout.overrides(4), *pair[: 2 if layout.shape else 1]])
+    planned = layout.configure(load_config(["job=plan", *pair]), 4)
     assert pasted.target == planned.target and pasted.pipeline == planned.pipeline
     assert pasted.drafter == planned.drafter
     if layout.shape:
@@ -47,5 +50,9 @@ def test_a_model_is_only_split_where_it_can_be(tiny_checkpoint):
     assert {layout.target_ranks for layout in layouts} == {1, 2}, "four heads are no multiple of three"
     assert {layout.shape.parallel for layout in layouts if layout.shape} >= {"single", "tensor"}
     assert simplest(layouts) == Layout(1, "sync", "separate", Shape())
+    assert not [one for one in layouts if one.shape and one.shape.parallel == "layer"], "two layers are too few"
+    deep = [pair[0], f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=6)}"]
+    shapes = {one.shape for one in local_layouts(load_config(["job=plan", "job.parallels=[layer]", *deep]), 2)}
+    assert shapes == {None, Shape("layer", 2, 2, "replicated"), Shape("layer", 2, 2, "tensor")}
     narrow = local_layouts(load_config(["job=plan", "job.parallels=[single]", "job.pipelines=[sync]", *pair]), 1)
     assert simplest(narrow) == Layout(1, "sync", "colocated", Shape()) and len(narrow) == 2

@@ -17,6 +17,7 @@ from cluster.config import ClusterConfig, ClusterName
 from cluster.engine import Engine
 from cluster.placement import Devices, lay_out
 from cluster.planning.config import PlanConfig
+from cluster.planning.fidelity import Calibrating, measure_acceptance
 from cluster.planning.layouts import Layout, Shape
 from cluster.planning.measuring import Measurer, derive_costs, subjects
 from cluster.planning.prediction import Workload, predict
@@ -45,6 +46,10 @@ def pair(tiny_launch, half_agreeing_drafter, one_free_thread):
 def role_of(config, name: str):
     (place,) = [place for place in lay_out(config, Devices((0, 1))) if place.role == name]
     return build_role(rank_spec(config, place, "", None, "", ()), SINGLE)[0]
+
+
+def engine_length(counters) -> float:
+    return 1 + counters["num_accepted_tokens"] / counters["num_spec_steps"]
 
 
 def script(texts, batch: int = 1, seconds: float = 0.4) -> Script:
@@ -98,13 +103,15 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     measurer = Measurer(config, texts, SAMPLING)
     todo = subjects([Layout(1, "sync", "colocated", Shape())], config, Devices((0, 1)))
     assert [bool(one.target) for one in todo] == [True, False]
-    costs = derive_costs([measurer.measure(subject) for subject in todo], 2, 1e-4)
+    acceptance, accepted = measure_acceptance(config.drafter, 1, Calibrating(), texts, SAMPLING)
+    assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
+    costs = derive_costs([measurer.measure(subject) for subject in todo], 2, 1e-4, {1: acceptance})
+    assert costs.acceptance == acceptance and costs.of_drafter(Shape(), 2, beside=False) is not None
     assert [cost.cores for cost in costs.target] == [2] and costs.link_s == 1e-4
     transcript = record(config.drafter, "cpu", texts, SAMPLING, ())
     assert len(transcript.tokens) == 2 * SAMPLING.max_tokens
     found = predict(Layout(1, "sync", "colocated", Shape()), LENGTH, costs, Workload(config.drafter, 1, transcript))
-    engine = 1 + counters["num_accepted_tokens"] / counters["num_spec_steps"]
-    assert found.tokens_per_round == pytest.approx(engine, rel=0.15)
+    assert found.tokens_per_round == pytest.approx(engine_length(counters), rel=0.15)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -57,6 +57,16 @@ def test_synchronous_chain(alpha, length):
     assert result.tokens_per_s == pytest.approx(result.tokens_per_pass / result.round_ms * 1e3)
 
 
+def test_layer_parallel_chain():
+    """One exact pass over what was accepted and the root, fuzzy passes for the rest of the draft."""
+    drafter, exact = ModelDrafterConfig(num_draft_tokens=4), PassCost(((1, 4e-3), (6, 9e-3)))  # 1 ms a row
+    case = scenario("sync", 0.8, drafter, exact=exact)
+    result, expected = simulate(case), expected_tokens(frequency(case), 4)
+    assert result.tokens_per_pass == pytest.approx(expected, rel=0.015)
+    exact_s = 3e-3 + 1e-3 * result.tokens_per_pass
+    assert result.round_ms == pytest.approx(1e3 * (exact_s + 3 * DRAFT_S + TARGET_S), rel=0.01)
+
+
 def test_acceptance_by_position_comes_out_as_it_went_in():
     result = simulate(replace(scenario("sync", (0.9, 0.8, 0.6, 0.3)), max_tokens=3 * NUM_TOKENS))
     reached = (0.9, 0.9 * 0.8, 0.9 * 0.8 * 0.6, 0.9 * 0.8 * 0.6 * 0.3)

@@ -31,8 +31,9 @@ def scenario(pipeline, drafter=CHAIN, **options):
         dict(num_requests=5, max_tokens=90, target_link_s=4e-3, draft_link_s=1e-3, coordinator_s=3e-4),
         dict(num_requests=2, max_tokens=90, draft=PassCost.flat(30e-3)),  # a drafter slower than the target
         dict(num_requests=3, max_tokens=90, verify=PassCost.flat(1e-4), draft_link_s=2e-2, prompt_len=700),
+        dict(num_requests=2, max_tokens=90, exact=PassCost.flat(3e-3)),
     ],
-    ids=["one", "batch", "slow-drafter", "far-drafter"],
+    ids=["one", "batch", "slow-drafter", "far-drafter", "layer-parallel"],
 )
 def test_the_text_is_the_languages_own(pipeline, drafter, hardware):
     case = replace(scenario(pipeline, drafter), **hardware)
