@@ -18,18 +18,23 @@ from actors.messages import (
     Commit,
     DraftBatch,
     Draw,
+    LevelWork,
     Proposal,
     ProposalBatch,
     SamplingParams,
     SparseLaw,
     TokenTree,
     extend_hash,
+    retract_hash,
 )
 
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """The committed text of one request as the drafting side knows it. Drafters read it; only the role extends it."""
+    """The text of one request as the drafting side knows it. Drafters read it; only the role changes it.
+
+    For the drafter that the target listens to it is committed. Beneath a level of a cascade its end is provisional.
+    """
 
     request_id: int
     epoch: int
@@ -37,6 +42,22 @@ class Context:
     prompt_len: int
     sampling: SamplingParams
     prefix_hash: int = HASH_SEED
+    num_cuts: int = 0  # how often provisional text was taken back
+
+    @property
+    def step(self) -> int:
+        """Key of this draft's own noise: positions that are drafted again never meet the same numbers."""
+        return self.epoch << 48 | self.num_cuts << 32 | len(self.token_ids)
+
+    def cut(self, length: int) -> None:
+        """Take back what stands behind the first `length` tokens."""
+        self.prefix_hash = retract_hash(self.prefix_hash, self.token_ids[length:])
+        del self.token_ids[length:]
+        self.num_cuts += 1
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self.token_ids.extend(token_ids)
+        self.prefix_hash = extend_hash(self.prefix_hash, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +97,14 @@ class Drafter(Protocol):
     def observe(self, context: Context, commit: Commit) -> None:
         """The verdict on the last draft: rows of `commit.path` stay valid. Called before the context is extended."""
 
+    def truncate(self, context: Context) -> None:
+        """Text that a level of a cascade had added was taken back: the context was cut; `observe` follows."""
+
     def release(self, request_id: int) -> None:
         """The request ended; forget it."""
+
+    def account(self) -> tuple[LevelWork, ...]:
+        """What the levels of a cascade did since this was last asked; nothing for a drafter without levels."""
 
     @property
     def wants_work(self) -> bool:
@@ -91,7 +118,7 @@ class Drafter(Protocol):
 
 
 class IdleDrafter:
-    """Base of drafters that never work ahead."""
+    """Base of drafters that never work ahead and have no levels."""
 
     works_ahead = False
     wants_work = False
@@ -101,6 +128,14 @@ class IdleDrafter:
 
     def work(self) -> None:
         assert False, "nothing was wanted"
+
+    def truncate(self, context: Context) -> None:
+        """Start afresh: right for every drafter, and cheap for one without a model."""
+        self.release(context.request_id)
+        self.open(context)
+
+    def account(self) -> tuple[LevelWork, ...]:
+        return ()
 
 
 @dataclass(slots=True)
@@ -129,11 +164,13 @@ class DraftRole:
         ahead, self._ahead = tuple(self._ahead), []
         if hits or (misses and self.drafter.works_ahead):
             proposals = self._propose(hits, prepared=True)
-            yield ProposalBatch(batch.round, proposals, started, self.clock(), len(misses), ahead)
+            levels = self.drafter.account()
+            yield ProposalBatch(batch.round, proposals, started, self.clock(), len(misses), ahead, levels)
             if not misses:
                 return
             started, ahead = self.clock(), ()
-        yield ProposalBatch(batch.round, self._propose(misses, prepared=False), started, self.clock(), 0, ahead)
+        proposals = self._propose(misses, prepared=False)
+        yield ProposalBatch(batch.round, proposals, started, self.clock(), 0, ahead, self.drafter.account())
 
     def _follow_all(self, batch: DraftBatch) -> list[tuple[Context, int]]:
         """Bring the contexts up to the batch; returns what to propose for."""
@@ -170,10 +207,12 @@ class DraftRole:
 
     def _follow(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
-        assert commit.epoch == context.epoch and commit.prefix_len == len(context.token_ids)
+        assert commit.epoch == context.epoch and commit.prefix_len <= len(context.token_ids)
+        if commit.prefix_len < len(context.token_ids):
+            context.cut(commit.prefix_len)
+            self.drafter.truncate(context)
         self.drafter.observe(context, commit)
-        context.token_ids.extend(commit.token_ids)
-        context.prefix_hash = extend_hash(context.prefix_hash, commit.token_ids)
+        context.extend(commit.token_ids)
 
 
 def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal:

@@ -25,16 +25,25 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from actors.params import SamplingParams
+from actors.tree import TokenTree
 
 HASH_SEED = 0xCBF29CE484222325
 _HASH_PRIME = 0x100000001B3
 _MASK_64 = (1 << 64) - 1
+_HASH_PRIME_INVERSE = pow(_HASH_PRIME, -1, 1 << 64)
 
 
 def extend_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
     """Rolling 64-bit digest (FNV-1a over token ids) of a committed prefix; start from `HASH_SEED`."""
     for token in token_ids:
         digest = ((digest ^ (token + 1)) * _HASH_PRIME) & _MASK_64
+    return digest
+
+
+def retract_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
+    """The digest as it was before `token_ids` extended it."""
+    for token in reversed(token_ids):
+        digest = ((digest * _HASH_PRIME_INVERSE) & _MASK_64) ^ (token + 1)
     return digest
 
 
@@ -46,61 +55,6 @@ class Draw(IntEnum):
     COUPLED = 2  # arg-max under the noise shared with the target (any rule but `coupled` reads it as DETERMINISTIC)
     IID = 3  # drawn from the law of its parent context, siblings independent, duplicates kept
     WITHOUT_REPLACEMENT = 4  # drawn from that law with the earlier siblings removed and the rest renormalised
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTree:
-    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings stand in test order."""
-
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-
-    @staticmethod
-    def root(token: int) -> TokenTree:
-        """The empty proposal: degree one, plain decoding."""
-        return TokenTree((token,), (-1,))
-
-    @staticmethod
-    def chain(root: int, draft: tuple[int, ...] | list[int]) -> TokenTree:
-        return TokenTree((root, *draft), tuple(range(-1, len(draft))))
-
-    @property
-    def num_draft_tokens(self) -> int:
-        return len(self.token_ids) - 1
-
-    @property
-    def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
-
-    def depths(self) -> list[int]:
-        """Distance of every node from the root."""
-        depths = [0] * len(self.parents)
-        for i in range(1, len(self.parents)):
-            depths[i] = depths[self.parents[i]] + 1
-        return depths
-
-    def children(self) -> list[list[int]]:
-        """Child indices of every node, in test order."""
-        children: list[list[int]] = [[] for _ in self.parents]
-        for i in range(1, len(self.parents)):
-            children[self.parents[i]].append(i)
-        return children
-
-    def path_to(self, node: int) -> list[int]:
-        """Node indices from the first node below the root to `node`; empty for the root."""
-        path = []
-        while node > 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
-
-    def check(self) -> None:
-        """Raise ValueError unless this is a tree in topological order."""
-        if not self.token_ids or len(self.token_ids) != len(self.parents) or self.parents[0] != -1:
-            raise ValueError("a token tree needs a root and one parent per node")
-        for i in range(1, len(self.parents)):
-            if not 0 <= self.parents[i] < i:
-                raise ValueError(f"node {i} of the token tree names parent {self.parents[i]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +169,11 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What became of the last proposal: KV rows of `path` are kept and `token_ids` follow the first `prefix_len`."""
+    """What became of the last proposal: KV rows of `path` are kept and `token_ids` follow the first `prefix_len`.
+
+    Text from a level of a cascade is provisional: a commit to the level beneath may name a `prefix_len` below the
+    length of its text, and then what came behind it is taken back, `path` being empty.
+    """
 
     request_id: int
     epoch: int
@@ -248,11 +206,27 @@ class DraftBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LevelWork:
+    """What one level of a cascade did since it was last asked, and how the level above judged its drafts.
+
+    `spans` are (started, finished) of its work as far as it lies outside the batch that tells of it.
+    """
+
+    level: str
+    num_passes: int = 0
+    busy_s: float = 0.0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    spans: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ProposalBatch:
     """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host.
 
     `num_missing` orders are still being drafted for; another batch follows. `ahead` is the draft-ahead work since the
-    last batch, as (started, finished) of its passes.
+    last batch, as (started, finished) of its passes; `levels` tells what the levels of a cascade did since then.
     """
 
     round: int
@@ -261,6 +235,7 @@ class ProposalBatch:
     finished: float
     num_missing: int = 0
     ahead: tuple[tuple[float, float], ...] = ()
+    levels: tuple[LevelWork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.messages import Commit, Proposal, ProposalBatch, Report, VerdictBatch
+from actors.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
 from actors.sequence import Sequence
 
 SPAN_LIMIT = 50_000
@@ -60,6 +60,7 @@ class Tally:
     num_stale: int = 0
     num_branch_hits: int = 0
     num_branch_lookups: int = 0
+    levels: dict[str, dict[str, float]] = field(default_factory=dict)
     draft_busy_s: float = 0.0
     target_busy_s: float = 0.0
     active_s: float = 0.0
@@ -100,11 +101,20 @@ class Tally:
         hits = sum(proposal.prepared is True for proposal in batch.proposals)
         self.num_branch_hits += hits
         self.num_branch_lookups += sum(proposal.prepared is not None for proposal in batch.proposals)
+        for work in batch.levels:
+            self._level_worked(work, batch.round)
         if batch.proposals:
             tokens = sum(proposal.tree.num_draft_tokens for proposal in batch.proposals)
             self._span("draft", "propose", batch, {"requests": len(batch.proposals), "tokens": tokens, "hits": hits})
         else:
             self._span("draft", "prefill", batch, {})
+
+    def _level_worked(self, work: LevelWork, round: int) -> None:
+        counts = self.levels.setdefault(work.level, dict.fromkeys(_LEVEL_COUNTS, 0))
+        for name in _LEVEL_COUNTS:
+            counts[name] += getattr(work, name)
+        for started, finished in work.spans:
+            self.spans.append((work.level, "draft", started, finished, {"round": round}))
 
     def judged(self, batch: VerdictBatch, *, speculated: bool) -> None:
         self.target_busy_s += batch.finished - batch.started
@@ -148,6 +158,7 @@ class Tally:
         self.spans.append((lane, name, batch.started, batch.finished, {"round": batch.round, **arguments}))
 
 
+_LEVEL_COUNTS = ("num_passes", "busy_s", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _NOT_COUNTERS = ("since", "phase", "ended", "spans")
 
 

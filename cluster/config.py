@@ -25,7 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from actors.messages import SamplingParams
 from actors.options import (
+    CascadeDrafterConfig,
     DrafterConfig,
+    MaxgramDrafterConfig,
     ModelDrafterConfig,
     NgramDrafterConfig,
     NoDrafterConfig,
@@ -39,6 +41,7 @@ from actors.options import (
 )
 from cluster import pocket
 from cluster.errors import describe, unknown_key
+from cluster.levels import with_typed_levels
 from cluster.planning.config import PlanConfig
 from cluster.training.config import TrainConfig
 from cluster.validation import validate, validate_layers
@@ -182,6 +185,8 @@ CHOICES: dict[str, dict[str, type]] = {
         "model": ModelDrafterConfig,
         "ngram": NgramDrafterConfig,
         "suffix": SuffixDrafterConfig,
+        "maxgram": MaxgramDrafterConfig,
+        "cascade": CascadeDrafterConfig,
     },
     "verify": dict.fromkeys(("coupled", "rejection", "traversal", "kseq"), VerifyConfig),
     "pipeline": dict.fromkeys(tuple(PipelineName), PipelineConfig),
@@ -226,6 +231,8 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
 
 def checked(config: LaunchConfig) -> LaunchConfig:
     """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
+    if isinstance(config.drafter, CascadeDrafterConfig):
+        config = replace(config, drafter=with_typed_levels(config.drafter, CHOICES["drafter"]))
     validate(config)
     config = _with_real_paths(config)
     validate_layers(config)
@@ -279,17 +286,25 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     bundled = {"pocket": pocket.TARGET}
     target = replace(config.target, path=_checkpoint("target.path", config.target.path, bundled))
     drafter, job = config.drafter, config.job
-    if isinstance(drafter, ModelDrafterConfig):
-        bundled = {"pocket": pocket.DRAFTER}
-        drafter = replace(drafter, path=_checkpoint("drafter.path", drafter.path, bundled))
-    if isinstance(drafter, SuffixDrafterConfig) and drafter.corpus:
-        tokenizer = _checkpoint("drafter.tokenizer", drafter.tokenizer or target.path, {"pocket": pocket.TARGET})
-        drafter = replace(drafter, corpus=_corpus(drafter.corpus), tokenizer=tokenizer)
+    if isinstance(drafter, CascadeDrafterConfig):
+        levels = [_drafter_paths(level, target, f"drafter.levels[{i}]") for i, level in enumerate(drafter.levels)]
+        drafter = replace(drafter, levels=tuple(levels))
+    else:
+        drafter = _drafter_paths(drafter, target, "drafter")
     if isinstance(job, GenerateConfig | BenchConfig | PlanConfig):
         job = replace(job, prompts=_prompts(job.prompts))
     if isinstance(job, PlanConfig) and job.costs:
         job = replace(job, costs=_costs(job.costs))
     return replace(config, target=target, drafter=drafter, job=job)
+
+
+def _drafter_paths(drafter: DrafterConfig, target: TargetConfig, where: str) -> DrafterConfig:
+    if isinstance(drafter, ModelDrafterConfig):
+        return replace(drafter, path=_checkpoint(f"{where}.path", drafter.path, {"pocket": pocket.DRAFTER}))
+    if isinstance(drafter, SuffixDrafterConfig) and drafter.corpus:
+        tokenizer = _checkpoint(f"{where}.tokenizer", drafter.tokenizer or target.path, {"pocket": pocket.TARGET})
+        return replace(drafter, corpus=_corpus(drafter.corpus), tokenizer=tokenizer)
+    return drafter
 
 
 def _checkpoint(field_name: str, path: str, bundled: dict[str, Path]) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from actors.conductor import CLIENT, CoordinatorSpec
 from actors.lifecycle import Failure, Hello, Ready, Stop
 from actors.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
+from actors.options import checkpoints
 from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError
@@ -42,9 +43,8 @@ class Engine:
         self.config = config if config is not None else load_config([])
         checkpoint = Path(self.config.target.path)
         self.tokenizer = load_tokenizer(checkpoint)
-        drafter_path = getattr(self.config.drafter, "path", None)
-        if drafter_path:
-            check_same_vocabulary(checkpoint, Path(drafter_path))
+        for path in checkpoints(self.config.drafter):
+            check_same_vocabulary(checkpoint, Path(path))
         self.ready: dict[str, Ready] = {}
         self._ids = itertools.count(1)
         self._live: dict[int, Completion] = {}

@@ -45,6 +45,7 @@ FIGURES = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "branch_hit_rate",
+    "levels",
     "draft_busy",
     "target_busy",
     "round_ms",
@@ -101,7 +102,24 @@ def speculation(counters: Mapping[str, object]) -> dict[str, object]:
         "num_draft_tokens": drafted,
         "num_accepted_tokens": accepted,
         "branch_hit_rate": _ratio(hits, lookups),
+        "levels": levels(counters.get("levels") or {}),
     }
+
+
+def levels(counted: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]] | None:
+    """Every level of a cascade: its passes, what a draft of it cost, and how the level above judged it."""
+    return {
+        name: {
+            "num_passes": work["num_passes"],
+            "ms_per_pass": _ratio(1e3 * work["busy_s"], work["num_passes"]),
+            "num_drafts": work["num_drafts"],
+            "ms_per_draft": _ratio(1e3 * work["busy_s"], work["num_drafts"]),
+            "num_draft_tokens": work["num_draft_tokens"],
+            "num_accepted_tokens": work["num_accepted_tokens"],
+            "draft_acceptance_rate": _ratio(work["num_accepted_tokens"], work["num_draft_tokens"]),
+        }
+        for name, work in sorted(counted.items())
+    } or None
 
 
 def rounds(counters: Mapping[str, object]) -> dict[str, object]:

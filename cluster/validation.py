@@ -15,6 +15,9 @@ from actors.messages import Draw
 from actors.options import (
     Calibration,
     CalibrationPolicy,
+    CascadeDrafterConfig,
+    DrafterConfig,
+    MaxgramDrafterConfig,
     MlpParallel,
     ModelDrafterConfig,
     NgramDrafterConfig,
@@ -25,6 +28,7 @@ from actors.options import (
     SuffixDrafterConfig,
     VerifyRule,
 )
+from cluster.levels import cascade_rules
 
 if TYPE_CHECKING:
     from cluster.config import LaunchConfig
@@ -84,12 +88,23 @@ def _drafter(config: LaunchConfig) -> Iterator[_Rule]:
     )
     if isinstance(drafter, NoDrafterConfig):
         return
+    yield from _family(drafter)
+    if isinstance(drafter, CascadeDrafterConfig):
+        for i, level in enumerate(drafter.levels):
+            for name, *rest in _family(level):
+                yield name.replace("drafter", f"drafter.levels[{i}]", 1), *rest
+        yield from cascade_rules(drafter, config.verify.rule)
+
+
+def _family(drafter: DrafterConfig) -> Iterator[_Rule]:
     length = drafter.num_draft_tokens
     yield "drafter.num_draft_tokens", length, length >= 1, "must be at least 1; for none write drafter=none"
     if isinstance(drafter, NgramDrafterConfig):
         yield "drafter.min_ngram", drafter.min_ngram, drafter.min_ngram >= 1, "must be at least 1"
         longest = drafter.max_ngram
         yield "drafter.max_ngram", longest, longest >= drafter.min_ngram, "must not be below drafter.min_ngram"
+    if isinstance(drafter, MaxgramDrafterConfig):
+        yield "drafter.max_places", drafter.max_places, drafter.max_places >= 1, "must be at least 1"
     if isinstance(drafter, SuffixDrafterConfig):
         yield from _suffix_drafter(drafter)
     if isinstance(drafter, ModelDrafterConfig):
@@ -154,6 +169,8 @@ def _draws(config: LaunchConfig) -> set[Draw]:
     match config.drafter:
         case NoDrafterConfig():
             return set()
+        case CascadeDrafterConfig():
+            return {Draw.IID}
         case ModelDrafterConfig(strategy=Strategy.chain | Strategy.tree) if config.pipeline.name not in AHEAD:
             return {Draw.IID if config.verify.rule is VerifyRule.kseq else Draw.WITHOUT_REPLACEMENT}
     return {Draw.DETERMINISTIC}

@@ -37,6 +37,7 @@ ALLOWED_PLACES = {
 
 STDLIB_ONLY = {
     "actors/params.py": set(),
+    "actors/tree.py": set(),
     "actors/messages.py": {"actors"},
     "actors/lifecycle.py": set(),
     "actors/options.py": {"actors"},

@@ -8,8 +8,11 @@ from pathlib import Path
 from actors.branches import AHEAD
 from actors.drafter import Drafter
 from actors.drafters.ahead import AheadDrafter
+from actors.drafters.beneath import Beneath, LocalLevel
+from actors.drafters.cascade import CascadeDrafter
 from actors.drafters.corpus import read_corpus
 from actors.drafters.loading import open_draft_model
+from actors.drafters.maxgram import MaxgramDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.drafters.suffix import SuffixDrafter
@@ -40,6 +43,10 @@ def _suffix(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     return drafter, drafter.facts()
 
 
+def _maxgram(config, verify, pipeline, scheduler, group, device, eos_token_ids):
+    return MaxgramDrafter(config), {}
+
+
 def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     runner, facts = open_draft_model(config, scheduler, group, device)
     options = {
@@ -53,4 +60,33 @@ def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
     return ModelDrafter(runner, config, **options), facts
 
 
-DRAFTERS = {"ngram": _ngram, "suffix": _suffix, "model": _model}
+def _cascade(config, verify, pipeline, scheduler, group, device, eos_token_ids):
+    """All levels in this process; only the last, which the target listens to, works ahead."""
+    base, *others = config.levels
+    drafter, facts = build_drafter(base, verify, "sync", scheduler, group, device, eos_token_ids)
+    below, facts = base, dict(facts)
+    for level, model in enumerate(others, 1):
+        runner, held = open_draft_model(model, scheduler, group, device)
+        drafter = CascadeDrafter(
+            runner,
+            Beneath(LocalLevel(drafter), level_name(level - 1, below), below.num_draft_tokens + config.tail(level - 1)),
+            level=level,
+            name=level_name(level, model),
+            rule=verify.rule,
+            law_size=verify.law_size,
+            eos_token_ids=eos_token_ids,
+            prefill_chunk=scheduler.prefill_chunk,
+            tail=config.tail(level),
+            works_ahead=pipeline in AHEAD and level == len(others),
+        )
+        summed = {name: facts.get(name, 0) + held[name] for name in ("weight_bytes", "kv_bytes")}
+        facts, below = {**held, **summed}, model
+    return drafter, facts
+
+
+def level_name(level: int, config: DrafterConfig) -> str:
+    """How reports call a level of a cascade."""
+    return f"{level}-{config.name}"
+
+
+DRAFTERS = {"ngram": _ngram, "maxgram": _maxgram, "suffix": _suffix, "model": _model, "cascade": _cascade}

@@ -91,6 +91,12 @@ class AheadDrafter(ModelDrafter):
             retain = []
         self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
 
+    def truncate(self, context: Context) -> None:
+        request_id = context.request_id
+        kept = max(0, min(self.runner.cached_len(request_id), len(context.token_ids) - 1))
+        self.runner.truncate(request_id, kept)
+        self._futures[request_id] = _Future(context, HypothesisTree(context.token_ids[-1]))
+
     def release(self, request_id: int) -> None:
         del self._futures[request_id]
         self._calibration.forget(request_id)

@@ -92,6 +92,12 @@ class ModelDrafter(IdleDrafter):
                 self.runner.drop_fuzzy(context.request_id)
         self._rows[context.request_id] = _Rows()
 
+    def truncate(self, context: Context) -> None:
+        request_id = context.request_id
+        kept = max(0, min(self.runner.cached_len(request_id), len(context.token_ids) - 1))
+        self.runner.truncate(request_id, kept)
+        self._rows[request_id] = _Rows()
+
     def release(self, request_id: int) -> None:
         del self._rows[request_id]
         self._calibration.forget(request_id)
@@ -236,7 +242,8 @@ class ModelDrafter(IdleDrafter):
             for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
         ]
         scores = process_batch(logits, batch, self._eos_token_ids)
-        children = self._draw_children(scores, batch, self._growth.width(level))
+        steps = [context.step for context, nodes in zip(contexts, frontier, strict=True) for _ in nodes]
+        children = self._draw_children(scores, batch, steps, self._growth.width(level))
         offered = []
         for i, nodes in enumerate(frontier):
             offered.append([])
@@ -248,7 +255,7 @@ class ModelDrafter(IdleDrafter):
         return offered
 
     def _draw_children(
-        self, scores: Tensor, batch: list[NodeRows], width: int
+        self, scores: Tensor, batch: list[NodeRows], steps: list[int], width: int
     ) -> Iterator[tuple[Sequence[int], Sequence[float], SparseLaw | None]]:
         """Children of every row: token ids in draw order, their log-probabilities, and the law if drawn at random."""
         row_of = [(rows, node) for rows in batch for node in rows.row_nodes()]
@@ -257,8 +264,8 @@ class ModelDrafter(IdleDrafter):
         if sampled:
             draw = draw_iid if self._draw is Draw.IID else draw_without_replacement
             params = [row_of[i][0].params for i in sampled]
-            steps = [len(row_of[i][0].token_ids) for i in sampled]
             nodes = [row_of[i][1] for i in sampled]
+            steps = [steps[i] for i in sampled]
             drawn = dict(zip(sampled, draw(scores[sampled], params, steps, nodes, width, self._law_size), strict=True))
         params = [self._drawing_params(rows.params) for rows, _ in row_of]
         positions = [position for rows in batch for position in rows.positions()]

@@ -43,6 +43,11 @@ class NgramDrafter(IdleDrafter):
     def observe(self, context: Context, commit: Commit) -> None:
         """Nothing to do: the table is extended from the text itself."""
 
+    def truncate(self, context: Context) -> None:
+        """Entries from text that was taken back stay until they are met: `_end` looks whether they still hold."""
+        table = self._tables[context.request_id]
+        table.indexed_len = min(table.indexed_len, len(context.token_ids))
+
     def release(self, request_id: int) -> None:
         self._tables.pop(request_id)
 
@@ -50,7 +55,7 @@ class NgramDrafter(IdleDrafter):
         self._index(context)
         tokens, ends = context.token_ids, self._tables[context.request_id].ends
         for size in self._sizes:
-            end = ends.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            end = _end(tokens, size, ends)
             if end is not None:
                 # An occurrence close to the end repeats itself: read on through the draft.
                 period = len(tokens) - end
@@ -66,3 +71,10 @@ class NgramDrafter(IdleDrafter):
                 if size <= end:
                     table.ends[tuple(tokens[end - size : end])] = end
         table.indexed_len = len(tokens)
+
+
+def _end(tokens: list[int], size: int, ends: dict[tuple[int, ...], int]) -> int | None:
+    """Where the last `size` tokens ended before, if they did."""
+    ngram = tuple(tokens[-size:])
+    end = ends.get(ngram) if size <= len(tokens) else None
+    return end if end is not None and end < len(tokens) and tuple(tokens[end - size : end]) == ngram else None

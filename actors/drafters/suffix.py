@@ -21,6 +21,9 @@ from actors.options import SuffixDrafterConfig
 _REACH = 32
 """Tokens that a match in another text is looked for with."""
 
+_HELD_BACK = 16
+"""Tokens at the end of a text that may be taken back: they are matched, but not yet part of its automaton."""
+
 
 @dataclass(slots=True)
 class _Place:
@@ -82,6 +85,13 @@ class SuffixDrafter(IdleDrafter):
     def observe(self, context: Context, commit: Commit) -> None:
         """Nothing to do: the automaton is extended from the text itself."""
 
+    def truncate(self, context: Context) -> None:
+        """An automaton only grows: one that holds what was taken back is built again, once for nearly every text."""
+        text = self._texts[context.request_id]
+        if text.own.num_tokens > len(context.token_ids):
+            text.own = SuffixAutomaton()
+        text.places = {}
+
     def release(self, request_id: int) -> None:
         context = self._texts.pop(request_id).context
         self._history.add(context.token_ids[max(0, context.prompt_len - _REACH) :])
@@ -125,6 +135,8 @@ class SuffixDrafter(IdleDrafter):
     def _matches(self, text: _Text) -> list[tuple[int, SuffixAutomaton, int]]:
         """(length, source, state) of the match in every source, the longest first; at home before elsewhere."""
         state, matched = text.own.match
+        for token in text.context.token_ids[text.own.num_tokens :]:
+            state, matched = text.own.read(state, matched, token)
         matches = [(matched, text.own, state)]
         matches += [(place.matched, source, place.state) for source, place in text.places.items()]
         return sorted(matches, key=itemgetter(0), reverse=True)
@@ -132,7 +144,7 @@ class SuffixDrafter(IdleDrafter):
     def _follow(self, context: Context) -> _Text:
         """Bring the request's automaton and its places in the others up to the text."""
         text, token_ids = self._texts[context.request_id], context.token_ids
-        for position in range(text.own.num_tokens, len(token_ids)):
+        for position in range(text.own.num_tokens, len(token_ids) - (_HELD_BACK if context.num_cuts else 0)):
             text.own.extend(token_ids[position])
         sources = [source for source in (*self._history.generations, self._corpus) if source.num_tokens]
         text.places = {source: text.places.get(source) or _Place() for source in sources}

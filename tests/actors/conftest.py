@@ -13,13 +13,21 @@ import torch
 from actors.branches import AHEAD
 from actors.coordinator import Coordinator
 from actors.drafter import DraftRole
+from actors.drafters import build_drafter
 from actors.drafters.ahead import AheadDrafter
 from actors.drafters.loading import open_draft_model
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.drafters.suffix import SuffixDrafter
 from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
-from actors.options import NgramDrafterConfig, Parallel, SchedulerConfig, SuffixDrafterConfig
+from actors.options import (
+    CascadeDrafterConfig,
+    NgramDrafterConfig,
+    Parallel,
+    SchedulerConfig,
+    SuffixDrafterConfig,
+    VerifyConfig,
+)
 from actors.pipelines import PIPELINES
 from actors.scheduler import Capacity, Scheduler
 from actors.target import TargetRole
@@ -88,7 +96,7 @@ class Room:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Paths of a random target and of a drafter that half agrees with it, and the target as transformers has it."""
+    """Paths of a random target and of three drafters that agree with it less and less, and the target itself."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -105,7 +113,7 @@ def models(tmp_path_factory):
     paths, model = {}, LlamaForCausalLM(config).eval()
     for weight in model.parameters():
         weight.data.mul_(3 if weight.dim() > 1 else 1)  # sharper laws: fewer ties
-    for name in ("target", "drafter"):
+    for name in ("target", "drafter", "small", "tiny"):
         paths[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(paths[name])
         if name == "target":
@@ -131,6 +139,14 @@ def _deepened(model):
     return deep
 
 
+def with_paths(config, models, path=None):
+    """The cascade with its models' names, such as "drafter", replaced by where they lie; `path` is the last level's."""
+    levels = [replace(one, path=str(models[one.path])) if hasattr(one, "path") else one for one in config.levels]
+    if path is not None:
+        levels[-1] = replace(levels[-1], path=str(path))
+    return replace(config, levels=tuple(levels))
+
+
 @pytest.fixture
 def open_room(models):
     """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise."""
@@ -140,7 +156,11 @@ def open_room(models):
         target = TargetRole(open_model(models["target"], num_slots=slots), rule, (EOS,), is_lead=True)
         draft = None
         if config is not None:
-            if isinstance(config, NgramDrafterConfig):
+            if isinstance(config, CascadeDrafterConfig):
+                verify = VerifyConfig(rule, law_size=16)
+                config = with_paths(config, models, path)
+                drafter, _ = build_drafter(config, verify, pipeline, limits, SINGLE, "cpu", (EOS,))
+            elif isinstance(config, NgramDrafterConfig):
                 drafter = NgramDrafter(config)
             elif isinstance(config, SuffixDrafterConfig):
                 drafter = SuffixDrafter(config)

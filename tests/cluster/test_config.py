@@ -34,7 +34,7 @@ CONF = Path(config_module.__file__).parents[1] / "conf"
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
-    "drafter": {"none", "model", "ngram", "suffix"},
+    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "cascade"},
     "verify": {"coupled", "rejection", "traversal", "kseq"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
@@ -48,6 +48,7 @@ PUBLIC_KEYS = {
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
+    **{"drafter=maxgram": "name num_draft_tokens max_places", "drafter=cascade": "name levels num_draft_tokens tails"},
     "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width fan_out ahead_width "
     "dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every",
     "verify": "rule law_size",
@@ -247,7 +248,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, path"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of model, ngram, none, suffix"),
+        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of cascade, maxgram, model"),
         (["drafter=4"], "a group takes the name of one of its choices"),
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (

@@ -1,0 +1,60 @@
+"""The token tree: what is proposed, verified and accepted along one path. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings stand in test order."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @staticmethod
+    def root(token: int) -> TokenTree:
+        """The empty proposal: degree one, plain decoding."""
+        return TokenTree((token,), (-1,))
+
+    @staticmethod
+    def chain(root: int, draft: tuple[int, ...] | list[int]) -> TokenTree:
+        return TokenTree((root, *draft), tuple(range(-1, len(draft))))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+    def depths(self) -> list[int]:
+        """Distance of every node from the root."""
+        depths = [0] * len(self.parents)
+        for i in range(1, len(self.parents)):
+            depths[i] = depths[self.parents[i]] + 1
+        return depths
+
+    def children(self) -> list[list[int]]:
+        """Child indices of every node, in test order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for i in range(1, len(self.parents)):
+            children[self.parents[i]].append(i)
+        return children
+
+    def path_to(self, node: int) -> list[int]:
+        """Node indices from the first node below the root to `node`; empty for the root."""
+        path = []
+        while node > 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def check(self) -> None:
+        """Raise ValueError unless this is a tree in topological order."""
+        if not self.token_ids or len(self.token_ids) != len(self.parents) or self.parents[0] != -1:
+            raise ValueError("a token tree needs a root and one parent per node")
+        for i in range(1, len(self.parents)):
+            if not 0 <= self.parents[i] < i:
+                raise ValueError(f"node {i} of the token tree names parent {self.parents[i]}")

@@ -1,0 +1,136 @@
+"""The contract of cascades: whatever the levels, the tails, the rule and the pipeline, plain decoding's tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.options import (
+    CascadeDrafterConfig,
+    MaxgramDrafterConfig,
+    ModelDrafterConfig,
+    NgramDrafterConfig,
+    SchedulerConfig,
+    Strategy,
+    SuffixDrafterConfig,
+)
+
+NGRAM = NgramDrafterConfig(num_draft_tokens=3, min_ngram=1)
+MAXGRAM = MaxgramDrafterConfig(num_draft_tokens=3)
+TREE = ModelDrafterConfig(path="small", strategy=Strategy.tree, num_draft_tokens=6, depth=3, width=2)
+PROCESSED = dict(top_k=40, top_p=0.95, repetition_penalty=1.2, bad_words=((11,), (12, 13)), min_tokens=6)
+SAMPLINGS = {"greedy": {}, "T=1": dict(temperature=1.0), "processed": dict(temperature=0.7, **PROCESSED)}
+
+
+def model(path, length):
+    return ModelDrafterConfig(path=path, num_draft_tokens=length)
+
+
+def cascade(*levels, tails=(), length=0):
+    tails = tails or (0,) * len(levels)
+    return CascadeDrafterConfig(
+        levels=levels, tails=tails, num_draft_tokens=length or levels[-1].num_draft_tokens + tails[-1]
+    )
+
+
+CASCADES = {
+    "ngram-model": cascade(NGRAM, model("drafter", 5)),
+    "model-model": cascade(model("small", 3), model("drafter", 6)),
+    "maxgram-model-model": cascade(MAXGRAM, model("small", 3), model("drafter", 5)),
+    "tree-model": cascade(TREE, model("drafter", 5)),
+    "four": cascade(NGRAM, model("tiny", 2), model("small", 4), model("drafter", 6)),
+    "horizontal": cascade(MAXGRAM, model("small", 2), model("drafter", 3), tails=(0, 2, 4)),
+    "suffix-model-model": cascade(SuffixDrafterConfig(min_match=1), model("small", 3), model("drafter", 4)),
+    "deepest-first": cascade(model("drafter", 4), model("tiny", 4)),
+}
+QUICK = [
+    ("ngram-model", "processed", "sync"),
+    ("ngram-model", "greedy", "branches"),
+    ("maxgram-model-model", "T=1", "sync"),
+    ("tree-model", "T=1", "branches"),
+    ("four", "greedy", "tree"),
+    ("horizontal", "T=1", "pearl"),
+    ("horizontal", "greedy", "sync"),
+    ("suffix-model-model", "greedy", "branches"),
+    ("deepest-first", "T=1", "pingpong"),
+]
+PIPELINES = ("sync", "pearl", "branches", "tree", "pingpong")
+REST = [
+    pytest.param(levels, sampling, pipeline, marks=pytest.mark.slow)
+    for levels in CASCADES
+    for sampling in SAMPLINGS
+    for pipeline in PIPELINES
+    if (levels, sampling, pipeline) not in QUICK
+]
+
+
+@pytest.fixture(scope="module")
+def plain_tokens():
+    """Plain decoding's answer per sampling, computed once."""
+    return {}
+
+
+@pytest.mark.parametrize("levels, sampling, pipeline", QUICK + REST)
+def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_tokens, levels, sampling, pipeline):
+    requests = make_requests(4, max_tokens=24, **SAMPLINGS[sampling])
+    if sampling not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens[sampling] = plain.tokens, plain.ends
+    config = CASCADES[levels]
+    room = open_room(config, pipeline=pipeline).serve(requests)
+    assert (room.tokens, room.ends) == plain_tokens[sampling]
+    assert room.tally.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+    work = room.tally.levels
+    assert sorted(work) == [f"{i}-{level.name}" for i, level in enumerate(config.levels)]
+    assert all(count["num_passes"] and count["num_drafts"] for count in work.values())
+    # The verdict that ends a request is not told to its drafter.
+    assert 0 < work[max(work)]["num_accepted_tokens"] <= room.tally.num_accepted_tokens
+
+
+@pytest.mark.parametrize("levels", ["four", "horizontal"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, levels, temperature):
+    requests = make_requests(6, max_tokens=40, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(CASCADES[levels], limits=SchedulerConfig(3, 40, 16), slots=150, pipeline="branches")
+    room.serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.tally.num_preemptions > 0, "the pool was never short: the test shows nothing"
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("levels", ["maxgram-model-model", "horizontal"])
+def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, levels):
+    requests = make_requests(3, max_tokens=20)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(CASCADES[levels], rule=rule, pipeline="branches").serve(requests)
+    assert room.tokens == plain.tokens and room.tally.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+def test_ratio_rules_serve_sampled_requests(open_room, make_requests, rule):
+    """The law is certified by enumeration; here, that every pipeline keeps draws and laws together."""
+    for pipeline in ("sync", "branches"):
+        levels = "maxgram-model-model" if rule == "kseq" else "horizontal"
+        room = open_room(CASCADES[levels], rule=rule, pipeline=pipeline)
+        room.serve(make_requests(3, max_tokens=20, temperature=0.3, ignore_eos=True))
+        assert all(len(tokens) == 20 for tokens in room.tokens.values())
+        assert room.tally.num_accepted_tokens > 0 or pipeline == "branches", "ahead, a miss may not be worth the wait"
+
+
+def test_the_target_as_a_level_is_always_right(open_room, make_requests, models):
+    """A level takes what the one beneath says only where it agrees: a perfect upper level hides any lower one."""
+    requests = make_requests(2, max_tokens=25)
+    room = open_room(cascade(model("tiny", 3), model("drafter", 4)), path=models["target"]).serve(requests)
+    histogram = room.tally.acceptance_histogram
+    assert histogram[4] >= 6 and sum(histogram[:4]) <= 4, "only the last, shortened proposals may fall short"
+
+
+def test_a_better_base_saves_passes(open_room, make_requests, models):
+    """With a perfect level beneath, the level above reviews once per draft instead of once per token."""
+    requests = make_requests(2, max_tokens=40)
+    passes = {}
+    useless = NgramDrafterConfig(num_draft_tokens=5, max_ngram=9, min_ngram=9)
+    for name, base in (("perfect", model("drafter", 5)), ("useless", useless)):
+        room = open_room(cascade(base, model("drafter", 6))).serve(requests)
+        passes[name] = room.tally.levels["1-model"]["num_passes"] / room.tally.num_rounds
+    assert passes["perfect"] < 2 and passes["useless"] > 4

@@ -1,0 +1,335 @@
+"""Levels under a target, enumerated: what a cascade hands up was drawn from exactly the law that it reports.
+
+The production `CascadeDrafter` runs over a toy model; its coins and the level beneath read their decisions from a tape,
+and every tape is played. Its proposals, with their weights, then go through the production rule of the target. The
+known wrong variants of multi-level drafting are made on purpose and must be found.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from actors.drafter import Context, IdleDrafter
+from actors.drafter import Draft as Guess
+from actors.drafters.beneath import Beneath, LocalLevel
+from actors.drafters.cascade import CascadeDrafter
+from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
+from actors.verification import RULES, rejection
+from actors.verification.enumeration import Draft, emission, total_variation
+from actors.verification.laws import Residual
+from parallel.runner import Output
+
+VOCAB, PROMPT = 3, [0, 0]
+EXACT = 1e-12
+
+
+class Tape:
+    """The decisions of one run: those of `script`, and the first possible one behind its end."""
+
+    def __init__(self, script: list[int]) -> None:
+        self.weight = 1.0
+        self._script = script
+        self._laws: list[np.ndarray] = []
+
+    def draw(self, weights) -> int:
+        law = np.asarray(weights, dtype=float) / np.sum(weights)
+        if len(self._laws) == len(self._script):
+            self._script.append(int(np.flatnonzero(law)[0]))
+        choice = self._script[len(self._laws)]
+        self._laws.append(law)
+        self.weight *= law[choice]
+        return choice
+
+    def accept(self, probability: float, node: int) -> bool:
+        return bool(self.draw([1 - probability, probability]))
+
+    def sample(self, weights: np.ndarray, node: int) -> int:
+        return self.draw(weights)
+
+    def successor(self) -> list[int] | None:
+        """The script of the next run, None after the last."""
+        script = self._script[: len(self._laws)]
+        while script:
+            later = [i for i in np.flatnonzero(self._laws[len(script) - 1]) if i > script[-1]]
+            if later:
+                return [*script[:-1], int(later[0])]
+            script.pop()
+        return None
+
+
+def every_run(run: Callable[[Tape], object]) -> Iterator[tuple[float, object]]:
+    script: list[int] | None = []
+    while script is not None:
+        tape = Tape(script)
+        result = run(tape)
+        yield tape.weight, result
+        script = tape.successor()
+
+
+class ToyRunner:
+    """Rows are tokens; the logits behind a row are the logarithm of a conditional law of the text up to it."""
+
+    config = SimpleNamespace(max_positions=99)
+    decoder = SimpleNamespace(group=SimpleNamespace(size=1))
+
+    def __init__(self, law) -> None:
+        self._law = law
+        self._kept: list[int] = []
+        self._pending: list[tuple[int, int]] = []
+
+    def open(self, seq_id) -> None:
+        self._kept, self._pending = [], []
+
+    def can_reserve(self, num_rows: int) -> bool:
+        return True
+
+    def cached_len(self, seq_id) -> int:
+        return len(self._kept)
+
+    def truncate(self, seq_id, length: int) -> None:
+        assert length <= len(self._kept)
+        self._kept, self._pending = self._kept[:length], []
+
+    def commit(self, seq_id, keep) -> None:
+        self._kept += [self._pending[row][0] for row in keep]
+        self._pending = []
+
+    def forward(self, spans, token_ids) -> Output:
+        (span,) = spans
+        parents = span.parents if span.parents is not None else range(-1, span.num_tokens - 1)
+        self._pending = list(zip(token_ids, parents, strict=True))
+        rows = [self._law(tuple(self._text(row)[len(PROMPT) :])) for row in range(len(token_ids))]
+        logits = torch.tensor(np.log(np.maximum(rows, 1e-300)), dtype=torch.float64)
+        return Output(logits[len(rows) - span.num_logits :], logits, ())
+
+    def _text(self, row: int) -> list[int]:
+        path = []
+        while row >= 0:
+            token, row = self._pending[row]
+            path.append(token)
+        return self._kept + path[::-1]
+
+
+class Sampler(IdleDrafter):
+    """The level beneath: a chain drawn from `law` as the tape says."""
+
+    def __init__(self, law, tape: Tape) -> None:
+        self._law, self._tape = law, tape
+
+    def open(self, context) -> None: ...
+
+    def prepare(self, contexts) -> None: ...
+
+    def observe(self, context, commit) -> None: ...
+
+    def release(self, request_id) -> None: ...
+
+    def propose(self, contexts, budgets) -> list[Guess]:
+        (context,), (budget,) = contexts, budgets
+        drawn, laws = [], []
+        for _ in range(budget):
+            row = self._law((*context.token_ids[len(PROMPT) :], *drawn))
+            laws.append(SparseLaw(tuple(range(VOCAB)), tuple(row)))
+            drawn.append(self._tape.draw(row))
+        tree = TokenTree.chain(context.token_ids[-1], drawn)
+        return [Guess(tree, (Draw.ROOT, *[Draw.IID] * budget), (*laws, None))]
+
+
+def level(law, below, tape: Tape, lengths: tuple[int, ...], number: int, rule: str, tail: int = 0) -> CascadeDrafter:
+    return CascadeDrafter(
+        ToyRunner(law),
+        Beneath(LocalLevel(below), str(number - 1), lengths[number - 1]),
+        level=number,
+        name=str(number),
+        rule=rule,
+        law_size=VOCAB,
+        eos_token_ids=(),
+        prefill_chunk=99,
+        tail=tail,
+        make_coins=lambda seed, step: tape,
+    )
+
+
+def guesses(laws, lengths: tuple[int, ...], rule: str, tail: int = 0) -> list[tuple[float, Guess]]:
+    """Everything a cascade over these laws, the cheapest first, can propose."""
+
+    def run(tape: Tape) -> Guess:
+        drafter = Sampler(laws[0], tape)
+        for number, law in enumerate(laws[1:], 1):
+            drafter = level(law, drafter, tape, lengths, number, rule, tail)
+        context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
+        drafter.open(context)
+        return drafter.propose([context], [lengths[-1]])[0]
+
+    return list(every_run(run))
+
+
+def distance(p, proposed, rule: str) -> float:
+    drafts = (Draft(weight, guess.tree, guess.draws, guess.laws) for weight, guess in proposed)
+    length = max(guess.tree.num_draft_tokens for _, guess in proposed) + 1
+    return total_variation(emission(RULES[rule], drafts, p, length), p, length)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("lengths, tail", [((1, 2), 0), ((2, 3), 0), ((1, 3), 1)])
+def test_two_levels_are_exact(random_law, rule, lengths, tail):
+    p, m, s = (random_law(VOCAB, seed) for seed in (1, 2, 3))
+    proposed = guesses([s, m], lengths, rule, tail)
+    assert sum(weight for weight, _ in proposed) == pytest.approx(1, abs=EXACT)
+    assert all(guess.tree.num_draft_tokens == lengths[-1] for _, guess in proposed)
+    assert distance(p, proposed, rule) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("traversal", marks=pytest.mark.slow)])
+def test_three_levels_are_exact(random_law, rule):
+    p, m, s, r = (random_law(VOCAB, seed) for seed in (1, 2, 3, 4))
+    assert distance(p, guesses([r, s, m], (1, 2, 2), rule), rule) < EXACT
+
+
+@pytest.mark.parametrize("style", ["sparse", "one-hot"])
+def test_zeros_and_disjoint_supports(random_law, style):
+    for seed in range(3):
+        p, m, s = random_law(VOCAB, seed, style), random_law(VOCAB, seed + 10, style), random_law(VOCAB, seed + 20)
+        assert distance(p, guesses([s, m], (1, 2), "rejection"), "rejection") < EXACT
+
+
+def test_a_lookup_beneath_changes_nothing(random_law):
+    """A level that drafts deterministically is a point mass to the one above, whose tokens follow its own law."""
+    p, m = random_law(VOCAB, 1), random_law(VOCAB, 2)
+    fixed = {(): 1, (1,): 2}
+
+    def lookup(context):
+        return np.eye(VOCAB)[fixed.get(context, 0)]
+
+    assert distance(p, guesses([lookup, m], (2, 3), "rejection"), "rejection") < EXACT
+
+
+def test_what_was_drafted_ahead_follows_its_law_too(random_law):
+    """After a hit, the tokens that nobody was offered yet are as good as new ones."""
+    m, s = random_law(VOCAB, 2), random_law(VOCAB, 3)
+    followed: dict[tuple[int, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+
+    def run(tape: Tape):
+        drafter = level(m, Sampler(s, tape), tape, (1, 1), 1, "rejection")
+        drafter.works_ahead = True
+        context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
+        drafter.open(context)
+        offered = drafter.propose([context], [1])[0].tree.token_ids[1:]
+        while drafter.wants_work:
+            drafter.work()
+        token_ids = (*offered, 2)  # the target accepts and adds token 2, whatever was expected
+        drafter.observe(context, Commit(1, 0, len(PROMPT), (1,), token_ids))
+        context.extend(token_ids)
+        hit = drafter.prepared(context)
+        guess = drafter.propose([context], [1])[0]
+        return token_ids, hit, guess.tree.token_ids[1], guess.laws[0]
+
+    hits = 0.0
+    for weight, (token_ids, hit, token, law) in every_run(run):
+        followed[token_ids][token] += weight
+        hits += weight * hit
+        assert dict(zip(law.token_ids, law.probs)) == pytest.approx(dict(enumerate(m(token_ids))))
+    assert 0.1 < hits < 0.9
+    for token_ids, counted in followed.items():
+        total = sum(counted.values())
+        assert [counted[t] / total for t in range(VOCAB)] == pytest.approx(m(token_ids).tolist(), abs=EXACT)
+
+
+@pytest.mark.parametrize("rule, keeps", [("coupled", True), ("traversal", False)])
+def test_what_a_ratio_rule_has_seen_is_not_offered_again(random_law, rule, keeps):
+    """Even where the target's own token is the one it was offered: a bottom-up rule has looked at all behind it."""
+    m = random_law(VOCAB, 2)
+    drafter = level(m, Sampler(m, Tape([])), Tape([]), (1, 3), 1, rule)
+    context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
+    drafter.open(context)
+    token_ids = drafter.propose([context], [3])[0].tree.token_ids[1:]
+    drafter.observe(context, Commit(1, 0, len(PROMPT), (), token_ids[:1]))
+    context.extend(token_ids[:1])
+    drafter.account()
+    drafter.propose([context], [2])
+    assert (not any(work.num_passes for work in drafter.account())) == keeps
+
+
+# --- wrong variants ---------------------------------------------------------------------------------------------------
+
+
+def own_law_after_a_rejection(monkeypatch, models):
+    """The level resamples from its own law instead of the residual (as TriForce was released)."""
+
+    class Unsubtracted(Residual):
+        def subtract(self, law, scale=1.0):
+            return 1.0
+
+    monkeypatch.setattr(rejection, "Residual", Unsubtracted)
+    return guesses(models, (1, 2), "rejection")
+
+
+def law_of_the_level_beneath(monkeypatch, models):
+    """The law that travels up is the one the tokens were first drawn from."""
+    s, _ = models
+    return [
+        (
+            weight,
+            Guess(
+                guess.tree,
+                guess.draws,
+                tuple(
+                    SparseLaw(tuple(range(VOCAB)), tuple(s(guess.tree.token_ids[1 : node + 1])))
+                    for node in range(len(guess.laws))
+                ),
+            ),
+        )
+        for weight, guess in guesses(models, (1, 2), "rejection")
+    ]
+
+
+def drop_unlikely_tokens(monkeypatch, models):
+    """A drawn token is withheld because of which token it is."""
+    proposed = []
+    for weight, guess in guesses(models, (1, 2), "rejection"):
+        kept = 0
+        while kept < 2:
+            law, token = guess.laws[kept], guess.tree.token_ids[kept + 1]
+            if law.probs[law.token_ids.index(token)] < 0.3:
+                break
+            kept += 1
+        chain = TokenTree.chain(guess.tree.token_ids[0], guess.tree.token_ids[1 : kept + 1])
+        proposed.append((weight, Guess(chain, guess.draws[: kept + 1], (*guess.laws[:kept], None))))
+    return proposed
+
+
+def nucleus_acceptance(monkeypatch, models):
+    """The level keeps whatever lies in its nucleus, as if that were a ratio test."""
+
+    def verify(tree, draws, laws, target_row, coins):
+        path, node = [], 0
+        while children := tree.children()[node]:
+            row = target_row(node)
+            likelier = row[row > row[tree.token_ids[children[0]]]].sum()
+            if likelier >= 0.7:
+                break
+            node = children[0]
+            path.append(node)
+        return tuple(path), coins.sample(target_row(node), node)
+
+    monkeypatch.setitem(RULES, "rejection", verify)
+    return guesses(models, (1, 2), "rejection")
+
+
+@pytest.mark.parametrize(
+    "variant", [own_law_after_a_rejection, law_of_the_level_beneath, drop_unlikely_tokens, nucleus_acceptance]
+)
+def test_wrong_variants_are_found(random_law, variant):
+    found = []
+    for seed in range(4):
+        p, m, s = (random_law(VOCAB, 10 * seed + k) for k in (1, 2, 3))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            proposed = variant(monkeypatch, [s, m])
+        found.append(distance(p, proposed, "rejection"))
+    assert np.mean(found) > 0.01 and np.median(found) > 1e-3
