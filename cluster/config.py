@@ -147,6 +147,8 @@ class BenchConfig:
     """Axis: requests in flight; one if empty."""
     draft_lengths: list[int] = field(default_factory=list)
     """Axis: `drafter.num_draft_tokens`."""
+    parallels: list[str] = field(default_factory=list)
+    """Axis: `drafter.parallel`; single takes one rank, the others `drafter.ranks`."""
     contexts: list[int] = field(default_factory=list)
     """Axis: prompt lengths in tokens, made of the prompts' texts; the prompts as they are if empty."""
     peers: list[str] = field(default_factory=list)

@@ -29,13 +29,13 @@ class EnginePool:
         self._config = config
         self._progress = progress
         self._side_by_side = may_share(config)
-        self._open: dict[object, Engine] = {}
+        self._open: dict[str, Engine] = {}
 
     def blocks(self, settings: Sequence[Setting]) -> list[Sequence[Setting]]:
         """Settings whose trials may be interleaved: all of them, or engine by engine."""
         if self._side_by_side:
             return [settings]
-        by_engine: dict[object, list[Setting]] = {}
+        by_engine: dict[str, list[Setting]] = {}
         for setting in settings:
             by_engine.setdefault(setting.engine_key, []).append(setting)
         return list(by_engine.values())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from actors.options import DrafterConfig, PipelineConfig
+from actors.options import DrafterConfig, ModelDrafterConfig, Parallel, PipelineConfig
 from cluster.config import CHOICES, BenchConfig, LaunchConfig, checked
 
 
@@ -28,9 +28,9 @@ class Setting:
         return getattr(self.drafter, "num_draft_tokens", 0)
 
     @property
-    def engine_key(self) -> tuple[DrafterConfig, PipelineConfig]:
+    def engine_key(self) -> str:
         """Settings with the same key run on one engine."""
-        return self.drafter, self.pipeline
+        return f"{self.drafter} {self.pipeline}"  # configurations may hold lists, which are no keys
 
     def configure(self, config: LaunchConfig) -> LaunchConfig:
         """`config` with this setting's drafter, pipeline and temperature."""
@@ -42,6 +42,7 @@ class Setting:
         return {
             "drafter": self.drafter.name,
             "num_draft_tokens": self.num_draft_tokens,
+            "parallel": str(getattr(self.drafter, "parallel", "single")),
             "pipeline": str(self.pipeline.name),
             "temperature": self.temperature,
             "batch": self.batch,
@@ -56,14 +57,19 @@ def expand(config: LaunchConfig) -> list[Setting]:
     drafters = [_choice("drafter", name, config.drafter) for name in job.drafters] or [config.drafter]
     pipelines = [_choice("pipeline", name, config.pipeline) for name in job.pipelines] or [config.pipeline]
     combinations = product(
-        [drafter for choice in drafters for drafter in _with_lengths(choice, job.draft_lengths)],
+        [
+            drafter
+            for choice in drafters
+            for shared in _with_parallels(choice, job.parallels)
+            for drafter in _with_lengths(shared, job.draft_lengths)
+        ],
         pipelines,
         job.temperatures or [config.sampling.temperature],
         job.batches or [1],
         job.contexts or [0],
     )
-    settings = list(dict.fromkeys(Setting(*combination) for combination in combinations))
-    return [_resolved(setting, config) for setting in settings]
+    settings = {str(setting): setting for setting in (Setting(*combination) for combination in combinations)}
+    return [_resolved(setting, config) for setting in settings.values()]
 
 
 def names(settings: Sequence[Setting]) -> list[str]:
@@ -75,7 +81,7 @@ def names(settings: Sequence[Setting]) -> list[str]:
 
 def _name(label: dict[str, object], differing: set[str]) -> str:
     parts = [f"{label['drafter']}" + f" k={label['num_draft_tokens']}" * bool(label["num_draft_tokens"])]
-    written = {"pipeline": "{}", "temperature": "T={}", "batch": "b={}", "context": "c={}"}
+    written = {"parallel": "{}", "pipeline": "{}", "temperature": "T={}", "batch": "b={}", "context": "c={}"}
     parts += [form.format(label[key]) for key, form in written.items() if key in differing]
     return " ".join(parts)
 
@@ -87,6 +93,22 @@ def _choice(group: str, name: str, configured: DrafterConfig | PipelineConfig) -
     if name not in CHOICES[group]:
         raise ValueError(f"job.{group}s={name}: no such choice; choose from {', '.join(CHOICES[group])}")
     return CHOICES[group][name](name=type(configured.name)(name))
+
+
+def _with_parallels(drafter: DrafterConfig, parallels: Sequence[str]) -> list[DrafterConfig]:
+    """A draft model shared in each of these ways: `single` by one rank, the others by as many as are configured."""
+    if not parallels or not isinstance(drafter, ModelDrafterConfig):
+        return [drafter]
+    for name in parallels:
+        if name not in tuple(Parallel):
+            raise ValueError(f"job.parallels={name}: no such way; choose from {', '.join(Parallel)}")
+    whole = replace(drafter, layer_group=0, layer_partition=[])
+    shared = {
+        Parallel.single: replace(whole, parallel=Parallel.single, ranks=1),
+        Parallel.tensor: replace(whole, parallel=Parallel.tensor),
+        Parallel.layer: replace(drafter, parallel=Parallel.layer),
+    }
+    return [shared[Parallel(name)] for name in parallels]
 
 
 def _with_lengths(drafter: DrafterConfig, lengths: Sequence[int]) -> list[DrafterConfig]:

@@ -59,7 +59,7 @@ PUBLIC_KEYS = {
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
     "job=generate": "name prompts limit concurrency baseline trace",
     "job=bench": "name prompts limit repeats warmup drafters pipelines temperatures batches draft_lengths contexts "
-    "peers",
+    "peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
 }

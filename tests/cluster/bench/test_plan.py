@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import NgramDrafterConfig, NoDrafterConfig, PipelineConfig, PipelineName
+from actors.options import NgramDrafterConfig, NoDrafterConfig, Parallel, PipelineConfig, PipelineName
 from cluster.bench.engines import EnginePool, may_share
 from cluster.bench.plan import expand, names
 from cluster.config import BenchConfig, ClusterConfig, ClusterName
@@ -50,11 +50,22 @@ def test_a_setting_carries_its_temperature_into_the_sampling(bench_launch):
     assert expand(config)[0].configure(config).sampling.temperature == 0.5
 
 
+def test_a_draft_model_is_shared_in_every_way_on_the_same_ranks(bench_launch, tiny_checkpoint):
+    config = bench_launch(parallels=["single", "tensor", "layer"])
+    path = str(tiny_checkpoint("Llama", num_hidden_layers=5))
+    drafter = replace(config.drafter, path=path, parallel=Parallel.layer, ranks=2, layer_group=2)
+    settings = expand(replace(config, drafter=drafter))
+    shared = [(one.drafter.parallel, one.drafter.ranks, one.drafter.layer_group) for one in settings]
+    assert shared == [("single", 1, 0), ("tensor", 2, 0), ("layer", 2, 2)]
+    assert names(settings) == ["model k=3 single", "model k=3 tensor", "model k=3 layer"]
+
+
 @pytest.mark.parametrize(
     ("axes", "complaint"),
     [
         ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, ngram"),
         ({"pipelines": ["zigzag"]}, "job.pipelines=zigzag: no such choice"),
+        ({"parallels": ["wide"]}, "job.parallels=wide: no such way; choose from single, tensor, layer"),
         ({"batches": [1, 99]}, "job.batches=99: only 16 sequences"),
         ({"draft_lengths": [4000]}, "scheduler.max_num_batched_tokens=2048: cannot hold"),
     ],
