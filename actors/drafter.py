@@ -71,7 +71,7 @@ class Draft:
     @staticmethod
     def nothing(context: Context) -> Draft:
         """The empty proposal."""
-        return Draft(TokenTree.root(context.token_ids[-1]))
+        return Draft.chosen(TokenTree.root(context.token_ids[-1]))
 
     @staticmethod
     def chosen(tree: TokenTree) -> Draft:

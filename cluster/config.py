@@ -156,6 +156,32 @@ class BenchConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CertifyConfig:
+    """`job=certify`: prove that speculation leaves the output of this target unchanged."""
+
+    name: str = "certify"
+    """Set by the choice `job=`."""
+    prompts: str = ""
+    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
+    limit: int = 6
+    """Prompts to read; 0 = all."""
+    concurrency: int = 4
+    """Requests in flight; 0 = all at once."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """Temperatures to certify, in place of `sampling.temperature`; 0 = greedy."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1])
+    """Seeds of sampled outputs, in place of `sampling.seed`."""
+    contexts: int = 3
+    """Prompts behind which next tokens are drawn many times."""
+    draws: int = 4000
+    """Draws behind each of them, at every temperature above 0; more show a smaller bias."""
+    significance: float = 0.001
+    """Probability that a right rule fails by chance, over all comparisons of laws together."""
+    power: float = 0.99
+    """Probability with which a bias of the size that is reported would have been found."""
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchConfig:
     """Everything one launch is told."""
 
@@ -194,7 +220,13 @@ CHOICES: dict[str, dict[str, type]] = {
     "pipeline": dict.fromkeys(tuple(PipelineName), PipelineConfig),
     "placement": dict.fromkeys(("separate", "colocated"), PlacementConfig),
     "cluster": dict.fromkeys(("local", "inprocess", "existing", "slurm"), ClusterConfig),
-    "job": {"generate": GenerateConfig, "bench": BenchConfig, "plan": PlanConfig, "train": TrainConfig},
+    "job": {
+        "generate": GenerateConfig,
+        "bench": BenchConfig,
+        "certify": CertifyConfig,
+        "plan": PlanConfig,
+        "train": TrainConfig,
+    },
 }
 """Group -> choice -> its record. A choice is one file `conf/<group>/<choice>.yaml` over `schema/<group>/<choice>`."""
 
@@ -293,7 +325,7 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
         drafter = replace(drafter, levels=tuple(levels))
     else:
         drafter = _drafter_paths(drafter, target, "drafter")
-    if isinstance(job, GenerateConfig | BenchConfig | PlanConfig):
+    if isinstance(job, GenerateConfig | BenchConfig | CertifyConfig | PlanConfig):
         job = replace(job, prompts=_prompts(job.prompts))
     if isinstance(job, PlanConfig) and job.costs:
         job = replace(job, costs=_costs(job.costs))

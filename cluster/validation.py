@@ -31,7 +31,7 @@ from actors.options import (
 from cluster.levels import cascade_rules
 
 if TYPE_CHECKING:
-    from cluster.config import LaunchConfig
+    from cluster.config import CertifyConfig, LaunchConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -161,10 +161,10 @@ def _verify(config: LaunchConfig) -> Iterator[_Rule]:
     if config.verify.rule is not VerifyRule.coupled:  # which is exact for any proposal whatever
         from actors.verification import check_scheme  # loads PyTorch
 
-        check_scheme(config.verify.rule, _draws(config))
+        check_scheme(config.verify.rule, draws_of(config))
 
 
-def _draws(config: LaunchConfig) -> set[Draw]:
+def draws_of(config: LaunchConfig) -> set[Draw]:
     """How the chosen drafter would draw for a ratio test."""
     match config.drafter:
         case NoDrafterConfig():
@@ -214,6 +214,19 @@ def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
     yield "cluster.startup_timeout_s", timeout, timeout > 0, "must be above 0"
 
 
+def _certify(job: CertifyConfig) -> Iterator[_Rule]:
+    yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
+    yield "job.concurrency", job.concurrency, job.concurrency >= 0, "must be 0 (all at once) or above"
+    temperatures = job.temperatures
+    yield "job.temperatures", temperatures, bool(temperatures), "must name at least one; 0 is greedy"
+    yield "job.temperatures", temperatures, all(t >= 0 for t in temperatures), "must all be 0 or above"
+    yield "job.seeds", job.seeds, bool(job.seeds), "must name at least one"
+    yield "job.contexts", job.contexts, job.contexts >= 1, "must be at least 1"
+    yield "job.draws", job.draws, job.draws >= 100, "must be at least 100; fewer show nothing"
+    yield "job.significance", job.significance, 0 < job.significance < 1, "must be between 0 and 1"
+    yield "job.power", job.power, 0 < job.power < 1, "must be between 0 and 1"
+
+
 def _job(config: LaunchConfig) -> Iterator[_Rule]:
     job = config.job
     right = type(job)().name
@@ -222,6 +235,8 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
         yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
     if right == "generate":
         yield "job.concurrency", job.concurrency, job.concurrency >= 0, "must be 0 (all at once) or above"
+    if right == "certify":
+        yield from _certify(job)
     if right == "bench":
         yield "job.repeats", job.repeats, job.repeats >= 1, "must be at least 1"
         yield "job.warmup", job.warmup, job.warmup >= 0, "must be 0 or above"

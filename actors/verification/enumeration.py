@@ -159,18 +159,44 @@ def emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) -> Emissi
     begun: dict[tuple[int, ...], float] = defaultdict(float)
     mean_accepted = 0.0
     for draft in drafts:
-        contexts = [tuple(draft.tree.token_ids[i] for i in draft.tree.path_to(n)) for n in range(len(draft.draws))]
+        contexts = _contexts(draft)
         for weight, path, next_law in explore(rule, draft, lambda node: p(contexts[node])):
             weight *= draft.weight
             mean_accepted += weight * len(path)
             accepted = contexts[path[-1]] if path else ()
             for token, probability in enumerate(next_law.tolist()):
                 begun[(*accepted, token)] += weight * probability
+    return Emission(_continued(begun, p, length), mean_accepted)
+
+
+def matching_emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) -> Emission:
+    """The same for a rule that looks at the target's own draws, `rule(tree, choices)`: one draw for every context."""
+    begun: dict[tuple[int, ...], float] = defaultdict(float)
+    mean_accepted = 0.0
+    for draft in drafts:
+        contexts = _contexts(draft)
+        rows = {context: p(context) for context in contexts}
+        for tokens in itertools.product(*(np.flatnonzero(row).tolist() for row in rows.values())):
+            drawn = dict(zip(rows, tokens))
+            weight = draft.weight * float(np.prod([rows[context][token] for context, token in drawn.items()]))
+            path, next_token = rule(draft.tree, [drawn[context] for context in contexts])
+            mean_accepted += weight * len(path)
+            begun[(*(contexts[path[-1]] if path else ()), next_token)] += weight
+    return Emission(_continued(begun, p, length), mean_accepted)
+
+
+def _contexts(draft: Draft) -> list[tuple[int, ...]]:
+    """Tokens on the way to every node."""
+    return [tuple(draft.tree.token_ids[i] for i in draft.tree.path_to(n)) for n in range(len(draft.draws))]
+
+
+def _continued(begun: dict[tuple[int, ...], float], p: Law, length: int) -> dict[tuple[int, ...], float]:
+    """The joint law of the first `length` tokens; what is shorter goes on with p."""
     joint: dict[tuple[int, ...], float] = defaultdict(float)
     for tokens, weight in begun.items():
         for whole, probability in _continuations(p, tokens, length):
             joint[whole] += weight * probability
-    return Emission(dict(joint), mean_accepted)
+    return dict(joint)
 
 
 def _continuations(p: Law, tokens: tuple[int, ...], length: int) -> Iterator[tuple[tuple[int, ...], float]]:

@@ -171,8 +171,10 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
-@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in LOOKUPS])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, drafter):
+    if rule == "kseq" and drafter in LOOKUPS:
+        pytest.skip("kseq is exact for independent draws only")
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)

@@ -39,7 +39,7 @@ PUBLIC_CHOICES = {
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
-    "job": {"generate", "bench", "plan", "train"},
+    "job": {"generate", "bench", "certify", "plan", "train"},
 }
 
 PUBLIC_KEYS = {
@@ -58,6 +58,7 @@ PUBLIC_KEYS = {
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
     "job=generate": "name prompts limit concurrency baseline trace",
+    "job=certify": "name prompts limit concurrency temperatures seeds contexts draws significance power",
     "job=bench": "name prompts limit repeats warmup drafters pipelines temperatures batches draft_lengths contexts "
     "peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "

@@ -1,0 +1,190 @@
+"""`job=certify` on a tiny pair in this process: it passes what is right, and every check fails what is broken."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+import actors.verifier
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, SamplingConfig, Strategy, VerifyConfig, VerifyRule
+from actors.verification import RULES
+from cluster.certify import rounding
+from cluster.config import CertifyConfig, load_config
+from cluster.jobs import certify
+
+LAW, IDENTITY, EXACT, ROUNDING = (
+    "law at the model's vocabulary",
+    "token identity",
+    "exact enumeration",
+    "rounding",
+)
+
+
+@pytest.fixture
+def run_certify(tiny_launch, write_prompts, half_agreeing_drafter, one_free_thread, tmp_path):
+    """Certify; returns the certificate and the error it ended with."""
+
+    def run(rule="coupled", drafter=None, **options):
+        prompts = write_prompts({"prompt": "Name a bird."}, {"prompt": "abab" * 8})
+        job = CertifyConfig(prompts=prompts, **({"contexts": 1, "draws": 1200, "seeds": [0, 1]} | options))
+        drafter = drafter or ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=3, device="cpu")
+        sampling = SamplingConfig(max_tokens=20, ignore_eos=True)
+        config = tiny_launch(job, drafter=drafter, verify=VerifyConfig(VerifyRule(rule)), sampling=sampling)
+        error = None
+        try:
+            certify.run(config, tmp_path)
+        except RuntimeError as failure:
+            error = str(failure)
+            assert error.startswith("certificate: FAILED"), "an engine failed, not a check"
+        return json.loads((tmp_path / "certificate.json").read_text()), error
+
+    return run
+
+
+def failed(certificate):
+    return {check["name"] for check in certificate["checks"] if not check["passed"]}
+
+
+def check(certificate, name):
+    return next(one for one in certificate["checks"] if one["name"] == name)
+
+
+@pytest.mark.parametrize("rule", list(VerifyRule))
+def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
+    certificate, error = run_certify(rule)
+    assert error is None and certificate["passed"] and not failed(certificate)
+    identity = check(certificate, IDENTITY)
+    assert identity["num_outputs"] == (6 if rule == "coupled" else 2) and identity["num_accepted_draft_tokens"] > 0
+    law = check(certificate, LAW)
+    assert law["num_draws"] == 1200 and 0 < law["visible_bias"]["of first tokens"] < 0.2
+    assert {fit["name"] for fit in law["comparisons"]} >= {"T=1, text 1, first token", "the engine's sampled tokens"}
+    page = (tmp_path / "certificate.md").read_text()
+    assert page.startswith("# Certificate of unchanged output: PASSED") and str(rule) in page
+    assert "PASSED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [NgramDrafterConfig(min_ngram=1), partial(ModelDrafterConfig, strategy=Strategy.tree, num_draft_tokens=6)],
+)
+def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_drafter):
+    if not isinstance(drafter, NgramDrafterConfig):
+        drafter = drafter(path=str(half_agreeing_drafter), device="cpu")
+    certificate, error = run_certify("rejection", drafter)
+    assert error is None and certificate["passed"]
+
+
+# --- what must fail ---------------------------------------------------------------------------------------------------
+
+
+def accept_always(tree, draws, laws, target_row, coins):
+    """The classic mistake: drafts stand untested."""
+    leaf = len(tree.parents) - 1
+    return tuple(tree.path_to(leaf)), coins.sample(target_row(leaf), leaf)
+
+
+def correct_from_the_target(tree, draws, laws, target_row, coins):
+    """The quiet one: after a rejection the next token comes from p instead of the residual."""
+
+    class Coins:
+        accept = staticmethod(coins.accept)
+
+        @staticmethod
+        def sample(weights, node):
+            return coins.sample(target_row(node), node)
+
+    return RIGHT(tree, draws, laws, target_row, Coins)
+
+
+RIGHT = RULES["rejection"]
+
+
+def test_a_rejection_rule_that_accepts_always_fails_everywhere(run_certify, monkeypatch, tmp_path):
+    monkeypatch.setitem(RULES, "rejection", accept_always)
+    certificate, error = run_certify("rejection")
+    assert failed(certificate) == {IDENTITY, EXACT, LAW}
+    assert error.startswith("certificate: FAILED at token identity, exact enumeration, law at the model's vocabulary")
+    (first, *_) = check(certificate, IDENTITY)["divergences"]
+    assert first["plain"]["token_ids"] != first["speculative"]["token_ids"] and first["after"] and not first["is_tie"]
+    assert "NOT a tie" in (tmp_path / "certificate.md").read_text()
+
+
+def test_a_rejection_rule_that_corrects_from_the_target_fails_by_its_law(run_certify, monkeypatch):
+    """Greedy tokens cannot show it."""
+    monkeypatch.setitem(RULES, "rejection", correct_from_the_target)
+    certificate, error = run_certify("rejection")
+    assert failed(certificate) == {EXACT, LAW} and error is not None
+
+
+def test_the_counted_draws_find_a_broken_rule_by_themselves(run_certify, monkeypatch):
+    """The enumeration looks at another function than the engine calls: only the samples can tell."""
+    monkeypatch.setattr(actors.verifier, "RULES", RULES | {"rejection": correct_from_the_target})
+    certificate, _ = run_certify("rejection")
+    assert failed(certificate) == {LAW}
+
+
+def test_a_coupled_rule_that_accepts_always_fails(run_certify, monkeypatch):
+    def accepts_the_first_child(tree, choices):
+        node, path = 0, []
+        while children := tree.children()[node]:
+            node = children[0]
+            path.append(node)
+        return tuple(path), choices[node]
+
+    monkeypatch.setattr(actors.verifier, "verify_coupled", accepts_the_first_child)
+    monkeypatch.setattr("actors.verification.coupled.verify_coupled", accepts_the_first_child)
+    certificate, error = run_certify()
+    assert failed(certificate) == {IDENTITY, EXACT, LAW} and error is not None
+
+
+def test_logits_that_move_too_much_fail(run_certify, monkeypatch):
+    monkeypatch.setattr(rounding, "EXPLAINED", dict.fromkeys(rounding.EXPLAINED, 0.0))
+    monkeypatch.setattr("cluster.certify.checks.EXPLAINED", rounding.EXPLAINED)
+    monkeypatch.setattr(rounding.Scorer, "movement", lambda self, outputs: rounding.Movement(10, 1e-9, 0))
+    certificate, _ = run_certify(temperatures=[0.0])
+    assert failed(certificate) == {ROUNDING}
+
+
+def test_a_divergence_that_begins_at_a_tie_is_excused_and_shown(run_certify, monkeypatch):
+    """As in bfloat16: the second best token is within rounding of the best."""
+    right = actors.verifier.verify_coupled
+
+    def slips_once(tree, choices):
+        return right(tree, [token ^ 1 for token in choices] if tree.num_draft_tokens else choices)
+
+    monkeypatch.setattr(actors.verifier, "verify_coupled", slips_once)
+    monkeypatch.setattr(rounding.Scorer, "gaps", lambda self, output: [1e-9] * len(output.plain))
+    certificate, error = run_certify(temperatures=[0.0])
+    identity = check(certificate, IDENTITY)
+    assert identity["passed"] and error is None
+    assert identity["num_excused_by_ties"] == identity["num_unequal_outputs"] == 2
+    assert check(certificate, ROUNDING)["num_ties"] == check(certificate, ROUNDING)["num_choices"] == 40
+
+
+def test_what_was_not_looked_at_is_said(run_certify):
+    certificate, _ = run_certify(temperatures=[0.0])
+    assert LAW not in {one["name"] for one in certificate["checks"]}
+    assert any("no law was tested" in note for note in certificate["notes"])
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("job.limit=-1", "job.limit=-1: must be 0 (all prompts) or above"),
+        ("job.concurrency=-1", "job.concurrency=-1: must be 0 (all at once) or above"),
+        ("job.temperatures=[]", "job.temperatures=[]: must name at least one; 0 is greedy"),
+        ("job.temperatures=[-1]", "job.temperatures=[-1.0]: must all be 0 or above"),
+        ("job.seeds=[]", "job.seeds=[]: must name at least one"),
+        ("job.contexts=0", "job.contexts=0: must be at least 1"),
+        ("job.draws=10", "job.draws=10: must be at least 100; fewer show nothing"),
+        ("job.significance=0", "job.significance=0.0: must be between 0 and 1"),
+        ("job.power=1", "job.power=1.0: must be between 0 and 1"),
+        ("job.prompts=/no/such.jsonl", "job.prompts=/no/such.jsonl: no such file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(override, line):
+    with pytest.raises(ValueError) as caught:
+        load_config(["job=certify", override])
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
