@@ -1,9 +1,9 @@
 """The typed configuration of a launch: its records, their registration with Hydra, and its composition.
 
 The records of target, drafters, verification, pipeline, scheduler and sampling live in `actors/options.py`, those of
-training in `cluster/training/config.py`; machines and jobs are described here. A `DictConfig` comes in through
-`typed_config` and nothing but frozen records goes out; nothing is ever written back into one. Symbolic paths become
-real ones here and nowhere else.
+training, benches, certificates and plans in `config.py` of their packages; machines and `job=generate` are described
+here. A `DictConfig` comes in through `typed_config` and nothing but frozen records goes out; nothing is ever written
+back into one. Symbolic paths become real ones here and nowhere else.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from actors.options import (
     VerifyConfig,
 )
 from cluster import pocket
+from cluster.bench.config import BenchConfig
+from cluster.certify.config import CertifyConfig
 from cluster.errors import describe, unknown_key
 from cluster.levels import with_typed_levels
 from cluster.planning.config import PlanConfig
@@ -121,64 +123,6 @@ class GenerateConfig:
     """Time plain decoding of the same prompts too."""
     trace: bool = True
     """Record both lanes and write `timeline.json` and `timeline.png`."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchConfig:
-    """`job=bench`: measure configurations against plain decoding in one run. An empty axis stays as configured."""
-
-    name: str = "bench"
-    """Set by the choice `job=`."""
-    prompts: str = ""
-    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
-    limit: int = 8
-    """Prompts to read; 0 = all."""
-    repeats: int = 3
-    """Measured runs of each configuration; medians are reported."""
-    warmup: int = 1
-    """Unmeasured runs before them, over as many prompts as are in flight."""
-    drafters: list[str] = field(default_factory=list)
-    """Axis: choices of `drafter=`."""
-    pipelines: list[str] = field(default_factory=list)
-    """Axis: choices of `pipeline=`."""
-    temperatures: list[float] = field(default_factory=list)
-    """Axis: `sampling.temperature`."""
-    batches: list[int] = field(default_factory=list)
-    """Axis: requests in flight; one if empty."""
-    draft_lengths: list[int] = field(default_factory=list)
-    """Axis: `drafter.num_draft_tokens`."""
-    parallels: list[str] = field(default_factory=list)
-    """Axis: `drafter.parallel`; single takes one rank, the others `drafter.ranks`."""
-    contexts: list[int] = field(default_factory=list)
-    """Axis: prompt lengths in tokens, made of the prompts' texts; the prompts as they are if empty."""
-    peers: list[str] = field(default_factory=list)
-    """Other engines to time on the same prompts: transformers (plain and assisted, one request at a time)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CertifyConfig:
-    """`job=certify`: prove that speculation leaves the output of this target unchanged."""
-
-    name: str = "certify"
-    """Set by the choice `job=`."""
-    prompts: str = ""
-    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
-    limit: int = 6
-    """Prompts to read; 0 = all."""
-    concurrency: int = 4
-    """Requests in flight; 0 = all at once."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Temperatures to certify, in place of `sampling.temperature`; 0 = greedy."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1])
-    """Seeds of sampled outputs, in place of `sampling.seed`."""
-    contexts: int = 3
-    """Prompts behind which next tokens are drawn many times."""
-    draws: int = 4000
-    """Draws behind each of them, at every temperature above 0; more show a smaller bias."""
-    significance: float = 0.001
-    """Probability that a right rule fails by chance, over all comparisons of laws together."""
-    power: float = 0.99
-    """Probability with which a bias of the size that is reported would have been found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ STDLIB_ONLY = {
     "actors/lifecycle.py": set(),
     "actors/options.py": {"actors"},
     "cluster/training/config.py": set(),
+    "cluster/bench/config.py": set(),
+    "cluster/certify/config.py": set(),
 }
 """File -> packages it may import besides the standard library."""
 

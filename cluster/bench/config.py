@@ -1,0 +1,37 @@
+"""What a user may choose about a bench: axes, repeats, peers. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """`job=bench`: measure configurations against plain decoding in one run. An empty axis stays as configured."""
+
+    name: str = "bench"
+    """Set by the choice `job=`."""
+    prompts: str = ""
+    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
+    limit: int = 8
+    """Prompts to read; 0 = all."""
+    repeats: int = 3
+    """Measured runs of each configuration; medians are reported."""
+    warmup: int = 1
+    """Unmeasured runs before them, over as many prompts as are in flight."""
+    drafters: list[str] = field(default_factory=list)
+    """Axis: choices of `drafter=`."""
+    pipelines: list[str] = field(default_factory=list)
+    """Axis: choices of `pipeline=`."""
+    temperatures: list[float] = field(default_factory=list)
+    """Axis: `sampling.temperature`."""
+    batches: list[int] = field(default_factory=list)
+    """Axis: requests in flight; one if empty."""
+    draft_lengths: list[int] = field(default_factory=list)
+    """Axis: `drafter.num_draft_tokens`."""
+    parallels: list[str] = field(default_factory=list)
+    """Axis: `drafter.parallel`; single takes one rank, the others `drafter.ranks`."""
+    contexts: list[int] = field(default_factory=list)
+    """Axis: prompt lengths in tokens, made of the prompts' texts; the prompts as they are if empty."""
+    peers: list[str] = field(default_factory=list)
+    """Other engines to time on the same prompts: transformers (plain and assisted, one request at a time)."""

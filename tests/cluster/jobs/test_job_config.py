@@ -1,0 +1,26 @@
+"""Settings of `job=generate` and `job=bench` that make no sense: refused in one line before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import load_config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["job.concurrency=-1"], "job.concurrency=-1: must be 0 (all at once) or above"),
+        (["job.limit=-1"], "job.limit=-1: must be 0 (all prompts) or above"),
+        (["job=bench", "job.repeats=0"], "job.repeats=0: must be at least 1"),
+        (["job=bench", "job.warmup=-1"], "job.warmup=-1: must be 0 or above"),
+        (["job=bench", "job.batches=[1,0]"], "job.batches=[1, 0]: must all be at least 1"),
+        (["job=bench", "job.draft_lengths=[0]"], "job.draft_lengths=[0]: must all be at least 1"),
+        (["job=bench", "job.temperatures=[-1]"], "job.temperatures=[-1.0]: must all be 0 or above"),
+        (["job=bench", "job.contexts=[0]"], "job.contexts=[0]: must all be at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(overrides, line):
+    with pytest.raises(ValueError) as caught:
+        load_config(overrides)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
