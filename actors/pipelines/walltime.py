@@ -1,0 +1,105 @@
+"""What a cascade should bring: expected tokens and time per round from acceptance rates and pass costs.
+
+Acceptance is taken to be independent from token to token (the usual simplification; real acceptance comes in runs).
+`improvement_*` are the published closed forms, as factors over plain decoding with costs relative to a target pass;
+`draft_s` follows this engine's cascade instead: a level reviews until it has the tokens it was ordered.
+
+Source: Chen et al., Cascade Speculative Drafting (arXiv 2312.11462), section 3 and theorem 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+
+def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
+    """Expected tokens of a round, the target's own included: 1 + a + ... + a^k."""
+    return sum(acceptance**i for i in range(num_draft_tokens + 1))
+
+
+def improvement_chain(acceptance: float, num_draft_tokens: int, cost: float) -> float:
+    """Plain speculative decoding (Leviathan et al., arXiv 2211.17192)."""
+    return tokens_per_round(acceptance, num_draft_tokens) / (1 + num_draft_tokens * cost)
+
+
+def improvement_vertical(
+    acceptance: float, below: float, num_reviews: int, num_below: int, cost: float, cost_below: float
+) -> float:
+    """A level that reviews `num_reviews` times, each time `num_below` tokens that it accepts with `below`."""
+    return vertical_tokens(acceptance, below, num_reviews, num_below) / (
+        1 + num_reviews * cost + num_reviews * num_below * cost_below
+    )
+
+
+def vertical_tokens(acceptance: float, below: float, num_reviews: int, num_below: int) -> float:
+    """Expected tokens of a round of a vertical cascade."""
+    if acceptance == 1:
+        return 1 + num_reviews * tokens_per_round(below, num_below)
+    drafted = 1 + (acceptance - 1) * tokens_per_round(below * acceptance, num_below)  # E[a^n], n tokens per review
+    return (1 - acceptance * drafted**num_reviews) / (1 - acceptance)
+
+
+def improvement_horizontal(
+    acceptance: float, tail_acceptance: float, length: int, tail: int, cost: float, tail_cost: float
+) -> float:
+    """The first `length` tokens of a draft from one drafter, `tail` more from a cheaper one."""
+    first = tokens_per_round(acceptance, length)
+    rest = acceptance**length * (tokens_per_round(tail_acceptance, tail) - 1)
+    return (first + rest) / (1 + length * cost + tail * tail_cost)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelCost:
+    """One level as measured: seconds of a pass, how likely the level above takes its token, tokens it hands up.
+
+    A lookup, which needs one pass whatever the length, `drafts_at_once`.
+    """
+
+    pass_s: float
+    acceptance: float
+    num_draft_tokens: int
+    drafts_at_once: bool = False
+
+
+def draft_s(levels: Sequence[LevelCost], num_draft_tokens: int) -> float:
+    """Expected seconds that a cascade, the cheapest level first, takes for a draft of so many tokens."""
+
+    @cache
+    def seconds(level: int, length: int) -> float:
+        if length == 0:
+            return 0.0
+        this = levels[level]
+        if level == 0:
+            return this.pass_s * (1 if this.drafts_at_once else length)
+        below = levels[level - 1]
+        asked = min(below.num_draft_tokens, length - 1)
+        total = this.pass_s + seconds(level - 1, asked)
+        for accepted in range(asked + 1):
+            chance = below.acceptance**accepted * (1 - below.acceptance if accepted < asked else 1)
+            total += chance * seconds(level, length - accepted - 1)
+        return total
+
+    return seconds(len(levels) - 1, num_draft_tokens)
+
+
+def tokens_per_s(levels: Sequence[LevelCost], verify_s: float) -> float:
+    """Expected speed when drafting and verifying take turns; the last level's acceptance is the target's of it."""
+    length = levels[-1].num_draft_tokens if levels else 0
+    acceptance = levels[-1].acceptance if levels else 0.0
+    return tokens_per_round(acceptance, length) / (verify_s + (draft_s(levels, length) if levels else 0.0))
+
+
+def best_lengths(levels: Sequence[LevelCost], verify_s: float, longest: int = 12) -> tuple[int, ...]:
+    """Tokens each level should hand up, by trying all; zeros mean that plain decoding is expected to be faster."""
+    best, best_speed = (0,) * len(levels), tokens_per_s((), verify_s)
+    for lengths in itertools.product(range(1, longest + 1), repeat=len(levels)):
+        if any(below > above for below, above in itertools.pairwise(lengths)):
+            continue  # a level is never asked for more than the one above lacks
+        chosen = [replace(level, num_draft_tokens=length) for level, length in zip(levels, lengths, strict=True)]
+        speed = tokens_per_s(chosen, verify_s)
+        if speed > best_speed:
+            best, best_speed = lengths, speed
+    return best
