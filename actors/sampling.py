@@ -252,16 +252,19 @@ def choose(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence
 
 
 def top_children(
-    scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], width: int
+    scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], width: int, *, given_noise: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The drafter's side of `choose`: the `width` likeliest winners under the target's noise, best first.
 
-    Returns token ids [n, width] and their log-probabilities under softmax(scores) [n, width].
+    Returns token ids [n, width] and their log-probabilities under softmax(scores) [n, width]; with `given_noise` under
+    the softmax of the scores with their noise, which is closer to the chance that the target, whose noise is the same
+    and whose scores are a little different, draws them.
     """
     raced = _with_noise(scores, params, positions)
     # arg-max breaks ties as the target does; top-k promises no order among ties
     token_ids = raced.argmax(dim=-1, keepdim=True) if width == 1 else raced.topk(width, dim=-1).indices
-    return token_ids, scores.gather(1, token_ids) - scores.logsumexp(dim=-1, keepdim=True)
+    law = raced if given_noise else scores
+    return token_ids, law.gather(1, token_ids) - law.logsumexp(dim=-1, keepdim=True)
 
 
 def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

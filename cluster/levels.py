@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from enum import StrEnum
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from actors.options import CascadeDrafterConfig, DrafterConfig, ModelDrafterConfig, Strategy
 from cluster.errors import unknown_key
@@ -41,6 +41,7 @@ def typed_level(entry: Any, where: str, families: Mapping[str, type]) -> Drafter
 
 
 def _value(value: Any, wanted: type, where: str) -> Any:
+    wanted = get_origin(wanted) or wanted
     if issubclass(wanted, StrEnum):
         if value not in list(wanted):
             raise ValueError(f"{where}={value}: is unknown; choose one of {', '.join(wanted)}")

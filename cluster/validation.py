@@ -136,6 +136,8 @@ def _model_drafter(drafter: ModelDrafterConfig) -> Iterator[_Rule]:
     yield from _layers(drafter)
     yield "drafter.depth", drafter.depth, drafter.depth >= 1, "must be at least 1"
     yield "drafter.width", drafter.width, drafter.width >= 1, "must be at least 1"
+    nodes = drafter.batch_nodes
+    yield "drafter.batch_nodes", nodes, nodes >= 0, "must be 0 (each request its own) or above"
     yield "drafter.dtype", drafter.dtype, drafter.dtype in DTYPES, f"is unknown; choose one of {', '.join(DTYPES)}"
     yield "drafter.device", drafter.device, drafter.device in DEVICES, f"is unknown; choose one of {', '.join(DEVICES)}"
 

@@ -35,8 +35,30 @@ class GrowingTree:
         self.values.append(self.values[candidate.parent] + candidate.log_prob)
         return len(self.token_ids) - 1
 
+    def depth(self, node: int) -> int:
+        depth = 0
+        while node > 0:
+            node, depth = self.parents[node], depth + 1
+        return depth
 
-class StaticGrowth:
+
+class Growth:
+    """Base of policies that treat every tree of a batch by itself."""
+
+    def extend_all(
+        self, trees: Sequence[GrowingTree], offered: Sequence[Sequence[Candidate]], budgets: Sequence[int]
+    ) -> list[list[int]]:
+        """The nodes of every tree to feed next."""
+        return [self.extend(*one) for one in zip(trees, offered, budgets, strict=True)]
+
+    def finish_all(
+        self, trees: Sequence[GrowingTree], budgets: Sequence[int]
+    ) -> list[tuple[TokenTree, list[int]]]:
+        """What to propose, and the kept nodes as they were numbered while growing."""
+        return [self.finish(*one) for one in zip(trees, budgets, strict=True)]
+
+
+class StaticGrowth(Growth):
     """A fixed shape: every node of depth d gets `branching[d]` children, until `budget` nodes stand.
 
     Nodes are taken in the order their tokens were drawn and none is dropped afterwards, so the shape may be used with
@@ -62,7 +84,7 @@ class StaticGrowth:
         return TokenTree(tuple(tree.token_ids), tuple(tree.parents)), list(range(len(tree.token_ids)))
 
 
-class BestFirstGrowth:
+class BestFirstGrowth(Growth):
     """Expand the `width` likeliest paths of each level, then keep the `budget` likeliest nodes of all.
 
     A node is never likelier than its parent, so the kept set is connected. Tokens are dropped by looking at them:

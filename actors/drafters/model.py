@@ -17,7 +17,8 @@ from torch import Tensor
 
 from actors.drafter import Context, Draft, IdleDrafter
 from actors.drafters.calibration import CalibrationSchedule
-from actors.drafters.growth import BestFirstGrowth, Candidate, GrowingTree, StaticGrowth
+from actors.drafters.dynamic import DynamicGrowth, PassPrice
+from actors.drafters.growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
 from actors.draws import draw_iid, draw_without_replacement
 from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
 from actors.options import ModelDrafterConfig, Strategy
@@ -54,8 +55,11 @@ class ModelDrafter(IdleDrafter):
         self._eos_token_ids = tuple(eos_token_ids)
         self._prefill_chunk = prefill_chunk
         self._is_chain = config.strategy is Strategy.chain
-        self._may_sample = config.strategy is not Strategy.best_first
-        self._growth = _growth(config)
+        self._is_dynamic = config.strategy is Strategy.dynamic
+        self._may_sample = config.strategy in (Strategy.chain, Strategy.tree)
+        self._price = PassPrice()
+        self._price_share = 0.0
+        self._growth = self._make_growth(config)
         self._rows: dict[int, _Rows] = {}
         self._calibration = CalibrationSchedule(config)
 
@@ -103,6 +107,24 @@ class ModelDrafter(IdleDrafter):
         self._calibration.forget(request_id)
         self.runner.close(request_id)
 
+    def _make_growth(self, config: ModelDrafterConfig) -> Growth:
+        match config.strategy:
+            case Strategy.chain:
+                return StaticGrowth([1] * config.num_draft_tokens)
+            case Strategy.tree:
+                return StaticGrowth([config.width, *[1] * (config.depth - 1)])
+            case Strategy.best_first:
+                return BestFirstGrowth(config.depth, config.width)
+            case Strategy.dynamic:
+                return DynamicGrowth(config.depth, config.width, config.batch_nodes, lambda: self._price_share)
+
+    def _agree_on_price(self) -> None:
+        """Clocks differ between ranks, trees must not: the first rank's is everybody's."""
+        self._price.asked()
+        group, device = self.runner.decoder.group, self.runner.decoder.device
+        share = torch.tensor([self._price.share], dtype=torch.float32, device=device)
+        self._price_share = float(group.broadcast(share)[0]) if group.size > 1 else self._price.share
+
     # --- keeping up with the text -------------------------------------------------------------------------------------
 
     def _with_room(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[tuple[Context, int]]:
@@ -111,7 +133,7 @@ class ModelDrafter(IdleDrafter):
         for context, budget in zip(contexts, budgets, strict=True):
             depth = min(budget, self._growth.depth)
             suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
-            asked = suffix + depth * self._growth.width(0)
+            asked = suffix + depth * (budget if self._is_dynamic else self._growth.width(0))
             fits = len(context.token_ids) + depth <= self.runner.config.max_positions
             if fits and self.runner.can_reserve(rows + asked):
                 able.append((context, budget))
@@ -182,16 +204,16 @@ class ModelDrafter(IdleDrafter):
     # --- trees: one level after the other -----------------------------------------------------------------------------
 
     def _trees(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
+        if self._is_dynamic:
+            self._agree_on_price()
         logits = self._feed_suffixes(contexts)
+        self._price.started()
         trees = [GrowingTree(context.token_ids[-1]) for context in contexts]
         laws: list[dict[int, SparseLaw]] = [{} for _ in contexts]
         frontier = [[0] for _ in contexts]
         for level in range(self._growth.depth):
             offered = self._offer(contexts, trees, frontier, logits, level, laws)
-            frontier = [
-                self._growth.extend(tree, candidates, budget)
-                for tree, candidates, budget in zip(trees, offered, budgets, strict=True)
-            ]
+            frontier = self._growth.extend_all(trees, offered, budgets)
             if level + 1 == self._growth.depth:
                 break
             # A static tree that is full gets no children, so its last level need not be fed.
@@ -202,9 +224,11 @@ class ModelDrafter(IdleDrafter):
             if not any(frontier):
                 break
             logits = self._feed_level(contexts, trees, frontier)
+            self._price.passed()
+        grown = self._growth.finish_all(trees, budgets)
         return {
-            context.request_id: self._finish(context, tree, law, budget)
-            for context, tree, law, budget in zip(contexts, trees, laws, budgets, strict=True)
+            context.request_id: self._finish(context, law, *tree)
+            for context, law, tree in zip(contexts, laws, grown, strict=True)
         }
 
     def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> Tensor:
@@ -269,12 +293,17 @@ class ModelDrafter(IdleDrafter):
             drawn = dict(zip(sampled, draw(scores[sampled], params, steps, nodes, width, self._law_size), strict=True))
         params = [self._drawing_params(rows.params) for rows, _ in row_of]
         positions = [position for rows in batch for position in rows.positions()]
-        token_ids, log_probs = (values.tolist() for values in top_children(scores, params, positions, width))
+        token_ids, log_probs = (values.tolist() for values in self._likeliest(scores, params, positions, width))
         for i in range(len(row_of)):
             if i in drawn:
                 yield drawn[i].token_ids, [0.0] * len(drawn[i].token_ids), drawn[i].law
             else:
                 yield token_ids[i], log_probs[i], None
+
+    def _likeliest(
+        self, scores: Tensor, params: list[SamplingParams], positions: list[int], width: int
+    ) -> tuple[Tensor, Tensor]:
+        return top_children(scores, params, positions, width, given_noise=self._is_dynamic)
 
     def _samples(self, params: SamplingParams) -> bool:
         """Whether children are drawn at random with a law to show, rather than chosen."""
@@ -284,8 +313,7 @@ class ModelDrafter(IdleDrafter):
         """Without shared noise the best guess is the likeliest token."""
         return params if self._coupled else replace(params, temperature=0.0)
 
-    def _finish(self, context: Context, tree: GrowingTree, laws: dict[int, SparseLaw], budget: int) -> Draft:
-        grown, kept = self._growth.finish(tree, budget)
+    def _finish(self, context: Context, laws: dict[int, SparseLaw], grown: TokenTree, kept: list[int]) -> Draft:
         rows = self._rows[context.request_id]
         place = {node: i for i, node in enumerate(kept)}
         rows.of_node = {place[node]: row for node, row in rows.of_node.items() if node in place}
@@ -295,16 +323,6 @@ class ModelDrafter(IdleDrafter):
             return Draft.chosen(grown)
         draws = (Draw.ROOT, *[self._draw] * grown.num_draft_tokens)
         return Draft(grown, draws, tuple(laws.get(node) for node in kept))
-
-
-def _growth(config: ModelDrafterConfig) -> StaticGrowth | BestFirstGrowth:
-    match config.strategy:
-        case Strategy.chain:
-            return StaticGrowth([1] * config.num_draft_tokens)
-        case Strategy.tree:
-            return StaticGrowth([config.width, *[1] * (config.depth - 1)])
-        case Strategy.best_first:
-            return BestFirstGrowth(config.depth, config.width)
 
 
 def _behind_root(context: Context) -> NodeRows:

@@ -49,7 +49,7 @@ PUBLIC_KEYS = {
     "tokenizer",
     **{"drafter=maxgram": "name num_draft_tokens max_places", "drafter=cascade": "name levels num_draft_tokens tails"},
     "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width fan_out ahead_width "
-    "dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every",
+    "batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every",
     "verify": "rule law_size",
     "pipeline": "name",
     "placement": "name nodes",
