@@ -253,7 +253,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (
             ["drafter.strategy=bush"],
-            "drafter.strategy: invalid value 'bush', expected one of [chain, tree, best_first]",
+            "drafter.strategy: invalid value 'bush', expected one of [chain, tree, best_first, dynamic]",
         ),
         (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
         (["target.tp=null"], "target.tp: field 'target.tp' is not Optional; the default is 1"),
