@@ -87,7 +87,9 @@ def _measured(config: LaunchConfig, terminal: Terminal) -> Plan:
         device = "cuda:0" if on_gpus else "cpu"
         drafter = replace(config.drafter, num_draft_tokens=max(job.draft_lengths))
         fidelity = compare(drafter, seen.texts, seen.sampling, POLICIES if job.ablation else POLICIES[:1], device)
-        acceptance = {one.layer_group: one.acceptance for one in reversed(fidelity)}  # the first policy's
+        acceptance: dict[int, tuple[float, ...]] = {}
+        for one in fidelity:
+            acceptance.setdefault(one.layer_group, one.acceptance)  # as the engine would: the others only compare
         measurer = Measurer(config, seen.texts, seen.sampling)
         found, refused = measure_all(layouts, measurer, config, devices, say)
         costs = derive_costs(found, num_devices, seen.hop_s, acceptance)

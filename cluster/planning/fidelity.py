@@ -24,7 +24,7 @@ from cluster.planning.rounds import Script, Text, play_drafts
 from parallel.config import DecoderConfig
 from parallel.fuzzy import LayerParallelRunner, open_layer_parallel
 from parallel.mesh import SINGLE
-from parallel.partition import LayerLayout, default_partition
+from parallel.partition import LayerLayout, default_partition, partition_of
 from parallel.plan import Span
 from parallel.sizing import choose_dtype
 
@@ -56,6 +56,8 @@ class Fidelity:
     """One width under one policy, beside exact drafting on the same texts."""
 
     layer_group: int
+    partition: tuple[int, ...]
+    """Hyper-layers by their sizes."""
     calibration: str
     acceptance: tuple[float, ...]
     """By distance from the committed text, given that everything in front was accepted."""
@@ -74,11 +76,20 @@ class Fidelity:
     """Root mean square over the vocabulary, relative to the spread of the exact logits."""
 
 
-def partition_sizes(num_layers: int, width: int) -> list[int]:
-    """The engine's own partition; a model too shallow for it runs its first `width` layers side by side."""
+def engine_sizes(num_layers: int, width: int) -> list[int]:
+    """Hyper-layers of the engine's own partition; a model too shallow for it runs its first `width` side by side."""
     if num_layers > FEWEST_LAYERS or width == 1:
         return [len(members) for members in default_partition(num_layers, width)]
     return [width, *[1] * (num_layers - width)]
+
+
+def full_sizes(num_layers: int, width: int) -> list[int]:
+    """The same with hyper-layers really `width` wide, as far as the layers go, where the engine evens them out."""
+    sizes = engine_sizes(num_layers, width)
+    if max(sizes) >= width:
+        return sizes
+    between = num_layers - 2
+    return [1, *[width] * (between // width), *[between % width] * (between % width > 0), 1]
 
 
 def widths_of(config: ModelDrafterConfig) -> list[int]:
@@ -90,16 +101,15 @@ def widths_of(config: ModelDrafterConfig) -> list[int]:
 
 def measure_acceptance(
     config: ModelDrafterConfig,
-    width: int,
+    sizes: Sequence[int],
     calibrating: Calibrating,
     texts: Sequence[Text],
     sampling: SamplingParams,
     device: str = "cpu",
 ) -> tuple[tuple[float, ...], float]:
     """(acceptance by distance, accepted draft tokens a round) of the drafter itself, once along all texts."""
-    sizes = partition_sizes(DecoderConfig.from_hf(Path(config.path)).num_layers, width)
     drafter = calibrating.configure(replace(config, parallel=Parallel.layer, ranks=1))
-    drafter = replace(drafter, layer_group=0, layer_partition=sizes)
+    drafter = replace(drafter, layer_group=0, layer_partition=list(sizes))
     built, _ = build_drafter(drafter, VerifyConfig(), "sync", SchedulerConfig(max_num_seqs=1), SINGLE, device, ())
     script = Script(tuple(texts), sampling, 1, (config.num_draft_tokens,), seconds=0.0)
     played = play_drafts(DraftRole(built), script, SINGLE, device)
@@ -107,15 +117,11 @@ def measure_acceptance(
 
 
 class Nearness:
-    """Compares fuzzy rows with exact ones along texts, for one width."""
+    """Compares fuzzy rows with exact ones along texts, for one partition."""
 
-    def __init__(self, config: ModelDrafterConfig, width: int, num_slots: int, device: str = "cpu") -> None:
-        shape = DecoderConfig.from_hf(Path(config.path))
-        sizes = partition_sizes(shape.num_layers, width)
-        stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        partition = tuple(tuple(range(stop - size, stop)) for stop, size in zip(stops, sizes, strict=True))
+    def __init__(self, config: ModelDrafterConfig, sizes: Sequence[int], num_slots: int, device: str = "cpu") -> None:
         dtype = choose_dtype(config.dtype, device)
-        layout = LayerLayout(partition, 1)
+        layout = LayerLayout(partition_of(sizes, sum(sizes)), 1)
         self._runner: LayerParallelRunner = open_layer_parallel(
             config.path, layout, device=device, dtype=dtype, num_slots=num_slots
         )
@@ -178,19 +184,26 @@ def compare(
     policies: Sequence[Calibrating],
     device: str = "cpu",
 ) -> list[Fidelity]:
-    """Every width under every policy; the first is exact drafting."""
+    """Every width under every policy; the first is exact drafting. With several policies also the widths that the
+    engine's own partition of this model does not reach."""
+    num_layers = DecoderConfig.from_hf(Path(config.path)).num_layers
+    widths = widths_of(config)
+    tried = [(width, engine_sizes(num_layers, width)) for width in widths]
+    if len(policies) > 1:
+        tried += [(width, sizes) for width in widths if (sizes := full_sizes(num_layers, width)) != dict(tried)[width]]
     num_slots = max(len(text.token_ids) for text in texts) + 1
     found: list[Fidelity] = []
     exact_accepted = 0.0
-    for width in widths_of(config):
-        nearness = Nearness(config, width, num_slots, device)
+    for width, sizes in tried:
+        nearness = Nearness(config, sizes, num_slots, device)
         for policy in policies if width > 1 else [Calibrating()]:
-            acceptance, accepted = measure_acceptance(config, width, policy, texts, sampling, device)
+            acceptance, accepted = measure_acceptance(config, sizes, policy, texts, sampling, device)
             exact_accepted = exact_accepted or accepted
             run = round(policy.every * (accepted + 1)) if policy.every != 1 else config.num_draft_tokens - 1
             found.append(
                 Fidelity(
                     width,
+                    tuple(sizes),
                     policy.describe() if width > 1 else "exact",
                     acceptance,
                     accepted + 1,
@@ -204,5 +217,6 @@ def compare(
 
 def input_similarity(config: ModelDrafterConfig, texts: Sequence[Text], device: str = "cpu") -> list[float]:
     """Cosine of a layer's input and that of the layer 1, 2, 3 further on, which would read it in its place."""
+    num_layers = DecoderConfig.from_hf(Path(config.path)).num_layers
     num_slots = max(len(text.token_ids) for text in texts)
-    return Nearness(config, 1, num_slots, device).input_similarity(texts)
+    return Nearness(config, [1] * num_layers, num_slots, device).input_similarity(texts)

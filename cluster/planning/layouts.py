@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.branches import AHEAD
-from actors.options import MlpParallel, ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineConfig, PipelineName
+from actors.options import MlpParallel, ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineName
 from cluster.config import LaunchConfig, PlacementConfig, PlacementName
 from cluster.planning.config import PlanConfig
 from parallel.config import DecoderConfig
@@ -70,7 +70,7 @@ class Layout:
     def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
         """`config` in this layout."""
         target = replace(config.target, tp=self.target_ranks)
-        pipeline = PipelineConfig(PipelineName(self.pipeline))
+        pipeline = replace(config.pipeline, name=PipelineName(self.pipeline))
         if self.shape is None:
             return replace(config, target=target, drafter=NoDrafterConfig(), pipeline=pipeline)
         shape = self.shape

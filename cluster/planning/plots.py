@@ -47,10 +47,11 @@ def draw_fidelity(path: Path, found: Sequence[Mapping[str, object]]) -> None:
         (panels[1], "top1_agreement", "Likeliest token equals that of an exact pass"),
     ):
         for colour, policy in zip(_LINES, policies):
-            line = [exact, *(one for one in found if one["calibration"] == policy)]
-            widths, heights = [one["layer_group"] for one in line], [one[name] for one in line]
+            widest = {max(one["partition"]): one for one in found if one["calibration"] == policy}
+            line = [exact, *(widest[width] for width in sorted(widest))]
+            widths, heights = [max(one["partition"]) for one in line], [one[name] for one in line]
             axes.plot(widths, heights, marker="o", markersize=4, color=colour, label=policy)
-        axes.set_xticks(sorted({one["layer_group"] for one in found}))
+        axes.set_xticks(sorted({max(one["partition"]) for one in found}))
         axes.set_xlabel("layers side by side")
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)

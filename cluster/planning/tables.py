@@ -97,11 +97,12 @@ def fidelity_table(found: Sequence[Entry]) -> Table | None:
     """Layers side by side: what they cost in acceptance, and how near their passes are to exact ones."""
     if len(found) < 2:
         return None
-    columns = ["layers side by side", "calibrated", "accepted + 1", "kept", "accepted", "kept"]
+    columns = ["layers side by side", "as", "calibrated", "accepted + 1", "kept", "accepted", "kept"]
     columns += ["top-1 equal", "cosine", "KL, nats", "logits off"]
     rows = [
         [
             str(one["layer_group"]),
+            " ".join(map(str, one["partition"])),
             str(one["calibration"]),
             figure(one["acceptance_length"]),
             percent(one["length_kept"]),
@@ -144,6 +145,7 @@ def write_fidelity(path: Path, found: Sequence[Entry]) -> None:
     rows = []
     for one in found:
         row = {name: value for name, value in one.items() if name != "acceptance"}
+        row["partition"] = " ".join(map(str, one["partition"]))
         rows.append(row | {f"acceptance {i}": rate for i, rate in enumerate(one["acceptance"], 1)})
     _write_rows(path, rows)
 

@@ -11,8 +11,9 @@ from cluster.planning.fidelity import (
     Calibrating,
     Nearness,
     compare,
+    engine_sizes,
+    full_sizes,
     input_similarity,
-    partition_sizes,
     widths_of,
 )
 from cluster.planning.rounds import Text
@@ -49,9 +50,10 @@ def texts(deep) -> list[Text]:
 def test_the_table_of_an_ablation(deep, texts):
     found = compare(deep, texts, SAMPLING, POLICIES[::3])
     exact, *fuzzy = found
-    assert (exact.layer_group, exact.calibration) == (1, "exact") and len(fuzzy) == 3 * 2
+    assert (exact.layer_group, exact.calibration) == (1, "exact") and len(fuzzy) == 4 * 2
     assert exact.acceptance == (1.0,) * 4 and exact.acceptance_length == 5 and exact.accepted_kept == 1
     assert exact.top1_agreement == 1 and exact.cosine == pytest.approx(1, abs=1e-5) and exact.divergence < 1e-6
+    assert [one.partition for one in fuzzy[::2]] == [(1, 2, 2, 1), (1, 2, 2, 1), (1, 4, 1), (1, 3, 1, 1)]
     at = {(one.layer_group, one.calibration): one for one in fuzzy}
     for width in (2, 4):
         assert at[width, "every round"].acceptance[0] == 1, "the first token comes from an exact pass"
@@ -66,7 +68,7 @@ def test_the_table_of_an_ablation(deep, texts):
 
 def test_runs_of_rows_behind_exact_ones_are_compared_row_by_row(deep, texts):
     """The first row of a run has an exact past, so only its own layers are inexact."""
-    nearness = Nearness(deep, 4, 128)
+    nearness = Nearness(deep, [1, 4, 1], 128)
     short, long = nearness.measure(texts, 1), nearness.measure(texts, 0)
     assert 0 < long[1] < short[1] < 1 and 0 < short[2] < long[2]
     assert 0 < short[3] < long[3]
@@ -79,8 +81,9 @@ def test_inputs_differ_more_the_further_apart_their_layers_are(deep, texts):
 
 def test_a_shallow_model_has_at_least_its_layers_side_by_side(tiny_checkpoint):
     shallow = ModelDrafterConfig(path=str(tiny_checkpoint("Llama", num_hidden_layers=2)))
-    assert widths_of(shallow) == [1, 2] and partition_sizes(2, 2) == [2] and partition_sizes(2, 1) == [1, 1]
-    assert partition_sizes(3, 2) == [2, 1] and partition_sizes(8, 4) == [1, 3, 3, 1]
+    assert widths_of(shallow) == [1, 2] and engine_sizes(2, 2) == [2] and engine_sizes(2, 1) == [1, 1]
+    assert engine_sizes(3, 2) == full_sizes(3, 2) == [2, 1] and engine_sizes(8, 4) == [1, 3, 3, 1]
+    assert full_sizes(8, 4) == [1, 4, 2, 1] and full_sizes(8, 3) == [1, 3, 3, 1] and full_sizes(32, 4)[1] == 3
     single = ModelDrafterConfig(path=str(tiny_checkpoint("Llama", num_hidden_layers=1)))
     assert widths_of(single) == [1]
 

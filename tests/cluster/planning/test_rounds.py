@@ -103,7 +103,7 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     measurer = Measurer(config, texts, SAMPLING)
     todo = subjects([Layout(1, "sync", "colocated", Shape())], config, Devices((0, 1)))
     assert [bool(one.target) for one in todo] == [True, False]
-    acceptance, accepted = measure_acceptance(config.drafter, 1, Calibrating(), texts, SAMPLING)
+    acceptance, accepted = measure_acceptance(config.drafter, [1, 1], Calibrating(), texts, SAMPLING)
     assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
     costs = derive_costs([measurer.measure(subject) for subject in todo], 2, 1e-4, {1: acceptance})
     assert costs.acceptance == acceptance and costs.of_drafter(Shape(), 2, beside=False) is not None
