@@ -170,7 +170,7 @@ class ModelDrafterConfig(DrafterConfig):
     name: str = "model"
     """Set by the choice `drafter=`."""
     path: str = "pocket"
-    """A checkpoint directory in Hugging Face format, a hub id, or `pocket` for the bundled draft model."""
+    """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
     ranks: int = 1
     """Ranks that share the draft model."""
     parallel: Parallel = Parallel.single

@@ -278,7 +278,8 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
 
 def _drafter_paths(drafter: DrafterConfig, target: TargetConfig, where: str) -> DrafterConfig:
     if isinstance(drafter, ModelDrafterConfig):
-        return replace(drafter, path=_checkpoint(f"{where}.path", drafter.path, {"pocket": pocket.DRAFTER}))
+        bundled = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
+        return replace(drafter, path=_checkpoint(f"{where}.path", drafter.path, bundled))
     if isinstance(drafter, SuffixDrafterConfig) and drafter.corpus:
         tokenizer = _checkpoint(f"{where}.tokenizer", drafter.tokenizer or target.path, {"pocket": pocket.TARGET})
         return replace(drafter, corpus=_corpus(drafter.corpus), tokenizer=tokenizer)

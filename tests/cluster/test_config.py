@@ -77,8 +77,10 @@ PUBLIC_FIGURES = (
 @pytest.fixture(autouse=True)
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in for the bundled pair: composing reads no weights."""
-    pair = SimpleNamespace(TARGET=tmp_path / "target", DRAFTER=tmp_path / "drafter", PROMPTS=tmp_path / "prompts.jsonl")
-    for directory in (pair.TARGET, pair.DRAFTER):
+    checkpoints = {"TARGET": "target", "DRAFTER": "drafter", "DEEP_DRAFTER": "deep"}
+    pair = SimpleNamespace(**{key: tmp_path / name for key, name in checkpoints.items()})
+    pair.PROMPTS = tmp_path / "prompts.jsonl"
+    for directory in (pair.TARGET, pair.DRAFTER, pair.DEEP_DRAFTER):
         directory.mkdir()
         (directory / "config.json").write_text("{}")
     pair.PROMPTS.write_text('{"prompt": "def f():"}\n')
@@ -179,6 +181,7 @@ def test_defaults(bundled: SimpleNamespace):
     assert config.placement.name is PlacementName.separate
     assert (config.cluster.name, config.job.name) == ("local", "generate")
     assert config.job.prompts == str(bundled.PROMPTS)
+    assert load_config(["drafter.path=pocket-deep"]).drafter.path == str(bundled.DEEP_DRAFTER)
     assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 128)
 
 

@@ -17,13 +17,14 @@ from cluster.training.corpus import load_corpus
 from cluster.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, spread_rows
 from cluster.training.tokenizer import load_tokenizer, pack
 
-FOLDERS = {"target": pocket.TARGET, "drafter": pocket.DRAFTER}
+FOLDERS = {"target": pocket.TARGET, "drafter": pocket.DRAFTER, "deep": pocket.DEEP_DRAFTER}
 SHAPES = {
     "target": {"hidden": 384, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate": 896},
     "drafter": {"hidden": 192, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 512},
+    "deep": {"hidden": 192, "layers": 8, "heads": 4, "kv_heads": 2, "intermediate": 512},
 }
-MOST_BYTES = 24.9e6
-WORST_PERPLEXITY = {"target": 40.0, "drafter": 50.0}
+MOST_BYTES = 33e6
+WORST_PERPLEXITY = {"target": 40.0, "drafter": 50.0, "deep": 50.0}
 LOWEST_AGREEMENT = 0.6
 LOWEST_ACCEPTANCE_LENGTH = 3.0
 
@@ -63,8 +64,8 @@ def test_checkpoint_has_the_expected_shape(role: str):
 
 
 def test_weights_fit_the_byte_budget():
-    files = [*Path(pocket.TARGET).glob("*.safetensors"), *Path(pocket.DRAFTER).glob("*.safetensors")]
-    assert len(files) == 2
+    files = [file for folder in FOLDERS.values() for file in Path(folder).glob("*.safetensors")]
+    assert len(files) == 3
     assert 20e6 < sum(file.stat().st_size for file in files) <= MOST_BYTES
     assert (pocket.TARGET.parent / "loss.png").stat().st_size < 60_000
 
@@ -76,19 +77,24 @@ def test_held_out_perplexity_is_that_of_a_trained_model(
     assert math.exp(mean_loss(pair[role], held_out_rows)) < WORST_PERPLEXITY[role]
 
 
-def test_target_is_better_than_its_drafter(pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor):
-    assert mean_loss(pair["target"], held_out_rows) < mean_loss(pair["drafter"], held_out_rows)
+@pytest.mark.parametrize("role", ["drafter", "deep"])
+def test_target_is_better_than_its_drafters(
+    role: str, pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor
+):
+    assert mean_loss(pair["target"], held_out_rows) < mean_loss(pair[role], held_out_rows)
 
 
-def test_drafter_imitates_the_target(pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor):
-    assert agreement_rate(pair["target"], pair["drafter"], held_out_rows) > LOWEST_AGREEMENT
+@pytest.mark.parametrize("role", ["drafter", "deep"])
+def test_drafters_imitate_the_target(role: str, pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor):
+    assert agreement_rate(pair["target"], pair[role], held_out_rows) > LOWEST_AGREEMENT
 
 
-def test_acceptance_length_of_some_prompts(pair: dict[str, LlamaForCausalLM]):
+@pytest.mark.parametrize("role", ["drafter", "deep"])
+def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCausalLM]):
     tokenizer = load_tokenizer(pocket.TARGET)
     lines = pocket.PROMPTS.read_text(encoding="utf-8").splitlines()[::6]
     prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
-    matches = [greedy_matches(pair["target"], pair["drafter"], prompt, 64) for prompt in prompts]
+    matches = [greedy_matches(pair["target"], pair[role], prompt, 64) for prompt in prompts]
     assert acceptance_length(matches, 5) > LOWEST_ACCEPTANCE_LENGTH
 
 
