@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actors.chronicle import Chronicle
 from actors.coordinator import Coordinator
 from actors.lifecycle import Failure, Hello, Ready, Stop
 from actors.messages import (
@@ -66,6 +67,7 @@ class Conductor:
         self._spec = spec
         self._hub = hub
         self._watches = watches
+        self._chronicle = Chronicle()
         self._watched = time.monotonic()
         self._ordered: tuple[int, float] = (0, 0.0)  # the last pass: its round, and when it left
         self._targets = spec.identities("target")
@@ -90,6 +92,9 @@ class Conductor:
             received = self._hub.receive(timeout_s=1.0)
             if received is not None:
                 identity, record = received
+                if isinstance(record, ReportOrder):
+                    self._look()
+                self._chronicle.received(record)
                 if isinstance(record, Stop):
                     return record
                 self._take(identity, record)
@@ -101,15 +106,15 @@ class Conductor:
         if self._coordinator is None:
             return
         self._coordinator.settle(self._watched)
+        glance = Glance(self._coordinator.tally, self._coordinator.load(), self._ready)
+        self._chronicle.progress(glance.tally, glance.load)
         for watch in self._watches:
-            watch(Glance(self._coordinator.tally, self._coordinator.load(), self._ready))
+            watch(glance)
 
     def _take(self, identity: str, record: object) -> None:
         match record:
             case VerdictBatch() | ProposalBatch() | Request() | Abort() | ReportOrder():
                 assert self._coordinator is not None, "a client speaks only after it was greeted"
-                if isinstance(record, ReportOrder):
-                    self._look()
                 now = time.monotonic()
                 if isinstance(record, VerdictBatch) and record.round == self._ordered[0]:
                     self._coordinator.tally.crossed(now - self._ordered[1], record.finished - record.started)
@@ -127,6 +132,7 @@ class Conductor:
                 raise TypeError(f"{identity} sent {type(record).__name__}, which has no meaning here")
 
     def _send(self, record: object) -> None:
+        self._chronicle.sent(record)
         if isinstance(record, VerifyBatch):
             self._ordered = (record.round, time.monotonic())
             self._hub.send(self._targets, record)

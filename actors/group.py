@@ -27,7 +27,7 @@ class ActorGroup:
         return self._actors[name]
 
     def run(self, name: str, *arguments: object) -> None:
-        self._runs[name] = self._actors[name].run.remote(*arguments)
+        self._runs[name] = self._actors[name].run.options(name=name).remote(*arguments)  # processes bear task names
 
     def death(self) -> str | None:
         """One line about the first `run` that ended, or None while all go on. Costs well under a millisecond."""

@@ -6,6 +6,7 @@ role from the user's options and leaves every decision to the role itself.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ import torch
 from actors.drafter import DraftRole
 from actors.drafters import build_drafter
 from actors.lifecycle import Failure, Ready, Stop
+from actors.logs import logger_of, tell
+from actors.messages import VerifyBatch
 from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
 from actors.target import TargetRole
 from actors.wire import Link
@@ -62,25 +65,39 @@ def serve(spec: RankSpec, observe: Callable[[str], None] | None = None) -> None:
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
     torch.set_num_threads(max(1, spec.num_threads))
+    logger = logger_of(spec.identity)
+    tell(logger, "starting", epoch=spec.epoch, size=spec.size, device=spec.device, cores=spec.cores)
     link = Link(spec.hub_address, spec.identity)
     group: Group | None = None
     try:
         group = _join(spec)
         role, facts = build_role(spec, group)
         link.send(Ready(spec.role, spec.rank, facts))
+        tell(logger, "ready", epoch=spec.epoch, **facts)
         while not isinstance(batch := _next_record(link, role, group, spec.device), Stop):
             for answer in role.answer(batch):
                 if spec.rank == 0:
                     link.send(answer)
             if observe is not None:
                 observe(f"round {batch.round}")
+            if logger.isEnabledFor(logging.INFO):
+                _tell_of(batch, logger)
+        tell(logger, "stopped", why=batch.reason)
     except Exception as error:
+        logger.exception("failed", extra={"facts": {"epoch": spec.epoch}})
         link.send(Failure.of(spec.role, spec.rank, error))
         raise
     finally:
         link.close()
         if group is not None:
             group.close()
+
+
+def _tell_of(batch: Any, logger: logging.Logger) -> None:
+    for admit in batch.admits:
+        tell(logger, "admit", request=admit.request_id, epoch=admit.epoch, tokens=len(admit.token_ids))
+    requests = [one.request_id for one in (batch.items if isinstance(batch, VerifyBatch) else batch.orders)]
+    tell(logger, "round", level=logging.DEBUG, round=batch.round, requests=requests, released=batch.releases)
 
 
 def _next_record(link: Link, role: Any, group: Group, device: str) -> Any:
@@ -120,6 +137,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
     )
+    tell(logger_of(spec.identity), "sized", **fit.facts())  # before a weight is read
     runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
     return role, {"vocab_size": runner.config.vocab_size, **fit.facts()}

@@ -8,25 +8,42 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import ray
 
 from actors.conductor import Conductor, CoordinatorSpec, Watch
+from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
 from actors.wire import Hub
 
 
-class RankWorker:
-    """The process of one target or draft rank; its name and repr are the rank's identity."""
+def session_logs() -> Path:
+    """The engine's part of what the dashboard's Logs page lists for this node."""
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir()) / context.get_session_name() / "logs" / context.namespace
 
-    def __init__(self, identity: str) -> None:
+
+def _open_logs(name: str, spec: LogSpec) -> None:
+    file = open_logs(name, replace(spec, directories=(*spec.directories, str(session_logs()))), sys.stderr)
+    dump_stacks_on_signal(file)
+
+
+class RankWorker:
+    """The process of one target or draft rank. The dashboard and log prefixes show it as `title`."""
+
+    def __init__(self, identity: str, title: str = "", logs: LogSpec | None = None) -> None:
         self._identity = identity
+        self._title = title or identity
         self._status = "starting"
+        if logs is not None:
+            _open_logs(identity, logs)
 
     def __repr__(self) -> str:
-        return self._identity
+        return self._title
 
     def run(self, spec, interface: str = "") -> None:
         """Serve until told to stop. `spec` is a `roles.RankSpec`; torch is imported here, not with the class."""
@@ -51,12 +68,15 @@ class RankWorker:
 class CoordinatorWorker:
     """The process of the coordinator: needs no device; hosts the store that ranks of a role meet at."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str = "coordinator", logs: LogSpec | None = None) -> None:
+        self._title = title
         self._hub: Hub | None = None
         self._store = None
+        if logs is not None:
+            _open_logs("coordinator", logs)
 
     def __repr__(self) -> str:
-        return "coordinator"
+        return self._title
 
     def bind(
         self, host: str, port: int, needs_store: bool, interface: str = ""

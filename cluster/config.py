@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from actors.logs import LogLevel
 from actors.messages import SamplingParams
 from actors.options import (
     CascadeDrafterConfig,
@@ -105,6 +106,8 @@ class ClusterConfig:
     """Give up when the roles have not loaded by then."""
     namespace: str = "specdec"
     """Ray namespace of the actors."""
+    log_level: LogLevel = LogLevel.info
+    """What the roles tell in `logs/` of the run's directory: error, warning, info, or debug with every round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,18 @@ _CLOSED = "the engine was closed"
 
 
 class Engine:
-    """Starts on construction and is ready when the constructor returns; `close` (or `with`) ends it."""
+    """Starts on construction and is ready when the constructor returns; `close` (or `with`) ends it.
 
-    def __init__(self, config: LaunchConfig | None = None, *, progress: Callable[[str], None] | None = None) -> None:
+    Its roles log to `log_dir`, where one is given and their hosts can write it.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig | None = None,
+        *,
+        progress: Callable[[str], None] | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
         self.config = config if config is not None else load_config([])
         checkpoint = Path(self.config.target.path)
         self.tokenizer = load_tokenizer(checkpoint)
@@ -55,7 +64,7 @@ class Engine:
         self._closed = False
         self._reader: threading.Thread | None = None
         self._out: Link | None = None
-        self._backend = make_backend(self.config)
+        self._backend = make_backend(self.config, log_dir)
         try:
             self._start(read_eos_token_ids(checkpoint), progress or (lambda stage: None))
         except BaseException:
@@ -110,6 +119,10 @@ class Engine:
                 self._check_alive()
                 raise EngineError("the coordinator does not answer")
             return self._reports.pop()
+
+    def publish(self, file: Path) -> None:
+        """Let the dashboard of a cluster that outlives this engine offer a copy of `file` on its Logs page."""
+        self._backend.publish(file)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

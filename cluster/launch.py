@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from actors.logs import dump_stacks_on_signal
 from cluster.config import LaunchConfig, register, typed_config
 from cluster.errors import describe
 from cluster.training.config import TrainConfig
@@ -41,6 +42,7 @@ def main() -> None:
 
     register()
     signal.signal(signal.SIGTERM, _interrupt)
+    dump_stacks_on_signal()
     try:
         launch()
     except KeyboardInterrupt:

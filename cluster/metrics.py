@@ -136,9 +136,7 @@ class MetricsWatch:
         self._histograms = [
             registry.histogram(PREFIX + name, text, known, boundaries) for name, text, _, boundaries in HISTOGRAMS
         ]
-        self._gauges = {
-            name: registry.gauge(PREFIX + name, text, ENGINE_LABELS) for name, (text, _) in GAUGES.items()
-        }
+        self._gauges = {name: registry.gauge(PREFIX + name, text, ENGINE_LABELS) for name, (text, _) in GAUGES.items()}
         self._rank_gauges = {
             name: registry.gauge(PREFIX + name, text, (*ENGINE_LABELS, "role", "rank"))
             for name, text in RANK_GAUGES.items()

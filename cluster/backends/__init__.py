@@ -6,6 +6,7 @@ A backend starts everything, gives the address of the coordinator's hub, notices
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from actors.conductor import CoordinatorSpec
@@ -25,27 +26,30 @@ class Backend(Protocol):
     def death(self) -> str | None:
         """One line about something that ended and should not have, or None."""
 
+    def publish(self, file: Path) -> None:
+        """Offer a copy of `file` where people look at the cluster, if there is such a place and it lasts."""
+
     def close(self) -> None:
         """End everything that was started. Called after the coordinator was told to stop, or instead."""
 
 
-def make_backend(config: LaunchConfig) -> Backend:
-    return BACKENDS[config.cluster.name](config)
+def make_backend(config: LaunchConfig, log_dir: Path | None = None) -> Backend:
+    return BACKENDS[config.cluster.name](config, log_dir)
 
 
-def _inprocess(config: LaunchConfig) -> Backend:
+def _inprocess(config: LaunchConfig, log_dir: Path | None) -> Backend:
     from cluster.backends.inprocess import InprocessBackend
 
-    return InprocessBackend(config)
+    return InprocessBackend(config, log_dir)
 
 
-def _ray(config: LaunchConfig) -> Backend:
+def _ray(config: LaunchConfig, log_dir: Path | None) -> Backend:
     from cluster.backends.on_ray import RayBackend
 
-    return RayBackend(config)
+    return RayBackend(config, log_dir)
 
 
-BACKENDS: dict[str, Callable[[LaunchConfig], Backend]] = {
+BACKENDS: dict[str, Callable[[LaunchConfig, Path | None], Backend]] = {
     "inprocess": _inprocess,
     "local": _ray,
     "existing": _ray,

@@ -10,11 +10,13 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from actors.conductor import Conductor, CoordinatorSpec
 from actors.lifecycle import Failure
+from actors.logs import LogSpec, close_logs, open_logs
 from actors.roles import RankSpec, serve
 from actors.wire import Hub
 from cluster.config import LaunchConfig
@@ -28,8 +30,11 @@ _engines = itertools.count()
 class InprocessBackend:
     """Threads that live from `start` to `close`."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, log_dir: Path | None = None) -> None:
         self._config = config
+        self._logs = log_dir is not None
+        if log_dir is not None:
+            open_logs("engine", LogSpec(config.cluster.log_level, (str(log_dir),)))
         self._threads: list[threading.Thread] = []
         self._died: str | None = None
         self._store = None
@@ -54,6 +59,11 @@ class InprocessBackend:
         for thread in self._threads:
             thread.join(timeout=10)
         self._store = None
+        if self._logs:
+            close_logs()
+
+    def publish(self, file: Path) -> None:
+        """Nobody looks at a process but its owner."""
 
     def _conduct(self, spec: CoordinatorSpec, hub: Hub) -> None:
         try:

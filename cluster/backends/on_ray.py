@@ -7,9 +7,11 @@ machine and ends it; the others join the cluster at `cluster.address` and leave 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import ray
 from ray.exceptions import RayTaskError
@@ -18,7 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.conductor import CoordinatorSpec
 from actors.group import ActorGroup
-from actors.worker import CoordinatorActor, RankActor
+from actors.logs import LogSpec
+from actors.worker import CoordinatorActor, RankActor, session_logs
 from cluster.backends.inprocess import rank_spec
 from cluster.backends.ray_nodes import await_layout
 from cluster.config import LaunchConfig
@@ -37,8 +40,9 @@ _ON_NODE = 0.001
 class RayBackend:
     """Actors named `coordinator`, `target-0`, `draft-0`, ... in the namespace of the configuration."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, log_dir: Path | None = None) -> None:
         self._config = config
+        self._logs = LogSpec(config.cluster.log_level, (str(log_dir.absolute()),) if log_dir is not None else ())
         self._is_local = config.cluster.name == "local"
         self._host = _LOOPBACK if self._is_local else ""
         self._actors = ActorGroup()
@@ -61,13 +65,16 @@ class RayBackend:
         return lay_out(self._config, Devices(tuple(cores), int(resources.get("GPU", 0))))
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
+        title = f"coordinator: pipeline={self._config.pipeline.name}"
         # Beside the target's lead: two of a round's four records then stay on its node.
-        conductor = self._create("coordinator", CoordinatorActor, resources=_on_node(places[0]))
+        conductor = self._create("coordinator", CoordinatorActor, title, self._logs, resources=_on_node(places[0]))
         cluster, needs_store = self._config.cluster, any(place.size > 1 for place in places)
         bound = conductor.bind.remote(self._host, cluster.port, needs_store, cluster.interface)
         self._reserve(places)
         for place in places:
-            self._create(place.identity, RankActor, place.identity, **self._options(place))
+            self._create(
+                place.identity, RankActor, place.identity, self._title(place), self._logs, **self._options(place)
+            )
         try:
             hub_address, store = ray.get(bound, timeout=cluster.startup_timeout_s)
         except RayTaskError as error:
@@ -83,6 +90,12 @@ class RayBackend:
 
     def death(self) -> str | None:
         return self._actors.death()
+
+    def publish(self, file: Path) -> None:
+        if not self._is_local:  # that Ray, and its dashboard, end with the run
+            folder = session_logs()
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, folder)
 
     def close(self) -> None:
         if not ray.is_initialized():
@@ -124,6 +137,12 @@ class RayBackend:
             raise ValueError(
                 f"cluster.namespace={namespace}: another engine's {name} runs there; close it or take another namespace"
             ) from error
+
+    def _title(self, place: RankPlacement) -> str:
+        """What the dashboard calls a rank."""
+        work = "verifies" if place.role == "target" else f"proposes, drafter={self._config.drafter.name}"
+        part = f", one of {place.size} ranks" if place.size > 1 else ""
+        return f"{place.identity}: {work}{part}, {place.device}"
 
     def _reserve(self, places: list[RankPlacement]) -> None:
         """All devices of the layout, or none."""

@@ -31,7 +31,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     prompts = read_prompts(Path(job.prompts), job.limit)
     terminal = Terminal()
     with terminal.starting() as progress:
-        engine = Engine(config, progress=progress)
+        engine = Engine(config, progress=progress, log_dir=run_dir / "logs")
     with engine:
         sampling = config.sampling_params(engine.tokenizer)
         _warm_up(engine, prompts, sampling)
@@ -52,12 +52,10 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             "plain": figures(plain) if plain else None,
             **circumstances(config, engine.places, engine.ready),
         }
+        if job.trace and speculative.spans:
+            _trace(engine, speculative, report, run_dir)
     interrupted = speculative.interrupted or (plain is not None and plain.interrupted)
     write_json(run_dir / "report.json", {**report, "interrupted": interrupted})
-    if job.trace and speculative.spans:
-        timeline.write_trace(run_dir / "timeline.json", speculative.spans)
-        busy = {"target": report["target_busy"], "draft": report["draft_busy"]}
-        timeline.draw(run_dir / "timeline.png", speculative.spans, busy)
     _show(terminal, speculative)
     _summarise(terminal, report, run_dir)
     if interrupted:
@@ -104,6 +102,14 @@ def _timed(
             phase="speculative" if speculate else "plain",
             on_finished=finished,
         )
+
+
+def _trace(engine: Engine, run: Run, report: dict, run_dir: Path) -> None:
+    trace, picture = run_dir / "timeline.json", run_dir / "timeline.png"
+    timeline.write_trace(trace, run.spans)
+    timeline.draw(picture, run.spans, {"target": report["target_busy"], "draft": report["draft_busy"]})
+    for file in (trace, picture):
+        engine.publish(file)
 
 
 def _append(file: IO[str], record: dict[str, object]) -> None:
