@@ -61,7 +61,8 @@ class Chronicle:
                 tell(self._logger, "abort", request=record.request_id)
             case ReportOrder() if record.reset:
                 self._tell_progress(_LEAST_S)
-                tell(self._logger, "window", phase=record.phase)
+                if record.phase:
+                    tell(self._logger, "window", phase=record.phase)
             case Ready():
                 tell(self._logger, "joined", role=record.role, rank=record.rank, rank_pid=record.facts.get("pid"))
             case Failure():
@@ -76,6 +77,7 @@ class Chronicle:
         facts["tokens"] = record.position + len(record.token_ids)
         if record.stats is not None and record.stats.num_spec_steps:
             facts["acceptance_length"] = 1 + record.stats.num_accepted_tokens / record.stats.num_spec_steps
+        if record.stats is not None and record.stats.num_preemptions:
             facts["preemptions"] = record.stats.num_preemptions
         if record.error is not None:
             facts["why"] = record.error
@@ -101,18 +103,20 @@ class Chronicle:
             "phase": tally.phase or "-",
             "running": load.num_running,
             "waiting": load.num_waiting,
-            "kv_slots": f"{load.kv_slots_used}/{load.kv_slots}",
             "tokens_per_s": since["num_tokens"] / since["active_s"],
-            "target_busy": since["target_busy_s"] / since["active_s"],
         }
         if since["num_spec_rounds"]:
-            facts["draft_busy"] = since["draft_busy_s"] / since["active_s"]
             facts["acceptance_length"] = 1 + since["num_accepted_tokens"] / max(1, since["num_spec_steps"])
-            facts["draft_tokens_accepted"] = since["num_accepted_tokens"] / max(1, since["num_draft_tokens"])
+            facts["accepted"] = since["num_accepted_tokens"] / max(1, since["num_draft_tokens"])
+        if since["num_branch_lookups"]:
+            facts["hits"] = since["num_branch_hits"] / since["num_branch_lookups"]
+        if since["num_spec_rounds"]:
+            facts["draft_busy"] = since["draft_busy_s"] / since["active_s"]
+        facts["target_busy"] = since["target_busy_s"] / since["active_s"]
+        if since["num_spec_rounds"]:
             facts["round_ms"] = 1e3 * since["spec_round_s"] / since["num_spec_rounds"]
             facts["overhead_ms"] = 1e3 * since["spec_round_overhead_s"] / since["num_spec_rounds"]
-        if since["num_branch_lookups"]:
-            facts["branch_hits"] = since["num_branch_hits"] / since["num_branch_lookups"]
+        facts["kv_slots"] = f"{load.kv_slots_used}/{load.kv_slots}"
         for name in ("num_preemptions", "num_stale"):
             if since[name]:
                 facts[name.removeprefix("num_")] = since[name]

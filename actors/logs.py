@@ -95,7 +95,7 @@ def dump_stacks_on_signal(file: IO[str] | None = None) -> None:
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.3g}"
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value, separators=(",", ":"), default=str)
     text = str(value)
