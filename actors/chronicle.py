@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 
-from actors.logs import logger_of, tell
 from actors.lifecycle import Failure, Ready, Stop
+from actors.logs import logger_of, tell
 from actors.messages import Abort, ReportOrder, Request, Tokens
 from actors.scheduler import Load
 from actors.tally import Tally

@@ -55,6 +55,10 @@ def _idle(tally: Tally) -> dict[str, float]:
     return {role: max(0.0, tally.active_s - busy_s) for role, busy_s in busy.items()}
 
 
+def _per_role(tally: Tally, of: Callable[[list[float]], float]) -> dict[str, float]:
+    return {role: of(outages) for role, outages in tally.resume_s.items()}
+
+
 COUNTERS = (
     Counted("prompt_tokens_total", "Prompt tokens of admitted requests", lambda t: t.num_prompt_tokens),
     Counted("generation_tokens_total", "Tokens committed", lambda t: t.num_tokens),
@@ -98,6 +102,10 @@ COUNTERS = (
     Counted("link_trips_total", "Target passes ordered and answered", lambda t: t.num_link_trips),
     Counted("link_seconds_total", "Seconds those orders and answers were on their way", lambda t: t.link_s),
     Counted("stale_messages_total", "Records recognised as stale", lambda t: t.num_stale),
+    Counted("role_losses_total", "Times a role died or fell silent", lambda t: t.num_role_losses, "role"),
+    Counted("role_restarts_total", "Times a lost role answered again", lambda t: _per_role(t, len), "role"),
+    Counted("role_outage_seconds_total", "Seconds until it did", lambda t: _per_role(t, sum), "role"),
+    Counted("fallback_seconds_total", "Seconds of plain decoding for want of a drafter", lambda t: t.fallback_s),
 )
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)

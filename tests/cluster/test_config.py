@@ -127,8 +127,7 @@ def refusal(overrides: Sequence[str], load: Callable[[Sequence[str]], LaunchConf
 
 def test_groups_and_choices_are_the_public_ones():
     files = {folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONF.iterdir() if folder.is_dir()}
-    files = {group: choices for group, choices in files.items() if choices}
-    assert files == PUBLIC_CHOICES
+    assert {group: choices for group, choices in files.items() if choices} == PUBLIC_CHOICES
     assert {group: set(choices) for group, choices in CHOICES.items()} == PUBLIC_CHOICES
 
 

@@ -101,7 +101,7 @@ def prometheus(tmp_path: Path, tiny_launch) -> Iterator[Prometheus]:
     from cluster.backends.on_ray import RayBackend
 
     backend = RayBackend(tiny_launch(GenerateConfig(), cluster=CLUSTER))
-    backend.devices()
+    backend.connect()
     context = ray.get_runtime_context()
     session = Path(context.get_temp_dir()) / context.get_session_name()
     server = Prometheus(session / "prom_metrics_service_discovery.json", tmp_path)

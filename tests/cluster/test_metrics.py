@@ -98,6 +98,17 @@ def test_what_is_derived(registry, show):
     assert positions == {"0": 3, "1": 1}
 
 
+def test_losses_are_counted_by_role(registry, show):
+    tally = Tally(num_role_losses={"draft": 2, "target": 1})
+    tally.resumed("draft", 0.5)
+    tally.resumed("target", 2.0)
+    show(tally)
+    show(tally)
+    found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "draft")}
+    assert found == {"role_losses_total": 2, "role_restarts_total": 1, "role_outage_seconds_total": 0.5}
+    assert registry.values["fallback_seconds_total", ""] == 0.5, "without a target there is nothing to fall back to"
+
+
 def test_ended_requests_are_observed_once(registry, show):
     tally = Tally(phase="plain")
     tally.ended.append(RequestTimes("length", 0.1, 0.25, 1.25, num_tokens=5))
