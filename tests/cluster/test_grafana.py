@@ -120,13 +120,13 @@ def as_grafana_asks(expression: str) -> str:
 def test_every_query_returns_data_and_counters_agree_with_the_report(
     prometheus, tiny_launch, half_agreeing_drafter, write_prompts, tmp_path
 ):
-    prompts = write_prompts(*({"prompt": f"def f{index}(values):"} for index in range(12)))
+    prompts = write_prompts(*({"prompt": f"def f{index}(values):"} for index in range(9)))
     config = tiny_launch(
         GenerateConfig(prompts=prompts, limit=0, concurrency=3, trace=False),
         drafter=ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=3, device="cpu"),
         pipeline=PipelineConfig("branches"),
         cluster=CLUSTER,
-        sampling=SamplingConfig(max_tokens=220, ignore_eos=True),
+        sampling=SamplingConfig(max_tokens=100, ignore_eos=True),
     )
     unanswered, ended = dict(QUERIES), threading.Event()
 
@@ -134,7 +134,7 @@ def test_every_query_returns_data_and_counters_agree_with_the_report(
         while unanswered and not ended.wait(0.5):
             for title, expression in list(unanswered.items()):
                 series = prometheus.ask(as_grafana_asks(expression))
-                if series and all(math.isfinite(value) for _, value in series):
+                if any(math.isfinite(value) for _, value in series):  # a quantile over no request is not a number
                     del unanswered[title]
 
     asking = threading.Thread(target=ask_while_it_runs)
