@@ -73,7 +73,7 @@ class RayBackend:
         self._reserve(places)
         for place in places:
             self._create(
-                place.identity, RankActor, place.identity, self._title(place), self._logs, **self._options(place)
+                place.identity, RankActor, place.identity, self.title(place), self._logs, **self._options(place)
             )
         try:
             hub_address, store = ray.get(bound, timeout=cluster.startup_timeout_s)
@@ -138,7 +138,7 @@ class RayBackend:
                 f"cluster.namespace={namespace}: another engine's {name} runs there; close it or take another namespace"
             ) from error
 
-    def _title(self, place: RankPlacement) -> str:
+    def title(self, place: RankPlacement) -> str:
         """What the dashboard calls a rank."""
         work = "verifies" if place.role == "target" else f"proposes, drafter={self._config.drafter.name}"
         part = f", one of {place.size} ranks" if place.size > 1 else ""

@@ -63,7 +63,9 @@ def test_every_metric_is_shown_and_nothing_else():
 class Prometheus:
     """Debian's, with the shipped configuration, scraping every second."""
 
-    def __init__(self, discovery: Path, home: Path) -> None:
+    def __init__(self, session: Path, home: Path) -> None:
+        self.session = session
+        discovery = session / "prom_metrics_service_discovery.json"
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
         recipe = (GRAFANA / "prometheus.yml").read_text()
@@ -104,7 +106,7 @@ def prometheus(tmp_path: Path, tiny_launch) -> Iterator[Prometheus]:
     backend.connect()
     context = ray.get_runtime_context()
     session = Path(context.get_temp_dir()) / context.get_session_name()
-    server = Prometheus(session / "prom_metrics_service_discovery.json", tmp_path)
+    server = Prometheus(session, tmp_path)
     yield server
     server.close()
     backend.close()
@@ -143,6 +145,10 @@ def test_every_query_returns_data_and_counters_agree_with_the_report(
         generate.run(config, tmp_path)
         report = json.loads((tmp_path / "report.json").read_text())
         compare(prometheus, report)
+        for name in ("coordinator", "target-0", "draft-0"):
+            log = (tmp_path / "logs" / f"{name}.log").read_text()
+            assert f" {name} pid=" in log and " ERROR " not in log and "request=3" in log
+            assert (prometheus.session / "logs" / CLUSTER.namespace / f"{name}.log").read_text() == log
     finally:
         ended.set()
         asking.join(WAIT_S)

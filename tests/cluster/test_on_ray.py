@@ -159,6 +159,30 @@ def test_a_rank_that_cannot_load_is_one_line(open_engine_on_ray, tmp_path, launc
     assert "\n" not in str(caught.value)
 
 
+def test_a_cluster_that_outlives_the_run_keeps_its_artefacts(launch, tmp_path, monkeypatch):
+    from cluster.backends import on_ray
+
+    monkeypatch.setattr(on_ray, "session_logs", lambda: tmp_path / "session" / "specdec")
+    (tmp_path / "timeline.json").write_text("{}")
+    for name, kept in ((ClusterName.local, False), (ClusterName.existing, True)):
+        backend = on_ray.RayBackend(replace(launch(), cluster=ClusterConfig(name, address="auto")))
+        backend.publish(tmp_path / "timeline.json")
+        assert (tmp_path / "session" / "specdec" / "timeline.json").exists() is kept
+
+
+def test_titles_say_what_an_actor_does(launch):
+    from cluster.backends.on_ray import RayBackend
+
+    config = replace(launch(), target=replace(launch().target, tp=2))
+    backend, places = RayBackend(config), lay_out(config, Devices((0, 1, 2)))
+    titles = [backend.title(place) for place in places]
+    assert titles == [
+        "target-0: verifies, one of 2 ranks, cpu",
+        "target-1: verifies, one of 2 ranks, cpu",
+        "draft-0: proposes, drafter=model, cpu",
+    ]
+
+
 def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     """Two GPUs halved between four ranks: each half must be of the GPU that the layout says."""
     from cluster.backends.on_ray import device_bundles

@@ -14,7 +14,7 @@ from cluster.jobs import generate
 from cluster.report import REPORT_FIELDS
 from cluster.text import load_tokenizer
 
-FILES = {"completions.jsonl", "report.json", "timeline.json", "timeline.png"}
+FILES = {"completions.jsonl", "report.json", "timeline.json", "timeline.png", "logs"}
 
 
 def read_lines(path):
@@ -58,6 +58,10 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     assert {event["cat"] for event in trace if event["ph"] == "X"} == {"target", "draft"}
     shown = capsys.readouterr().out
     assert "speed-up" in shown and "all equal" in shown and str(run_dir) in shown
+    (log,) = (run_dir / "logs").iterdir()
+    told = log.read_text()
+    for event in ("event=ready", "event=window phase=speculative", "event=finished request=3 reason=length tokens="):
+        assert event in told, told
 
 
 def test_a_refused_prompt_is_recorded_and_the_others_run(tiny_launch, write_prompts, tmp_path):
