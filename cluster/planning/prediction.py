@@ -104,12 +104,14 @@ def _worse(transcript: Transcript, exact: Sequence[float], acceptance: Sequence[
 
 
 def _prediction(layout: Layout, num_draft_tokens: int, result: SimulationResult) -> Prediction:
+    """In the terms of `cluster/report.py`: rounds are those with a draft, where there are any."""
+    rounds = result.counters["num_spec_rounds"]
     return Prediction(
         layout,
         num_draft_tokens if layout.shape else 0,
         result.tokens_per_s,
-        result.round_ms,
-        result.tokens_per_pass,
+        1e3 * result.counters["spec_round_s"] / rounds if rounds else result.round_ms,
+        result.mean_acceptance_length or result.tokens_per_pass,
         result.branch_hit_rate,
         result.target_busy,
         result.draft_busy,
