@@ -117,7 +117,9 @@ class GenerateConfig:
     name: str = "generate"
     """Set by the choice `job=`."""
     prompts: str = ""
-    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
+    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = bundled prompts, see `job.workload`."""
+    workload: str = "completion"
+    """Bundled prompts: completion of held-out code; editing, which copies; agent, whose sessions repeat each other."""
     limit: int = 8
     """Prompts to read; 0 = all."""
     concurrency: int = 1
@@ -273,7 +275,7 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     else:
         drafter = _drafter_paths(drafter, target, "drafter")
     if isinstance(job, GenerateConfig | BenchConfig | CertifyConfig | PlanConfig):
-        job = replace(job, prompts=_prompts(job.prompts))
+        job = replace(job, prompts=_prompts(job.prompts, getattr(job, "workload", "completion")))
     if isinstance(job, PlanConfig) and job.costs:
         job = replace(job, costs=_costs(job.costs))
     return replace(config, target=target, drafter=drafter, job=job)
@@ -311,8 +313,11 @@ def _corpus(path: str) -> str:
     return str(file.absolute())
 
 
-def _prompts(path: str) -> str:
-    file = Path(path).expanduser() if path else pocket.PROMPTS
+def _prompts(path: str, workload: str) -> str:
+    bundled = pocket.PROMPTS if workload == "completion" else pocket.PROMPTS.with_name(f"{workload}.jsonl")
+    file = Path(path).expanduser() if path else bundled
+    if bundled != pocket.PROMPTS and file != bundled:
+        raise ValueError(f"job.workload={workload}: names bundled prompts, but job.prompts is given; drop one of them")
     if not file.is_file():
         raise ValueError(f"job.prompts={path}: no such file; give a JSONL file with a `prompt` or `turns` field")
     return str(file.absolute())

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+WORKLOADS = ("completion", "editing", "agent")
 
 _Rule = tuple[str, object, bool, str]
 """Field, its value, whether that is good, and what is wrong otherwise together with the remedy."""
@@ -233,6 +234,9 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
     job = config.job
     right = type(job)().name
     yield "job.name", job.name, job.name == right, f"is set by job={right}; write job={job.name}"
+    if right in ("generate", "bench", "certify"):
+        workload = job.workload
+        yield "job.workload", workload, workload in WORKLOADS, f"is unknown; choose one of {', '.join(WORKLOADS)}"
     if right in ("generate", "bench", "plan"):
         yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
     if right == "generate":

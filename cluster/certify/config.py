@@ -12,7 +12,9 @@ class CertifyConfig:
     name: str = "certify"
     """Set by the choice `job=`."""
     prompts: str = ""
-    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = the held-out prompts of the pocket pair."""
+    """JSONL with a `prompt` field or Spec-Bench `turns`; empty = bundled prompts, see `job.workload`."""
+    workload: str = "completion"
+    """Bundled prompts: completion of held-out code; editing, which copies; agent, whose sessions repeat each other."""
     limit: int = 6
     """Prompts to read; 0 = all."""
     concurrency: int = 4

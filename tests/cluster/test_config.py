@@ -58,10 +58,10 @@ PUBLIC_KEYS = {
     "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk",
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
-    "job=generate": "name prompts limit concurrency baseline trace",
-    "job=certify": "name prompts limit concurrency temperatures seeds contexts draws significance power",
-    "job=bench": "name prompts limit repeats warmup drafters pipelines temperatures batches draft_lengths contexts "
-    "peers parallels",
+    "job=generate": "name prompts workload limit concurrency baseline trace",
+    "job=certify": "name prompts workload limit concurrency temperatures seeds contexts draws significance power",
+    "job=bench": "name prompts workload limit repeats warmup drafters pipelines temperatures batches draft_lengths "
+    "contexts peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
 }

@@ -18,9 +18,19 @@ from cluster.config import load_config
         (["job=bench", "job.draft_lengths=[0]"], "job.draft_lengths=[0]: must all be at least 1"),
         (["job=bench", "job.temperatures=[-1]"], "job.temperatures=[-1.0]: must all be 0 or above"),
         (["job=bench", "job.contexts=[0]"], "job.contexts=[0]: must all be at least 1"),
+        (["job.workload=chat"], "job.workload=chat: is unknown; choose one of completion, editing, agent"),
+        (["job.workload=agent", "job.prompts=x"], "job.workload=agent: names bundled prompts, but job.prompts is"),
     ],
 )
 def test_what_makes_no_sense_is_refused(overrides, line):
     with pytest.raises(ValueError) as caught:
         load_config(overrides)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("job", ["generate", "bench", "certify"])
+def test_a_workload_is_a_bundled_file(job):
+    paths = [
+        load_config([f"job={job}", f"job.workload={name}"]).job.prompts for name in ("completion", "editing", "agent")
+    ]
+    assert [path.rpartition("/")[2] for path in paths] == ["prompts.jsonl", "editing.jsonl", "agent.jsonl"]
