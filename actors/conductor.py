@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from actors.chronicle import Chronicle
 from actors.coordinator import Coordinator
-from actors.lifecycle import Failure, Hello, Ready, Stop
+from actors.levels import is_spared, role_above, role_beneath, role_name
+from actors.lifecycle import Failure, Hello, Ready, RoleLost, Stop
 from actors.messages import (
     Abort,
     DraftBatch,
@@ -42,10 +43,16 @@ class CoordinatorSpec:
     draft_ranks: int
     eos_token_ids: tuple[int, ...]
     limits: SchedulerConfig = field(default_factory=SchedulerConfig)
+    level_ranks: tuple[int, ...] = ()
+    """Ranks of the levels of a cascade beneath the drafter, if they have their own: draft2, draft3, ..."""
 
     def identities(self, role: str) -> tuple[str, ...]:
-        size = self.target_ranks if role == "target" else self.draft_ranks
-        return tuple(f"{role}-{rank}" for rank in range(size))
+        return tuple(f"{role}-{rank}" for rank in range(self.sizes.get(role, 0)))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        levels = {role_name(place): size for place, size in enumerate(self.level_ranks, 1)}
+        return {"target": self.target_ranks, "draft": self.draft_ranks, **levels}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class Conductor:
             self._hub.send([CLIENT], stop)
             return stop.reason
         finally:
-            self._hub.send([*self._targets, *self._drafters], stop)
+            self._hub.send([name for role in self._spec.sizes for name in self._spec.identities(role)], stop)
             self._look()
 
     def _serve(self) -> Stop:
@@ -112,7 +119,14 @@ class Conductor:
             watch(glance)
 
     def _take(self, identity: str, record: object) -> None:
+        role = identity.rpartition("-")[0]
         match record:
+            case DraftBatch():
+                self._hub.send(self._spec.identities(role_beneath(role)), record)
+            case ProposalBatch() if is_spared(identity):
+                self._hub.send(self._spec.identities(role_above(role)), record)
+            case Failure() if is_spared(identity) and self._coordinator is not None:
+                self._hub.send(self._spec.identities(role_above(role)), RoleLost(role))
             case VerdictBatch() | ProposalBatch() | Request() | Abort() | ReportOrder():
                 assert self._coordinator is not None, "a client speaks only after it was greeted"
                 now = time.monotonic()
@@ -143,7 +157,7 @@ class Conductor:
 
     def _greet(self) -> None:
         """Once every rank is there, size the scheduler by what the target measured and tell the client."""
-        if not self._greeted or len(self._ready) < len(self._targets) + len(self._drafters):
+        if not self._greeted or len(self._ready) < sum(self._spec.sizes.values()):
             return
         if self._coordinator is None:
             self._coordinator = self._make_coordinator()

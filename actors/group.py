@@ -11,6 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from actors.levels import is_spared
+
 _GRACE_S = 5.0
 
 
@@ -31,7 +33,7 @@ class ActorGroup:
 
     def death(self) -> str | None:
         """One line about the first `run` that ended, or None while all go on. Costs well under a millisecond."""
-        names = {ref: name for name, ref in self._runs.items()}
+        names = {ref: name for name, ref in self._runs.items() if not is_spared(name)}
         ended, _ = ray.wait(list(names), num_returns=1, timeout=0) if names else ([], [])
         if not ended:
             return None

@@ -55,6 +55,13 @@ class Strategy(StrEnum):
     dynamic = "dynamic"
 
 
+class LevelsPlacement(StrEnum):
+    """Whether the levels of a cascade share their ranks."""
+
+    together = "together"
+    separate = "separate"
+
+
 class VerifyRule(StrEnum):
     """Which draft tokens are accepted; every rule keeps the target's output law."""
 
@@ -226,6 +233,9 @@ class CascadeDrafterConfig(DrafterConfig):
     """Draft tokens a round, at most; 0 = those of the last level and its tail."""
     tails: list[int] = field(default_factory=list)
     """For each level, tokens that the one before it adds unverified behind the level's own; empty = none."""
+    placement: LevelsPlacement = LevelsPlacement.together
+    """together: all levels on the last one's ranks, in turn; separate: each model on ranks of its own, so that, in an
+    asynchronous pipeline, it drafts while the next one verifies."""
 
     def __hash__(self) -> int:
         return hash(repr(self))  # the lists of a choice that was not checked yet have no hash of their own

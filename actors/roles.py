@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from actors.drafter import DraftRole
-from actors.drafters import build_drafter
+from actors.drafters import build_drafter, build_levels
+from actors.drafters.remote import Mailbox, RemoteLevel
+from actors.levels import level_roles
 from actors.lifecycle import Failure, Ready, Stop
 from actors.logs import logger_of, tell
 from actors.messages import VerifyBatch
-from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
+from actors.options import CascadeDrafterConfig, DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
 from actors.target import TargetRole
 from actors.wire import Link
 from parallel.mesh import Group
@@ -67,11 +69,11 @@ def serve(spec: RankSpec, observe: Callable[[str], None] | None = None) -> None:
     torch.set_num_threads(max(1, spec.num_threads))
     logger = logger_of(spec.identity)
     tell(logger, "starting", epoch=spec.epoch, size=spec.size, device=spec.device, cores=spec.cores)
-    link = Link(spec.hub_address, spec.identity)
+    link = Mailbox(Link(spec.hub_address, spec.identity))
     group: Group | None = None
     try:
         group = _join(spec)
-        role, facts = build_role(spec, group)
+        role, facts = build_role(spec, group, link)
         link.send(Ready(spec.role, spec.rank, facts))
         tell(logger, "ready", epoch=spec.epoch, **facts)
         while not isinstance(batch := _next_record(link, role, group, spec.device), Stop):
@@ -100,7 +102,7 @@ def _tell_of(batch: Any, logger: logging.Logger) -> None:
     tell(logger, "round", level=logging.DEBUG, round=batch.round, requests=requests, released=batch.releases)
 
 
-def _next_record(link: Link, role: Any, group: Group, device: str) -> Any:
+def _next_record(link: Mailbox, role: Any, group: Group, device: str) -> Any:
     """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
     while role.wants_work:
         record = link.receive(timeout_s=0) if group.rank == 0 else None
@@ -117,10 +119,10 @@ def _join(spec: RankSpec) -> Group:
     return join(store, spec.role, spec.epoch, spec.rank, spec.size, device, host=spec.host)
 
 
-def build_role(spec: RankSpec, group: Group) -> tuple[Any, dict[str, object]]:
+def build_role(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[Any, dict[str, object]]:
     """The role object of this rank and the facts it reports."""
     started = time.monotonic()
-    role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group)
+    role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group, mailbox)
     place = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores)}
     return role, {**place, "load_s": time.monotonic() - started, **facts}
 
@@ -143,8 +145,12 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     return role, {"vocab_size": runner.config.vocab_size, **fit.facts()}
 
 
-def _build_draft(spec: RankSpec, group: Group) -> tuple[DraftRole, dict[str, object]]:
-    drafter, facts = build_drafter(
-        spec.drafter, spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
-    )
+def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[DraftRole, dict[str, object]]:
+    options = spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
+    if isinstance(spec.drafter, CascadeDrafterConfig):
+        levels = level_roles(spec.drafter)[spec.role]
+        beneath = RemoteLevel(mailbox, is_lead=spec.rank == 0) if levels[0] else None
+        drafter, facts = build_levels(spec.drafter, levels, *options, beneath)
+    else:
+        drafter, facts = build_drafter(spec.drafter, *options)
     return DraftRole(drafter), facts

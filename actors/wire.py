@@ -30,6 +30,8 @@ CODEC = Codec(
         messages.ReportOrder,
         messages.Report,
         lifecycle.Stop,
+        lifecycle.RoleLost,
+        lifecycle.RoleBack,
     )
 )
 LINGER_MS = 200

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,14 +152,15 @@ class Engine:
         config = self.config
         progress("reaching the cluster")
         self.places = self._backend.place(progress)
-        num_draft = sum(place.role == "draft" for place in self.places)
+        sizes = Counter(place.role for place in self.places)
         spec = CoordinatorSpec(
             pipeline=config.pipeline.name,
             num_draft_tokens=getattr(config.drafter, "num_draft_tokens", 0),
-            target_ranks=config.target.tp,
-            draft_ranks=num_draft,
+            target_ranks=sizes.pop("target"),
+            draft_ranks=sizes.pop("draft", 0),
             eos_token_ids=eos_token_ids,
             limits=config.scheduler,
+            level_ranks=tuple(sizes.values()),
         )
         progress(describe_layout(self.places, footprints(config, self.places)))
         progress("starting " + ", ".join(place.identity for place in self.places))

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any, get_origin, get_type_hints
 
-from actors.options import CascadeDrafterConfig, DrafterConfig, ModelDrafterConfig, Strategy
+from actors.options import CascadeDrafterConfig, DrafterConfig, LevelsPlacement, ModelDrafterConfig, Strategy
 from cluster.errors import unknown_key
 
 
@@ -72,9 +72,9 @@ def cascade_rules(drafter: CascadeDrafterConfig, rule: str) -> Iterator[tuple[st
         good = tail == 0 if i == 0 else tail >= 0
         yield f"drafter.tails[{i}]", tail, good, "must be 0 or above, and 0 for the first level: none is beneath it"
     for i, level in enumerate(drafter.levels[:-1]):
-        if isinstance(level, ModelDrafterConfig):
+        if isinstance(level, ModelDrafterConfig) and drafter.placement is LevelsPlacement.together:
             alike = (level.ranks, level.device) in ((1, "auto"), (drafter.ranks, drafter.device))
-            otherwise = "lives with the last level; give both the same ranks and device"
+            otherwise = "needs the last level's ranks and device; use drafter.placement=separate for its own"
             yield f"drafter.levels[{i}]", level.name, alike, otherwise
     deterministic = rule == "kseq" and any(drafter.tails)
     yield "drafter.tails", drafter.tails, not deterministic, "are not drawn as verify=kseq needs; take another rule"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.levels import level_roles
+from actors.options import CascadeDrafterConfig, DrafterConfig
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
 
@@ -29,18 +31,27 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
 
     found = {}
     for place in places:
-        model = config.target if place.role == "target" else config.drafter
-        if place.role in found or not getattr(model, "path", ""):
+        if place.role in found:
             continue
-        shapes = DecoderConfig.from_hf(model.path).stretched(getattr(model, "stretch", 0))
-        dtype = choose_dtype(model.dtype, place.device)
-        length = min(getattr(model, "max_model_len", 0) or shapes.max_positions, shapes.max_positions)
-        num_slots = getattr(model, "kv_slots", 0) or config.scheduler.max_num_seqs * length
-        weights = weight_bytes(shapes, place.size, dtype, packed=packs(place.device, dtype))
-        found[place.role] = Footprint(
-            place.size * weights, place.size * num_slots * kv_bytes_per_slot(shapes, place.size, dtype)
-        )
+        models = [config.target] if place.role == "target" else _draft_models(config, place.role)
+        weights = kv = 0
+        for model in models:
+            shapes = DecoderConfig.from_hf(model.path).stretched(getattr(model, "stretch", 0))
+            dtype = choose_dtype(model.dtype, place.device)
+            length = min(getattr(model, "max_model_len", 0) or shapes.max_positions, shapes.max_positions)
+            num_slots = getattr(model, "kv_slots", 0) or config.scheduler.max_num_seqs * length
+            weights += place.size * weight_bytes(shapes, place.size, dtype, packed=packs(place.device, dtype))
+            kv += place.size * num_slots * kv_bytes_per_slot(shapes, place.size, dtype)
+        if weights:
+            found[place.role] = Footprint(weights, kv)
     return found
+
+
+def _draft_models(config: LaunchConfig, role: str) -> list[DrafterConfig]:
+    """What this part of the drafter loads."""
+    drafter = config.drafter
+    parts = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
+    return [parts[i] for i in level_roles(drafter)[role] if getattr(parts[i], "path", "")]
 
 
 def describe_layout(places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:

@@ -5,9 +5,10 @@ Knows counts of devices, not what runs on them. Ray and the in-process backend b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from actors.levels import level_roles
 from cluster.config import LaunchConfig
 
 
@@ -48,30 +49,36 @@ class RankPlacement:
 
 
 def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
-    """Target ranks, then draft ranks. ValueError where there are more ranks than devices."""
-    num_target, num_draft = config.target.tp, getattr(config.drafter, "ranks", 1)
-    if config.drafter.name == "none" or config.pipeline.name == "plain":
-        num_draft = 0
-    on_device = num_draft if hasattr(config.drafter, "ranks") else 0  # a lookup drafter needs no device of its own
+    """Target ranks, then draft ranks, level by level. ValueError where there are more ranks than devices."""
+    roles = {"target": (config.target.tp, _kind(config.target.device, "target.device", devices))}
+    for role, size, wanted in _draft_roles(config):
+        roles[role] = (size, _kind(wanted, "drafter.device", devices))
     colocated = config.placement.name == "colocated"
-    kind = _kind(config.target.device, "target.device", devices)
-    draft_kind = _kind(config.drafter.device, "drafter.device", devices) if on_device else "cpu"
-    same_kind = bool(on_device) and kind == draft_kind
-    if on_device and colocated and not same_kind:
+    if colocated and len({kind for _, kind in roles.values()}) > 1:
+        drafter = next(kind for role, (_, kind) in roles.items() if kind != roles["target"][1])
         raise ValueError(
-            f"placement=colocated: the target on {kind} and the drafter on {draft_kind} have no device to share; "
-            "give target.device and drafter.device one kind or use placement=separate"
+            f"placement=colocated: the target on {roles['target'][1]} and the drafter on {drafter} have no device to "
+            "share; give target.device and drafter.device one kind or use placement=separate"
         )
-    share = 0.5 if same_kind and colocated else 1.0
-    rivals = num_target + on_device if same_kind and not colocated else 0
-    places = _place(config, "target", num_target, kind, 0, rivals or num_target, share, devices)
-    if on_device:
-        places += _place(
-            config, "draft", on_device, draft_kind, num_target if rivals else 0, rivals or on_device, share, devices
-        )
-    if num_draft and not on_device:
+    places, taken = [], {"cpu": 0, "cuda": 0}
+    for role, (size, kind) in roles.items():
+        rivals = [other for other, on in roles.values() if on == kind]
+        total, share = (size, 1.0 / len(rivals)) if colocated else (sum(rivals), 1.0)
+        places += _place(config, role, size, kind, 0 if colocated else taken[kind], total, share, devices)
+        taken[kind] += size
+    speculates = config.drafter.name != "none" and config.pipeline.name != "plain"
+    if speculates and len(roles) == 1:  # a lookup drafter needs no device of its own
         places.append(RankPlacement("draft", 0, 1, "cpu", (), 1, 0.0))
     return places
+
+
+def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, int, str]]:
+    """Role, ranks and device of every part of the drafter that has a model."""
+    if config.pipeline.name == "plain" or not hasattr(config.drafter, "ranks"):
+        return
+    for role, levels in level_roles(config.drafter).items():
+        model = config.drafter.levels[levels[-1]] if hasattr(config.drafter, "levels") else config.drafter
+        yield role, model.ranks, model.device
 
 
 def _kind(wanted: str, field: str, devices: Devices) -> str:

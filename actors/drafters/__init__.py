@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.branches import AHEAD
 from actors.drafter import Drafter
 from actors.drafters.ahead import AheadDrafter
-from actors.drafters.beneath import Beneath, LocalLevel
+from actors.drafters.beneath import Beneath, LevelPort, LocalLevel
 from actors.drafters.cascade import CascadeDrafter
 from actors.drafters.corpus import read_corpus
 from actors.drafters.loading import open_draft_model
@@ -16,7 +16,7 @@ from actors.drafters.maxgram import MaxgramDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.drafters.suffix import SuffixDrafter
-from actors.options import DrafterConfig, SchedulerConfig, VerifyConfig
+from actors.options import CascadeDrafterConfig, DrafterConfig, SchedulerConfig, VerifyConfig
 from parallel.mesh import Group
 
 
@@ -61,26 +61,50 @@ def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
 
 
 def _cascade(config, verify, pipeline, scheduler, group, device, eos_token_ids):
-    """All levels in this process; only the last, which the target listens to, works ahead."""
-    base, *others = config.levels
-    drafter, facts = build_drafter(base, verify, "sync", scheduler, group, device, eos_token_ids)
-    below, facts = base, dict(facts)
-    for level, model in enumerate(others, 1):
-        runner, held = open_draft_model(model, scheduler, group, device)
-        drafter = CascadeDrafter(
-            runner,
-            Beneath(LocalLevel(drafter), level_name(level - 1, below), below.num_draft_tokens + config.tail(level - 1)),
-            level=level,
-            name=level_name(level, model),
-            rule=verify.rule,
-            law_size=verify.law_size,
-            eos_token_ids=eos_token_ids,
-            prefill_chunk=scheduler.prefill_chunk,
-            tail=config.tail(level),
-            works_ahead=pipeline in AHEAD and level == len(others),
-        )
-        summed = {name: facts.get(name, 0) + held[name] for name in ("weight_bytes", "kv_bytes")}
-        facts, below = {**held, **summed}, model
+    return build_levels(
+        config, range(len(config.levels)), verify, pipeline, scheduler, group, device, eos_token_ids, None
+    )
+
+
+def build_levels(
+    config: CascadeDrafterConfig,
+    levels: range,
+    verify: VerifyConfig,
+    pipeline: str,
+    scheduler: SchedulerConfig,
+    group: Group,
+    device: str,
+    eos_token_ids: Sequence[int],
+    beneath: LevelPort | None,
+) -> tuple[Drafter, dict[str, object]]:
+    """These levels of a cascade in this process, over the port to the level `beneath` them, if there is one.
+
+    Only the last of them, which others listen to, works ahead.
+    """
+    facts: dict[str, object] = {"weight_bytes": 0, "kv_bytes": 0}
+    drafter: Drafter | None = None
+    for level in levels:
+        model, is_last = config.levels[level], level == levels[-1]
+        if level == 0:
+            inner = pipeline if is_last else "sync"
+            drafter, held = build_drafter(model, verify, inner, scheduler, group, device, eos_token_ids)
+        else:
+            runner, held = open_draft_model(model, scheduler, group, device)
+            port, below = (LocalLevel(drafter) if drafter is not None else beneath), config.levels[level - 1]
+            drafter = CascadeDrafter(
+                runner,
+                Beneath(port, level_name(level - 1, below), below.num_draft_tokens + config.tail(level - 1)),
+                level=level,
+                name=level_name(level, model),
+                rule=verify.rule,
+                law_size=verify.law_size,
+                eos_token_ids=eos_token_ids,
+                prefill_chunk=scheduler.prefill_chunk,
+                tail=config.tail(level),
+                works_ahead=pipeline in AHEAD and is_last,
+            )
+        summed = {name: facts[name] + held.get(name, 0) for name in ("weight_bytes", "kv_bytes")}
+        facts = {**facts, **held, **summed}
     return drafter, facts
 
 

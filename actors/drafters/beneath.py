@@ -18,15 +18,26 @@ from actors.messages import Admit, Commit, DraftBatch, DraftOrder, LevelWork, Pr
 class LevelPort(Protocol):
     """Carries records to the level beneath and back."""
 
+    life: int
+    """Changes when the level has lost what it knew."""
+    has_own_lane: bool
+    """Whether it works elsewhere, at times of its own."""
+
     def post(self, batch: DraftBatch) -> None:
         """Send; at most one answer is awaited at a time."""
 
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch] | None:
-        """The answer to the batch of this round, None if it is not there yet (or, after waiting, lost)."""
+        """The answer to the batch of this round, None if it is not there (yet); empty from a level that is lost."""
+
+    def listen(self) -> None:
+        """Hear whether the level was lost, or has come back."""
 
 
 class LocalLevel:
     """The level lives in this process and drafts when it is asked."""
+
+    life = 0
+    has_own_lane = False
 
     def __init__(self, drafter: Drafter) -> None:
         self._role = DraftRole(drafter)
@@ -37,6 +48,9 @@ class LocalLevel:
 
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch]:
         return self._answer
+
+    def listen(self) -> None:
+        """It is never lost."""
 
 
 @dataclass(slots=True)
@@ -62,6 +76,7 @@ class Beneath:
         self._name = name
         self._round = 0
         self._awaited: int | None = None
+        self._life = port.life
         self._told: dict[int, _Told] = {}
         self._releases: list[int] = []
         self._work: list[LevelWork] = []
@@ -88,6 +103,12 @@ class Beneath:
 
     def post(self, asked: Iterable[tuple[int, Sequence[int], int]]) -> None:
         """Tell and ask, as (request, its text, draft tokens wanted); none wanted only brings it up to date."""
+        self._port.listen()
+        if self._port.life != self._life:  # it came back, and knows nothing
+            self._life = self._port.life
+            self._releases = []
+            for told in self._told.values():
+                told.length = 0
         admits, commits, orders = [], [], []
         for request_id, text, budget in asked:
             record = self._news(self._told[request_id], text)
@@ -113,10 +134,12 @@ class Beneath:
         for batch in answer or ():
             spans = ((batch.started, batch.finished), *batch.ahead)
             seconds = sum(finished - started for started, finished in spans)
+            shown = spans if self._port.has_own_lane else ()
             if batch.levels:
                 self._work += batch.levels
+                self._work.append(LevelWork(self._name, spans=shown))
             elif batch.proposals:
-                self._work.append(LevelWork(self._name, len(spans), seconds, spans=spans))
+                self._work.append(LevelWork(self._name, len(spans), seconds, spans=shown))
         return {proposal.request_id: proposal for batch in answer or () for proposal in batch.proposals}
 
     @property

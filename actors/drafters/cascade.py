@@ -218,6 +218,8 @@ class CascadeDrafter:
                 self._catch_up(stream, leave=self._prefill_chunk)
                 streams.append(stream)
                 subjects.append(self._subject(stream, proposals.get(stream.request_id), num_tokens))
+        if not subjects:  # every text that was asked about has changed meanwhile
+            return
         if not self.runner.can_reserve(sum(one.num_fed + one.tree.num_draft_tokens for one in subjects)):
             for stream in streams:  # another request's prompt has taken the room
                 stream.in_flight = False
@@ -226,8 +228,7 @@ class CascadeDrafter:
         rulings = self._verifier.judge(subjects, logits, self._coins)
         for stream, subject, ruling in zip(streams, subjects, rulings, strict=True):
             self._keep(stream, subject, ruling)
-        if subjects:
-            self._work.append(LevelWork(self._name, 1, time.monotonic() - started))
+        self._work.append(LevelWork(self._name, 1, time.monotonic() - started))
 
     def _subject(self, stream: _Stream, proposal: Proposal | None, num_tokens: int) -> Subject:
         fits = proposal is not None and (

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from actors.conductor import Conductor, CoordinatorSpec
+from actors.levels import is_spared
 from actors.lifecycle import Failure
 from actors.logs import LogSpec, close_logs, open_logs
 from actors.roles import RankSpec, serve
@@ -83,7 +84,8 @@ class InprocessBackend:
         try:
             work()
         except Exception as error:
-            self._died = f"{name}: {Failure.of(name, 0, error).text}"
+            if not is_spared(name):
+                self._died = f"{name}: {Failure.of(name, 0, error).text}"
 
 
 def rank_spec(

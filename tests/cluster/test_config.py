@@ -44,10 +44,11 @@ PUBLIC_CHOICES = {
 
 PUBLIC_KEYS = {
     "target": "name path tp dtype device stretch max_model_len kv_slots",
-    **{"drafter=none": "name", "drafter=ngram": "name num_draft_tokens max_ngram min_ngram"},
+    **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places"},
+    "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
-    **{"drafter=maxgram": "name num_draft_tokens max_places", "drafter=cascade": "name levels num_draft_tokens tails"},
+    "drafter=cascade": "name levels num_draft_tokens tails placement",
     "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width fan_out ahead_width "
     "batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every",
     "verify": "rule law_size",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from actors.drafters.model import ModelDrafter
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy, checkpoints
 from cluster import pocket
 from cluster.config import load_config
+from cluster.engine import Engine
+from cluster.memory import footprints
+from cluster.placement import Devices, lay_out
 
 
 def cascade(*overrides: str):
@@ -53,10 +57,76 @@ def test_a_checked_configuration_can_be_checked_again():
         (["drafter.tails=[1]"], "drafter.tails=[1]: give one for each of the 2 levels"),
         (["drafter.tails=[1,0]"], "drafter.tails[0]=1: must be 0 or above, and 0 for the first"),
         (["drafter.tails=[0,2]", "verify=kseq"], "drafter.tails=(0, 2): are not drawn as verify=kseq needs"),
-        (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: lives with"),
+        (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: needs"),
     ],
 )
 def test_refusals(overrides, line):
     with pytest.raises(ValueError) as caught:
         cascade(*overrides)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+# --- levels on ranks of their own -------------------------------------------------------------------------------------
+
+THREE = "drafter.levels=[ngram,{name: model, num_draft_tokens: 3},{name: model, num_draft_tokens: 5}]"
+
+
+def places(cores: int, *overrides: str) -> dict[str, tuple[int, ...]]:
+    config = load_config(["drafter=cascade", THREE, "drafter.placement=separate", *overrides])
+    return {place.identity: place.cores for place in lay_out(config, Devices(tuple(range(cores))))}
+
+
+def test_every_level_with_a_model_gets_cores_of_its_own():
+    assert places(6) == {"target-0": (0, 1), "draft-0": (2, 3), "draft2-0": (4, 5)}
+    assert places(3, "placement=colocated") == dict.fromkeys(("target-0", "draft-0", "draft2-0"), (0, 1, 2))
+    assert list(places(3, "pipeline=plain")) == ["target-0"]
+    with pytest.raises(ValueError, match="ranks need 3 cores, 2 here"):
+        places(2)
+
+
+def test_a_level_may_have_several_ranks():
+    levels = "drafter.levels=[ngram,model,{name: model, ranks: 2, parallel: tensor}]"
+    config = load_config(["drafter=cascade", levels, "drafter.placement=separate"])
+    identities = [place.identity for place in lay_out(config, Devices(tuple(range(4))))]
+    assert identities == ["target-0", "draft-0", "draft-1", "draft2-0"]
+    assert set(footprints(config, lay_out(config, Devices(tuple(range(4)))))) == {"target", "draft", "draft2"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [THREE, "pipeline=branches", "sampling.temperature=0.8"],
+        pytest.param([THREE, "pipeline=sync"], marks=pytest.mark.slow),
+        pytest.param([THREE, "pipeline=tree", "drafter.tails=[0,1,2]"], marks=pytest.mark.slow),
+        pytest.param(["drafter.levels=[model,model,model]", "pipeline=pearl"], marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_of_three_roles_and_more_gives_plain_decodings_tokens(overrides):
+    prompts = ["def median(values):", "class Stack:"]
+    common = ["drafter=cascade", "cluster=inprocess", "cluster.oversubscribe=true", "sampling.max_tokens=40"]
+    with Engine(load_config([*common, *overrides, "drafter.placement=separate"])) as engine:
+        drafted = engine.generate(prompts)
+        report = engine.report()
+        plain = engine.generate(prompts, speculate=False)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert all(work["num_passes"] for work in report.counters["levels"].values())
+    assert len({lane for lane, *_ in report.spans}) >= 3, "each role has a lane in the timeline"
+
+
+def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
+    """The level raises in the middle of the run; the others finish the requests with the same tokens."""
+    propose, calls = ModelDrafter.propose, []
+
+    def fail_later(self, contexts, budgets):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("the level broke")
+        return propose(self, contexts, budgets)
+
+    monkeypatch.setattr(ModelDrafter, "propose", fail_later)
+    common = ["drafter=cascade", "drafter.levels=[model,model]", "drafter.placement=separate", "sampling.max_tokens=40"]
+    with Engine(load_config([*common, "cluster=inprocess", "cluster.oversubscribe=true"])) as engine:
+        drafted = engine.generate(["def median(values):"])
+        accepted = engine.report().counters["num_accepted_tokens"]
+        plain = engine.generate(["def median(values):"], speculate=False)
+    assert drafted[0].token_ids == plain[0].token_ids and accepted > 0 and len(calls) == 4

@@ -1,0 +1,173 @@
+"""Levels on ranks of their own: who plays what, what waits for whom, and what happens when a level is lost."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from actors.drafter import DraftRole
+from actors.drafters import build_drafter, build_levels
+from actors.drafters.remote import Mailbox, RemoteLevel
+from actors.levels import is_spared, level_roles, role_above, role_beneath
+from actors.lifecycle import RoleBack, RoleLost, Stop
+from actors.messages import DraftBatch, ProposalBatch
+from actors.options import (
+    CascadeDrafterConfig,
+    LevelsPlacement,
+    ModelDrafterConfig,
+    NgramDrafterConfig,
+    SchedulerConfig,
+    VerifyConfig,
+)
+from actors.wire import CODEC
+from parallel.mesh import SINGLE
+
+
+def cascade(*levels):
+    return CascadeDrafterConfig(
+        levels=levels,
+        tails=(0,) * len(levels),
+        num_draft_tokens=levels[-1].num_draft_tokens,
+        placement=LevelsPlacement.separate,
+    )
+
+
+def model(path, length=3):
+    return ModelDrafterConfig(path=path, num_draft_tokens=length)
+
+
+def options_of(pipeline):
+    return VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", (1,)
+
+
+def test_every_model_has_a_role_and_a_lookup_lives_with_the_one_it_drafts_for():
+    lookup = NgramDrafterConfig()
+    assert level_roles(cascade(lookup, model("a"), model("b"), model("c"))) == {
+        "draft": range(3, 4),
+        "draft2": range(2, 3),
+        "draft3": range(0, 2),
+    }
+    assert level_roles(cascade(model("a"), model("b"))) == {"draft": range(1, 2), "draft2": range(0, 1)}
+    assert level_roles(lookup) == {"draft": range(1)}
+
+
+def test_who_speaks_to_whom():
+    assert (role_beneath("draft"), role_beneath("draft2")) == ("draft2", "draft3")
+    assert (role_above("draft3"), role_above("draft2"), role_above("draft")) == ("draft2", "draft", None)
+    assert [is_spared(name) for name in ("draft2-0", "draft-1", "target-0", "coordinator")] == [True] + [False] * 3
+
+
+class Loop:
+    """The control line to a level in this process: records are encoded, and answers may take their time."""
+
+    def __init__(self, role=None, seed=0, dies_after=None):
+        self.role, self.arrived, self.sent = role, deque(), []
+        self._chance = random.Random(seed)
+        self._dies_after = dies_after
+
+    def send(self, record):
+        self.sent.append(record)
+        if self._dies_after is not None and len(self.sent) == self._dies_after:
+            self.arrived.append(RoleLost("draft2"))
+        elif self.role is not None:
+            record = CODEC.decode(CODEC.encode(record))
+            self.arrived += [CODEC.decode(CODEC.encode(answer)) for answer in self.role.answer(record)]
+            while self.role.wants_work and self._chance.random() < 0.7:
+                self.role.work()
+
+    def receive(self, timeout_s=None):
+        if timeout_s == 0 and self._chance.random() < 0.5:
+            return None
+        if not self.arrived:
+            assert timeout_s == 0, "nobody would ever answer"
+            return None
+        return self.arrived.popleft()
+
+
+def proposals(round, num_missing=0):
+    return ProposalBatch(round, (), 0.0, 0.0, num_missing)
+
+
+def test_an_answer_in_parts_is_waited_for_and_an_old_one_is_nobodys():
+    line = Loop()
+    line.arrived += [proposals(1), proposals(2, 1), Stop("later"), proposals(2)]
+    mailbox = Mailbox(line)
+    port = RemoteLevel(mailbox, is_lead=True)
+    port.post(DraftBatch(2))
+    assert port.collect(2, wait=True) is None, "the rank is called away"
+    assert mailbox.receive() == Stop("later")
+    assert [batch.num_missing for batch in port.collect(2, wait=True)] == [1, 0]
+
+
+def test_only_the_lead_speaks():
+    line = Loop()
+    RemoteLevel(Mailbox(line), is_lead=False).post(DraftBatch(1))
+    assert not line.sent
+
+
+def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
+    line = Loop()
+    port = RemoteLevel(Mailbox(line), is_lead=True)
+    line.arrived.append(RoleLost("draft2"))
+    assert port.collect(1, wait=True) == []
+    port.post(DraftBatch(2))
+    assert port.collect(2, wait=True) == [] and not line.sent
+    line.arrived.append(RoleBack("draft2"))
+    while port.life == 0:
+        port.listen()
+    port.post(DraftBatch(3))
+    assert line.sent == [DraftBatch(3)]
+
+
+@pytest.fixture
+def open_pair(open_room, models):
+    """A room whose drafter's lower level is behind a line."""
+
+    def open_(pipeline, **line_options):
+        lower = model(str(models["small"]), 3)
+        config = cascade(lower, model(str(models["drafter"]), 5))
+        room = open_room(pipeline=pipeline)
+        options = options_of(pipeline)
+        line = Loop(DraftRole(build_drafter(lower, *options)[0]), **line_options)
+        port = RemoteLevel(Mailbox(line), is_lead=True)
+        room.draft = DraftRole(build_levels(config, range(1, 2), *options, port)[0])
+        room.num_draft_tokens = 5
+        return room, line
+
+    return open_
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_those_of_plain_decoding(open_room, open_pair, make_requests, pipeline, temperature):
+    requests = make_requests(4, max_tokens=30, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room, _ = open_pair(pipeline, seed=3)
+    room.serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.tally.levels["0-model"]["num_accepted_tokens"] > 0
+    assert any(lane == "0-model" for lane, *_ in room.tally.spans), "a level elsewhere has a lane of its own"
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_level_that_dies_is_skipped_and_one_that_comes_back_is_used_again(
+    open_room, open_pair, make_requests, models, pipeline, returns
+):
+    requests = make_requests(3, max_tokens=30)
+    plain = open_room(pipeline="plain").serve(requests)
+    room, line = open_pair(pipeline, dies_after=5)
+
+    def come_back(room):
+        nonlocal returns
+        if returns and len(line.sent) == 5:
+            line.role = DraftRole(build_drafter(model(str(models["small"])), *options_of(pipeline))[0])
+            line.arrived.append(RoleBack("draft2"))
+            returns = False
+
+    came_back = returns
+    room.serve(requests, come_back)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends) and room.tally.num_accepted_tokens > 0
+    assert (len(line.sent) > 5) == came_back
