@@ -8,6 +8,7 @@ recording    makes one with the draft model
 ranks        runs work on the ranks of a layout
 rounds       rounds of one role along known text, timed
 measuring    pass costs from such rounds
+passes       one pass of a draft model in every way to share it: attention, MLPs, communication
 prediction   the speed of every layout, by the simulator
 trials       real runs beside the predictions
 tables       rows for the terminal and the CSV
