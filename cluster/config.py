@@ -45,7 +45,7 @@ from cluster.bench.config import BenchConfig
 from cluster.certify.config import CertifyConfig
 from cluster.errors import describe, unknown_key
 from cluster.levels import with_typed_levels
-from cluster.planning.config import PlanConfig
+from cluster.planning.config import PassesConfig, PlanConfig
 from cluster.training.config import TrainConfig
 from cluster.validation import validate, validate_layers
 
@@ -174,6 +174,7 @@ CHOICES: dict[str, dict[str, type]] = {
         "bench": BenchConfig,
         "certify": CertifyConfig,
         "plan": PlanConfig,
+        "passes": PassesConfig,
         "train": TrainConfig,
     },
 }

@@ -253,6 +253,14 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
         yield "job.contexts", job.contexts, all(context >= 1 for context in job.contexts), "must all be at least 1"
     if right == "plan":
         yield from _plan(config)
+    if right == "passes":
+        yield "job.ranks", job.ranks, job.ranks >= 1, "must be at least 1"
+        yield "job.context", job.context, job.context >= 1, "must be at least 1"
+        yield "job.repeats", job.repeats, job.repeats >= 1, "must be at least 1"
+        groups = job.layer_groups
+        good = all(1 <= group <= job.ranks for group in groups)
+        yield "job.layer_groups", groups, good, f"must all be between 1 and job.ranks={job.ranks}"
+        yield "job.rows", job.rows, bool(job.rows) and min(job.rows) >= 1, "must all be at least 1"
 
 
 def _plan(config: LaunchConfig) -> Iterator[_Rule]:

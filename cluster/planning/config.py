@@ -39,3 +39,23 @@ class PlanConfig:
     """Measured runs of each; medians are reported."""
     ablation: bool = False
     """Also measure what running layers side by side costs in acceptance, by policy of calibration."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassesConfig:
+    """`job=passes`: time one pass of a draft model in every way its ranks could share it, weights at random."""
+
+    name: str = "passes"
+    """Set by the choice `job=`."""
+    models: list[str] = field(default_factory=lambda: ["5M", "30M"])
+    """Draft models: a checkpoint directory, its config.json, or 5M and 30M for models of that many parameters."""
+    ranks: int = 2
+    """Ranks that share it; on CPU each has a core of its own."""
+    layer_groups: list[int] = field(default_factory=lambda: [2])
+    """`drafter.layer_group` to time."""
+    rows: list[int] = field(default_factory=lambda: [1, 8])
+    """Tokens of a pass."""
+    context: int = 128
+    """Tokens before them."""
+    repeats: int = 60
+    """Timed passes of each kind; medians are reported."""

@@ -39,7 +39,7 @@ PUBLIC_CHOICES = {
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
-    "job": {"generate", "bench", "certify", "plan", "train"},
+    "job": {"generate", "bench", "certify", "plan", "passes", "train"},
 }
 
 PUBLIC_KEYS = {
@@ -65,6 +65,7 @@ PUBLIC_KEYS = {
     "contexts peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
+    "job=passes": "name models ranks layer_groups rows context repeats",
 }
 """Names that scripts of users rely on: add to these, rename or remove none."""
 
