@@ -98,8 +98,9 @@ def serve(spec: RankSpec, observe: Callable[[str], None] | None = None) -> None:
 def _tell_of(batch: Any, logger: logging.Logger) -> None:
     for admit in batch.admits:
         tell(logger, "admit", request=admit.request_id, epoch=admit.epoch, tokens=len(admit.token_ids))
-    requests = [one.request_id for one in (batch.items if isinstance(batch, VerifyBatch) else batch.orders)]
-    tell(logger, "round", level=logging.DEBUG, round=batch.round, requests=requests, released=batch.releases)
+    if logger.isEnabledFor(logging.DEBUG):
+        requests = [one.request_id for one in (batch.items if isinstance(batch, VerifyBatch) else batch.orders)]
+        tell(logger, "round", level=logging.DEBUG, round=batch.round, requests=requests, released=batch.releases)
 
 
 def _next_record(link: Mailbox, role: Any, group: Group, device: str) -> Any:

@@ -7,6 +7,7 @@ GPUs, and the cores that Ray hands out, belong to one engine at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -23,12 +24,13 @@ def may_share(config: LaunchConfig) -> bool:
 
 
 class EnginePool:
-    """Opens an engine when it is first asked for; `with` closes all of them."""
+    """Opens an engine when it is first asked for; `with` closes all. Only roles in processes of their own log."""
 
-    def __init__(self, config: LaunchConfig, progress: Callable[[str], None]) -> None:
+    def __init__(self, config: LaunchConfig, progress: Callable[[str], None], log_dir: Path | None = None) -> None:
         self._config = config
         self._progress = progress
         self._side_by_side = may_share(config)
+        self._log_dir = None if config.cluster.name == ClusterName.inprocess else log_dir
         self._open: dict[str, Engine] = {}
 
     def blocks(self, settings: Sequence[Setting]) -> list[Sequence[Setting]]:
@@ -45,7 +47,8 @@ class EnginePool:
         if key not in self._open:
             if not self._side_by_side:
                 self.close()
-            self._open[key] = Engine(setting.configure(self._config), progress=self._progress)
+            configured = setting.configure(self._config)
+            self._open[key] = Engine(configured, progress=self._progress, log_dir=self._log_dir)
         return self._open[key]
 
     def close(self) -> None:

@@ -33,7 +33,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     trials = Trials(config, prompts)
     num_steps = len(settings) * (job.warmup + job.repeats)
     try:
-        with terminal.counting("starting", num_steps) as bar, EnginePool(config, bar.say) as pool:
+        counting = terminal.counting("starting", num_steps)
+        with counting as bar, EnginePool(config, bar.say, run_dir / "logs") as pool:
             trials.run(settings, pool, bar)
     finally:
         outcomes = [outcome for outcome in trials.outcomes if outcome.trials]

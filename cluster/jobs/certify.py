@@ -43,7 +43,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     prompts = read_prompts(Path(job.prompts), job.limit)
     terminal = Terminal()
     with terminal.starting() as progress:
-        engine = Engine(config, progress=progress)
+        engine = Engine(config, progress=progress, log_dir=run_dir / "logs")
     params = settings(config.sampling_params(engine.tokenizer), job.temperatures, job.seeds)
     with terminal.counting("completing on both sides", _num_steps(config, params, len(prompts))) as bar:
         with engine:
