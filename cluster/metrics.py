@@ -59,6 +59,10 @@ def _per_role(tally: Tally, of: Callable[[list[float]], float]) -> dict[str, flo
     return {role: of(outages) for role, outages in tally.resume_s.items()}
 
 
+def _per_level(tally: Tally, name: str) -> dict[str, float]:
+    return {level: counts[name] for level, counts in tally.levels.items()}
+
+
 COUNTERS = (
     Counted("prompt_tokens_total", "Prompt tokens of admitted requests", lambda t: t.num_prompt_tokens),
     Counted("generation_tokens_total", "Tokens committed", lambda t: t.num_tokens),
@@ -101,6 +105,21 @@ COUNTERS = (
     ),
     Counted("link_trips_total", "Target passes ordered and answered", lambda t: t.num_link_trips),
     Counted("link_seconds_total", "Seconds those orders and answers were on their way", lambda t: t.link_s),
+    Counted(
+        "level_busy_seconds_total", "Seconds a level of a cascade computed", lambda t: _per_level(t, "busy_s"), "level"
+    ),
+    Counted(
+        "level_draft_tokens_total",
+        "Draft tokens a level of a cascade verified",
+        lambda t: _per_level(t, "num_draft_tokens"),
+        "level",
+    ),
+    Counted(
+        "level_accepted_tokens_total",
+        "Draft tokens a level of a cascade accepted",
+        lambda t: _per_level(t, "num_accepted_tokens"),
+        "level",
+    ),
     Counted("stale_messages_total", "Records recognised as stale", lambda t: t.num_stale),
     Counted("role_losses_total", "Times a role died or fell silent", lambda t: t.num_role_losses, "role"),
     Counted("role_restarts_total", "Times a lost role answered again", lambda t: _per_role(t, len), "role"),

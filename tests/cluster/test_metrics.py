@@ -109,6 +109,17 @@ def test_losses_are_counted_by_role(registry, show):
     assert registry.values["fallback_seconds_total", ""] == 0.5, "without a target there is nothing to fall back to"
 
 
+def test_levels_of_a_cascade_count_for_themselves(registry, show):
+    tally = Tally(levels={"small": {"busy_s": 0.5, "num_draft_tokens": 8, "num_accepted_tokens": 6}})
+    show(tally)
+    found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "small")}
+    assert found == {
+        "level_busy_seconds_total": 0.5,
+        "level_draft_tokens_total": 8,
+        "level_accepted_tokens_total": 6,
+    }
+
+
 def test_ended_requests_are_observed_once(registry, show):
     tally = Tally(phase="plain")
     tally.ended.append(RequestTimes("length", 0.1, 0.25, 1.25, num_tokens=5))
