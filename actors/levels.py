@@ -1,14 +1,78 @@
-"""The levels of a cascade as roles: which role plays which levels, and who speaks to whom. Standard library only.
+"""The levels of a cascade: what a user may choose of them, which role plays which, and who speaks to whom.
 
 The target listens to `draft`, which plays the last level; `draft2` plays the one before it, and so on downwards. A
 level without a model lives with the one it drafts for. With `drafter.placement=together` `draft` plays them all.
+Standard library only.
 """
 
 from __future__ import annotations
 
-from actors.options import CascadeDrafterConfig, DrafterConfig, LevelsPlacement
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from actors.options import DrafterConfig, ModelDrafterConfig
 
 TOP = "draft"
+
+
+class LevelLengths(StrEnum):
+    """Who decides how many tokens the levels of a cascade hand up."""
+
+    fixed = "fixed"
+    auto = "auto"
+
+
+class LevelsPlacement(StrEnum):
+    """Whether the levels of a cascade share their ranks."""
+
+    together = "together"
+    separate = "separate"
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeDrafterConfig(DrafterConfig):
+    """Drafters that draft for each other: every level verifies the drafts of the one before it."""
+
+    name: str = "cascade"
+    """Set by the choice `drafter=`."""
+    levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
+    """The cheapest first; each a family's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
+    first may be of any family, the others are models. `num_draft_tokens`: what a level hands to the next at a time."""
+    num_draft_tokens: int = 0
+    """Draft tokens a round, at most; 0 = those of the last level, its tail and `merge`."""
+    tails: list[int] = field(default_factory=list)
+    """For each level, tokens that the one before it adds unverified behind the level's own; empty = none."""
+    lengths: LevelLengths = LevelLengths.fixed
+    """fixed: `num_draft_tokens` as given; auto: at most so many, chosen by measured costs and acceptance, and none of a
+    level that does not pay. auto needs drafter.placement=together."""
+    merge: int = 0
+    """Draft tokens of the last level but one that are added beside the last level's, where the two differ."""
+    placement: LevelsPlacement = LevelsPlacement.together
+    """together: all levels on the last one's ranks, in turn; separate: each model on ranks of its own, so that, in an
+    asynchronous pipeline, it drafts while the next one verifies."""
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # the lists of a choice that was not checked yet have no hash of their own
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the models."""
+        return self.levels[-1].ranks
+
+    @property
+    def device(self) -> str:
+        return self.levels[-1].device
+
+    def tail(self, level: int) -> int:
+        return self.tails[level] if self.tails else 0
+
+
+def checkpoints(drafter: DrafterConfig) -> list[str]:
+    """Paths of the models a drafter needs."""
+    if isinstance(drafter, CascadeDrafterConfig):
+        return [path for level in drafter.levels for path in checkpoints(level)]
+    return [drafter.path] if isinstance(drafter, ModelDrafterConfig) else []
 
 
 def level_roles(drafter: DrafterConfig) -> dict[str, range]:

@@ -55,13 +55,6 @@ class Strategy(StrEnum):
     dynamic = "dynamic"
 
 
-class LevelsPlacement(StrEnum):
-    """Whether the levels of a cascade share their ranks."""
-
-    together = "together"
-    separate = "separate"
-
-
 class VerifyRule(StrEnum):
     """Which draft tokens are accepted; every rule keeps the target's output law."""
 
@@ -218,46 +211,6 @@ class ModelDrafterConfig(DrafterConfig):
     """As `target.dtype`."""
     device: str = "auto"
     """As `target.device`."""
-
-
-@dataclass(frozen=True, slots=True)
-class CascadeDrafterConfig(DrafterConfig):
-    """Drafters that draft for each other: every level verifies the drafts of the one before it."""
-
-    name: str = "cascade"
-    """Set by the choice `drafter=`."""
-    levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
-    """The cheapest first; each a family's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
-    first may be of any family, the others are models. `num_draft_tokens`: what a level hands to the next at a time."""
-    num_draft_tokens: int = 0
-    """Draft tokens a round, at most; 0 = those of the last level and its tail."""
-    tails: list[int] = field(default_factory=list)
-    """For each level, tokens that the one before it adds unverified behind the level's own; empty = none."""
-    placement: LevelsPlacement = LevelsPlacement.together
-    """together: all levels on the last one's ranks, in turn; separate: each model on ranks of its own, so that, in an
-    asynchronous pipeline, it drafts while the next one verifies."""
-
-    def __hash__(self) -> int:
-        return hash(repr(self))  # the lists of a choice that was not checked yet have no hash of their own
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that share the models."""
-        return self.levels[-1].ranks
-
-    @property
-    def device(self) -> str:
-        return self.levels[-1].device
-
-    def tail(self, level: int) -> int:
-        return self.tails[level] if self.tails else 0
-
-
-def checkpoints(drafter: DrafterConfig) -> list[str]:
-    """Paths of the models a drafter needs."""
-    if isinstance(drafter, CascadeDrafterConfig):
-        return [path for level in drafter.levels for path in checkpoints(level)]
-    return [drafter.path] if isinstance(drafter, ModelDrafterConfig) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ import torch
 from actors.drafter import DraftRole
 from actors.drafters import build_drafter, build_levels
 from actors.drafters.remote import Mailbox, RemoteLevel
-from actors.levels import level_roles
+from actors.levels import CascadeDrafterConfig, level_roles
 from actors.lifecycle import Failure, Ready, Stop
 from actors.logs import logger_of, tell
 from actors.messages import VerifyBatch
-from actors.options import CascadeDrafterConfig, DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
+from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
 from actors.target import TargetRole
 from actors.wire import Link
 from parallel.mesh import Group

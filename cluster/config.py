@@ -23,10 +23,10 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from actors.levels import CascadeDrafterConfig
 from actors.logs import LogLevel
 from actors.messages import SamplingParams
 from actors.options import (
-    CascadeDrafterConfig,
     DrafterConfig,
     MaxgramDrafterConfig,
     ModelDrafterConfig,

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.conductor import CLIENT, CoordinatorSpec
+from actors.levels import checkpoints
 from actors.lifecycle import Failure, Hello, Ready, Stop
 from actors.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
-from actors.options import checkpoints
 from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError

@@ -10,7 +10,8 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any, get_origin, get_type_hints
 
-from actors.options import CascadeDrafterConfig, DrafterConfig, LevelsPlacement, ModelDrafterConfig, Strategy
+from actors.levels import CascadeDrafterConfig, LevelLengths, LevelsPlacement
+from actors.options import DrafterConfig, ModelDrafterConfig, Strategy
 from cluster.errors import unknown_key
 
 
@@ -21,7 +22,7 @@ def with_typed_levels(drafter: CascadeDrafterConfig, families: Mapping[str, type
         raise ValueError(f"drafter.levels={drafter.levels}: must be at least two, the cheapest first, as [ngram,model]")
     if drafter.tails and len(drafter.tails) != len(levels):
         raise ValueError(f"drafter.tails={drafter.tails}: give one for each of the {len(levels)} levels, or none")
-    length = drafter.num_draft_tokens or levels[-1].num_draft_tokens + drafter.tail(len(levels) - 1)
+    length = drafter.num_draft_tokens or levels[-1].num_draft_tokens + drafter.tail(len(levels) - 1) + drafter.merge
     return replace(drafter, levels=tuple(levels), tails=tuple(drafter.tails), num_draft_tokens=length)
 
 
@@ -76,5 +77,11 @@ def cascade_rules(drafter: CascadeDrafterConfig, rule: str) -> Iterator[tuple[st
             alike = (level.ranks, level.device) in ((1, "auto"), (drafter.ranks, drafter.device))
             otherwise = "needs the last level's ranks and device; use drafter.placement=separate for its own"
             yield f"drafter.levels[{i}]", level.name, alike, otherwise
+    together = drafter.placement is LevelsPlacement.together
+    otherwise = "needs all levels in one place; add drafter.placement=together"
+    yield "drafter.lengths", drafter.lengths, together or drafter.lengths is LevelLengths.fixed, otherwise
+    coupled = rule == "coupled"
+    yield "drafter.merge", drafter.merge, drafter.merge >= 0, "must be 0 (nothing is merged) or above"
+    yield "drafter.merge", drafter.merge, coupled or not drafter.merge, "is exact with verify=coupled only; drop it"
     deterministic = rule == "kseq" and any(drafter.tails)
     yield "drafter.tails", drafter.tails, not deterministic, "are not drawn as verify=kseq needs; take another rule"

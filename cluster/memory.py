@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.levels import level_roles
-from actors.options import CascadeDrafterConfig, DrafterConfig
+from actors.levels import CascadeDrafterConfig, level_roles
+from actors.options import DrafterConfig
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
 

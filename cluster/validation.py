@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from actors.branches import AHEAD
+from actors.levels import CascadeDrafterConfig
 from actors.messages import Draw
 from actors.options import (
     Calibration,
     CalibrationPolicy,
-    CascadeDrafterConfig,
     DrafterConfig,
     MaxgramDrafterConfig,
     MlpParallel,

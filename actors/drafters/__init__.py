@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from actors.branches import AHEAD
 from actors.drafter import Drafter
 from actors.drafters.ahead import AheadDrafter
 from actors.drafters.beneath import Beneath, LevelPort, LocalLevel
 from actors.drafters.cascade import CascadeDrafter
 from actors.drafters.corpus import read_corpus
+from actors.drafters.lengths import LengthControl
 from actors.drafters.loading import open_draft_model
 from actors.drafters.maxgram import MaxgramDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.drafters.suffix import SuffixDrafter
-from actors.options import CascadeDrafterConfig, DrafterConfig, SchedulerConfig, VerifyConfig
+from actors.levels import CascadeDrafterConfig, LevelLengths
+from actors.options import DrafterConfig, SchedulerConfig, VerifyConfig
 from parallel.mesh import Group
 
 
@@ -82,6 +86,7 @@ def build_levels(
     Only the last of them, which others listen to, works ahead.
     """
     facts: dict[str, object] = {"weight_bytes": 0, "kv_bytes": 0}
+    control = _length_control(config, group, device) if config.lengths is LevelLengths.auto else None
     drafter: Drafter | None = None
     for level in levels:
         model, is_last = config.levels[level], level == levels[-1]
@@ -101,11 +106,26 @@ def build_levels(
                 eos_token_ids=eos_token_ids,
                 prefill_chunk=scheduler.prefill_chunk,
                 tail=config.tail(level),
+                merge=config.merge if level == len(config.levels) - 1 else 0,
                 works_ahead=pipeline in AHEAD and is_last,
+                lengths=control,
             )
         summed = {name: facts[name] + held.get(name, 0) for name in ("weight_bytes", "kv_bytes")}
         facts = {**facts, **held, **summed}
     return drafter, facts
+
+
+def _length_control(config: CascadeDrafterConfig, group: Group, device: str) -> LengthControl:
+    """One for all levels; ranks of a group go by the first one's clock."""
+
+    def agree(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        if group.size == 1:
+            return lengths
+        return tuple(group.broadcast(torch.tensor(lengths, device=device)).tolist())
+
+    names = [level_name(level, one) for level, one in enumerate(config.levels)]
+    bounds = [one.num_draft_tokens for one in config.levels[:-1]] + [config.num_draft_tokens]
+    return LengthControl(names, bounds, drafts_at_once=not hasattr(config.levels[0], "path"), agree=agree)
 
 
 def level_name(level: int, config: DrafterConfig) -> str:

@@ -19,54 +19,27 @@ Sources: Chen et al., Cascade Speculative Drafting (arXiv 2312.11462); Spector a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
 from actors.drafter import Context, Draft
 from actors.drafters.beneath import Beneath
-from actors.messages import Commit, Draw, LevelWork, Proposal, SparseLaw, TokenTree
-from actors.noise import Stream, noise_key
+from actors.drafters.lengths import LengthControl
+from actors.drafters.merging import merge_trees
+from actors.drafters.stream import Stream, common_prefix
+from actors.messages import Commit, Draw, LevelWork, Proposal, TokenTree
+from actors.noise import Stream as NoiseStream
+from actors.noise import noise_key
 from actors.sampling import is_greedy
 from actors.verification.coins import Coins, HashCoins
 from actors.verifier import Ruling, Subject, Verifier
 from parallel.runner import ModelRunner, Span
 
 
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One request at this level: committed text and, behind it, the tokens this level has drafted with their laws.
-
-    `num_offered` of them and `num_tail` tokens of the level beneath are in the proposal whose verdict is awaited;
-    `share` is how many of its own tokens it was last ordered to have; `in_flight` says that draft-ahead has something
-    left to do. `version` counts the times that text was taken back.
-    """
-
-    context: Context
-    text: list[int]
-    laws: list[SparseLaw] = field(default_factory=list)
-    num_offered: int = 0
-    num_tail: int = 0
-    share: int = 1
-    in_flight: bool = False
-    version: int = 0
-    num_reviews: int = 0
-
-    @property
-    def request_id(self) -> int:
-        return self.context.request_id
-
-    @property
-    def num_drafted(self) -> int:
-        return len(self.text) - len(self.context.token_ids)
-
-    @property
-    def is_prepared(self) -> bool:
-        """At least half of a draft is there."""
-        return self.num_drafted > 0 and 2 * self.num_drafted >= self.share
-
-
 class CascadeDrafter:
-    """`level` numbers the levels from 0, the cheapest; `tail` tokens of a draft come unverified from beneath."""
+    """`level` numbers the levels from 0, the cheapest; `tail` tokens of a draft come unverified from beneath.
+
+    `merge` nodes of what the level beneath said first are added beside this level's own tokens, where they differ.
+    """
 
     def __init__(
         self,
@@ -80,7 +53,9 @@ class CascadeDrafter:
         eos_token_ids: Sequence[int],
         prefill_chunk: int,
         tail: int = 0,
+        merge: int = 0,
         works_ahead: bool = False,
+        lengths: LengthControl | None = None,
         make_coins: Callable[[int, int], Coins] = HashCoins,
     ) -> None:
         self.runner = runner
@@ -94,16 +69,19 @@ class CascadeDrafter:
         self._verifier = Verifier(runner, inner_rule, eos_token_ids, law_size=None if self._coupled else law_size)
         self._prefill_chunk = prefill_chunk
         self._tail = tail
+        self._merge = merge
+        self._lengths = lengths
+        self._decides = lengths is not None and level == len(lengths.lengths) - 1
         self._make_coins = make_coins
-        self._streams: dict[int, _Stream] = {}
-        self._asked: list[tuple[_Stream, int, int]] = []  # stream, its version, draft tokens asked of the level beneath
+        self._streams: dict[int, Stream] = {}
+        self._asked: list[tuple[Stream, int, int]] = []  # stream, its version, draft tokens asked of the level beneath
         self._work: list[LevelWork] = []
 
     # --- the drafter's contract ---------------------------------------------------------------------------------------
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
-        self._streams[context.request_id] = _Stream(context, list(context.token_ids))
+        self._streams[context.request_id] = Stream(context, list(context.token_ids))
         self._beneath.open(context)
 
     def prepare(self, contexts: Sequence[Context]) -> None:
@@ -119,18 +97,25 @@ class CascadeDrafter:
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         self._settle()
+        if self._decides:
+            self._lengths.ordered()
         asked = [
             (self._streams[context.request_id], budget) for context, budget in zip(contexts, budgets, strict=True)
         ]
         missed = [(stream, budget) for stream, budget in asked if not self.prepared(stream.context)]
         for stream, budget in missed:
-            stream.share = max(1, budget - self._tail)
+            stream.share = max(1, budget - self._tail - self._merge)
+            if self._lengths is not None:
+                stream.share = min(stream.share, max(1, self._lengths.lengths[self._level]))
         able = self._with_room([(stream, stream.share) for stream, _ in missed])
-        while short := [(stream, stream.share - stream.num_drafted) for stream in able if not _is_full(stream)]:
+        while short := [(stream, stream.share - stream.num_drafted) for stream in able if not stream.is_full]:
             self._ask(short)
             self._review()
-        tails = self._draw_tails([(stream, budget) for stream, budget in missed if stream in able])
-        return [self._offer(stream, budget, tails.get(stream.request_id)) for stream, budget in asked]
+        tails = self._draw_tails([(stream, budget - self._merge) for stream, budget in missed if stream in able])
+        drafts = [self._offer(stream, budget, tails.get(stream.request_id)) for stream, budget in asked]
+        if self._decides:
+            self._lengths.answered()
+        return drafts
 
     def observe(self, context: Context, commit: Commit) -> None:
         stream, token_ids = self._streams[context.request_id], list(commit.token_ids)
@@ -144,11 +129,12 @@ class CascadeDrafter:
         fresh = self._coupled or len(token_ids) > own + tail
         if drafted[: len(token_ids)] == token_ids and fresh:
             del stream.laws[: len(token_ids)]
+            stream.first_guess = None
         else:
-            agreed = sum(1 for _ in _common(drafted, token_ids))
+            agreed = sum(1 for _ in common_prefix(drafted, token_ids))
             self._take_back(stream, base + agreed, token_ids[agreed:])
             if tail and agreed == own:
-                path = tuple(node - own for node in commit.path if node > own)
+                path = tuple(node - own for node in commit.path if own < node <= own + tail)
                 self._beneath.accepted(stream.request_id, path, tail)
         stream.num_offered, stream.num_tail, stream.in_flight = 0, 0, False
 
@@ -164,7 +150,10 @@ class CascadeDrafter:
 
     def account(self) -> tuple[LevelWork, ...]:
         work, self._work = self._work, []
-        return (*work, *self._beneath.account())
+        work = [*work, *self._beneath.account()]
+        if self._decides:
+            self._lengths.saw(work)
+        return tuple(work)
 
     # --- working ahead: as if the whole proposal were going to be accepted --------------------------------------------
 
@@ -197,9 +186,10 @@ class CascadeDrafter:
 
     # --- one review: the level beneath drafts, this level's model verifies --------------------------------------------
 
-    def _ask(self, short: list[tuple[_Stream, int]]) -> None:
+    def _ask(self, short: list[tuple[Stream, int]]) -> None:
         """Order drafts for streams that lack so many tokens; this level adds the last of them itself."""
-        wanted = [(stream, min(self._beneath.num_draft_tokens, missing - 1)) for stream, missing in short]
+        longest = self._beneath.num_draft_tokens if self._lengths is None else self._lengths.lengths[self._level - 1]
+        wanted = [(stream, min(longest, missing - 1)) for stream, missing in short]
         self._asked = [(stream, stream.version, num_tokens) for stream, num_tokens in wanted]
         orders = [(stream.request_id, stream.text, num_tokens) for stream, num_tokens in wanted if num_tokens]
         if orders:
@@ -230,7 +220,7 @@ class CascadeDrafter:
             self._keep(stream, subject, ruling)
         self._work.append(LevelWork(self._name, 1, time.monotonic() - started))
 
-    def _subject(self, stream: _Stream, proposal: Proposal | None, num_tokens: int) -> Subject:
+    def _subject(self, stream: Stream, proposal: Proposal | None, num_tokens: int) -> Subject:
         fits = proposal is not None and (
             proposal.prefix_len == len(stream.text)
             and proposal.tree.token_ids[0] == stream.text[-1]
@@ -246,11 +236,13 @@ class CascadeDrafter:
         """New for every review of every level: positions that are drafted again must not meet the same numbers."""
         stream = self._streams[subject.seq_id]
         stream.num_reviews += 1
-        seed = noise_key(subject.sampling.seed, Stream.DRAFT, self._level, stream.context.epoch)
+        seed = noise_key(subject.sampling.seed, NoiseStream.DRAFT, self._level, stream.context.epoch)
         return self._make_coins(seed, stream.num_reviews)
 
-    def _keep(self, stream: _Stream, subject: Subject, ruling: Ruling) -> None:
+    def _keep(self, stream: Stream, subject: Subject, ruling: Ruling) -> None:
         num_fed, tree = subject.num_fed, subject.tree
+        if not stream.num_drafted:
+            stream.first_guess = tree
         self.runner.commit(stream.request_id, [*range(num_fed), *(num_fed - 1 + node for node in ruling.path)])
         stream.text += [*(tree.token_ids[node] for node in ruling.path), ruling.next_token]
         stream.laws += ruling.laws
@@ -259,7 +251,7 @@ class CascadeDrafter:
 
     # --- what goes up -------------------------------------------------------------------------------------------------
 
-    def _draw_tails(self, asked: list[tuple[_Stream, int]]) -> dict[int, Proposal]:
+    def _draw_tails(self, asked: list[tuple[Stream, int]]) -> dict[int, Proposal]:
         """Later positions of one draft, from the level beneath as they are."""
         orders = [(s.request_id, s.text, budget - s.num_drafted) for s, budget in asked if budget > s.num_drafted]
         if not self._tail or not orders:
@@ -267,9 +259,9 @@ class CascadeDrafter:
         self._beneath.post(orders)
         return self._beneath.collect() or {}
 
-    def _offer(self, stream: _Stream, budget: int, tail: Proposal | None) -> Draft:
+    def _offer(self, stream: Stream, budget: int, tail: Proposal | None) -> Draft:
         base = len(stream.context.token_ids)
-        own = stream.text[base : base + budget]
+        own = stream.text[base : base + max(1, budget - self._merge)]
         tree = TokenTree.chain(stream.text[base - 1], own)
         if tail is not None and 0 < tail.tree.num_draft_tokens <= budget - len(own):
             below = tail.tree
@@ -278,6 +270,8 @@ class CascadeDrafter:
         else:
             tail = None
         stream.num_offered, stream.num_tail = len(own), tree.num_draft_tokens - len(own)
+        if self._merge and stream.first_guess is not None:
+            tree = merge_trees(tree, stream.first_guess, min(self._merge, budget - tree.num_draft_tokens))
         stream.in_flight = self.works_ahead and bool(own)
         if self._coupled:
             return Draft(tree)
@@ -289,9 +283,10 @@ class CascadeDrafter:
 
     # --- keeping up with the text -------------------------------------------------------------------------------------
 
-    def _take_back(self, stream: _Stream, length: int, token_ids: list[int]) -> None:
+    def _take_back(self, stream: Stream, length: int, token_ids: list[int]) -> None:
         """The text behind the first `length` tokens does not stand; `token_ids` follow them."""
         stream.text[length:] = token_ids
+        stream.first_guess = None
         stream.laws.clear()
         stream.in_flight = False
         stream.version += 1
@@ -299,7 +294,7 @@ class CascadeDrafter:
         self.runner.truncate(stream.request_id, max(0, kept))
         self._beneath.cut(stream.request_id, length)
 
-    def _with_room(self, wanting: Iterable[tuple[_Stream, int]]) -> list[_Stream]:
+    def _with_room(self, wanting: Iterable[tuple[Stream, int]]) -> list[Stream]:
         """Those whose drafts of so many tokens fit the context, and together the pool, first come first served."""
         able, rows, below = [], 0, self._beneath.num_draft_tokens
         for stream, want in wanting:
@@ -310,7 +305,7 @@ class CascadeDrafter:
                 rows += asked
         return able
 
-    def _catch_up(self, stream: _Stream, leave: int) -> None:
+    def _catch_up(self, stream: Stream, leave: int) -> None:
         """Cache text until at most `leave` tokens of it are uncached, or pool or context are full."""
         end = min(len(stream.text) - leave, self.runner.config.max_positions)
         while (missing := end - (start := self.runner.cached_len(stream.request_id))) > 0:
@@ -319,15 +314,3 @@ class CascadeDrafter:
                 return
             self.runner.forward([Span(stream.request_id, len(chunk), num_logits=0)], chunk)
             self.runner.commit(stream.request_id, range(len(chunk)))
-
-
-def _is_full(stream: _Stream) -> bool:
-    return stream.num_drafted >= stream.share
-
-
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> Iterator[int]:
-    """The tokens both begin with."""
-    for one, other in zip(ours, theirs):
-        if one != other:
-            return
-        yield one

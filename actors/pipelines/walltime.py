@@ -92,14 +92,29 @@ def tokens_per_s(levels: Sequence[LevelCost], verify_s: float) -> float:
     return tokens_per_round(acceptance, length) / (verify_s + (draft_s(levels, length) if levels else 0.0))
 
 
-def best_lengths(levels: Sequence[LevelCost], verify_s: float, longest: int = 12) -> tuple[int, ...]:
-    """Tokens each level should hand up, by trying all; zeros mean that plain decoding is expected to be faster."""
-    best, best_speed = (0,) * len(levels), tokens_per_s((), verify_s)
-    for lengths in itertools.product(range(1, longest + 1), repeat=len(levels)):
-        if any(below > above for below, above in itertools.pairwise(lengths)):
+def best_lengths(levels: Sequence[LevelCost], verify_s: float, bounds: Sequence[int]) -> tuple[int, ...]:
+    """Tokens each level should hand up, at most `bounds`, by trying all; a level that is not worth asking gets 0.
+
+    The last level drafts at least one token: whether to speculate at all is decided elsewhere.
+    """
+    best, best_speed = tuple(bounds), 0.0
+    for lengths in itertools.product(*(range(bound + 1) for bound in bounds)):
+        unused = any(below and not above or below > above for below, above in itertools.pairwise(lengths))
+        if unused or not lengths[-1]:
             continue  # a level is never asked for more than the one above lacks
         chosen = [replace(level, num_draft_tokens=length) for level, length in zip(levels, lengths, strict=True)]
         speed = tokens_per_s(chosen, verify_s)
         if speed > best_speed:
             best, best_speed = lengths, speed
     return best
+
+
+def acceptance_of(num_accepted: float, num_draft_tokens: float, num_drafts: float) -> float:
+    """The rate per token behind so many accepted ones, were it the same at every position of drafts of mean length."""
+    length, mean = num_draft_tokens / num_drafts, num_accepted / num_drafts
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        rate = (low + high) / 2
+        expected = length if rate == 1 else rate * (1 - rate**length) / (1 - rate)
+        low, high = (rate, high) if expected < mean else (low, rate)
+    return high

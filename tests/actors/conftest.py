@@ -19,15 +19,9 @@ from actors.drafters.loading import open_draft_model
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
 from actors.drafters.suffix import SuffixDrafter
+from actors.levels import CascadeDrafterConfig
 from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
-from actors.options import (
-    CascadeDrafterConfig,
-    NgramDrafterConfig,
-    Parallel,
-    SchedulerConfig,
-    SuffixDrafterConfig,
-    VerifyConfig,
-)
+from actors.options import NgramDrafterConfig, Parallel, SchedulerConfig, SuffixDrafterConfig, VerifyConfig
 from actors.pipelines import PIPELINES
 from actors.scheduler import Capacity, Scheduler
 from actors.target import TargetRole

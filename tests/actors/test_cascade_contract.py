@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from actors.levels import CascadeDrafterConfig
 from actors.options import (
-    CascadeDrafterConfig,
     MaxgramDrafterConfig,
     ModelDrafterConfig,
     NgramDrafterConfig,
@@ -25,10 +25,13 @@ def model(path, length):
     return ModelDrafterConfig(path=path, num_draft_tokens=length)
 
 
-def cascade(*levels, tails=(), length=0):
+def cascade(*levels, tails=(), length=0, merge=0):
     tails = tails or (0,) * len(levels)
     return CascadeDrafterConfig(
-        levels=levels, tails=tails, num_draft_tokens=length or levels[-1].num_draft_tokens + tails[-1]
+        levels=levels,
+        tails=tails,
+        num_draft_tokens=length or levels[-1].num_draft_tokens + tails[-1] + merge,
+        merge=merge,
     )
 
 
@@ -40,6 +43,7 @@ CASCADES = {
     "four": cascade(NGRAM, model("tiny", 2), model("small", 4), model("drafter", 6)),
     "horizontal": cascade(MAXGRAM, model("small", 2), model("drafter", 3), tails=(0, 2, 4)),
     "suffix-model-model": cascade(SuffixDrafterConfig(min_match=1), model("small", 3), model("drafter", 4)),
+    "merged": cascade(TREE, model("drafter", 4), tails=(0, 2), merge=5),
     "deepest-first": cascade(model("drafter", 4), model("tiny", 4)),
 }
 QUICK = [
@@ -51,6 +55,8 @@ QUICK = [
     ("horizontal", "T=1", "pearl"),
     ("horizontal", "greedy", "sync"),
     ("suffix-model-model", "greedy", "branches"),
+    ("merged", "T=1", "sync"),
+    ("merged", "greedy", "branches"),
     ("deepest-first", "T=1", "pingpong"),
 ]
 PIPELINES = ("sync", "pearl", "branches", "tree", "pingpong")
@@ -134,3 +140,14 @@ def test_a_better_base_saves_passes(open_room, make_requests, models):
         room = open_room(cascade(base, model("drafter", 6))).serve(requests)
         passes[name] = room.tally.levels["1-model"]["num_passes"] / room.tally.num_rounds
     assert passes["perfect"] < 2 and passes["useless"] > 4
+
+
+def test_merged_guesses_are_accepted_where_the_last_level_was_wrong(open_room, make_requests, models):
+    """The useless level on top hides the target itself beneath it; merged, the target's own guess shines through."""
+    requests = make_requests(3, max_tokens=30)
+    lengths = {}
+    for merge in (0, 4):
+        config = cascade(model("target", 4), model("tiny", 4), merge=merge)
+        tally = open_room(config).serve(requests).tally
+        lengths[merge] = tally.num_accepted_tokens / tally.num_spec_steps
+    assert lengths[4] > lengths[0] + 1

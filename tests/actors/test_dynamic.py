@@ -10,8 +10,9 @@ import torch
 
 from actors.drafters.dynamic import DynamicGrowth, PassPrice
 from actors.drafters.growth import Candidate, GrowingTree
+from actors.levels import CascadeDrafterConfig
 from actors.messages import SamplingParams
-from actors.options import CascadeDrafterConfig, ModelDrafterConfig, Strategy
+from actors.options import ModelDrafterConfig, Strategy
 from actors.sampling import choose, top_children
 
 DYNAMIC = ModelDrafterConfig(strategy=Strategy.dynamic, num_draft_tokens=9, depth=4, width=3)

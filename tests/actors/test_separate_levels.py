@@ -10,17 +10,10 @@ import pytest
 from actors.drafter import DraftRole
 from actors.drafters import build_drafter, build_levels
 from actors.drafters.remote import Mailbox, RemoteLevel
-from actors.levels import is_spared, level_roles, role_above, role_beneath
+from actors.levels import CascadeDrafterConfig, LevelsPlacement, is_spared, level_roles, role_above, role_beneath
 from actors.lifecycle import RoleBack, RoleLost, Stop
 from actors.messages import DraftBatch, ProposalBatch
-from actors.options import (
-    CascadeDrafterConfig,
-    LevelsPlacement,
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    SchedulerConfig,
-    VerifyConfig,
-)
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, VerifyConfig
 from actors.wire import CODEC
 from parallel.mesh import SINGLE
 

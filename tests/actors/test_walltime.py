@@ -9,6 +9,7 @@ import pytest
 
 from actors.pipelines.walltime import (
     LevelCost,
+    acceptance_of,
     best_lengths,
     draft_s,
     improvement_chain,
@@ -76,7 +77,7 @@ def test_the_cost_of_a_draft_is_what_simulated_drafts_take():
 
 def test_the_best_lengths_are_better_than_their_neighbours():
     levels = [LevelCost(0.02, 0.4, 0, drafts_at_once=True), LevelCost(1.0, 0.8, 0)]
-    best = best_lengths(levels, 5.0)
+    best = best_lengths(levels, 5.0, (8, 12))
 
     def speed(lengths):
         pair = [LevelCost(one.pass_s, one.acceptance, k, one.drafts_at_once) for one, k in zip(levels, lengths)]
@@ -89,5 +90,15 @@ def test_the_best_lengths_are_better_than_their_neighbours():
     assert speed(best) > 1.1 * tokens_per_s([LevelCost(1.0, 0.8, best[1])], 5.0), "the lookup is worth its place"
 
 
-def test_hopeless_drafters_are_not_asked():
-    assert best_lengths([LevelCost(0.1, 0.1, 0, True), LevelCost(9.0, 0.3, 0)], 10.0) == (0, 0)
+def test_a_level_that_does_not_pay_is_not_asked():
+    slow_base = LevelCost(0.9, 0.2, 0)
+    assert best_lengths([slow_base, LevelCost(1.0, 0.8, 0)], 5.0, (4, 8))[0] == 0
+    hopeless = [LevelCost(0.1, 0.1, 0, True), LevelCost(9.0, 0.3, 0)]
+    assert best_lengths(hopeless, 10.0, (4, 8))[1] == 1
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_the_rate_behind_counts(rate):
+    drafts, length = 1000, 4
+    accepted = drafts * (tokens_per_round(rate, length) - 1)
+    assert acceptance_of(accepted, drafts * length, drafts) == pytest.approx(rate, abs=1e-6)

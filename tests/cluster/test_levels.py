@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from actors.drafters.model import ModelDrafter
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy, checkpoints
+from actors.levels import checkpoints
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy
 from cluster import pocket
 from cluster.config import load_config
 from cluster.engine import Engine
@@ -28,6 +29,7 @@ def test_names_and_keys_become_records_and_paths_exist():
 def test_the_draft_length_is_the_last_levels_and_its_tails_unless_it_is_given():
     assert cascade().num_draft_tokens == 5 and isinstance(cascade().levels[0], NgramDrafterConfig)
     assert cascade("drafter.tails=[0,3]").num_draft_tokens == 8
+    assert cascade("drafter.merge=2").num_draft_tokens == 7
     assert cascade("drafter.num_draft_tokens=2").num_draft_tokens == 2
 
 
@@ -57,6 +59,8 @@ def test_a_checked_configuration_can_be_checked_again():
         (["drafter.tails=[1]"], "drafter.tails=[1]: give one for each of the 2 levels"),
         (["drafter.tails=[1,0]"], "drafter.tails[0]=1: must be 0 or above, and 0 for the first"),
         (["drafter.tails=[0,2]", "verify=kseq"], "drafter.tails=(0, 2): are not drawn as verify=kseq needs"),
+        (["drafter.lengths=auto", "drafter.placement=separate"], "drafter.lengths=auto: needs all levels in one"),
+        (["drafter.merge=2", "verify=rejection"], "drafter.merge=2: is exact with verify=coupled only"),
         (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: needs"),
     ],
 )
