@@ -120,8 +120,8 @@ def _join(spec: RankSpec) -> Group:
     return join(store, spec.role, spec.epoch, spec.rank, spec.size, device, host=spec.host)
 
 
-def build_role(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[Any, dict[str, object]]:
-    """The role object of this rank and the facts it reports."""
+def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> tuple[Any, dict[str, object]]:
+    """The role object of this rank and the facts it reports. Only levels of a cascade need a mailbox."""
     started = time.monotonic()
     role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group, mailbox)
     place = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores)}
@@ -146,7 +146,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     return role, {"vocab_size": runner.config.vocab_size, **fit.facts()}
 
 
-def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[DraftRole, dict[str, object]]:
+def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple[DraftRole, dict[str, object]]:
     options = spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
     if isinstance(spec.drafter, CascadeDrafterConfig):
         levels = level_roles(spec.drafter)[spec.role]

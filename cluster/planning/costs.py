@@ -26,6 +26,8 @@ class TargetCost:
     """CPU cores of each rank; 0 fits any."""
     beside: bool | None = None
     """Measured while the drafter computed too (true) or not (false); None fits both."""
+    shape: Shape | None = None
+    """Of the drafter it was measured with; None: by itself, which stands for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class DraftCost:
     """By distance from the committed text; empty: that of the cluster."""
     cores: int = 0
     beside: bool | None = None
+    target_ranks: int = 0
+    """Of the target it was measured with; 0 stands for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +58,15 @@ class Costs:
     acceptance: tuple[float, ...] = (0.8,)
     runners_up: tuple[float, ...] = field(default_factory=lambda: power_law(1.0))
 
-    def of_target(self, ranks: int, cores: int, *, beside: bool) -> TargetCost | None:
-        """None where nobody knows."""
-        fitting = (cost for cost in self.target if cost.ranks == ranks and _fits(cost, cores, beside))
-        return next(fitting, None)
+    def of_target(self, ranks: int, shape: Shape | None, cores: int, *, beside: bool) -> TargetCost | None:
+        """Measured with this drafter, if it was; None where nobody knows."""
+        fitting = [cost for cost in self.target if cost.ranks == ranks and _fits(cost, cores, beside)]
+        close = [cost for cost in fitting if cost.shape == shape] or [cost for cost in fitting if cost.shape is None]
+        return close[0] if close else None
 
-    def of_drafter(self, shape: Shape, cores: int, *, beside: bool) -> DraftCost | None:
-        fitting = (cost for cost in self.drafter if cost.shape == shape and _fits(cost, cores, beside))
-        return next(fitting, None)
+    def of_drafter(self, shape: Shape, target_ranks: int, cores: int, *, beside: bool) -> DraftCost | None:
+        fitting = [cost for cost in self.drafter if cost.shape == shape and _fits(cost, cores, beside)]
+        return next((cost for cost in fitting if cost.target_ranks in (0, target_ranks)), None)
 
 
 def _fits(cost: TargetCost | DraftCost, cores: int, beside: bool) -> bool:
@@ -88,16 +93,25 @@ def write_costs(path: Path, costs: Costs) -> None:
         "coordinator_ms": costs.coordinator_s * 1e3,
         "acceptance": list(costs.acceptance),
         "runners_up": list(costs.runners_up),
-        "target": [{"ranks": cost.ranks, "pass_ms": _ms(cost.passes), **_where(cost)} for cost in costs.target],
+        "target": [_target_entry(cost) for cost in costs.target],
         "drafter": [_draft_entry(cost) for cost in costs.drafter],
     }
     path.write_text(yaml.safe_dump(content, sort_keys=False, default_flow_style=None), encoding="utf-8")
 
 
-def _draft_entry(cost: DraftCost) -> dict[str, object]:
-    shape = cost.shape
+def _target_entry(cost: TargetCost) -> dict[str, object]:
+    entry = {"ranks": cost.ranks, "pass_ms": _ms(cost.passes), **_where(cost)}
+    return entry | ({"with": _shape_entry(cost.shape)} if cost.shape else {})
+
+
+def _shape_entry(shape: Shape) -> dict[str, object]:
     entry: dict[str, object] = {"parallel": str(shape.parallel), "ranks": shape.ranks}
-    entry |= {"layer_group": shape.layer_group, "mlp": shape.mlp} if shape.parallel == "layer" else {}
+    return entry | ({"layer_group": shape.layer_group, "mlp": shape.mlp} if shape.parallel == "layer" else {})
+
+
+def _draft_entry(cost: DraftCost) -> dict[str, object]:
+    entry = _shape_entry(cost.shape)
+    entry |= {"target_ranks": cost.target_ranks} if cost.target_ranks else {}
     entry |= {"pass_ms": _ms(cost.passes)}
     entry |= {"exact_ms": _ms(cost.exact)} if cost.exact is not None else {}
     entry |= {"acceptance": list(cost.acceptance)} if cost.acceptance else {}
@@ -136,21 +150,39 @@ def _costs(content: Mapping[str, object]) -> Costs:
 
 
 KEYS = ("devices", "link_ms", "coordinator_ms", "acceptance", "runners_up", "target", "drafter")
-TARGET_KEYS = ("ranks", "pass_ms", "cores", "beside")
-DRAFT_KEYS = ("parallel", "layer_group", "mlp", "exact_ms", "acceptance", *TARGET_KEYS)
+PASS_KEYS = ("ranks", "pass_ms", "cores", "beside")
+SHAPE_KEYS = ("parallel", "ranks", "layer_group", "mlp")
+TARGET_KEYS = (*PASS_KEYS, "with")
+DRAFT_KEYS = (*SHAPE_KEYS, *PASS_KEYS, "exact_ms", "acceptance", "target_ranks")
 
 
 def _target_cost(entry: Mapping[str, object], where: str) -> TargetCost:
     _refuse_unknown(entry, where, TARGET_KEYS)
+    company = entry.get("with")
+    if company is not None:
+        _refuse_unknown(_mapping(company, f"{where}.with"), f"{where}.with", SHAPE_KEYS)
     return TargetCost(
         _count(entry.get("ranks", 1), f"{where}.ranks"),
         _passes(entry.get("pass_ms"), f"{where}.pass_ms"),
         *_place(entry, where),
+        None if company is None else _shape(company, f"{where}.with"),
     )
 
 
 def _draft_cost(entry: Mapping[str, object], where: str) -> DraftCost:
     _refuse_unknown(entry, where, DRAFT_KEYS)
+    acceptance, exact = entry.get("acceptance"), entry.get("exact_ms")
+    return DraftCost(
+        _shape(entry, where),
+        _passes(entry.get("pass_ms"), f"{where}.pass_ms"),
+        None if exact is None else _passes(exact, f"{where}.exact_ms"),
+        () if acceptance is None else _probabilities(acceptance, f"{where}.acceptance"),
+        *_place(entry, where),
+        int(_number(entry.get("target_ranks", 0), f"{where}.target_ranks")),
+    )
+
+
+def _shape(entry: Mapping[str, object], where: str) -> Shape:
     ranks = _count(entry.get("ranks", 1), f"{where}.ranks")
     parallel = entry.get("parallel", "single" if ranks == 1 else "tensor")
     if parallel not in ("single", "tensor", "layer"):
@@ -158,15 +190,7 @@ def _draft_cost(entry: Mapping[str, object], where: str) -> DraftCost:
     mlp = entry.get("mlp", "replicated")
     if mlp not in ("replicated", "tensor"):
         raise ValueError(f"{where}.mlp: must be replicated or tensor, not {mlp}")
-    shape = Shape(parallel, ranks, _count(entry.get("layer_group", 1), f"{where}.layer_group"), mlp)
-    acceptance, exact = entry.get("acceptance"), entry.get("exact_ms")
-    return DraftCost(
-        shape,
-        _passes(entry.get("pass_ms"), f"{where}.pass_ms"),
-        None if exact is None else _passes(exact, f"{where}.exact_ms"),
-        () if acceptance is None else _probabilities(acceptance, f"{where}.acceptance"),
-        *_place(entry, where),
-    )
+    return Shape(parallel, ranks, _count(entry.get("layer_group", 1), f"{where}.layer_group"), mlp)
 
 
 def _place(entry: Mapping[str, object], where: str) -> tuple[int, bool | None]:

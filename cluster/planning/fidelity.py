@@ -20,7 +20,7 @@ from actors.drafters import build_drafter
 from actors.messages import SamplingParams
 from actors.options import CalibrationPolicy, ModelDrafterConfig, Parallel, SchedulerConfig, VerifyConfig
 from cluster.planning.layouts import FEWEST_LAYERS
-from cluster.planning.rounds import Script, Text, play_drafts
+from cluster.planning.rounds import Script, Stage, Text, play_drafts
 from parallel.config import DecoderConfig
 from parallel.fuzzy import LayerParallelRunner, open_layer_parallel
 from parallel.mesh import SINGLE
@@ -112,7 +112,7 @@ def measure_acceptance(
     drafter = replace(drafter, layer_group=0, layer_partition=list(sizes))
     built, _ = build_drafter(drafter, VerifyConfig(), "sync", SchedulerConfig(max_num_seqs=1), SINGLE, device, ())
     script = Script(tuple(texts), sampling, 1, (config.num_draft_tokens,), seconds=0.0)
-    played = play_drafts(DraftRole(built), script, SINGLE, device)
+    played = play_drafts(DraftRole(built), script, Stage(device=device))
     return played.acceptance(), sum(played.accepted) / played.num_rounds
 
 

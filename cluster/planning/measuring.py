@@ -1,14 +1,14 @@
 """Measures what passes cost on this machine, in every shape that the layouts under consideration need.
 
-A role alone is measured as it works in turn with the other, whose weights pass through the caches between its rounds;
-roles that overlap are measured at the same time. Derives `Costs` and predicts nothing.
+Two roles are measured together, in turn or at the same time as their pipeline has it: waiting threads, cold caches and
+cores that fall asleep are part of what a pass costs. Derives `Costs` and predicts nothing.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,8 @@ from cluster.planning.config import PlanConfig
 from cluster.planning.costs import Costs, DraftCost, TargetCost
 from cluster.planning.layouts import Layout, Shape
 from cluster.planning.prediction import Cores
-from cluster.planning.ranks import Crew, Meeting, meet, run_crews
-from cluster.planning.rounds import Played, Script, Text, TimedPass, play_drafts, play_verdicts
+from cluster.planning.ranks import Crew, Meeting, run_crews
+from cluster.planning.rounds import Played, Script, Stage, Text, TimedPass, play_drafts, play_verdicts
 from cluster.simulation import PassCost
 from cluster.text import read_eos_token_ids
 from parallel.mesh import Group
@@ -42,20 +42,18 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One measurement: a role by itself, or both at the same time."""
+    """One measurement: both roles, in turn or overlapping, or the target by itself."""
 
-    target: tuple[RankPlacement, ...] = ()
+    target: tuple[RankPlacement, ...]
     draft: tuple[RankPlacement, ...] = ()
     shape: Shape | None = None
-
-    @property
-    def overlaps(self) -> bool:
-        return bool(self.target and self.draft)
+    overlaps: bool = False
 
     def describe(self) -> str:
-        names = [f"target on {len(self.target)}"] * bool(self.target)
-        names += [f"drafter {self.shape.describe()}"] if self.shape else []
-        return " beside ".join(names)
+        name = f"target on {len(self.target)}"
+        if self.shape is None:
+            return name
+        return f"{name} {'beside' if self.overlaps else 'and'} drafter {self.shape.describe()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,8 @@ class Measured:
     """What the leads brought back."""
 
     subject: Subject
-    target: Played | None
-    draft: Played | None
+    target: Played
+    draft: Played | None = None
 
 
 def find_devices(config: LaunchConfig) -> Devices:
@@ -86,30 +84,13 @@ def cores_of(layout: Layout, config: LaunchConfig, devices: Devices) -> Cores:
 
 def subjects(layouts: Iterable[Layout], config: LaunchConfig, devices: Devices) -> list[Subject]:
     """What must be measured to predict these layouts, each once."""
-    return list(dict.fromkeys(one for layout in layouts for one in _subjects(layout, config, devices)))
+    return list(dict.fromkeys(_subject(layout, config, devices) for layout in layouts))
 
 
-def _subjects(layout: Layout, config: LaunchConfig, devices: Devices) -> Iterator[Subject]:
+def _subject(layout: Layout, config: LaunchConfig, devices: Devices) -> Subject:
     places = lay_out(layout.configure(config, 1), devices)
-    target = tuple(replace(place, share=1.0) for place in places if place.role == "target")
-    draft = tuple(replace(place, share=1.0) for place in places if place.role == "draft")
-    if layout.overlaps:
-        yield Subject(target, draft, layout.shape)
-        return
-    yield Subject(target=tuple(_anywhere(target)))
-    if layout.shape is not None:
-        yield Subject(draft=tuple(_anywhere(draft)), shape=layout.shape)
-
-
-def _anywhere(places: Sequence[RankPlacement]) -> Iterator[RankPlacement]:
-    """The same ranks from the first device on: where they sit does not matter to a role by itself."""
-    taken = 0
-    for place in places:
-        if place.cores:
-            yield replace(place, cores=tuple(range(taken, taken + len(place.cores))))
-            taken += len(place.cores)
-        else:
-            yield place
+    target, draft = (tuple(place for place in places if place.role == role) for role in ("target", "draft"))
+    return Subject(target, draft, layout.shape, layout.overlaps)
 
 
 class Measurer:
@@ -123,54 +104,64 @@ class Measurer:
 
     def measure(self, subject: Subject) -> Measured:
         """Raises ValueError where the shape cannot be: a model that cannot be split so, or does not fit."""
-        crews, longest = [], max(self._script.lengths)
-        shape = subject.shape or Shape()
+        longest = max(self._script.lengths)
         pipeline = AHEAD if subject.overlaps else "sync"
-        layout = Layout(max(1, len(subject.target)), pipeline, "separate", shape)
+        layout = Layout(len(subject.target), pipeline, "separate", subject.shape or Shape())
         config = layout.configure(self._config, longest)
-        flushed = {"target": _bytes_read(config.drafter.path), "draft": _bytes_read(config.target.path)}
-        if subject.overlaps or any(place.device != "cpu" for place in (*subject.target, *subject.draft)):
-            flushed = {"target": 0, "draft": 0}  # each reads its own memory
-        if subject.target:
-            script = replace(self._script, flushed_bytes=flushed["target"])
-            crews.append(Crew(config, subject.target, partial(measure_target, script)))
+        crews = [Crew(config, subject.target, partial(measure_target, self._script))]
         if subject.draft:
-            script = replace(self._script, lengths=(longest,), flushed_bytes=flushed["draft"])
+            script = replace(self._script, lengths=(longest,))
             steps = longest + 1 if subject.overlaps else 0
             crews.append(Crew(config, subject.draft, partial(measure_drafter, script, steps)))
-        results = iter(run_crews(crews, self._eos_token_ids))
-        return Measured(
-            subject, next(results) if subject.target else None, next(results) if subject.draft else None
-        )
+        in_turn = bool(subject.draft) and not subject.overlaps
+        return Measured(subject, *run_crews(crews, self._eos_token_ids, in_turn=in_turn))
 
 
 def measure_target(script: Script, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
     clock = PassClock(spec.device)
     role, _ = build_role(spec, TimedGroup(group, clock))
-    meet(meeting)
-    played = play_verdicts(role, script, group, spec.device)
-    return _in_parts(played, role.runner, clock, lambda short: play_verdicts(role, short, group, spec.device), script)
+    meeting.start()
+    played = play_verdicts(role, script, _stage(spec, group, meeting))
+    return _in_parts(played, role.runner, clock, partial(play_verdicts, role), script, _alone(spec, group), meeting)
 
 
 def measure_drafter(script: Script, work_steps: int, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
     clock = PassClock(spec.device)
     role, _ = build_role(spec, TimedGroup(group, clock))
-    meet(meeting)
-    played = play_drafts(role, script, group, spec.device, work_steps)
-    play = partial(play_drafts, role, group=group, device=spec.device, work_steps=work_steps)
-    return _in_parts(played, role.drafter.runner, clock, play, script)
+    meeting.start()
+    play = partial(play_drafts, role, work_steps=work_steps)
+    played = play(script, _stage(spec, group, meeting))
+    return _in_parts(played, role.drafter.runner, clock, play, script, _alone(spec, group), meeting)
+
+
+def _stage(spec: RankSpec, group: Group, meeting: Meeting) -> Stage:
+    if not meeting.in_turn:
+        return Stage(group, spec.device)
+    take, give = partial(meeting.take_turn, spec.role), partial(meeting.give_turn, spec.role)
+    return Stage(group, spec.device, take, give)
+
+
+def _alone(spec: RankSpec, group: Group) -> Stage:
+    return Stage(group, spec.device)
 
 
 def _in_parts(
-    played: Played, runner: ModelRunner, clock: PassClock, play: Callable[[Script], Played], script: Script
+    played: Played,
+    runner: ModelRunner,
+    clock: PassClock,
+    play: Callable[[Script, Stage], Played],
+    script: Script,
+    stage: Stage,
+    meeting: Meeting,
 ) -> Played:
     """Once more and shorter, with every layer on the clock, which slows it down: `played` says how long passes take,
     this how their time divides. Captured passes cannot be taken apart."""
     if runner.decoder.device.type == "cuda":
         return played
+    meeting.start()
     watch(runner.decoder, clock)
     clock.take()
-    watched = play(replace(script, seconds=script.seconds / 2))
+    watched = play(replace(script, seconds=script.seconds / 4), stage)
     played.parts_ms = {kind: 1e3 * seconds / len(watched.passes) for kind, seconds in clock.take().items()}
     return played
 
@@ -182,18 +173,23 @@ def derive_costs(
     target, drafter = [], []
     for one in measured:
         subject = one.subject
-        if one.target is not None:
-            cores = len(subject.target[0].cores)
-            target.append(TargetCost(len(subject.target), _cost(one.target.passes), cores, subject.overlaps))
+        cores = len(subject.target[0].cores)
+        passes = _cost(one.target.passes)
+        target.append(TargetCost(len(subject.target), passes, cores, subject.overlaps, subject.shape))
         if one.draft is not None:
-            passes, exact, own = one.draft.passes, None, ()
-            if subject.shape.parallel == "layer":
-                exact = _cost([each for each in passes if not each.fuzzy])
-                passes = [each for each in passes if each.fuzzy]
-                own = acceptance[subject.shape.layer_group]
-            cores = len(subject.draft[0].cores)
-            drafter.append(DraftCost(subject.shape, _cost(passes), exact, own, cores, subject.overlaps))
+            drafter.append(_draft_cost(one, acceptance))
     return Costs(num_devices, tuple(target), tuple(drafter), hop_s, 0.0, acceptance[1])
+
+
+def _draft_cost(one: Measured, acceptance: Mapping[int, tuple[float, ...]]) -> DraftCost:
+    subject, passes = one.subject, one.draft.passes
+    exact, own = None, ()
+    if subject.shape.parallel == "layer":
+        exact = _cost([each for each in passes if not each.fuzzy])
+        passes = [each for each in passes if each.fuzzy]
+        own = acceptance[subject.shape.layer_group]
+    place = (len(subject.draft[0].cores), subject.overlaps, len(subject.target))
+    return DraftCost(subject.shape, _cost(passes), exact, own, *place)
 
 
 def parts_of(measured: Sequence[Measured]) -> list[dict[str, object]]:
@@ -221,11 +217,6 @@ def _cost(passes: Sequence[TimedPass]) -> PassCost:
         by_rows[one.rows].append(one.seconds)
     fewest = min(FEWEST, max(map(len, by_rows.values())))
     return PassCost.table({rows: median(times) for rows, times in by_rows.items() if len(times) >= fewest})
-
-
-def _bytes_read(checkpoint: str) -> int:
-    """What a pass of that model reads, about: its weights in float32."""
-    return sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
 
 
 def measure_all(

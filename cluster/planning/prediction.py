@@ -72,8 +72,10 @@ def predict(
 ) -> Prediction | None:
     """None where the costs of a role in this layout are not known."""
     cores = cores or Cores()
-    target = costs.of_target(layout.target_ranks, cores.target, beside=layout.overlaps)
-    draft = layout.shape and costs.of_drafter(layout.shape, cores.draft, beside=layout.overlaps)
+    target = costs.of_target(layout.target_ranks, layout.shape, cores.target, beside=layout.overlaps)
+    draft = None
+    if layout.shape is not None:
+        draft = costs.of_drafter(layout.shape, layout.target_ranks, cores.draft, beside=layout.overlaps)
     if target is None or (layout.shape is not None and draft is None):
         return None
     scenario = Scenario(

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -28,12 +29,49 @@ _LOOPBACK = "127.0.0.1"
 _MEETING_S = 120.0
 
 
-class Meeting(Protocol):
-    """Where all ranks wait until the last is ready to start."""
+class Primitives(Protocol):
+    """What `threading` and a context of `multiprocessing` both make."""
 
-    def wait(self, timeout: float | None = None) -> int: ...
+    Barrier: Callable[[int], Any]
+    Event: Callable[[], Any]
+    Semaphore: Callable[[int], Any]
 
-    def abort(self) -> None: ...
+
+class Meeting:
+    """Where the ranks of all crews wait for each other, and where the leads of two crews take turns."""
+
+    def __init__(self, primitives: Primitives, num_ranks: int, roles: Sequence[str], *, in_turn: bool) -> None:
+        self.in_turn = in_turn
+        self._barrier = primitives.Barrier(num_ranks)
+        self._over = primitives.Event()
+        self._first = roles[0]
+        self._turns = {role: primitives.Semaphore(int(role == roles[0])) for role in roles}
+
+    def start(self) -> None:
+        """Wait until the last rank is ready."""
+        self._barrier.wait(_MEETING_S)
+
+    def take_turn(self, role: str, until: float) -> bool:
+        """Wait until the other lead is through; False if it is over, which the first crew decides by the clock."""
+        self._turns[role].acquire()
+        if role == self._first and time.monotonic() >= until:
+            self._end()
+        return not self._over.is_set()
+
+    def give_turn(self, role: str) -> None:
+        for other, turn in self._turns.items():
+            if other != role:
+                turn.release()
+
+    def abort(self) -> None:
+        """Nobody waits any longer."""
+        self._barrier.abort()
+        self._end()
+
+    def _end(self) -> None:
+        self._over.set()
+        for turn in self._turns.values():
+            turn.release()
 
 
 Work = Callable[[RankSpec, Group, Meeting], Any]
@@ -49,16 +87,20 @@ class Crew:
     work: Work
 
 
-def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...]) -> list[Any]:
-    """What the lead of each crew brought back. Raises what the first rank that failed had raised."""
+def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...], *, in_turn: bool = False) -> list[Any]:
+    """What the lead of each crew brought back; two crews work at the same time or `in_turn`. Raises what the first
+    rank that failed had raised."""
     store = host_store(_LOOPBACK)
     ranks = [
         (rank_spec(crew.config, place, "", (_LOOPBACK, store.port), _LOOPBACK, eos_token_ids), crew.work)
         for crew in crews
         for place in crew.places
     ]
-    run = _in_threads if crews[0].config.cluster.name == ClusterName.inprocess else _in_processes
-    results = run(ranks)
+    as_threads = crews[0].config.cluster.name == ClusterName.inprocess
+    context = multiprocessing.get_context("spawn")
+    roles = [crew.places[0].role for crew in crews]
+    meeting = Meeting(threading if as_threads else context, len(ranks), roles, in_turn=in_turn)
+    results = _in_threads(ranks, meeting) if as_threads else _in_processes(ranks, meeting, context)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
         # those who waited for the one that failed say less than it does
@@ -66,8 +108,7 @@ def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...]) -> list[Any
     return [result for (spec, _), result in zip(ranks, results, strict=True) if spec.rank == 0]
 
 
-def _in_threads(ranks: Sequence[tuple[RankSpec, Work]]) -> list[Any]:
-    meeting = threading.Barrier(len(ranks))
+def _in_threads(ranks: Sequence[tuple[RankSpec, Work]], meeting: Meeting) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
 
     def run(index: int, spec: RankSpec, work: Work) -> None:
@@ -85,9 +126,9 @@ def _in_threads(ranks: Sequence[tuple[RankSpec, Work]]) -> list[Any]:
     return results
 
 
-def _in_processes(ranks: Sequence[tuple[RankSpec, Work]]) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    meeting = context.Barrier(len(ranks))
+def _in_processes(
+    ranks: Sequence[tuple[RankSpec, Work]], meeting: Meeting, context: multiprocessing.context.SpawnContext
+) -> list[Any]:
     started = []
     try:
         for spec, work in ranks:
@@ -132,8 +173,3 @@ def _serve(spec: RankSpec, work: Work, meeting: Meeting) -> Any:
     finally:
         if group is not None:
             group.close()
-
-
-def meet(meeting: Meeting) -> None:
-    """Start together with all other ranks."""
-    meeting.wait(_MEETING_S)

@@ -29,7 +29,7 @@ from actors.messages import (
 )
 from actors.target import TargetRole
 from actors.verification.coupled import verify_coupled
-from parallel.mesh import Group
+from parallel.mesh import SINGLE, Group
 from parallel.plan import Span
 
 
@@ -52,8 +52,6 @@ class Script:
     """Draft lengths, in turn."""
     seconds: float
     """0: once through all texts."""
-    flushed_bytes: int = 0
-    """Read between rounds, as much as the other role would read then; 0 where it has caches of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +110,16 @@ def clock_of(device: str) -> Callable[[], float]:
     return now
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where a script is played: the ranks of the role, their device, and whose turn it is where two roles alternate."""
+
+    group: Group = SINGLE
+    device: str = "cpu"
+    take_turn: Callable[[float], bool] | None = None
+    give_turn: Callable[[], None] | None = None
+
+
 class _Reader:
     """Requests along the texts: `batch` of them in flight, each as far as it has got."""
 
@@ -124,16 +132,22 @@ class _Reader:
         for _ in range(script.batch):
             self._open()
 
-    def rounds(self, group: Group, device: str) -> Iterator[int]:
+    def rounds(self, stage: Stage) -> Iterator[int]:
         """Round numbers until the lead's time, or the text, is up; all ranks take the same number."""
         until, round_number = time.monotonic() + self._seconds, 0
-        goes_on = torch.ones(1, dtype=torch.int64, device=device)
-        while group.broadcast(goes_on).item():
+        goes_on = torch.ones(1, dtype=torch.int64, device=stage.device)
+        while True:
+            if stage.group.rank == 0:
+                if stage.take_turn is not None:
+                    goes_on.fill_(stage.take_turn(until))
+                else:
+                    goes_on.fill_(time.monotonic() < until if self._seconds else self._next <= len(self._texts))
+            if not stage.group.broadcast(goes_on).item():
+                return
             yield round_number
             round_number += 1
-            if group.rank == 0:
-                has_time = time.monotonic() < until if self._seconds else self._next <= len(self._texts)
-                goes_on.fill_(has_time)
+            if stage.group.rank == 0 and stage.give_turn is not None:
+                stage.give_turn()
 
     def turn(self) -> tuple[list[int], list[int]]:
         """(ended, begun): requests too near their end for another round make room for others."""
@@ -153,20 +167,18 @@ class _Reader:
         return request_id
 
 
-def play_drafts(role: DraftRole, script: Script, group: Group, device: str, work_steps: int = 0) -> Played:
+def play_drafts(role: DraftRole, script: Script, stage: Stage, work_steps: int = 0) -> Played:
     """Rounds of a draft role; between order and verdict it takes up to `work_steps` steps of its own."""
-    now = clock_of(device)
+    now = clock_of(stage.device)
     runner = role.drafter.runner = TimedRunner(role.drafter.runner, now)
     reader, played = _Reader(script), Played()
-    flush = _flush(script.flushed_bytes)
     admits = tuple(_admit(reader, i, script) for i in reader.live)
     orders = tuple(DraftOrder(i, 0) for i in reader.live)
     for _ in role.answer(DraftBatch(0, admits=admits, orders=orders)):
         pass
     commits = [_first(reader, i) for i in reader.live]
-    for round_number in reader.rounds(group, device):
+    for round_number in reader.rounds(stage):
         length = script.lengths[round_number % len(script.lengths)]
-        flush()
         runner.starts.clear()
         started = now()
         proposals: list[Proposal] = []
@@ -198,13 +210,12 @@ def play_drafts(role: DraftRole, script: Script, group: Group, device: str, work
     return played
 
 
-def play_verdicts(role: TargetRole, script: Script, group: Group, device: str) -> Played:
+def play_verdicts(role: TargetRole, script: Script, stage: Stage) -> Played:
     """Rounds of a target role: right drafts of every length, plain passes among them, a growing part accepted."""
-    now, reader, played = clock_of(device), _Reader(script), Played()
-    flush = _flush(script.flushed_bytes)
+    now, reader, played = clock_of(stage.device), _Reader(script), Played()
     lengths = (0, *script.lengths)
     begun, ended, commits = list(reader.live), [], []
-    for round_number in reader.rounds(group, device):
+    for round_number in reader.rounds(stage):
         if begun:
             admits = tuple(_admit(reader, i, script) for i in begun)
             prompts = tuple(VerifyItem(i, reader.live[i][0].prompt_len) for i in begun)
@@ -213,7 +224,6 @@ def play_verdicts(role: TargetRole, script: Script, group: Group, device: str) -
             commits = [_first(reader, i) for i in begun]
         length = lengths[round_number % len(lengths)]
         items = tuple(VerifyItem(i, 1, _right_draft(reader, i, length)) for i in reader.live)
-        flush()
         started = now()
         for answer in role.answer(VerifyBatch(round_number, commits=tuple(commits), items=items)):
             rows = answer.num_tokens
@@ -273,10 +283,3 @@ def _right_draft(reader: _Reader, request_id: int, length: int) -> Proposal | No
     tree = TokenTree.chain(text.token_ids[at - 1], text.token_ids[at : at + length])
     return Proposal(request_id, 0, at, 0, tree)
 
-
-def _flush(num_bytes: int) -> Callable[[], None]:
-    """What reads that many bytes of memory."""
-    if not num_bytes:
-        return lambda: None
-    ballast = torch.zeros(num_bytes // 4)
-    return lambda: float(ballast.sum())

@@ -26,9 +26,10 @@ def write(tmp_path: Path):
 def test_a_short_file_is_enough(write):
     costs = read_costs(write("target: [{ranks: 4, pass_ms: 10}]\ndrafter: [{pass_ms: {1: 1.5, 8: 2}}]"))
     assert costs.num_devices == 4 and costs.runners_up == power_law(1.0)
-    assert costs.of_target(4, 0, beside=True).passes == PassCost.flat(0.01)
-    assert costs.of_drafter(Shape(), 0, beside=False).passes(8) == 0.002
-    assert costs.of_target(2, 0, beside=False) is None and costs.of_drafter(Shape("tensor", 2), 0, beside=False) is None
+    assert costs.of_target(4, None, 0, beside=True).passes == PassCost.flat(0.01)
+    assert costs.of_drafter(Shape(), 4, 0, beside=False).passes(8) == 0.002
+    assert costs.of_target(2, None, 0, beside=False) is None
+    assert costs.of_drafter(Shape("tensor", 2), 4, 0, beside=False) is None
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):
@@ -38,9 +39,9 @@ def test_what_is_written_is_read_back(tmp_path: Path):
         (
             TargetCost(1, PassCost.table({1: 0.005, 6: 0.006}), 1, False),
             TargetCost(1, PassCost.flat(0.007), 1, True),
-            TargetCost(1, PassCost.flat(0.004), 2, False),
+            TargetCost(1, PassCost.flat(0.004), 2, False, layer),
         ),
-        (DraftCost(layer, PassCost.flat(0.001), PassCost.flat(0.002), (0.7, 0.5), 1, False),),
+        (DraftCost(layer, PassCost.flat(0.001), PassCost.flat(0.002), (0.7, 0.5), 1, False, 2),),
         0.0002,
         0.0001,
         (0.8, 0.7),
@@ -51,13 +52,23 @@ def test_what_is_written_is_read_back(tmp_path: Path):
 
 
 def test_costs_belong_to_cores_and_company():
-    alone, beside, wide = (
-        TargetCost(1, PassCost.flat(seconds), cores, busy)
-        for seconds, cores, busy in ((1.0, 1, False), (2.0, 1, True), (3.0, 2, False))
+    alone, beside, wide, paired = (
+        TargetCost(1, PassCost.flat(seconds), cores, busy, shape)
+        for seconds, cores, busy, shape in (
+            (1.0, 1, False, None),
+            (2.0, 1, True, None),
+            (3.0, 2, False, None),
+            (4.0, 1, False, Shape()),
+        )
     )
-    costs = Costs(2, (alone, beside, wide), ())
-    assert costs.of_target(1, 1, beside=False) is alone and costs.of_target(1, 1, beside=True) is beside
-    assert costs.of_target(1, 2, beside=False) is wide and costs.of_target(1, 2, beside=True) is None
+    draft = DraftCost(Shape(), PassCost.flat(1.0), target_ranks=2)
+    costs = Costs(2, (alone, beside, wide, paired), (draft,))
+    assert costs.of_target(1, None, 1, beside=False) is alone and costs.of_target(1, None, 1, beside=True) is beside
+    assert costs.of_target(1, None, 2, beside=False) is wide and costs.of_target(1, None, 2, beside=True) is None
+    assert costs.of_target(1, Shape(), 1, beside=False) is paired
+    assert costs.of_target(1, Shape("tensor", 2), 1, beside=False) is alone, "by itself stands for any company"
+    assert costs.of_drafter(Shape(), 2, 1, beside=False) is draft
+    assert costs.of_drafter(Shape(), 1, 1, beside=False) is None
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -21,9 +23,9 @@ from cluster.planning.fidelity import Calibrating, measure_acceptance
 from cluster.planning.layouts import Layout, Shape
 from cluster.planning.measuring import Measurer, derive_costs, subjects
 from cluster.planning.prediction import Workload, predict
-from cluster.planning.ranks import Crew, meet, run_crews
+from cluster.planning.ranks import Crew, run_crews
 from cluster.planning.recording import record
-from cluster.planning.rounds import Script, Text, play_drafts, play_verdicts
+from cluster.planning.rounds import Script, Stage, Text, play_drafts, play_verdicts
 from parallel.mesh import SINGLE
 
 SAMPLING = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -58,7 +60,7 @@ def script(texts, batch: int = 1, seconds: float = 0.4) -> Script:
 
 def test_drafts_are_accepted_as_often_as_in_the_engine(pair):
     config, texts, counters = pair
-    played = play_drafts(role_of(config, "draft"), script(texts), SINGLE, "cpu")
+    played = play_drafts(role_of(config, "draft"), script(texts), Stage())
     assert played.num_rounds > 20 and played.drafted[0] == played.num_rounds
     measured = [kept / offered for kept, offered in zip(played.accepted, played.drafted, strict=True)]
     engine = [
@@ -73,7 +75,7 @@ def test_drafts_are_accepted_as_often_as_in_the_engine(pair):
 def test_a_drafter_ahead_works_between_its_rounds(pair):
     config, texts, _ = pair
     ahead = Layout(1, "branches", "separate", Shape()).configure(config, LENGTH)
-    played = play_drafts(role_of(ahead, "draft"), script(texts), SINGLE, "cpu", work_steps=3)
+    played = play_drafts(role_of(ahead, "draft"), script(texts), Stage(), work_steps=3)
     assert max(one.rows for one in played.passes) > 2 and played.accepted[0] > 0
 
 
@@ -93,7 +95,7 @@ def test_the_target_is_shown_drafts_of_every_length(pair, batch: int):
             yield given
 
     role.answer = overheard
-    played = play_verdicts(role, replace(script(texts, batch), lengths=(1, LENGTH)), SINGLE, "cpu")
+    played = play_verdicts(role, replace(script(texts, batch), lengths=(1, LENGTH)), Stage())
     assert {one.rows for one in played.passes} == {batch, 2 * batch, (LENGTH + 1) * batch}
     assert verdicts and all(accepted == drafted for accepted, drafted in verdicts), "they were the target's own words"
 
@@ -102,11 +104,11 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     config, texts, counters = pair
     measurer = Measurer(config, texts, SAMPLING)
     todo = subjects([Layout(1, "sync", "colocated", Shape())], config, Devices((0, 1)))
-    assert [bool(one.target) for one in todo] == [True, False]
+    assert len(todo) == 1 and todo[0].draft and not todo[0].overlaps
     acceptance, accepted = measure_acceptance(config.drafter, [1, 1], Calibrating(), texts, SAMPLING)
     assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
     costs = derive_costs([measurer.measure(subject) for subject in todo], 2, 1e-4, {1: acceptance})
-    assert costs.acceptance == acceptance and costs.of_drafter(Shape(), 2, beside=False) is not None
+    assert costs.acceptance == acceptance and costs.of_drafter(Shape(), 1, 2, beside=False) is not None
     assert [cost.cores for cost in costs.target] == [2] and costs.link_s == 1e-4
     transcript = record(config.drafter, "cpu", texts, SAMPLING, ())
     assert len(transcript.tokens) == 2 * SAMPLING.max_tokens
@@ -118,14 +120,14 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
 
 
 def add_ranks(spec, group, meeting):
-    meet(meeting)
+    meeting.start()
     return group.all_reduce(torch.tensor([float(spec.rank + 1)])).item(), spec.role
 
 
 def fail_on_rank_one(spec, group, meeting):
     if spec.rank == 1:
         raise ValueError("drafter.path: cannot be split; lower drafter.ranks")
-    meet(meeting)
+    meeting.start()
 
 
 def crews(config, work) -> list[Crew]:
@@ -139,6 +141,24 @@ def crews(config, work) -> list[Crew]:
 
 def test_ranks_of_both_roles_meet_in_groups_of_their_own(tiny_launch, one_free_thread):
     assert run_crews(crews(tiny_launch(PlanConfig()), add_ranks), ()) == [(3.0, "target"), (3.0, "draft")]
+
+
+def count_turns(spec, group, meeting):
+    meeting.start()
+    turns = []
+    while meeting.take_turn(spec.role, time.monotonic() if len(turns) == 3 else math.inf):
+        turns.append(time.monotonic())
+        meeting.give_turn(spec.role)
+    return turns
+
+
+def test_two_leads_take_turns(tiny_launch, one_free_thread):
+    config = tiny_launch(PlanConfig())
+    places = lay_out(config, Devices((0, 1)))
+    alternating = [Crew(config, (place,), count_turns) for place in places]
+    first, second = run_crews(alternating, (), in_turn=True)
+    assert len(first) == len(second) == 3
+    assert sorted(first + second) == [at for pair in zip(first, second, strict=True) for at in pair]
 
 
 def test_the_rank_that_failed_says_why(tiny_launch, one_free_thread):
