@@ -92,8 +92,15 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     assert 0 < work[max(work)]["num_accepted_tokens"] <= room.tally.num_accepted_tokens
 
 
-@pytest.mark.parametrize("levels", ["four", "horizontal"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "levels, temperature",
+    [
+        ("horizontal", 1.0),
+        pytest.param("horizontal", 0.0, marks=pytest.mark.slow),
+        pytest.param("four", 0.0, marks=pytest.mark.slow),
+        pytest.param("four", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, levels, temperature):
     requests = make_requests(6, max_tokens=40, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
@@ -104,7 +111,7 @@ def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
-@pytest.mark.parametrize("levels", ["maxgram-model-model", "horizontal"])
+@pytest.mark.parametrize("levels", ["horizontal", pytest.param("maxgram-model-model", marks=pytest.mark.slow)])
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, levels):
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)

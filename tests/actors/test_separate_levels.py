@@ -132,8 +132,16 @@ def open_pair(open_room, models):
     return open_
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "pipeline, temperature",
+    [
+        ("sync", 0.0),
+        ("branches", 1.0),
+        pytest.param("branches", 0.0, marks=pytest.mark.slow),
+        pytest.param("tree", 1.0, marks=pytest.mark.slow),
+        pytest.param("sync", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_plain_decoding(open_room, open_pair, make_requests, pipeline, temperature):
     requests = make_requests(4, max_tokens=30, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
