@@ -53,10 +53,10 @@ def draw_fidelity(path: Path, found: Sequence[Mapping[str, object]]) -> None:
             axes.plot(widths, heights, marker="o", markersize=4, color=colour, label=policy)
         axes.set_xticks(sorted({max(one["partition"]) for one in found}))
         axes.set_xlabel("layers side by side")
-        axes.set_ylim(bottom=0)
+        axes.margins(y=0.15)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_title(title, loc="left", fontsize=11)
-    panels[0].legend(frameon=False, fontsize=8, title="calibrated", title_fontsize=8)
+    panels[0].legend(loc="lower left", frameon=False, fontsize=8, title="calibrated", title_fontsize=8)
     figure.savefig(path, dpi=130)
 
 
