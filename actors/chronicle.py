@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from actors.lifecycle import Failure, Ready, Stop
+from actors.lifecycle import RankLost, Ready, Stop
 from actors.logs import logger_of, tell
 from actors.messages import Abort, ReportOrder, Request, Tokens
 from actors.scheduler import Load
@@ -65,8 +65,9 @@ class Chronicle:
                     tell(self._logger, "window", phase=record.phase)
             case Ready():
                 tell(self._logger, "joined", role=record.role, rank=record.rank, rank_pid=record.facts.get("pid"))
-            case Failure():
-                tell(self._logger, "failed", level=logging.ERROR, role=record.role, rank=record.rank, why=record.text)
+            case RankLost():
+                why = f"process {record.incarnation} of this rank has ended"
+                tell(self._logger, "lost", level=logging.ERROR, role=record.role, rank=record.rank, why=why)
             case Stop():
                 tell(self._logger, "stop", why=record.reason)
 

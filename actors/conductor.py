@@ -1,19 +1,21 @@
-"""The coordinator's loop: moves records between the hub and the pure `Coordinator`, and nothing else.
+"""The coordinator's loop: moves records between the hub, the musters of the roles and the pure `Coordinator`.
 
-Runs in an actor, a thread or a process of its own. Before the first round it gathers one `Ready` per rank; a client's
-`Hello` is answered with them. It never loads a model, and torch is not needed here.
+Runs in an actor, a thread or a process of its own. It serves once every role is complete; a role that falls apart
+later is gathered again while the other goes on. A successor knows nobody: it hears the ranks' heartbeats, gathers
+them, and waits for the client to ask again. It never loads a model, and torch is not needed here.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from actors.chronicle import Chronicle
 from actors.coordinator import Coordinator
-from actors.levels import is_spared, role_above, role_beneath, role_name
-from actors.lifecycle import Failure, Hello, Ready, RoleLost, Stop
+from actors.levels import role_above, role_beneath, role_name
+from actors.lifecycle import BEAT_S, Alive, Hello, RankLost, Ready, RoleBack, RoleLost, Silent, Stop, identity_of
 from actors.messages import (
     Abort,
     DraftBatch,
@@ -23,14 +25,20 @@ from actors.messages import (
     VerdictBatch,
     VerifyBatch,
 )
+from actors.muster import Muster
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
 from actors.scheduler import Capacity, Load, Scheduler
 from actors.tally import Tally
-from actors.wire import Hub
+from actors.wire import Hub, link_name
 
 CLIENT = "client"
 """Identity of the one link that receives tokens; other clients' links only send."""
+GENERATION = 10**9
+"""Rounds and epochs of one incarnation of the coordinator: its successor's numbers are all larger."""
+EPOCHS = 10**6
+COUNTERPARTS = ("target", "draft")
+"""Roles the state machine works with; what is beneath works for the drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +53,15 @@ class CoordinatorSpec:
     limits: SchedulerConfig = field(default_factory=SchedulerConfig)
     level_ranks: tuple[int, ...] = ()
     """Ranks of the levels of a cascade beneath the drafter, if they have their own: draft2, draft3, ..."""
-
-    def identities(self, role: str) -> tuple[str, ...]:
-        return tuple(f"{role}-{rank}" for rank in range(self.sizes.get(role, 0)))
+    silence_s: float = 0.0
+    """A rank that is not heard of for so long hangs; 0 = never."""
+    incarnation: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
-        levels = {role_name(place): size for place, size in enumerate(self.level_ranks, 1)}
-        return {"target": self.target_ranks, "draft": self.draft_ranks, **levels}
+        """Ranks of each role there is."""
+        levels = {role_name(place): size for place, size in enumerate((self.draft_ranks, *self.level_ranks)) if size}
+        return {"target": self.target_ranks, **levels}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +77,44 @@ Watch = Callable[[Glance], None]
 
 
 class Conductor:
-    """Owns the hub for the life of one engine."""
+    """Speaks for one incarnation of the coordinator. `store` is where the ranks of a role meet."""
 
-    def __init__(self, spec: CoordinatorSpec, hub: Hub, watches: Sequence[Watch] = ()) -> None:
+    def __init__(
+        self,
+        spec: CoordinatorSpec,
+        hub: Hub,
+        watches: Sequence[Watch] = (),
+        store: tuple[str, int] | None = None,
+    ) -> None:
         self._spec = spec
         self._hub = hub
         self._watches = watches
         self._chronicle = Chronicle()
-        self._watched = time.monotonic()
+        self._store = store
+        self._watched = self._ticked = time.monotonic()
+        self._awake_s = 0.0  # by its own clock: while this process itself stood still, nobody was silent
         self._ordered: tuple[int, float] = (0, 0.0)  # the last pass: its round, and when it left
-        self._targets = spec.identities("target")
-        self._drafters = spec.identities("draft")
-        self._ready: dict[str, Ready] = {}
+        first_epoch = spec.incarnation * EPOCHS + 1
+        self._musters = {role: Muster(role, size, first_epoch) for role, size in spec.sizes.items()}
+        self._complete = dict.fromkeys(self._musters, False)
+        self._passed_on: dict[str, int] = {}  # round of the last batch from a level to the one beneath it
         self._greeted = False
         self._coordinator: Coordinator | None = None
 
     def run(self) -> str:
-        """Serve until a `Stop` arrives; returns its reason. However this ends, no rank is left waiting."""
-        stop = Stop("the coordinator failed")
+        """Serve until a `Stop` arrives; returns its reason. Ranks of a conductor that fails wait for its successor."""
         try:
             stop = self._serve()
             self._hub.send([CLIENT], stop)
+            for role in self._musters:
+                self._hub.send(self._names(role), stop)
             return stop.reason
         finally:
-            self._hub.send([name for role in self._spec.sizes for name in self._spec.identities(role)], stop)
             self._look()
 
     def _serve(self) -> Stop:
         while True:
-            received = self._hub.receive(timeout_s=1.0)
+            received = self._hub.receive(timeout_s=BEAT_S)
             if received is not None:
                 identity, record = received
                 if isinstance(record, ReportOrder):
@@ -105,6 +123,8 @@ class Conductor:
                 if isinstance(record, Stop):
                     return record
                 self._take(identity, record)
+            if time.monotonic() - self._ticked >= BEAT_S:
+                self._tick()
             if time.monotonic() - self._watched >= 1.0:
                 self._look()
 
@@ -113,64 +133,166 @@ class Conductor:
         if self._coordinator is None:
             return
         self._coordinator.settle(self._watched)
-        glance = Glance(self._coordinator.tally, self._coordinator.load(), self._ready)
+        ready = {identity_of(one.role, one.rank): one for muster in self._musters.values() for one in muster.ready()}
+        glance = Glance(self._coordinator.tally, self._coordinator.load(), ready)
         self._chronicle.progress(glance.tally, glance.load)
         for watch in self._watches:
             watch(glance)
 
+    def _tick(self) -> None:
+        """What has to happen even while nobody says anything."""
+        now = time.monotonic()
+        self._awake_s += min(now - self._ticked, 2 * BEAT_S)
+        self._ticked = now
+        alive = Alive(
+            "coordinator", 0, self._spec.incarnation, os.getpid(), waiting=self._coordinator is None, at_change=False
+        )
+        self._hub.send([CLIENT], alive)
+        for muster in self._musters.values():
+            for last in muster.silent(self._spec.silence_s, self._awake_s):
+                self._hub.send([CLIENT], Silent(last.role, last.rank, last.incarnation, last.pid))
+                muster.lose(last.rank, last.incarnation, self._awake_s)
+            self._attend(muster)
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
     def _take(self, identity: str, record: object) -> None:
-        role = identity.rpartition("-")[0]
         match record:
-            case DraftBatch():
-                self._hub.send(self._spec.identities(role_beneath(role)), record)
-            case ProposalBatch() if is_spared(identity):
-                self._hub.send(self._spec.identities(role_above(role)), record)
-            case Failure() if is_spared(identity) and self._coordinator is not None:
-                self._hub.send(self._spec.identities(role_above(role)), RoleLost(role))
-            case VerdictBatch() | ProposalBatch() | Request() | Abort() | ReportOrder():
-                assert self._coordinator is not None, "a client speaks only after it was greeted"
-                now = time.monotonic()
-                if isinstance(record, VerdictBatch) and record.round == self._ordered[0]:
-                    self._coordinator.tally.crossed(now - self._ordered[1], record.finished - record.started)
-                for answer in self._coordinator.on(record, now):
-                    self._send(answer)
-            case Ready():
-                self._ready[identity] = record
-                self._greet()
+            case VerdictBatch() | ProposalBatch() | DraftBatch():
+                role = identity.partition("#")[0].rpartition("-")[0]
+                if role in self._musters and [identity] == self._names(role)[:1]:
+                    self._take_from_lead(role, record)
+            case Request() | Abort() | ReportOrder():
+                self._tell(record)
+            case Alive() if record.role in self._musters:
+                self._hear(record)
+            case Ready() if record.role in self._musters:
+                muster = self._musters[record.role]
+                muster.joined(record)
+                self._attend(muster)
+            case RankLost() if record.role in self._musters:
+                muster = self._musters[record.role]
+                muster.lose(record.rank, record.incarnation, self._awake_s)
+                self._attend(muster)
             case Hello():
                 self._greeted = True
-                self._greet()
-            case Failure():
-                self._hub.send([CLIENT], record)
-            case _:
-                raise TypeError(f"{identity} sent {type(record).__name__}, which has no meaning here")
+                if self._coordinator is None:
+                    self._open()
+                else:
+                    self._greet(self._musters)
+
+    def _take_from_lead(self, role: str, record: VerdictBatch | ProposalBatch | DraftBatch) -> None:
+        """An answer for the state machine, or what a level of a cascade and the one beneath it say to each other."""
+        if isinstance(record, DraftBatch):
+            beneath = role_beneath(role)
+            if self._complete.get(beneath):
+                after, self._passed_on[beneath] = self._passed_on.get(beneath, 0), record.round
+                self._hub.send(self._names(beneath), replace(record, after=after))
+        elif role in COUNTERPARTS:
+            self._tell(record)
+        else:
+            self._hub.send(self._names(role_above(role)), record)
+
+    def _hear(self, alive: Alive) -> None:
+        muster, coordinator = self._musters[alive.role], self._coordinator
+        if not muster.hear(alive, self._awake_s):
+            return
+        awaited = coordinator is not None and alive.role in COUNTERPARTS and coordinator.awaits(alive.role)
+        if muster.doubts(alive, coordinator.last_round(alive.role) if awaited else None):
+            coordinator.tally.num_lost_records += 1
+            muster.scatter(self._awake_s)
+        self._attend(muster)
+
+    def _tell(self, record: object) -> None:
+        """To the state machine; before there is one, a client speaks in vain and asks again."""
+        if self._coordinator is None:
+            return
+        now = time.monotonic()
+        if isinstance(record, ReportOrder):
+            self._coordinator.tally.num_unreadable = self._hub.num_unreadable
+        if isinstance(record, VerdictBatch) and record.round == self._ordered[0]:
+            self._coordinator.tally.crossed(now - self._ordered[1], record.finished - record.started)
+        for answer in self._coordinator.on(record, now):
+            self._send(answer)
 
     def _send(self, record: object) -> None:
         self._chronicle.sent(record)
         if isinstance(record, VerifyBatch):
             self._ordered = (record.round, time.monotonic())
-            self._hub.send(self._targets, record)
+            self._hub.send(self._names("target"), record)
         elif isinstance(record, DraftBatch):
-            self._hub.send(self._drafters, record)
+            self._hub.send(self._names("draft"), record)
         else:
             self._hub.send([CLIENT], record)
 
-    def _greet(self) -> None:
-        """Once every rank is there, size the scheduler by what the target measured and tell the client."""
-        if not self._greeted or len(self._ready) < sum(self._spec.sizes.values()):
-            return
-        if self._coordinator is None:
-            self._coordinator = self._make_coordinator()
-        for ready in self._ready.values():
-            self._hub.send([CLIENT], ready)
+    def _names(self, role: str, ranks: Iterable[int] | None = None) -> list[str]:
+        """Links of those who play these ranks of a role now; by default of all of them."""
+        muster = self._musters[role]
+        chosen = range(muster.size) if ranks is None else ranks
+        known = [(rank, muster.incarnation(rank)) for rank in chosen]
+        return [link_name(identity_of(role, rank), one) for rank, one in known if one is not None]
 
-    def _make_coordinator(self) -> Coordinator:
-        facts = self._ready["target-0"].facts
-        capacity = Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))
-        return Coordinator(
-            Scheduler(self._spec.limits, capacity),
+    # --- roles that come and go ---------------------------------------------------------------------------------------
+
+    def _attend(self, muster: Muster) -> None:
+        """Tell the ranks what they have to be told, and the state machine whether the role is there."""
+        role = muster.role
+        for ranks, order in muster.orders(self._last_round(role), self._store, self._awake_s):
+            self._hub.send(self._names(role, ranks), order)
+        if muster.serving == self._complete[role]:
+            return
+        self._complete[role] = muster.serving
+        self._tell_neighbours(role)
+        if muster.serving and self._coordinator is None:
+            self._open()
+        elif muster.serving:
+            self._greet([role])
+
+    def _last_round(self, role: str) -> int:
+        """Of the last batch that the role was sent before the epoch it is called to."""
+        if role not in COUNTERPARTS:
+            return 0  # levels count anew: so do those above them, if they are new
+        return self._coordinator.last_round(role) if self._coordinator else self._spec.incarnation * GENERATION
+
+    def _tell_neighbours(self, role: str) -> None:
+        """A role has come or gone: who works with it has to know."""
+        news = RoleBack(role) if self._complete[role] else RoleLost(role)
+        if role in COUNTERPARTS:
+            self._tell(news)
+        else:
+            self._passed_on[role] = 0
+            self._hub.send(self._names(role_above(role)), news)
+        beneath = None if role == "target" else self._musters.get(role_beneath(role))
+        if beneath is None:
+            return
+        if self._complete[role]:  # its ranks may be new, and know nothing of the level beneath
+            there = self._complete[beneath.role]
+            self._hub.send(self._names(role), RoleBack(beneath.role) if there else RoleLost(beneath.role))
+        elif beneath.serving:  # what it was told, it was told by one who is gone
+            beneath.scatter(self._awake_s)
+            self._attend(beneath)
+
+    def _open(self) -> None:
+        """Begin to serve: the first time once everybody is there, a successor as soon as there is a target."""
+        needed = ["target"] if self._spec.incarnation else list(self._musters)
+        if self._coordinator is not None or not self._greeted or not all(self._complete[role] for role in needed):
+            return
+        (facts,) = [ready.facts for ready in self._musters["target"].ready() if ready.rank == 0]
+        self._coordinator = Coordinator(
+            Scheduler(self._spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
             PIPELINES[self._spec.pipeline](self._spec.num_draft_tokens),
             self._spec.eos_token_ids,
-            drafts=bool(self._drafters),
+            drafts="draft" in self._musters,
             now=time.monotonic(),
+            first_round=self._spec.incarnation * GENERATION,
         )
+        self._greet(self._musters)
+        for role in COUNTERPARTS:
+            if not self._complete.get(role, True):
+                self._tell(RoleLost(role))
+
+    def _greet(self, roles: Iterable[str]) -> None:
+        """Tell the client what the ranks of these roles measured."""
+        for role in roles:
+            for ready in self._musters[role].ready():
+                self._hub.send([CLIENT], ready)

@@ -172,6 +172,13 @@ class DraftRole:
         proposals = self._propose(misses, prepared=False)
         yield ProposalBatch(batch.round, proposals, started, self.clock(), 0, ahead, self.drafter.account())
 
+    def forget(self) -> None:
+        """Drop every request; the drafter keeps its model."""
+        for request_id in self.contexts:
+            self.drafter.release(request_id)
+        self.contexts.clear()
+        self._ahead.clear()
+
     def _follow_all(self, batch: DraftBatch) -> list[tuple[Context, int]]:
         """Bring the contexts up to the batch; returns what to propose for."""
         for request_id in batch.releases:

@@ -1,4 +1,4 @@
-"""Handles of the actors of one engine: created together, watched together, ended together.
+"""Handles of the actors of one engine: created together, watched together, replaced one by one, ended together.
 
 The only other file beside `worker.py` that knows Ray on this side of the house. It places nothing: options such as
 devices and bundles come from the caller.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
-from actors.levels import is_spared
+from actors.lifecycle import Death
 
 _GRACE_S = 5.0
 
@@ -23,46 +23,57 @@ class ActorGroup:
         self._actors: dict[str, Any] = {}
         self._runs: dict[str, ray.ObjectRef] = {}
 
-    def create(self, name: str, actor_class: Any, *arguments: object, **options: object) -> Any:
-        """A new actor; returns at once, while its process starts."""
-        self._actors[name] = actor_class.options(name=name, **options).remote(*arguments)
-        return self._actors[name]
+    def create(self, identity: str, name: str, actor_class: Any, *arguments: object, **options: object) -> Any:
+        """A new actor for this part; returns at once, while its process starts. Who played it before is ended."""
+        self.kill(identity)
+        self._runs.pop(identity, None)
+        self._actors[identity] = actor_class.options(name=name, **options).remote(*arguments)
+        return self._actors[identity]
 
-    def run(self, name: str, *arguments: object) -> None:
-        self._runs[name] = self._actors[name].run.options(name=name).remote(*arguments)  # processes bear task names
+    def run(self, identity: str, *arguments: object) -> None:
+        run = self._actors[identity].run.options(name=identity)  # processes bear task names
+        self._runs[identity] = run.remote(*arguments)
 
-    def death(self) -> str | None:
-        """One line about the first `run` that ended, or None while all go on. Costs well under a millisecond."""
-        names = {ref: name for name, ref in self._runs.items() if not is_spared(name)}
-        ended, _ = ray.wait(list(names), num_returns=1, timeout=0) if names else ([], [])
-        if not ended:
-            return None
-        name = names[ended[0]]
-        try:
-            ray.get(ended[0])
-        except RayError as error:
-            return f"{name}: {_cause(error)}"
-        return f"{name}: ended"
+    def kill(self, identity: str) -> None:
+        if identity in self._actors:
+            ray.kill(self._actors.pop(identity), no_restart=True)
 
-    def close(self) -> None:
-        """Give every `run` a moment to end by itself, then end the processes.
+    def deaths(self, timeout_s: float) -> list[Death]:
+        """Every `run` that ended, once; waits for the first one. A process that is killed shows within 10 ms."""
+        identities = {ref: identity for identity, ref in self._runs.items()}
+        refs = list(identities)
+        ended = ray.wait(refs, num_returns=1, timeout=timeout_s)[0] if refs else []
+        if ended:
+            ended = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+        for ref in ended:
+            del self._runs[identities[ref]]
+        return [_death(identities[ref], ref) for ref in ended]
 
-        Who is told to leave hands over its last metrics; who is killed does not.
+    def close(self, *, told: bool) -> None:
+        """End the processes; those that were `told` to end are given a moment to do it by themselves.
+
+        Who leaves by himself hands over his last metrics; who is killed does not.
         """
-        if self._runs:
+        if told and self._runs:
             ended, _ = ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=_GRACE_S)
-            names = [name for name, ref in self._runs.items() if ref in ended]
-            leaving = [self._actors[name].__ray_terminate__.remote() for name in names]
+            leaving = [
+                self._actors[identity].__ray_terminate__.remote()
+                for identity, ref in self._runs.items()
+                if ref in ended
+            ]
             if leaving:
                 ray.wait(leaving, num_returns=len(leaving), timeout=_GRACE_S)
-        for actor in self._actors.values():
-            ray.kill(actor, no_restart=True)
-        self._actors.clear()
+        for identity in list(self._actors):
+            self.kill(identity)
         self._runs.clear()
 
 
-def _cause(error: RayError) -> str:
-    """The user's line out of Ray's report of many."""
-    cause = getattr(error, "cause", None)
-    text = str(cause) if cause is not None else str(error)
-    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+def _death(identity: str, ref: ray.ObjectRef) -> Death:
+    try:
+        ray.get(ref)
+    except RayTaskError as error:
+        death = Death.by(identity, error.cause)
+        return Death(identity, death.text, str(error))
+    except RayError as error:
+        return Death(identity, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+    return Death(identity, "ended")

@@ -16,6 +16,9 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
+BEAT_S = 0.25
+"""Between two heartbeats."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alive:
@@ -113,21 +116,26 @@ class RoleBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A role could not go on; `text` is one line for the user, `trace` the whole story for a log."""
+class Death:
+    """A process or thread that ended and should not have: one line for the user, and the whole story for a log.
 
-    role: str
-    rank: int
+    Never travels; who started it notices it.
+    """
+
+    identity: str
     text: str
     trace: str = ""
 
     @staticmethod
-    def of(role: str, rank: int, error: BaseException) -> Failure:
+    def by(identity: str, error: BaseException) -> Death:
         """A ValueError speaks for itself; anything else is named by its type too."""
         line = next(iter(str(error).strip().splitlines()), "")
         named = isinstance(error, ValueError) and line
         text = line if named else f"{type(error).__name__}: {line}".rstrip(": ")
-        return Failure(role, rank, text, "".join(traceback.format_exception(error)))
+        return Death(identity, text, "".join(traceback.format_exception(error)))
+
+    def __str__(self) -> str:
+        return f"{self.identity}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,8 @@ class ModelDrafterConfig(DrafterConfig):
     """Asynchronous pipelines: likely next tokens remembered behind every node."""
     ahead_width: int = 8
     """Asynchronous pipelines: nodes fed in one pass of draft-ahead, over all requests."""
+    kv_slots: int = 0
+    """As `target.kv_slots`."""
     dtype: str = "auto"
     """As `target.dtype`."""
     device: str = "auto"

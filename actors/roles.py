@@ -1,4 +1,4 @@
-"""What one rank does from start to end: take its device, join its group, load its part, answer its records.
+"""One rank from its orders: take the device, open the line, and live the life of `rank.py` with a role built here.
 
 The same function runs as a thread of one process, as a process, or inside a Ray actor. It knows how to build each
 role from the user's options and leaves every decision to the role itself.
@@ -6,7 +6,6 @@ role from the user's options and leaves every decision to the role itself.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -20,12 +19,12 @@ from actors.drafter import DraftRole
 from actors.drafters import build_drafter, build_levels
 from actors.drafters.remote import Mailbox, RemoteLevel
 from actors.levels import CascadeDrafterConfig, level_roles
-from actors.lifecycle import Failure, Ready, Stop
+from actors.lifecycle import Join, identity_of
 from actors.logs import logger_of, tell
-from actors.messages import VerifyBatch
 from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
+from actors.rank import Heart, Pulse, Rank
 from actors.target import TargetRole
-from actors.wire import Link
+from actors.wire import Link, link_name
 from parallel.mesh import Group
 from parallel.rendezvous import connect_store, join
 from parallel.runner import open_model
@@ -33,6 +32,9 @@ from parallel.sizing import fit_slots
 
 SWITCH_INTERVAL_S = 5e-4
 """Python's default of 5 ms lets one busy thread delay a waiting one by a whole draft pass."""
+
+MEETING_S = 5.0
+"""Whoever is called to a meeting is there, or dead: nobody need be waited for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,10 @@ class RankSpec:
     role: str
     rank: int
     size: int
-    epoch: int
     device: str
     num_threads: int
     cores: tuple[int, ...]
     hub_address: str
-    store: tuple[str, int] | None
     host: str
     eos_token_ids: tuple[int, ...]
     target: TargetConfig
@@ -55,73 +55,65 @@ class RankSpec:
     verify: VerifyConfig
     pipeline: str
     scheduler: SchedulerConfig
+    incarnation: int = 0
 
     @property
     def identity(self) -> str:
-        return f"{self.role}-{self.rank}"
+        return identity_of(self.role, self.rank)
 
 
-def serve(spec: RankSpec, observe: Callable[[str], None] | None = None) -> None:
-    """Serve one rank until `Stop`. A failure is told to the hub in one line and raised again."""
+def serve(
+    spec: RankSpec,
+    observe: Callable[[str], None] = lambda status: None,
+    unwanted: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serve one rank until `Stop`, or until it is `unwanted`, which it asks now and then."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
     torch.set_num_threads(max(1, spec.num_threads))
     logger = logger_of(spec.identity)
-    tell(logger, "starting", epoch=spec.epoch, size=spec.size, device=spec.device, cores=spec.cores)
-    link = Mailbox(Link(spec.hub_address, spec.identity))
-    group: Group | None = None
+    tell(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
+    name = link_name(spec.identity, spec.incarnation)
+    link = Mailbox(Link(spec.hub_address, name))
+    pulse = Pulse(spec.role, spec.rank, spec.incarnation, os.getpid())
+    heart = Heart(lambda: Link(spec.hub_address, f"{name}/heart", keeps="newest"), pulse)
+    rank = Rank(
+        link,
+        pulse,
+        lambda call: _meet(spec, call),
+        lambda group: build_role(spec, group, link),
+        spec.device,
+        observe=observe,
+        unwanted=unwanted,
+    )
     try:
-        group = _join(spec)
-        role, facts = build_role(spec, group, link)
-        link.send(Ready(spec.role, spec.rank, facts))
-        tell(logger, "ready", epoch=spec.epoch, **facts)
-        while not isinstance(batch := _next_record(link, role, group, spec.device), Stop):
-            for answer in role.answer(batch):
-                if spec.rank == 0:
-                    link.send(answer)
-            if observe is not None:
-                observe(f"round {batch.round}")
-            if logger.isEnabledFor(logging.INFO):
-                _tell_of(batch, logger)
-        tell(logger, "stopped", why=batch.reason)
-    except Exception as error:
-        logger.exception("failed", extra={"facts": {"epoch": spec.epoch}})
-        link.send(Failure.of(spec.role, spec.rank, error))
+        rank.serve()
+        tell(logger, "stopped")
+    except Exception:
+        logger.exception("failed", extra={"facts": {"incarnation": spec.incarnation}})
         raise
     finally:
+        heart.stop()
         link.close()
-        if group is not None:
-            group.close()
 
 
-def _tell_of(batch: Any, logger: logging.Logger) -> None:
-    for admit in batch.admits:
-        tell(logger, "admit", request=admit.request_id, epoch=admit.epoch, tokens=len(admit.token_ids))
-    if logger.isEnabledFor(logging.DEBUG):
-        requests = [one.request_id for one in (batch.items if isinstance(batch, VerifyBatch) else batch.orders)]
-        tell(logger, "round", level=logging.DEBUG, round=batch.round, requests=requests, released=batch.releases)
-
-
-def _next_record(link: Mailbox, role: Any, group: Group, device: str) -> Any:
-    """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
-    while role.wants_work:
-        record = link.receive(timeout_s=0) if group.rank == 0 else None
-        arrived = group.broadcast(torch.tensor([record is not None], dtype=torch.int64, device=device))
-        if arrived.item():
-            return record if record is not None else link.receive()
-        role.work()
-    return link.receive()
-
-
-def _join(spec: RankSpec) -> Group:
-    device = torch.device(spec.device)
-    store = connect_store(*spec.store) if spec.store and spec.size > 1 else None
-    return join(store, spec.role, spec.epoch, spec.rank, spec.size, device, host=spec.host)
+def _meet(spec: RankSpec, call: Join) -> Group:
+    store = connect_store(*call.store) if spec.size > 1 else None
+    return join(
+        store,
+        spec.role,
+        call.epoch,
+        spec.rank,
+        spec.size,
+        torch.device(spec.device),
+        host=spec.host,
+        meeting_s=MEETING_S,
+    )
 
 
 def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> tuple[Any, dict[str, object]]:
-    """The role object of this rank and the facts it reports. Only levels of a cascade need a mailbox."""
+    """The role object of this rank and the facts it reports; a level above another needs its `mailbox`."""
     started = time.monotonic()
     role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group, mailbox)
     place = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores)}

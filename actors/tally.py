@@ -70,6 +70,8 @@ class Tally:
     num_link_trips: int = 0
     link_s: float = 0.0
     ended: deque[RequestTimes] = field(default_factory=lambda: deque(maxlen=ENDED_LIMIT))
+    num_lost_records: int = 0
+    num_unreadable: int = 0
     num_role_losses: dict[str, int] = field(default_factory=dict)
     resume_s: dict[str, list[float]] = field(default_factory=dict)
     fallback_s: float = 0.0

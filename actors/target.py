@@ -57,6 +57,12 @@ class TargetRole:
             self._keep_chunks(subjects)
         yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows)
 
+    def forget(self) -> None:
+        """Drop every request and its rows."""
+        for request_id in self.contexts:
+            self.runner.close(request_id)
+        self.contexts.clear()
+
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(
             admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling

@@ -18,7 +18,7 @@ import ray
 
 from actors.conductor import Conductor, CoordinatorSpec, Watch
 from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
-from actors.wire import Hub
+from actors.wire import Hub, open_hub
 
 
 def session_logs() -> Path:
@@ -71,30 +71,32 @@ class CoordinatorWorker:
     def __init__(self, title: str = "coordinator", logs: LogSpec | None = None) -> None:
         self._title = title
         self._hub: Hub | None = None
-        self._store = None
+        self._store: tuple[str, int] | None = None
+        self._store_server = None
         if logs is not None:
             _open_logs("coordinator", logs)
 
     def __repr__(self) -> str:
         return self._title
 
-    def bind(
-        self, host: str, port: int, needs_store: bool, interface: str = ""
-    ) -> tuple[str, tuple[str, int] | None]:
-        """Listen on `port` (0 for any free one) of `host` ("" for this node's address): addresses of hub and store."""
-        host = host or _own_address(interface)
-        self._hub = Hub(f"tcp://{host}:{port or '*'}")
-        if not needs_store:
-            return self._hub.address, None
-        from parallel.rendezvous import host_store
+    def bind(self, host: str, port: int, needs_store: bool, interface: str = "", patience_s: float = 0.0) -> str:
+        """Listen on `port` (0 for any free one) of `host` ("" for this node's address); returns the hub's address.
 
-        self._store = host_store(host)
-        return self._hub.address, (host, self._store.port)
+        A successor is patient: the port of the process it replaces may be taken for a moment more.
+        """
+        host = host or _own_address(interface)
+        self._hub = open_hub(f"tcp://{host}:{port or '*'}", patience_s)
+        if needs_store:
+            from parallel.rendezvous import host_store
+
+            self._store_server = host_store(host)
+            self._store = (host, self._store_server.port)
+        return self._hub.address
 
     def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
         """Conduct rounds until told to stop; returns why."""
         try:
-            return Conductor(spec, self._hub, [make() for make in make_watches]).run()
+            return Conductor(spec, self._hub, [make() for make in make_watches], self._store).run()
         finally:
             self._hub.close()
 

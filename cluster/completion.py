@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
-from actors.messages import RequestStats, SamplingParams, Tokens
+from actors.messages import Request, RequestStats, Tokens
 from cluster.text import TextStream
 
 
@@ -37,23 +37,24 @@ class Completion:
 
     def __init__(
         self,
-        request_id: int,
+        request: Request,
         prompt: str | Sequence[int],
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
         tokenizer: Tokenizer,
         abort: Callable[[int], None],
     ) -> None:
-        self.request_id = request_id
+        self.request_id = request.request_id
         self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.sampling = sampling
+        self.prompt_token_ids = list(request.prompt)
+        self.sampling = sampling = request.sampling
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stats = RequestStats()
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
+        self.heard_at = self.submitted_at
+        self.is_aborted = False
+        self._request = request
         self._tokens: list[Token] = []
         self._stream = TextStream(tokenizer, sampling.stop)
         self._error: str | None = None
@@ -71,6 +72,7 @@ class Completion:
 
     def abort(self) -> None:
         """Ask for the request to end early; it ends with finish_reason "abort", unless it ended first."""
+        self.is_aborted = True
         self._abort(self.request_id)
 
     def result(self, timeout_s: float | None = None) -> Completion:
@@ -111,9 +113,18 @@ class Completion:
 
     # --- the engine's side --------------------------------------------------------------------------------------------
 
+    def ask_again(self) -> Request:
+        """The request, to go on behind the tokens that arrived."""
+        self.heard_at = time.monotonic()
+        return replace(self._request, generated=tuple(self.token_ids))
+
+    def misses(self, news: Tokens) -> bool:
+        """Whether tokens before these were lost on the way."""
+        return news.position > len(self.token_ids) and not self._stream.stopped
+
     def take(self, news: Tokens) -> bool:
         """Add what the coordinator sent; True once nothing more will come."""
-        now = time.monotonic()
+        now = self.heard_at = time.monotonic()
         with self._changed:
             fresh = news.token_ids[max(0, len(self.token_ids) - news.position) :]
             if fresh and self.first_token_at is None:
@@ -138,7 +149,7 @@ class Completion:
             self.token_ids.append(token)
             self._tokens.append(Token(token, self._stream.push(token), len(self._tokens)))
             if self._stream.stopped:  # the coordinator does not know; it answers with the statistics
-                self._abort(self.request_id)
+                self.abort()
 
     def _end(self, reason: str, error: str | None, now: float) -> None:
         held_back = self._stream.end()

@@ -108,6 +108,10 @@ class ClusterConfig:
     """Ray namespace of the actors."""
     log_level: LogLevel = LogLevel.info
     """What the roles tell in `logs/` of the run's directory: error, warning, info, or debug with every round."""
+    max_restarts: int = 3
+    """Times within an hour that each process is replaced when it dies; 0 = the first death ends the engine."""
+    silence_s: float = 2.0
+    """A process that gives no sign of life for so long hangs: it is ended and replaced; 0 = never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@
             print(token.text, end="")
 
 It owns the tokenizer, the backend and one link to the coordinator. It knows neither models nor rounds. Everything a
-client was told is kept here, so whatever dies behind the coordinator, a request ends with tokens or a clear error.
+client was told is kept here: whatever dies, the coordinator too, a request is asked for again behind the tokens it has
+got, and ends with the tokens it would have had or, when too much has died, with a clear error.
 """
 
 from __future__ import annotations
@@ -22,19 +23,26 @@ from typing import Any
 
 from actors.conductor import CLIENT, CoordinatorSpec
 from actors.levels import checkpoints
-from actors.lifecycle import Failure, Hello, Ready, Stop
+from actors.lifecycle import Alive, Hello, Ready, Silent, Stop, identity_of
 from actors.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
 from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError
 from cluster.config import LaunchConfig, load_config
 from cluster.memory import describe_layout, footprints
+from cluster.supervisor import Supervisor
 from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
 
 __all__ = ["Completion", "Engine", "EngineError"]
 
 _POLL_S = 0.2
+_ASK_AGAIN_S = 5.0
+"""A request without news for so long is asked for again: it may be waiting its turn, or have been lost on the way."""
 _CLOSED = "the engine was closed"
+
+
+class RemoteTrace(Exception):
+    """Where in another process it happened; the cause of the error that a client sees."""
 
 
 class Engine:
@@ -59,13 +67,24 @@ class Engine:
         self._ids = itertools.count(1)
         self._live: dict[int, Completion] = {}
         self._error: str | None = None
+        self._trace = ""
+        self._generation = 0  # incarnation of the coordinator that knows the live requests
+        self._report_order: ReportOrder | None = None
         self._reports: list[Report] = []
         self._news = threading.Condition()
         self._send_lock = threading.Lock()
         self._closed = False
+        self._stopped = threading.Event()
         self._reader: threading.Thread | None = None
         self._out: Link | None = None
         self._backend = make_backend(self.config, log_dir)
+        self.supervisor = Supervisor(
+            self._backend,
+            max_restarts=self.config.cluster.max_restarts,
+            silence_s=self.config.cluster.silence_s,
+            on_lost=self._send,
+            on_final=self._fail,
+        )
         try:
             self._start(read_eos_token_ids(checkpoint), progress or (lambda stage: None))
         except BaseException:
@@ -85,7 +104,7 @@ class Engine:
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
         request = Request(next(self._ids), tuple(token_ids), sampling, speculate)
         request.check(int(self.ready["target-0"].facts["vocab_size"]))
-        completion = Completion(request.request_id, prompt, token_ids, sampling, self.tokenizer, self._abort)
+        completion = Completion(request, prompt, self.tokenizer, self._abort)
         with self._news:
             self._check_alive()
             self._live[completion.request_id] = completion
@@ -100,12 +119,22 @@ class Engine:
         speculate: bool = True,
         on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Completions of all prompts; `on_finished` hears of them in order. Raises EngineError if one failed."""
+        """Completions of all prompts; `on_finished` hears of them in order.
+
+        Raises the EngineError of the first that failed, once the others have ended too.
+        """
         completions = [self.submit(prompt, sampling, speculate=speculate) for prompt in prompts]
+        failures: list[EngineError] = []
         for completion in completions:
-            completion.result()
+            try:
+                completion.result()
+            except EngineError as error:
+                failures.append(error)
+                continue
             if on_finished is not None:
                 on_finished(completion)
+        if failures:
+            raise failures[0]
         return completions
 
     def report(self, *, reset: bool = False, phase: str = "") -> Report:
@@ -113,9 +142,11 @@ class Engine:
         with self._news:
             self._check_alive()
             self._reports.clear()
-        self._send(ReportOrder(reset, phase))
+            self._report_order = ReportOrder(reset, phase)
+        self._send(self._report_order)
         with self._news:
             self._news.wait_for(lambda: self._reports or self._error is not None, timeout=30)
+            self._report_order = None
             if not self._reports:
                 self._check_alive()
                 raise EngineError("the coordinator does not answer")
@@ -132,10 +163,15 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        self.supervisor.stop()
         self._send(Stop(_CLOSED))
+        told = False
         if self._reader is not None:
-            self._reader.join(timeout=5)
-        self._backend.close()
+            self._reader.join(timeout=0 if self._error is not None else 5)
+            told = not self._reader.is_alive()
+            self._stopped.set()
+            self._reader.join()
+        self._backend.close(told=told)
         with self._send_lock:
             if self._out is not None:
                 self._out.close()
@@ -161,6 +197,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             limits=config.scheduler,
             level_ranks=tuple(sizes.values()),
+            silence_s=config.cluster.silence_s,
         )
         progress(describe_layout(self.places, footprints(config, self.places)))
         progress("starting " + ", ".join(place.identity for place in self.places))
@@ -168,6 +205,7 @@ class Engine:
         self._out = Link(address, f"{CLIENT}-out")
         self._reader = threading.Thread(target=self._read, args=(address,), name="engine-reader", daemon=True)
         self._reader.start()
+        self.supervisor.start()
         deadline = time.monotonic() + config.cluster.startup_timeout_s
         with self._news:
             while len(self.ready) < len(self.places) and self._error is None:
@@ -180,12 +218,13 @@ class Engine:
                 self._news.wait(timeout=_POLL_S)
                 progress(f"loading ({len(self.ready)} of {len(self.places)} ranks)")
             self._check_alive()
+        self.supervisor.begin_replacing({identity: ready.facts for identity, ready in self.ready.items()})
 
     # --- the coordinator's side ---------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            raise EngineError(self._error)
+            raise EngineError(self._error) from (RemoteTrace(self._trace) if self._trace else None)
 
     def _send(self, record: Any) -> None:
         """Lost once the engine is closed, like a record to a role that died: whoever waits was told."""
@@ -197,22 +236,21 @@ class Engine:
         self._send(Abort(request_id))
 
     def _read(self, address: str) -> None:
-        """The reader thread: records from the coordinator, and a look at the backend while it is silent."""
+        """The reader thread: records from the coordinator, and a look at who was not heard of while it is silent."""
         link = Link(address, CLIENT)
         link.send(Hello())
+        looked_at = time.monotonic()
         try:
-            while True:
+            while not self._stopped.is_set():
                 record = link.receive(timeout_s=_POLL_S)
                 if isinstance(record, Stop):
                     self._fail(record.reason)
                     return
                 if record is not None:
                     self._take(record)
-                elif (death := self._backend.death()) is not None and not self._closed:
-                    self._fail(death)
-                    return
-                elif self._closed and self._backend.death() is not None:
-                    return
+                if time.monotonic() - looked_at > _ASK_AGAIN_S / 5:
+                    looked_at = time.monotonic()
+                    self._ask_again(lambda completion: looked_at - completion.heard_at > _ASK_AGAIN_S)
         except Exception as error:
             self._fail(f"engine: {type(error).__name__}: {error}")
             raise
@@ -223,7 +261,9 @@ class Engine:
         match record:
             case Tokens():
                 completion = self._live.get(record.request_id)
-                if completion is not None and completion.take(record):
+                if completion is not None and completion.misses(record):
+                    self._send(completion.ask_again())
+                elif completion is not None and completion.take(record):
                     with self._news:
                         self._live.pop(record.request_id, None)
             case Report():
@@ -232,15 +272,40 @@ class Engine:
                     self._news.notify_all()
             case Ready():
                 with self._news:
-                    self.ready[f"{record.role}-{record.rank}"] = record
+                    self.ready[identity_of(record.role, record.rank)] = record
                     self._news.notify_all()
-            case Failure():
-                self._fail(f"{record.role}-{record.rank}: {record.text}")
+            case Alive():
+                self._meet_coordinator(record)
+            case Silent():
+                identity = identity_of(record.role, record.rank)
+                self.supervisor.end_hanging(identity, record.incarnation, record.pid)
 
-    def _fail(self, reason: str) -> None:
+    def _meet_coordinator(self, alive: Alive) -> None:
+        """A successor of the coordinator knows nothing: greet it, and ask for everything again once it serves."""
+        if alive.incarnation < self._generation:
+            return
+        self.supervisor.hear_coordinator(alive)
+        if alive.incarnation == self._generation:
+            return
+        if alive.waiting:
+            self._send(Hello())
+            return
+        self._generation = alive.incarnation
+        self._ask_again(lambda completion: True)
+        if (order := self._report_order) is not None:
+            self._send(order)
+
+    def _ask_again(self, needed: Callable[[Completion], bool]) -> None:
+        for completion in list(self._live.values()):
+            if needed(completion):
+                self._send(completion.ask_again())
+                if completion.is_aborted:
+                    self._abort(completion.request_id)
+
+    def _fail(self, reason: str, trace: str = "") -> None:
         with self._news:
             if self._error is None:
-                self._error = reason
+                self._error, self._trace = reason, trace
             orphans, self._live = list(self._live.values()), {}
             self._news.notify_all()
         for completion in orphans:

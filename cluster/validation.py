@@ -215,6 +215,9 @@ def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
     yield "cluster.num_cpus", cpus, cpus is None or cpus >= 1, "must be at least 1, or null for all"
     timeout = cluster.startup_timeout_s
     yield "cluster.startup_timeout_s", timeout, timeout > 0, "must be above 0"
+    yield "cluster.max_restarts", cluster.max_restarts, cluster.max_restarts >= 0, "must be 0 (none) or above"
+    silence = cluster.silence_s
+    yield "cluster.silence_s", silence, silence == 0 or silence >= 1, "must be 0 (never) or at least 1 second"
 
 
 def _certify(job: CertifyConfig) -> Iterator[_Rule]:

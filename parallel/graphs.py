@@ -33,6 +33,7 @@ class CapturedPasses:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._captured: dict[tuple[object, ...], _Captured] = {}
+        self._generation = decoder.group.generation
         self._memory = torch.cuda.graph_pool_handle()
 
     def forward(
@@ -44,6 +45,9 @@ class CapturedPasses:
             return self._decoder.forward(token_ids, plan, taps)
         inputs = attention.tensors()
         key = (plan.fuzzy, *taps, *(tensor.shape for tensor in inputs))
+        if self._generation != self._decoder.group.generation:
+            self._captured.clear()
+            self._generation = self._decoder.group.generation
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(token_ids, plan, taps)

@@ -7,6 +7,7 @@ Knows nothing of how a group comes to be (`rendezvous.py`) and nothing of what i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,8 @@ class Group:
 
     rank = 0
     size = 1
+    generation = 0
+    """Counts adoptions: what was recorded over the connections of an older one is void."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -38,6 +41,9 @@ class Group:
         """Overwrite `tensor` with rank `src`'s, in place."""
         return tensor
 
+    def adopt(self, successor: Group) -> None:
+        """Go on with the connections of the next epoch's group: layers that hold this one need not be told."""
+
     def close(self) -> None:
         """Drop the connections; a peer that waits for this rank gets an error at once."""
 
@@ -49,8 +55,9 @@ class GlooGroup(Group):
     """CPU ranks. Collectives are stars around rank 0 over point-to-point transfers: a fraction of the latency of
     gloo's own ring for a pass's small tensors, and summed in rank order, so every run gives the same bits."""
 
-    def __init__(self, backend: ProcessGroupGloo) -> None:
+    def __init__(self, backend: ProcessGroupGloo, timeout_s: float) -> None:
         self._backend = backend
+        self._timeout = timedelta(seconds=timeout_s)
         self.rank = backend.rank()
         self.size = backend.size()
         self._others = range(1, self.size)
@@ -88,6 +95,9 @@ class GlooGroup(Group):
             self._transfer(receives=[(tensor, src)])
         return tensor
 
+    def adopt(self, successor: GlooGroup) -> None:
+        self._backend = successor._backend
+
     def close(self) -> None:
         """The last reference closes the sockets: gloo's own `abort` leaves peers blocked."""
         self._backend = None
@@ -103,7 +113,7 @@ class GlooGroup(Group):
             works = [backend.recv([tensor], rank, 0) for tensor, rank in receives]
             works += [backend.send([tensor], rank, 0) for tensor, rank in sends]
             for work in works:
-                work.wait()
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise PeerLost(str(error).strip().splitlines()[0]) from error
 
@@ -130,6 +140,10 @@ class NcclGroup(Group):
         options.rootRank = src
         self._backend.broadcast([tensor], options).wait()
         return tensor
+
+    def adopt(self, successor: NcclGroup) -> None:
+        self._backend = successor._backend
+        self.generation += 1
 
     def close(self) -> None:
         """Abort rather than destroy: destroying would wait for ranks that may be dead."""

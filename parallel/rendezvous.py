@@ -34,33 +34,35 @@ def join(
     device: torch.device | str = "cpu",
     timeout_s: float = 60.0,
     host: str | None = None,
+    meeting_s: float | None = None,
 ) -> Group:
     """Meet the other ranks of group `name` in `epoch`; blocks until all of them are here.
 
-    `timeout_s` bounds the meeting and every later wait for a peer. `host` is the address of this machine under which
-    CPU peers reach it, by default the loopback. A group of one needs no store.
+    `timeout_s` bounds every later wait for a peer and, unless `meeting_s` is given, the meeting. `host` is the address
+    of this machine under which CPU peers reach it, by default the loopback. A group of one needs no store.
     """
     if size == 1:
         return SINGLE
     device = torch.device(device)
     meeting = dist.PrefixStore(f"e{epoch}/{name}", store)
-    meeting.set_timeout(timedelta(seconds=timeout_s))
+    meeting_s = timeout_s if meeting_s is None else meeting_s
+    meeting.set_timeout(timedelta(seconds=meeting_s))
     try:
         if device.type == "cuda":
             return nccl_group(meeting, rank, size, device, timeout_s)
-        return _gloo_group(meeting, rank, size, timeout_s, host or "127.0.0.1")
+        return _gloo_group(meeting, rank, size, timeout_s, host or "127.0.0.1", meeting_s)
     except RuntimeError as error:
         raise PeerLost(
-            f"group {name!r} of epoch {epoch}: rank {rank} could not meet all {size} ranks in {timeout_s:g} s ({error})"
+            f"group {name!r} of epoch {epoch}: rank {rank} could not meet all {size} ranks in {meeting_s:g} s ({error})"
         ) from error
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host: str) -> Group:
+def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host: str, meeting_s: float) -> Group:
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=meeting_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._threads = 1
-    return GlooGroup(dist.ProcessGroupGloo(store, rank, size, options))
+    return GlooGroup(dist.ProcessGroupGloo(store, rank, size, options), timeout_s)
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:

@@ -72,7 +72,7 @@ def fit_slots(
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`.
-    Raises ValueError if the weights or the asked `num_slots` do not fit the device.
+    Raises ValueError if the weights or the asked `num_slots`, which must be the same on all ranks, do not fit.
     """
     config = DecoderConfig.from_hf(resolve_checkpoint(path)).stretched(stretch)
     chosen = choose_dtype(dtype, device)
@@ -93,8 +93,9 @@ def fit_slots(
     if not num_slots:
         affordable = int(left * _POOL_SHARE[device.partition(":")[0]]) // per_slot
         num_slots = min(max_num_seqs * max_model_len, affordable)
-    agreed = int(group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device)).min())
-    return Fit(chosen, max_model_len, agreed, weights, agreed * per_slot)
+        agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
+        num_slots = int(agreed.min())
+    return Fit(chosen, max_model_len, num_slots, weights, num_slots * per_slot)
 
 
 def _gib(count: int) -> str:

@@ -33,7 +33,13 @@ def open_draft_model(
     """This rank's part of the draft model, and the facts it reports."""
     layout = layer_layout(config, group, device) if config.parallel is Parallel.layer else None
     fit = fit_slots(
-        config.path, group, device, config.dtype, max_num_seqs=scheduler.max_num_seqs, layout=layout
+        config.path,
+        group,
+        device,
+        config.dtype,
+        max_num_seqs=scheduler.max_num_seqs,
+        num_slots=config.kv_slots,
+        layout=layout,
     )
     if layout is None:
         return open_model(config.path, group, device, fit.dtype, fit.num_slots), fit.facts()

@@ -1,15 +1,17 @@
 """Where the coordinator and the ranks live: threads of this process, or Ray actors. One engine, two ways to start it.
 
-A backend starts everything, gives the address of the coordinator's hub, notices deaths, and ends what it started.
+A backend starts everything, gives the address of the coordinator's hub, notices deaths, replaces whom it is told to,
+and ends what it started. Whether somebody is replaced is not for it to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from actors.conductor import CoordinatorSpec
+from actors.lifecycle import Death
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
 
@@ -17,20 +19,29 @@ from cluster.placement import RankPlacement
 class Backend(Protocol):
     """The contract of a place to run."""
 
+    can_kill: bool
+    """Whether one that hangs can be ended."""
+
     def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
         """Which rank goes where; connects to the cluster if need be, and waits for what is missing."""
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         """Start coordinator and ranks without waiting for them; returns the hub's address."""
 
-    def death(self) -> str | None:
-        """One line about something that ended and should not have, or None."""
+    def deaths(self, timeout_s: float) -> list[Death]:
+        """What ended and should not have, each once; waits so long for the first."""
+
+    def kill(self, identity: str, pid: int) -> None:
+        """End a process that does not answer; its death is noticed like any other."""
+
+    def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
+        """Start a successor, without waiting for it, where the last one was; `facts` are what that one measured."""
 
     def publish(self, file: Path) -> None:
         """Offer a copy of `file` where people look at the cluster, if there is such a place and it lasts."""
 
-    def close(self) -> None:
-        """End everything that was started. Called after the coordinator was told to stop, or instead."""
+    def close(self, *, told: bool) -> None:
+        """End everything that was started; `told` says that the coordinator was told to stop, and has said so."""
 
 
 def make_backend(config: LaunchConfig, log_dir: Path | None = None) -> Backend:

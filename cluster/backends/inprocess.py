@@ -1,25 +1,28 @@
 """`cluster=inprocess`: coordinator and ranks as threads of this process, over inproc:// sockets. No Ray.
 
 The same loops as everywhere else; for notebooks, debuggers, tests and machines without Ray. Ranks of one role talk
-through process groups even as threads, so any layout that fits the machine runs here too.
+through process groups even as threads, so any layout that fits the machine runs here too. A thread that raises is
+replaced like a process that died; one that hangs cannot be ended.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from actors.conductor import Conductor, CoordinatorSpec
-from actors.levels import is_spared
-from actors.lifecycle import Failure
+from actors.lifecycle import Death
 from actors.logs import LogSpec, close_logs, open_logs
 from actors.roles import RankSpec, serve
 from actors.wire import Hub
+from cluster.backends.orders import rank_spec, successor
 from cluster.config import LaunchConfig
 from cluster.placement import Devices, RankPlacement, lay_out
 from parallel.rendezvous import host_store
@@ -29,7 +32,9 @@ _engines = itertools.count()
 
 
 class InprocessBackend:
-    """Threads that live from `start` to `close`."""
+    """Threads that live from `start` to `close`. The hub outlives its conductor: inproc:// cannot be bound again."""
+
+    can_kill = False
 
     def __init__(self, config: LaunchConfig, log_dir: Path | None = None) -> None:
         self._config = config
@@ -37,7 +42,10 @@ class InprocessBackend:
         if log_dir is not None:
             open_logs("engine", LogSpec(config.cluster.log_level, (str(log_dir),)))
         self._threads: list[threading.Thread] = []
-        self._died: str | None = None
+        self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._specs: dict[str, RankSpec] = {}
+        self._hub: Hub | None = None
         self._store = None
 
     def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
@@ -45,20 +53,35 @@ class InprocessBackend:
         return lay_out(self._config, Devices(tuple(cores), torch.cuda.device_count()))
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
-        hub = Hub(f"inproc://engine-{os.getpid()}-{next(_engines)}")
+        self._coordinator = replace(coordinator, silence_s=0.0)
+        self._hub = Hub(f"inproc://engine-{os.getpid()}-{next(_engines)}")
         self._store = host_store(_LOOPBACK) if any(place.size > 1 for place in places) else None
-        self._launch("coordinator", lambda: self._conduct(coordinator, hub))
+        self._conduct(self._coordinator)
         for place in places:
-            spec = rank_spec(self._config, place, hub.address, self._store_address(), _LOOPBACK, eos_token_ids)
-            self._launch(place.identity, lambda spec=spec: serve(spec))
-        return hub.address
+            self._serve(rank_spec(self._config, place, self._hub.address, _LOOPBACK, eos_token_ids))
+        return self._hub.address
 
-    def death(self) -> str | None:
-        return self._died
+    def deaths(self, timeout_s: float) -> list[Death]:
+        try:
+            return [self._deaths.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
 
-    def close(self) -> None:
+    def kill(self, identity: str, pid: int) -> None:
+        assert False, "a thread cannot be ended"
+
+    def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
+        if identity == "coordinator":
+            self._conduct(replace(self._coordinator, incarnation=incarnation))
+        else:
+            self._serve(successor(self._specs[identity], incarnation, facts))
+
+    def close(self, *, told: bool) -> None:
+        self._closing.set()
         for thread in self._threads:
             thread.join(timeout=10)
+        if self._hub is not None:
+            self._hub.close()
         self._store = None
         if self._logs:
             close_logs()
@@ -66,52 +89,21 @@ class InprocessBackend:
     def publish(self, file: Path) -> None:
         """Nobody looks at a process but its owner."""
 
-    def _conduct(self, spec: CoordinatorSpec, hub: Hub) -> None:
-        try:
-            Conductor(spec, hub).run()
-        finally:
-            hub.close()
+    def _conduct(self, spec: CoordinatorSpec) -> None:
+        store = (_LOOPBACK, self._store.port) if self._store is not None else None
+        self._launch("coordinator", lambda: Conductor(spec, self._hub, store=store).run())
 
-    def _store_address(self) -> tuple[str, int] | None:
-        return (_LOOPBACK, self._store.port) if self._store is not None else None
+    def _serve(self, spec: RankSpec) -> None:
+        self._specs[spec.identity] = spec
+        self._launch(spec.identity, lambda: serve(spec, unwanted=self._closing.is_set))
 
-    def _launch(self, name: str, work) -> None:
-        thread = threading.Thread(target=self._guard, args=(name, work), name=name, daemon=True)
-        self._threads.append(thread)
+    def _launch(self, identity: str, work: Callable[[], object]) -> None:
+        thread = threading.Thread(target=self._guard, args=(identity, work), name=identity, daemon=True)
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
 
-    def _guard(self, name: str, work) -> None:
+    def _guard(self, identity: str, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:
-            if not is_spared(name):
-                self._died = f"{name}: {Failure.of(name, 0, error).text}"
-
-
-def rank_spec(
-    config: LaunchConfig,
-    place: RankPlacement,
-    hub_address: str,
-    store: tuple[str, int] | None,
-    host: str,
-    eos_token_ids: tuple[int, ...],
-) -> RankSpec:
-    """A rank's orders from its place and the user's options."""
-    return RankSpec(
-        role=place.role,
-        rank=place.rank,
-        size=place.size,
-        epoch=0,
-        device=place.device,
-        num_threads=place.num_threads,
-        cores=place.cores,
-        hub_address=hub_address,
-        store=store,
-        host=host,
-        eos_token_ids=eos_token_ids,
-        target=config.target,
-        drafter=config.drafter,
-        verify=config.verify,
-        pipeline=str(config.pipeline.name),
-        scheduler=config.scheduler,
-    )
+            self._deaths.put(Death.by(identity, error))

@@ -1,14 +1,17 @@
 """`cluster=local`, `existing` and `slurm`: coordinator and ranks as Ray actors, one bundle per device.
 
 Ray carries processes, placement and metrics; rounds never pass through it. `local` starts a Ray of its own on this
-machine and ends it; the others join the cluster at `cluster.address` and leave it running.
+machine and ends it; the others join the cluster at `cluster.address` and leave it running. Actors are owned by this
+process: when it dies, Ray ends them. None is restarted by Ray, which knows neither when nor as what.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,17 +21,20 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.conductor import CoordinatorSpec
+from actors.conductor import CoordinatorSpec, Watch
 from actors.group import ActorGroup
+from actors.lifecycle import Death
 from actors.logs import LogSpec
+from actors.roles import RankSpec
 from actors.worker import CoordinatorActor, RankActor, session_logs
-from cluster.backends.inprocess import rank_spec
+from cluster.backends.orders import rank_spec, successor
 from cluster.backends.ray_nodes import await_layout
 from cluster.config import LaunchConfig
 from cluster.metrics import make_ray_watch, metric_labels
 from cluster.placement import Devices, RankPlacement, lay_out
 
 _LOOPBACK = "127.0.0.1"
+_PORT_PATIENCE_S = 10.0
 
 Device = tuple[str, str | tuple[int, ...]]
 """The node ("" for this machine), and a GPU's name or the cores of a CPU rank."""
@@ -38,7 +44,12 @@ _ON_NODE = 0.001
 
 
 class RayBackend:
-    """Actors named `coordinator`, `target-0`, `draft-0`, ... in the namespace of the configuration."""
+    """Actors named `coordinator`, `target-0`, `draft-0`, ... in the namespace of the configuration.
+
+    The name of a successor tells its incarnation, `draft-0#1`: Ray keeps that of a dead actor for a while.
+    """
+
+    can_kill = True
 
     def __init__(self, config: LaunchConfig, log_dir: Path | None = None) -> None:
         self._config = config
@@ -49,6 +60,8 @@ class RayBackend:
         self._bundles: PlacementGroup | None = None
         self._bundle_of: dict[Device, int] = {}
         self._owns_ray = False
+        self._specs: dict[str, RankSpec] = {}
+        self._places: dict[str, RankPlacement] = {}
 
     def connect(self) -> None:
         """Start or join Ray."""
@@ -65,31 +78,49 @@ class RayBackend:
         return lay_out(self._config, Devices(tuple(cores), int(resources.get("GPU", 0))))
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
-        title = f"coordinator: pipeline={self._config.pipeline.name}"
-        # Beside the target's lead: two of a round's four records then stay on its node.
-        conductor = self._create("coordinator", CoordinatorActor, title, self._logs, resources=_on_node(places[0]))
-        cluster, needs_store = self._config.cluster, any(place.size > 1 for place in places)
-        bound = conductor.bind.remote(self._host, cluster.port, needs_store, cluster.interface)
+        self._coordinator = coordinator
+        self._places = {place.identity: place for place in places}
+        cluster = self._config.cluster
+        conductor = self._create_conductor(0)
+        bound = conductor.bind.remote(self._host, cluster.port, self._needs_store, cluster.interface)
         self._reserve(places)
         for place in places:
-            self._create(
-                place.identity, RankActor, place.identity, self.title(place), self._logs, **self._options(place)
-            )
+            self._create_rank(place.identity, 0)
         try:
-            hub_address, store = ray.get(bound, timeout=cluster.startup_timeout_s)
+            self._hub_address = ray.get(bound, timeout=cluster.startup_timeout_s)
         except RayTaskError as error:
             field = "" if "cluster.interface" in str(error.cause) else f"cluster.port={cluster.port}: "
             raise ValueError(f"{field}{error.cause}") from error
-        self._actors.run("coordinator", coordinator, [partial(make_ray_watch, metric_labels(self._config))])
+        self._actors.run("coordinator", coordinator, self._watches)
         for place in places:
             if not self._is_local:
                 place = replace(place, cores=())  # they were counted over all nodes: no core of any one of them
-            spec = rank_spec(self._config, place, hub_address, store, self._host, eos_token_ids)
+            spec = rank_spec(self._config, place, self._hub_address, self._host, eos_token_ids)
+            self._specs[place.identity] = spec
             self._actors.run(place.identity, spec, cluster.interface)
-        return hub_address
+        return self._hub_address
 
-    def death(self) -> str | None:
-        return self._actors.death()
+    def deaths(self, timeout_s: float) -> list[Death]:
+        return self._actors.deaths(timeout_s)
+
+    def kill(self, identity: str, pid: int) -> None:
+        if self._is_local:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        else:
+            self._actors.kill(identity)  # Ray asks first: a frozen process is ended after five seconds
+
+    def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
+        interface = self._config.cluster.interface
+        if identity == "coordinator":
+            conductor = self._create_conductor(incarnation)
+            host, _, port = self._hub_address.removeprefix("tcp://").rpartition(":")
+            conductor.bind.remote(host, int(port), self._needs_store, interface, _PORT_PATIENCE_S)
+            self._actors.run(identity, replace(self._coordinator, incarnation=incarnation), self._watches)
+            return
+        spec = successor(self._specs[identity], incarnation, facts)
+        self._create_rank(identity, incarnation)
+        self._actors.run(identity, spec, interface)
 
     def publish(self, file: Path) -> None:
         if not self._is_local:  # that Ray, and its dashboard, end with the run
@@ -97,10 +128,10 @@ class RayBackend:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, folder)
 
-    def close(self) -> None:
+    def close(self, *, told: bool) -> None:
         if not ray.is_initialized():
             return
-        self._actors.close()
+        self._actors.close(told=told)
         if self._bundles is not None:
             remove_placement_group(self._bundles)
             self._bundles = None
@@ -129,13 +160,37 @@ class RayBackend:
             line = str(error).strip().splitlines()[0]
             raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
 
-    def _create(self, name: str, actor_class: object, *arguments: object, **options: object) -> object:
+    @property
+    def _needs_store(self) -> bool:
+        return any(place.size > 1 for place in self._places.values())
+
+    @property
+    def _watches(self) -> list[Callable[[], Watch]]:
+        return [partial(make_ray_watch, metric_labels(self._config))]
+
+    def _create_conductor(self, incarnation: int) -> object:
+        """Beside the target's lead: two of a round's four records then stay on its node. So does every successor:
+        ranks and clients know one address."""
+        title = f"coordinator: pipeline={self._config.pipeline.name}"
+        resources = _on_node(next(iter(self._places.values())))
+        return self._create("coordinator", incarnation, CoordinatorActor, title, self._logs, resources=resources)
+
+    def _create_rank(self, identity: str, incarnation: int) -> None:
+        place = self._places[identity]
+        arguments = (identity, self.title(place), self._logs)
+        self._create(identity, incarnation, RankActor, *arguments, **self._options(place))
+
+    def _create(
+        self, identity: str, incarnation: int, actor_class: object, *arguments: object, **options: object
+    ) -> object:
         namespace = self._config.cluster.namespace
+        name = f"{identity}#{incarnation}" if incarnation else identity
         try:
-            return self._actors.create(name, actor_class, *arguments, namespace=namespace, **options)
+            return self._actors.create(identity, name, actor_class, *arguments, namespace=namespace, **options)
         except ValueError as error:
             raise ValueError(
-                f"cluster.namespace={namespace}: another engine's {name} runs there; close it or take another namespace"
+                f"cluster.namespace={namespace}: another engine's {identity} runs there; close it or take another "
+                "namespace"
             ) from error
 
     def title(self, place: RankPlacement) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from actors.roles import SWITCH_INTERVAL_S, RankSpec
-from cluster.backends.inprocess import rank_spec
+from cluster.backends.orders import rank_spec
 from cluster.config import ClusterName, LaunchConfig
 from cluster.placement import RankPlacement
 from parallel.mesh import Group
@@ -38,10 +38,16 @@ class Primitives(Protocol):
 
 
 class Meeting:
-    """Where the ranks of all crews wait for each other, and where the leads of two crews take turns."""
+    """Where the ranks of all crews wait for each other, and where the leads of two crews take turns.
 
-    def __init__(self, primitives: Primitives, num_ranks: int, roles: Sequence[str], *, in_turn: bool) -> None:
+    `store_port` is that of the store at which the ranks of a crew form their group.
+    """
+
+    def __init__(
+        self, primitives: Primitives, num_ranks: int, roles: Sequence[str], store_port: int, *, in_turn: bool
+    ) -> None:
         self.in_turn = in_turn
+        self.store_port = store_port
         self._barrier = primitives.Barrier(num_ranks)
         self._over = primitives.Event()
         self._first = roles[0]
@@ -92,14 +98,14 @@ def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...], *, in_turn:
     rank that failed had raised."""
     store = host_store(_LOOPBACK)
     ranks = [
-        (rank_spec(crew.config, place, "", (_LOOPBACK, store.port), _LOOPBACK, eos_token_ids), crew.work)
+        (rank_spec(crew.config, place, "", _LOOPBACK, eos_token_ids), crew.work)
         for crew in crews
         for place in crew.places
     ]
     as_threads = crews[0].config.cluster.name == ClusterName.inprocess
     context = multiprocessing.get_context("spawn")
     roles = [crew.places[0].role for crew in crews]
-    meeting = Meeting(threading if as_threads else context, len(ranks), roles, in_turn=in_turn)
+    meeting = Meeting(threading if as_threads else context, len(ranks), roles, store.port, in_turn=in_turn)
     results = _in_threads(ranks, meeting) if as_threads else _in_processes(ranks, meeting, context)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
@@ -164,8 +170,8 @@ def _serve(spec: RankSpec, work: Work, meeting: Meeting) -> Any:
         if spec.cores:
             os.sched_setaffinity(0, spec.cores)
         torch.set_num_threads(max(1, spec.num_threads))
-        store = connect_store(*spec.store) if spec.size > 1 else None
-        group = join(store, spec.role, spec.epoch, spec.rank, spec.size, spec.device, host=spec.host)
+        store = connect_store(_LOOPBACK, meeting.store_port) if spec.size > 1 else None
+        group = join(store, spec.role, 0, spec.rank, spec.size, spec.device, host=spec.host)
         return work(spec, group, meeting)
     except Exception as error:
         meeting.abort()

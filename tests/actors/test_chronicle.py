@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from actors.chronicle import PROGRESS_S, Chronicle
-from actors.lifecycle import Failure, Stop
+from actors.lifecycle import RankLost, Stop
 from actors.messages import Abort, ReportOrder, Request, RequestStats, Tokens, VerdictBatch
 from actors.scheduler import Load
 from actors.tally import Tally
@@ -42,9 +42,10 @@ def test_the_life_of_a_request(told):
 
 def test_losses_and_the_end_are_told_with_their_reason(told):
     chronicle = Chronicle()
-    chronicle.received(Failure("draft", 1, "out of memory"))
+    chronicle.received(RankLost("draft", 1, 2))
     chronicle.received(Stop("closed"))
-    assert told() == [("failed", {"role": "draft", "rank": 1, "why": "out of memory"}), ("stop", {"why": "closed"})]
+    why = "process 2 of this rank has ended"
+    assert told() == [("lost", {"role": "draft", "rank": 1, "why": why}), ("stop", {"why": "closed"})]
 
 
 def test_progress_is_of_the_last_seconds_and_only_while_there_is_work(told):

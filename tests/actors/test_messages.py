@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.lifecycle import Failure
+from actors.lifecycle import Death
 from actors.messages import (
     HASH_SEED,
     Request,
@@ -136,10 +136,10 @@ def test_a_request_within_the_vocabulary_is_fine():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_failure_is_one_line(error, line):
-    failure = Failure.of("target", 1, error)
-    assert (failure.role, failure.rank, failure.text) == ("target", 1, line)
-    assert type(error).__name__ in failure.trace, "the log gets the whole of it"
+def test_a_death_is_one_line(error, line):
+    death = Death.by("target-1", error)
+    assert (death.identity, death.text, str(death)) == ("target-1", line, f"target-1: {line}")
+    assert type(error).__name__ in death.trace, "the log gets the whole of it"
 
 
 def test_records_are_frozen():

@@ -10,7 +10,7 @@ import time
 import pytest
 import zmq
 
-from actors.lifecycle import Failure, Hello, Ready, Stop
+from actors.lifecycle import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Silent, Stop
 from actors.messages import (
     Abort,
     Admit,
@@ -32,7 +32,8 @@ from actors.messages import (
     VerifyBatch,
     VerifyItem,
 )
-from actors.wire import CODEC, Hub, Link
+from actors.wire import CODEC, Hub, Link, open_hub, pack, unpack
+from parallel.codec import CodecError
 
 _names = itertools.count()
 SAMPLING = SamplingParams(temperature=0.7, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), stop=("é", "\n"), seed=9)
@@ -52,7 +53,13 @@ RECORDS = [
     VerdictBatch(4, (Verdict(5, 1, 3, (2,), 11),), 1.5, 2.5, 3),
     Hello(),
     Ready("target", 1, {"device": "cpu", "cores": (0, 1), "load_s": 0.5, "kv_slots": 4096}),
-    Failure("draft", 0, "out of memory"),
+    Alive("draft", 1, 2, 4711, 3, False, 17, True),
+    Recall(4),
+    Join(4, 17, ("127.0.0.1", 2345)),
+    RankLost("target", 1, 2),
+    RoleLost("draft2"),
+    RoleBack("draft2"),
+    Silent("target", 1, 2, 4711),
     ReportOrder(True),
     Report({"num_tokens": 3, "acceptance_histogram": (1, 2)}, (("target", "verify", 0.0, 1.0, {"round": 1}),)),
     Stop("closed"),
@@ -168,9 +175,11 @@ def test_a_slow_reader_loses_nothing(hub, open_link):
         ((b"\x92\x00\x90",), b"someone"),
         ((b"\x92\xcd\x03\xe7\x90",), b"someone"),
         ((b"", b"GET / HTTP/1.1"), b"someone"),
-        ((CODEC.encode(Hello()),), b"\xff\xfe"),
+        ((pack(Hello()),), b"\xff\xfe"),
+        ((CODEC.encode(Hello()),), b"someone"),
+        ((pack(Abort(3))[:-1] + b"x",), b"someone"),
     ],
-    ids=["bytes", "nothing", "no-fields", "no-such-record", "two-frames", "no-text-name"],
+    ids=["bytes", "nothing", "no-fields", "no-such-record", "two-frames", "no-text-name", "no-checksum", "torn"],
 )
 def test_what_cannot_be_read_is_counted_and_skipped(hub, open_link, frames, identity):
     stranger = knock(hub, *frames, identity=identity)
@@ -178,6 +187,41 @@ def test_what_cannot_be_read_is_counted_and_skipped(hub, open_link, frames, iden
     greet(hub, open_link("client"))
     assert hub.num_unreadable == 1
     stranger.close()
+
+
+@pytest.mark.parametrize("bit", range(0, 200, 7))
+def test_a_flipped_bit_is_never_another_record(bit):
+    packed = bytearray(pack(RECORDS[7]))
+    packed[bit // 8 % len(packed)] ^= 1 << bit % 8
+    with pytest.raises(CodecError):
+        unpack(bytes(packed))
+
+
+def test_a_link_skips_what_it_cannot_read(hub, open_link):
+    link = open_link("target-0")
+    greet(hub, link)
+    hub._socket.send_multipart((b"target-0", b"torn"))
+    hub.send(["target-0"], Stop("heard"))
+    assert link.receive(5.0) == Stop("heard") and link.num_unreadable == 1
+
+
+def test_a_link_finds_the_successor_of_its_hub_at_the_same_port():
+    hub = Hub("tcp://127.0.0.1:*")
+    link = Link(hub.address, "target-0")
+    beats = Link(hub.address, "target-0/heart", keeps="newest")
+    greet(hub, link, beats)
+    hub.close()
+    time.sleep(0.1)
+    link.send(Abort(1))
+    for round_ in range(50):
+        beats.send(Recall(round_))
+    successor = open_hub(hub.address, patience_s=5.0)
+    heard = [successor.receive(5.0), successor.receive(5.0)]
+    assert ("target-0", Abort(1)) in heard and ("target-0/heart", Recall(49)) in heard, "only the last beat matters"
+    successor.send(["target-0"], Stop("again"))
+    assert link.receive(5.0) == Stop("again")
+    for end in (link, beats, successor):
+        end.close()
 
 
 def test_waiting_ends_with_the_time_or_with_a_record(hub, open_link):

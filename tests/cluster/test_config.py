@@ -50,12 +50,13 @@ PUBLIC_KEYS = {
     "tokenizer",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width fan_out ahead_width "
-    "batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every",
+    "batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every "
+    "kv_slots",
     "verify": "rule law_size",
     "pipeline": "name",
     "placement": "name nodes",
     "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port startup_timeout_s namespace "
-    "log_level",
+    "max_restarts silence_s log_level",
     "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk",
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
@@ -311,6 +312,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["cluster.address=auto"], "cluster.address=auto: is only for cluster=existing"),
         (["cluster.num_cpus=0"], "cluster.num_cpus=0: must be at least 1"),
         (["cluster.startup_timeout_s=0"], "cluster.startup_timeout_s=0.0: must be above 0"),
+        (["cluster.silence_s=0.3"], "cluster.silence_s=0.3: must be 0 (never) or at least 1 second"),
         (["job.name=bench"], "job.name=bench: is set by job=generate; write job=bench"),
         (["sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0 (greedy) or above"),
         (["sampling.top_p=0"], "sampling.top_p=0.0 must be in (0, 1]"),

@@ -42,7 +42,7 @@ def running_ray():
     backend = RayBackend(LaunchConfig(*sections, CLUSTER, GenerateConfig()))
     backend.connect()
     yield
-    backend.close()
+    backend.close(told=False)
     assert not ray.is_initialized()
 
 
@@ -132,8 +132,8 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
 
 
 @pytest.mark.parametrize("name", ["coordinator", "target-0", "draft-0"])
-def test_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
-    engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1))
+def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
+    engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1), cluster=replace(CLUSTER, max_restarts=0))
     completions = [engine.submit(prompt, LONG) for prompt in PROMPTS]
     os.kill(pid_of(name), signal.SIGKILL)
     for completion in completions:

@@ -14,7 +14,7 @@ import torch
 from actors.messages import SamplingParams
 from actors.options import ModelDrafterConfig
 from actors.roles import build_role
-from cluster.backends.inprocess import rank_spec
+from cluster.backends.orders import rank_spec
 from cluster.config import ClusterConfig, ClusterName
 from cluster.engine import Engine
 from cluster.placement import Devices, lay_out
@@ -47,7 +47,7 @@ def pair(tiny_launch, half_agreeing_drafter, one_free_thread):
 
 def role_of(config, name: str):
     (place,) = [place for place in lay_out(config, Devices((0, 1))) if place.role == name]
-    return build_role(rank_spec(config, place, "", None, "", ()), SINGLE)[0]
+    return build_role(rank_spec(config, place, "", "", ()), SINGLE)[0]
 
 
 def engine_length(counters) -> float:

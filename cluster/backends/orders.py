@@ -1,0 +1,42 @@
+"""What a rank is told before it starts, whatever it is started as: from the layout and the user's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from actors.roles import RankSpec
+from cluster.config import LaunchConfig
+from cluster.placement import RankPlacement
+
+
+def rank_spec(
+    config: LaunchConfig, place: RankPlacement, hub_address: str, host: str, eos_token_ids: tuple[int, ...]
+) -> RankSpec:
+    """A rank's orders from its place and the user's options."""
+    return RankSpec(
+        role=place.role,
+        rank=place.rank,
+        size=place.size,
+        device=place.device,
+        num_threads=place.num_threads,
+        cores=place.cores,
+        hub_address=hub_address,
+        host=host,
+        eos_token_ids=eos_token_ids,
+        target=config.target,
+        drafter=config.drafter,
+        verify=config.verify,
+        pipeline=str(config.pipeline.name),
+        scheduler=config.scheduler,
+    )
+
+
+def successor(spec: RankSpec, incarnation: int, facts: Mapping[str, object]) -> RankSpec:
+    """The same orders for the next process. What the last one measured together with its peers stays as it was: they
+    keep theirs, and will not measure again."""
+    field = "target" if spec.role == "target" else "drafter"
+    options = getattr(spec, field)
+    known = [name for name in ("kv_slots", "mlp_parallel") if name in facts and hasattr(options, name)]
+    options = replace(options, **{name: facts[name] for name in known})
+    return replace(spec, incarnation=incarnation, **{field: options})

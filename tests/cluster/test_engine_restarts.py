@@ -1,0 +1,146 @@
+"""What dies in an engine in this process is replaced, and the tokens stay those of plain decoding."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from actors.drafters.model import ModelDrafter
+from actors.drafters.ngram import NgramDrafter
+from actors.messages import SamplingParams
+from actors.options import PipelineConfig, PipelineName
+from actors.scheduler import Scheduler
+from actors.target import TargetRole
+from cluster.config import ClusterConfig, ClusterName
+from cluster.engine import EngineError
+
+PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
+LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8, repetition_penalty=1.2, min_tokens=60)
+WAIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture
+def break_at(monkeypatch):
+    """Make a method raise at these of its calls, counted over all objects of the class."""
+
+    def break_(owner, method, *calls, only=lambda self: True):
+        right, count = getattr(owner, method), 0
+
+        def wrong(self, *arguments, **options):
+            nonlocal count
+            count += only(self)
+            if count in calls and only(self):
+                raise RuntimeError(f"{method} broke at call {count}")
+            return right(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, method, wrong)
+
+    return break_
+
+
+@pytest.fixture
+def plain(open_engine):
+    """What plain decoding gives."""
+    with open_engine("none") as engine:
+        return {
+            sampling.temperature: [one.token_ids for one in engine.generate(PROMPTS, sampling)]
+            for sampling in (LONG, SAMPLED)
+        }
+
+
+FAULTS = {
+    "drafter": (dict(drafter="model"), ModelDrafter, "propose", (9, 30), "draft-0"),
+    "lookup": (dict(drafter="ngram"), NgramDrafter, "propose", (9,), "draft-0"),
+    "branches": (
+        dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches)),
+        ModelDrafter,
+        "_with_room",
+        (9,),
+        "draft-0",
+    ),
+    "target": (dict(drafter="model"), TargetRole, "answer", (9, 40), "target-0"),
+    "plain-target": (dict(drafter="none"), TargetRole, "answer", (25,), "target-0"),
+    "coordinator": (dict(drafter="model"), Scheduler, "plan", (12, 60), "coordinator"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_dies_is_replaced_and_the_tokens_are_the_same(open_engine, break_at, plain, fault):
+    layout, owner, method, calls, identity = FAULTS[fault]
+    engine = open_engine(**layout)
+    break_at(owner, method, *calls)
+    for sampling in (LONG, SAMPLED):
+        assert [one.token_ids for one in engine.generate(PROMPTS, sampling)] == plain[sampling.temperature]
+    incidents = engine.supervisor.incidents
+    assert [incident.identity for incident in incidents] == [identity] * len(calls)
+    assert f"{method} broke at call" in incidents[0].cause
+    if identity != "coordinator":
+        counters = engine.report().counters
+        assert counters["num_role_losses"] == {identity[:-2]: len(calls)}
+        assert all(0 < seconds < WAIT_S for seconds in counters["resume_s"][identity[:-2]])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_beside_the_one_that_died_keep_their_weights(open_engine, break_at, plain, monkeypatch, rank):
+    loads = []
+    engine = open_engine(tp=2)
+    import actors.roles
+
+    right = actors.roles.build_role
+
+    def build(spec, *arguments):
+        loads.append(spec.rank)
+        return right(spec, *arguments)
+
+    monkeypatch.setattr(actors.roles, "build_role", build)
+    break_at(TargetRole, "answer", 9, only=lambda role: role._is_lead == (rank == 0))
+    assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    assert loads == [rank] and [one.identity for one in engine.supervisor.incidents] == [f"target-{rank}"]
+
+
+def test_too_many_deaths_end_the_engine_with_the_reason(open_engine, break_at):
+    engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, max_restarts=2))
+    break_at(ModelDrafter, "propose", *range(5, 1000))
+    with pytest.raises(EngineError) as caught:
+        engine.submit("one", LONG).result(WAIT_S)
+    assert str(caught.value) == (
+        "draft-0: RuntimeError: propose broke at call 7; replaced 2 times within the hour (cluster.max_restarts=2)"
+    )
+    with pytest.raises(EngineError) as caught:
+        engine.submit("two", LONG)
+    assert "in wrong" in str(caught.value.__cause__), "where it broke is at hand"
+
+
+def test_requests_that_come_or_are_aborted_during_an_outage_are_answered(open_engine, break_at, plain):
+    engine = open_engine()
+    break_at(Scheduler, "plan", 8)
+    first = engine.submit(PROMPTS[0], LONG)
+    while not engine.supervisor.incidents:
+        time.sleep(0.001)
+    second, third = engine.submit(PROMPTS[1], LONG), engine.submit(PROMPTS[2], LONG)
+    third.abort()
+    assert [first.result(WAIT_S).token_ids, second.result(WAIT_S).token_ids] == plain[0.0][:2]
+    assert third.result(WAIT_S).finish_reason == "abort"
+    engine.close()
+
+
+def test_an_engine_may_be_closed_while_a_role_is_away(open_engine, break_at):
+    engine = open_engine()
+    break_at(TargetRole, "answer", 5)
+    completion = engine.submit(PROMPTS[0], LONG)
+    while not engine.supervisor.incidents:
+        time.sleep(0.001)
+    engine.close()
+    with pytest.raises(EngineError, match="^the engine was closed$"):
+        completion.result(WAIT_S)
