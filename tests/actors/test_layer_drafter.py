@@ -10,6 +10,7 @@ import torch
 
 from actors.branches import HypothesisTree
 from actors.drafter import Context
+from actors.drafters.ahead import AheadDrafter
 from actors.drafters.calibration import CalibrationSchedule
 from actors.drafters.loading import open_draft_model
 from actors.drafters.model import ModelDrafter
@@ -137,6 +138,44 @@ def test_when_each_policy_calibrates(open_drafter, policy, calibrated):
         judged(drafter, context, 5, num_accepted)
         seen.append(runner.exact_len(1) == runner.cached_len(1))
     assert seen == calibrated
+
+
+@pytest.mark.parametrize("policy", ["pearl", "branches", "tree"])
+def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, policy):
+    """The rows that a hit accepted are dropped; one exact pass feeds them, the next token and the whole proposal."""
+    runner, _ = open_draft_model(replace(CHAIN, path=str(models["deep"])), SchedulerConfig(), SINGLE, "cpu")
+    options = dict(rule="coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
+    drafter = AheadDrafter(runner, replace(CHAIN, ahead_width=3), policy=policy, **options)
+    choose = random.Random(3)
+    context = Context(1, 0, [choose.randrange(2, 97) for _ in range(9)], 9, SamplingParams())
+    drafter.open(context)
+    drafter.propose([context], [2])
+    for _ in range(25):
+        if drafter.wants_work:
+            drafter.work()
+    tree = drafter._futures[1].tree
+    num_offered = sum(node.offered for node in tree.nodes) - 1
+    expected = [node for node in tree.best_chain(num_offered + 1) if tree.nodes[node].expanded]
+    tokens = tuple(tree.nodes[node].token for node in expected)
+    accepted = tuple(range(1, len(tokens)))
+    drafter.observe(context, Commit(1, 0, len(context.token_ids), accepted, tokens))
+    context.token_ids += tokens
+    assert runner.cached_len(1) == runner.exact_len(1) == 9, "the text before the first proposal"
+    assert drafter.prepared(context), "a hit"
+    (draft,) = drafter.propose([context], [3])
+    passes = []
+    run = runner.run
+    runner.run = lambda plan, tokens, taps=(): (passes.append((plan.fuzzy, list(tokens))), run(plan, tokens, taps))[1]
+    drafter.work()
+    ((fuzzy, fed),) = passes
+    known = context.token_ids[9:] + list(draft.tree.token_ids[1:])
+    future = drafter._futures[1]
+    rows = sorted(node.row for node in future.tree.nodes if node.row >= 0)
+    assert rows == list(range(future.num_suffix, future.num_rows)), "a node names a row that is gone"
+    assert not fuzzy and fed[: len(context.token_ids) - 9] == context.token_ids[9:] and set(known) <= set(fed)
+    drafter.observe(context, Commit(1, 0, len(context.token_ids), (1,), (draft.tree.token_ids[1], 5)))
+    context.token_ids += [draft.tree.token_ids[1], 5]
+    assert runner.exact_len(1) == runner.cached_len(1) == len(context.token_ids) - 1, "what was fed again is exact"
 
 
 def test_rounds_are_counted_by_request():
