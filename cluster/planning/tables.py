@@ -28,7 +28,7 @@ CSV_COLUMNS = (
     "draft_busy",
     "binding",
 )
-TRIAL_COLUMNS = ("tokens_per_s", "tokens_per_s_off", "round_ms", "round_ms_off", "tokens_per_round")
+TRIAL_COLUMNS = ("tokens_per_s", "tokens_per_s_off", "round_ms", "round_ms_off", "tokens_per_round", "target_busy", "draft_busy")
 
 
 def plan_table(entries: Sequence[Entry]) -> Table:
@@ -54,11 +54,12 @@ def plan_table(entries: Sequence[Entry]) -> Table:
 
 
 def trial_table(entries: Sequence[Entry]) -> Table | None:
-    """Predicted beside measured; None where nothing was run."""
+    """Predicted beside measured, of a round also the part each role works; None where nothing was run."""
     tried = [entry for entry in entries if entry["measured"]]
     if not tried:
         return None
-    columns = ["layout", "draft", "tokens/s", "measured", "off", "round ms", "measured", "off", ""]
+    columns = ["layout", "draft", "tokens/s", "measured", "off", "round ms", "measured", "off"]
+    columns += ["target ms", "measured", "drafter ms", "measured", ""]
     rows = []
     for entry in tried:
         measured = entry["measured"]
@@ -72,6 +73,7 @@ def trial_table(entries: Sequence[Entry]) -> Table | None:
                 figure(entry["round_ms"]),
                 figure(measured["round_ms"]),
                 signed(measured["round_ms_off"]),
+                *(figure(side["round_ms"] * side[lane]) for lane in LANES for side in (entry, measured)),
                 verdict(measured["round_ms_off"]),
             ]
         )
@@ -116,6 +118,9 @@ def fidelity_table(found: Sequence[Entry]) -> Table | None:
         for one in found
     ]
     return columns, rows
+
+
+LANES = ("target_busy", "draft_busy")
 
 
 def verdict(off: float | None) -> str:

@@ -73,6 +73,8 @@ def try_out(
         "round_ms": round_ms,
         "round_ms_off": prediction.round_ms / round_ms - 1,
         "tokens_per_round": tokens_per_round,
+        "target_busy": median([one["target_busy"] for one in each]),
+        "draft_busy": median([one["draft_busy"] or 0.0 for one in each]),
     }
 
 
