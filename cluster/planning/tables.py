@@ -28,7 +28,15 @@ CSV_COLUMNS = (
     "draft_busy",
     "binding",
 )
-TRIAL_COLUMNS = ("tokens_per_s", "tokens_per_s_off", "round_ms", "round_ms_off", "tokens_per_round", "target_busy", "draft_busy")
+TRIAL_COLUMNS = (
+    "tokens_per_s",
+    "tokens_per_s_off",
+    "round_ms",
+    "round_ms_off",
+    "tokens_per_round",
+    "target_busy",
+    "draft_busy",
+)
 
 
 def plan_table(entries: Sequence[Entry]) -> Table:
