@@ -28,6 +28,7 @@ from actors.messages import (
 from actors.muster import Muster
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
+from actors.pipelines.control import make_control
 from actors.scheduler import Capacity, Load, Scheduler
 from actors.tally import Tally
 from actors.wire import Hub, link_name
@@ -56,6 +57,8 @@ class CoordinatorSpec:
     silence_s: float = 0.0
     """A rank that is not heard of for so long hangs; 0 = never."""
     incarnation: int = 0
+    adaptive: bool = False
+    min_draft_tokens: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -283,6 +286,7 @@ class Conductor:
             PIPELINES[self._spec.pipeline](self._spec.num_draft_tokens),
             self._spec.eos_token_ids,
             drafts="draft" in self._musters,
+            control=make_control(self._spec.adaptive, self._spec.min_draft_tokens, self._spec.num_draft_tokens),
             now=time.monotonic(),
             first_round=self._spec.incarnation * GENERATION,
         )

@@ -19,12 +19,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from actors.draft_side import DraftSide
 from actors.ledger import Ledger
 from actors.lifecycle import RoleBack, RoleLost
 from actors.messages import (
     Abort,
     DraftBatch,
-    DraftOrder,
     Proposal,
     ProposalBatch,
     ReportOrder,
@@ -35,6 +35,7 @@ from actors.messages import (
     VerifyItem,
 )
 from actors.pipelines import Pipeline
+from actors.pipelines.control import Control, FixedControl, Offer, RoundSeen
 from actors.pipelines.cost import Costs
 from actors.scheduler import Load, PassPlan, Scheduler
 from actors.sequence import Sequence
@@ -51,25 +52,21 @@ class Coordinator:
         eos_token_ids: Iterable[int],
         *,
         drafts: bool,
+        control: Control | None = None,
         now: float = 0.0,
         first_round: int = 0,
     ) -> None:
         self.tally = Tally(since=now)
         self._scheduler = scheduler
         self._pipeline = pipeline
+        self._draft = DraftSide(pipeline, control or FixedControl(), here=drafts, first_round=first_round)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._here = {"target": True, "draft": drafts}
+        self._has_target = True
         self._lost_at: dict[str, float] = {}  # roles that have not answered anything since they were lost
         self._sequences: dict[int, Sequence] = {}
-        self._proposals: dict[int, Proposal] = {}
         self._target = Ledger()
-        self._draft = Ledger()
         self._costs = Costs()
-        self._draft_round = first_round  # of the last batch sent to each role; both sides of one round bear one number
-        self._verify_round = first_round
-        self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
-        self._heard = False  # the first answer to the outstanding orders has come, but not the last
-        self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
+        self._verify_round = first_round  # of the last batch to the target; both sides of one round bear one number
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
         self._round_started: float | None = None
         self._round_busy_s = 0.0
@@ -90,11 +87,11 @@ class Coordinator:
 
     def last_round(self, role: str) -> int:
         """Of the last batch sent to this role."""
-        return self._verify_round if role == "target" else self._draft_round
+        return self._verify_round if role == "target" else self._draft.round
 
     def awaits(self, role: str) -> bool:
         """Whether an answer of this role to its last batch is still to come."""
-        return (self._verifying if role == "target" else self._drafting) is not None
+        return self._verifying is not None if role == "target" else self._draft.is_busy
 
     def on(self, record: Any, now: float) -> list[Any]:
         """Take one record; return what has to be sent, most urgent first. `now` is CLOCK_MONOTONIC seconds."""
@@ -155,56 +152,36 @@ class Coordinator:
         """Nothing that was asked of this role will be answered; what it is told next is the whole of it."""
         self.tally.num_role_losses[role] = self.tally.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
-        self._here[role] = False
         if role == "draft":
-            self._draft, self._drafting, self._heard = Ledger(), None, False
-            self._answered.clear()
+            self._draft.lose()
             return
+        self._has_target = False
         self._target, self._verifying = Ledger(), None
         for sequence in self._scheduler.preempt_all():
-            self._forget_draft(sequence)
             self._draft.release(sequence.request_id)
 
     def _regain(self, role: str, now: float) -> None:
-        self._here[role] = True
+        if role == "draft":
+            self._draft.here = True
+        else:
+            self._has_target = True
         if not self.num_requests:
             self._resumed(role, now)
-        if role == "draft":
-            for sequence in self._scheduler.running:
-                self._admit_to_draft(sequence)
 
     def _resumed(self, role: str, now: float) -> None:
-        if role in self._lost_at and self._here[role]:
+        if role in self._lost_at and (self._has_target if role == "target" else self._draft.here):
             self.tally.resumed(role, now - self._lost_at.pop(role))
 
-    def _admit_to_draft(self, sequence: Sequence) -> None:
-        if self._here["draft"] and sequence.request.speculate:
-            self._draft.admit(sequence)
-
     def _take_proposals(self, batch: ProposalBatch, now: float) -> None:
-        if self._drafting is None or batch.round != self._draft_round:
+        if not self._draft.answers(batch):
             self.tally.num_stale += 1
             return
         self._resumed("draft", now)
         self.tally.drafted(batch)
         self._round_busy_s += batch.finished - batch.started
-        for proposal in batch.proposals:
-            sequence = self._sequences.get(proposal.request_id)
-            if sequence is not None and sequence.accepts(proposal):
-                self._proposals[proposal.request_id] = proposal
-            else:
-                self.tally.num_stale += 1
-        if not batch.num_missing:
-            if any(not proposal.prepared for proposal in batch.proposals):
-                self._costs.saw_draft(batch.finished - batch.started)
-            answered, self._drafting, self._heard = self._drafting, None, False
-        else:
-            answered = {proposal.request_id: proposal.prefix_len for proposal in batch.proposals}
-            self._heard = True
-        for request_id, prefix_len in answered.items():
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.prefix_len == prefix_len:
-                self._answered.add(request_id)
+        if not batch.num_missing and any(not proposal.prepared for proposal in batch.proposals):
+            self._costs.saw_draft(batch.finished - batch.started)
+        self.tally.num_stale += self._draft.take(batch, self._sequences)
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
         if self._verifying is None or batch.round != self._verify_round:
@@ -216,6 +193,8 @@ class Coordinator:
         speculated = any(proposal is not None for proposal in offered.values())
         self.tally.judged(batch, speculated=speculated)
         news: list[Any] = []
+        offers: list[Offer] = []
+        num_rows = 0
         for verdict in batch.verdicts:
             if verdict.request_id not in offered:  # it was aborted meanwhile
                 self.tally.num_stale += 1
@@ -223,7 +202,9 @@ class Coordinator:
             sequence, proposal = self._sequences[verdict.request_id], offered[verdict.request_id]
             position = sequence.num_generated
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
-            self._forget_draft(sequence)
+            offers.append(Offer(sequence.request_id, self._draft.ordered.get(sequence.request_id, 0), verdict.path))
+            num_rows += 1 + (proposal.tree.num_draft_tokens if proposal else 0)
+            self._draft.forget_draft(sequence.request_id)
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             self.tally.verified(proposal, commit)
             if proposal is not None and proposal.tree.num_draft_tokens:
@@ -236,8 +217,42 @@ class Coordinator:
                 self.tally.request_ended(sequence, now)
             stats = sequence.stats() if ended else None
             news.append(Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats))
+        if offers and self._round_started is not None:
+            num_tokens = sum(len(tokens.token_ids) for tokens in news)
+            self._teach(batch, offers, num_tokens, now - self._round_started, reads_prompt=batch.num_tokens > num_rows)
         self._end_round(batch, now, speculated=speculated)
         return news
+
+    def _teach(
+        self, batch: VerdictBatch, offers: list[Offer], num_tokens: int, seconds: float, *, reads_prompt: bool
+    ) -> None:
+        """Tell the control what this round was, before the next drafts are ordered."""
+        running, control = self._scheduler.running, self._draft.control
+        num_running, mean_len = self._extent()
+        seen = RoundSeen(
+            seconds,
+            batch.finished - batch.started,
+            self._round_busy_s,
+            num_tokens,
+            len(offers),
+            num_running,
+            sum(self._draft.serves(sequence) for sequence in running),
+            mean_len,
+            reads_prompt,
+            offers,
+        )
+        if seen.num_willing:
+            self.tally.round_seen(control.mode, seconds, [offer.num_draft_tokens for offer in offers])
+        control.saw(seen)
+        for offer in offers:
+            if offer.request_id not in self._sequences:
+                control.forget(offer.request_id)
+
+    def _extent(self) -> tuple[int, float]:
+        """Sequences that run, at least one, and their mean length."""
+        running = self._scheduler.running
+        num_running = max(1, len(running))
+        return num_running, sum(sequence.prefix_len for sequence in running) / num_running
 
     def _end_round(self, batch: VerdictBatch, now: float, *, speculated: bool) -> None:
         if speculated and self._round_started is not None:
@@ -249,77 +264,47 @@ class Coordinator:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        self._forget_draft(sequence)
+        self._draft.control.forget(sequence.request_id)
         if self._verifying is not None:
             self._verifying.pop(sequence.request_id, None)
         self._target.release(sequence.request_id)
         self._draft.release(sequence.request_id)
 
-    def _forget_draft(self, sequence: Sequence) -> None:
-        self._proposals.pop(sequence.request_id, None)
-        self._answered.discard(sequence.request_id)
-
     def _advance(self, now: float) -> list[Any]:
         """Order drafts, then start a target pass if the policy lets it."""
-        if self._verifying is not None or not self._here["target"]:
+        if self._verifying is not None or not self._has_target:
             return self._order_drafts() if self._pipeline.alternates else []
         if self._round_started is None and self.num_requests:
             self._round_started = now
         orders = self._order_drafts()
-        expecting = len(self._expecting())
-        if not self._pipeline.may_verify(expecting, len(self._proposals), self._heard, self._costs):
+        expecting = self._draft.expecting(self._scheduler.running, ())
+        if not self._pipeline.may_verify(len(expecting), len(self._draft.proposals), self._draft.heard, self._costs):
             return orders
-        held = {sequence.request_id for sequence in self._expecting()} if self._pipeline.alternates else set()
-        plan = self._scheduler.plan(self._proposals, held)
+        held = {sequence.request_id for sequence in expecting} if self._pipeline.alternates else set()
+        plan = self._scheduler.plan(self._draft.proposals, held)
         for sequence in plan.preempted:
-            self._forget_draft(sequence)
             self._target.release(sequence.request_id)
             self._draft.release(sequence.request_id)
             self.tally.num_preemptions += 1
+        if plan.admitted:
+            self._draft.control.approach(*self._extent())
         for sequence in plan.admitted:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target.admit(sequence)
-            self._admit_to_draft(sequence)
+            self._draft.admit(sequence)
         verify = self._start_pass(plan)
         # Both sides read a prompt at the same time.
         return orders + self._order_drafts() + verify
 
-    def _wants_draft(self, sequence: Sequence) -> int:
-        """Draft tokens this sequence should have before its next pass, 0 if it should not be speculated for."""
-        if not self._here["draft"] or not sequence.request.speculate or sequence.uncached_len != 1:
-            return 0
-        if self._verifying is not None and sequence.request_id in self._verifying:
-            return 0
-        return self._pipeline.num_draft_tokens(sequence)
-
-    def _expecting(self) -> list[Sequence]:
-        return [
-            sequence
-            for sequence in self._scheduler.running
-            if sequence.request_id not in self._answered
-            and self._wants_draft(sequence)
-        ]
-
     def _order_drafts(self) -> list[DraftBatch]:
-        if self._drafting is not None:
-            return []
-        chosen = self._pipeline.choose(self._expecting(), len(self._scheduler.running))
-        orders = [DraftOrder(sequence.request_id, self._wants_draft(sequence)) for sequence in chosen]
-        if not orders and not self._draft.has_news:
-            return []
-        admits, commits, releases = self._draft.flush()
-        orders += [DraftOrder(admit.request_id, 0) for admit in admits if admit.request_id in self._sequences]
-        self._drafting = {
-            order.request_id: self._sequences[order.request_id].prefix_len for order in orders if order.num_draft_tokens
-        }
-        after, verify_round = self._draft_round, self._verify_round + (self._verifying is None)
-        self._draft_round = max(after + 1, verify_round)
-        return [DraftBatch(self._draft_round, admits, commits, releases, tuple(_first_of_each(orders)), after)]
+        verifying = self._verifying if self._verifying is not None else ()
+        least = self._verify_round + (self._verifying is None)
+        return self._draft.order(self._scheduler.running, verifying, self._sequences, least)
 
     def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:
         if not plan.rows:
             return []
-        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._draft_round)
+        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._draft.round)
         items = []
         self._verifying = {}
         for sequence, num_tokens, proposal in plan.rows:
@@ -328,7 +313,7 @@ class Coordinator:
                 self._verifying[sequence.request_id] = proposal
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows are kept whatever comes
-            self._proposals.pop(sequence.request_id, None)
+            self._draft.proposals.pop(sequence.request_id, None)
         return [VerifyBatch(self._verify_round, *self._target.flush(), tuple(items), after)]
 
     def _report(self, order: ReportOrder, now: float) -> Any:
@@ -337,8 +322,3 @@ class Coordinator:
         if order.reset:
             self.tally = Tally(since=now, phase=order.phase)
         return report
-
-
-def _first_of_each(orders: list[DraftOrder]) -> list[DraftOrder]:
-    """A request that is admitted and drafted for in one batch needs only the larger order, which stands first."""
-    return list({order.request_id: order for order in reversed(orders)}.values())[::-1]

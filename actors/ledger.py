@@ -20,6 +20,9 @@ class Ledger:
         self._commits: dict[int, Commit] = {}
         self._releases: list[int] = []
 
+    def knows(self, request_id: int) -> bool:
+        return request_id in self._known
+
     def admit(self, sequence: Sequence) -> None:
         self.release(sequence.request_id)
         self._known.add(sequence.request_id)

@@ -233,6 +233,11 @@ class PipelineConfig:
     """plain: no speculation; sync: draft, then verify, in turn; the others draft while the target verifies: pearl runs
     ahead on one chain, branches prepares every likely outcome, tree grows one tree that each verdict re-roots,
     pingpong alternates between two halves of the batch."""
+    adaptive: bool = True
+    """Choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and decode plainly
+    while that measures faster; false: every draft is as long as the drafter's setting."""
+    min_draft_tokens: int = 0
+    """Shortest draft that `adaptive` may choose; above 0 it never falls back to plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from actors.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
@@ -45,6 +46,7 @@ class Tally:
 
     since: float = 0.0
     phase: str = ""
+    mode: str = ""
     num_rounds: int = 0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -75,6 +77,9 @@ class Tally:
     num_role_losses: dict[str, int] = field(default_factory=dict)
     resume_s: dict[str, list[float]] = field(default_factory=dict)
     fallback_s: float = 0.0
+    orders_by_length: list[int] = field(default_factory=list)
+    seconds_by_mode: dict[str, float] = field(default_factory=dict)
+    num_by_mode: dict[str, int] = field(default_factory=dict)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
 
     def verified(self, proposal: Proposal | None, commit: Commit) -> None:
@@ -130,6 +135,16 @@ class Tally:
         self.spec_round_s += ended - started
         self.spec_round_overhead_s += max(0.0, ended - started - busy_s)
 
+    def round_seen(self, mode: StrEnum, seconds: float, ordered: list[int]) -> None:
+        """A round took `seconds` in one mode of the control; `ordered` are the draft tokens it asked for."""
+        self.seconds_by_mode[mode.value] = self.seconds_by_mode.get(mode.value, 0.0) + seconds
+        if mode.value != self.mode:
+            self.mode = mode.value
+            self.num_by_mode[mode.value] = self.num_by_mode.get(mode.value, 0) + 1
+        for length in ordered:
+            _grow(self.orders_by_length, length + 1)
+            self.orders_by_length[length] += 1
+
     def crossed(self, away_s: float, busy_s: float) -> None:
         """A target pass was ordered and answered within `away_s`; what was not work was spent on the way."""
         self.num_link_trips += 1
@@ -161,7 +176,7 @@ class Tally:
 
 
 _LEVEL_COUNTS = ("num_passes", "busy_s", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
-_NOT_COUNTERS = ("since", "phase", "ended", "spans")
+_NOT_COUNTERS = ("since", "phase", "mode", "ended", "spans")
 
 
 def _grow(counts: list[int], length: int) -> None:

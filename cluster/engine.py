@@ -198,6 +198,8 @@ class Engine:
             limits=config.scheduler,
             level_ranks=tuple(sizes.values()),
             silence_s=config.cluster.silence_s,
+            adaptive=config.pipeline.adaptive,
+            min_draft_tokens=config.pipeline.min_draft_tokens,
         )
         progress(describe_layout(self.places, footprints(config, self.places)))
         progress("starting " + ", ".join(place.identity for place in self.places))

@@ -53,6 +53,10 @@ FIGURES = (
     "num_rounds",
     "preemptions",
     "stale",
+    "draft_lengths",
+    "fallback_s",
+    "num_probes",
+    "num_trials",
 )
 """Measured, per run."""
 
@@ -83,6 +87,7 @@ def figures(run: Run, plain: Run | None = None) -> dict[str, object]:
         "decode_ms_per_token": decode_ms_per_token(run.completed),
         **speculation(run.counters),
         **rounds(run.counters),
+        **control(run.counters),
     }
 
 
@@ -136,6 +141,26 @@ def rounds(counters: Mapping[str, object]) -> dict[str, object]:
         "preemptions": counters.get("num_preemptions"),
         "stale": counters.get("num_stale"),
     }
+
+
+def control(counters: Mapping[str, object]) -> dict[str, object]:
+    """What adaptive control did: how often each draft length was ordered, from 0 on, and how often it looked around.
+
+    `fallback_s` is the time in which requests were decoded plainly although they might have been speculated for.
+    """
+    seconds, entered = counters.get("seconds_by_mode", {}), counters.get("num_by_mode", {})
+    rested_s = seconds.get("rest", 0.0) + seconds.get("catch_up", 0.0)
+    return {
+        "draft_lengths": list(counters.get("orders_by_length", ())),
+        "fallback_s": rested_s + counters.get("fallback_s", 0.0),
+        "num_probes": entered.get("probe", 0),
+        "num_trials": entered.get("trial", 0),
+    }
+
+
+def mean_draft_length(lengths: Sequence[int]) -> float | None:
+    """Over orders that asked for a draft at all."""
+    return _ratio(sum(length * count for length, count in enumerate(lengths)), sum(lengths[1:]))
 
 
 def request_metrics(served: Served, num_spec_tokens: int) -> dict[str, object]:

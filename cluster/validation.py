@@ -43,7 +43,7 @@ _Rule = tuple[str, object, bool, str]
 
 def validate(config: LaunchConfig) -> None:
     """Raise ValueError for the first rule that is broken."""
-    for rules in (_target, _drafter, _verify, _scheduler, _cluster, _job):
+    for rules in (_target, _drafter, _verify, _pipeline, _scheduler, _cluster, _job):
         for name, value, good, otherwise in rules(config):
             if not good:
                 shown = repr(value) if value == "" else value
@@ -165,6 +165,12 @@ def _verify(config: LaunchConfig) -> Iterator[_Rule]:
         from actors.verification import check_scheme  # loads PyTorch
 
         check_scheme(config.verify.rule, draws_of(config))
+
+
+def _pipeline(config: LaunchConfig) -> Iterator[_Rule]:
+    shortest, longest = config.pipeline.min_draft_tokens, getattr(config.drafter, "num_draft_tokens", None)
+    fits = shortest >= 0 and (longest is None or shortest <= longest)
+    yield "pipeline.min_draft_tokens", shortest, fits, f"must be from 0 to drafter.num_draft_tokens={longest}"
 
 
 def draws_of(config: LaunchConfig) -> set[Draw]:

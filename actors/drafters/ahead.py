@@ -34,6 +34,7 @@ class _Future:
     tree: HypothesisTree
     num_suffix: int = 0
     num_rows: int = 0
+    budget: int = 0  # of the last order: the next one will hardly be longer
     in_flight: bool = False
 
 
@@ -116,7 +117,7 @@ class AheadDrafter(ModelDrafter):
             return
         chosen = []
         for future in busy:
-            nodes = self._choose(future.tree, width, self._length)
+            nodes = self._choose(future.tree, width, min(self._length, future.budget))
             last = len(future.context.token_ids) + max((future.tree.nodes[node].depth for node in nodes), default=0)
             fits = future.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
             if nodes and fits and self.runner.can_reserve(sum(len(n) for _, n in chosen) + len(nodes)):
@@ -230,7 +231,7 @@ class AheadDrafter(ModelDrafter):
         tree = future.tree
         nodes = tree.best_nodes(budget) if self._shows_tree else tree.best_chain(budget)
         tree.offer(nodes)
-        future.in_flight = tree.root.expanded
+        future.in_flight, future.budget = tree.root.expanded, budget
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         offered = TokenTree(
             (tree.root.token, *(tree.nodes[node].token for node in nodes)),

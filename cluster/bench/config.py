@@ -30,7 +30,7 @@ class BenchConfig:
     batches: list[int] = field(default_factory=list)
     """Axis: requests in flight; one if empty."""
     draft_lengths: list[int] = field(default_factory=list)
-    """Axis: `drafter.num_draft_tokens`."""
+    """Axis: `drafter.num_draft_tokens`, each kept whatever it costs, as with pipeline.adaptive=false."""
     parallels: list[str] = field(default_factory=list)
     """Axis: `drafter.parallel`; single takes one rank, the others `drafter.ranks`."""
     contexts: list[int] = field(default_factory=list)

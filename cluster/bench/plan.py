@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from actors.options import DrafterConfig, ModelDrafterConfig, Parallel, PipelineConfig
+from actors.options import DrafterConfig, ModelDrafterConfig, Parallel, PipelineConfig, PipelineName
 from cluster.config import CHOICES, BenchConfig, LaunchConfig, checked
 
 
@@ -28,6 +28,10 @@ class Setting:
         return getattr(self.drafter, "num_draft_tokens", 0)
 
     @property
+    def is_adaptive(self) -> bool:
+        return self.pipeline.adaptive and self.pipeline.name != PipelineName.plain and self.num_draft_tokens > 0
+
+    @property
     def engine_key(self) -> str:
         """Settings with the same key run on one engine."""
         return f"{self.drafter} {self.pipeline}"  # configurations may hold lists, which are no keys
@@ -44,6 +48,7 @@ class Setting:
             "num_draft_tokens": self.num_draft_tokens,
             "parallel": str(getattr(self.drafter, "parallel", "single")),
             "pipeline": str(self.pipeline.name),
+            "adaptive": self.is_adaptive,
             "temperature": self.temperature,
             "batch": self.batch,
             "context": self.context or None,
@@ -54,8 +59,10 @@ def expand(config: LaunchConfig) -> list[Setting]:
     """All settings in the order of the axes, without repetitions. ValueError, one line, names what cannot be run."""
     job: BenchConfig = config.job
     _refuse_what_never_runs(config)
-    drafters = [_choice("drafter", name, config.drafter) for name in job.drafters] or [config.drafter]
-    pipelines = [_choice("pipeline", name, config.pipeline) for name in job.pipelines] or [config.pipeline]
+    drafters = [_drafter(name, config.drafter) for name in job.drafters] or [config.drafter]
+    pipelines = [_pipeline(name, config.pipeline) for name in job.pipelines] or [config.pipeline]
+    if job.draft_lengths:  # to compare lengths is to fix them
+        pipelines = [replace(pipeline, adaptive=False, min_draft_tokens=0) for pipeline in pipelines]
     combinations = product(
         [
             drafter
@@ -80,19 +87,28 @@ def names(settings: Sequence[Setting]) -> list[str]:
 
 
 def _name(label: dict[str, object], differing: set[str]) -> str:
-    parts = [f"{label['drafter']}" + f" k={label['num_draft_tokens']}" * bool(label["num_draft_tokens"])]
+    sign = "<=" if label["adaptive"] else "="
+    parts = [f"{label['drafter']}" + f" k{sign}{label['num_draft_tokens']}" * bool(label["num_draft_tokens"])]
     written = {"parallel": "{}", "pipeline": "{}", "temperature": "T={}", "batch": "b={}", "context": "c={}"}
     parts += [form.format(label[key]) for key, form in written.items() if key in differing]
     return " ".join(parts)
 
 
-def _choice(group: str, name: str, configured: DrafterConfig | PipelineConfig) -> DrafterConfig | PipelineConfig:
-    """A choice of a group: as configured if it is the one that was chosen, with its defaults otherwise."""
-    if name == configured.name:
-        return configured
-    if name not in CHOICES[group]:
-        raise ValueError(f"job.{group}s={name}: no such choice; choose from {', '.join(CHOICES[group])}")
-    return CHOICES[group][name](name=type(configured.name)(name))
+def _drafter(name: str, configured: DrafterConfig) -> DrafterConfig:
+    """As configured if it is the one that was chosen, with its defaults otherwise."""
+    return configured if name == configured.name else _record("drafter", name)(name=name)
+
+
+def _pipeline(name: str, configured: PipelineConfig) -> PipelineConfig:
+    """The configured one under another name: their keys are the same."""
+    _record("pipeline", name)
+    return replace(configured, name=PipelineName(name))
+
+
+def _record(group: str, choice: str) -> type:
+    if choice not in CHOICES[group]:
+        raise ValueError(f"job.{group}s={choice}: no such choice; choose from {', '.join(CHOICES[group])}")
+    return CHOICES[group][choice]
 
 
 def _with_parallels(drafter: DrafterConfig, parallels: Sequence[str]) -> list[DrafterConfig]:

@@ -18,7 +18,7 @@ from cluster.config import GenerateConfig, LaunchConfig
 from cluster.console import Terminal, figure, percent
 from cluster.engine import Engine, EngineError
 from cluster.prompts import Prompt, read_prompts
-from cluster.report import circumstances, figures, request_metrics, write_json
+from cluster.report import circumstances, figures, mean_draft_length, request_metrics, write_json
 from cluster.workload import Run, Served, serve_prompts
 
 WARMUP_TOKENS = 16
@@ -161,6 +161,7 @@ def _summarise(terminal: Terminal, report: dict, run_dir: Path) -> None:
         ("tokens equal to plain decoding", equal[report["tokens_equal_plain"]]),
         ("mean acceptance length", figure(report["mean_acceptance_length"])),
         ("draft tokens accepted", percent(report["draft_acceptance_rate"])),
+        ("draft length", _control(report)),
         ("ms per token behind the first", f"{figure(report['decode_ms_per_token'])}"),
         ("the same, plain decoding", figure(plain.get("decode_ms_per_token"))),
         ("ms to the first token, median", figure(None if ttft is None else ttft * 1e3, 1)),
@@ -171,3 +172,11 @@ def _summarise(terminal: Terminal, report: dict, run_dir: Path) -> None:
     for note in report["notes"]:
         terminal.line(f"note: {note}")
     terminal.line(f"written to {run_dir}")
+
+
+def _control(report: dict) -> str:
+    """Draft lengths and what the never-slower guard did."""
+    share = report["fallback_s"] / report["wall_s"] if report["wall_s"] else None
+    chosen = f"{figure(mean_draft_length(report['draft_lengths']), 1)} ordered on average"
+    fallback = f"plain decoding as a fallback {figure(report['fallback_s'], 1)} s ({percent(share)})"
+    return f"{chosen}; {fallback}, {report['num_probes']} probes, {report['num_trials']} trials"

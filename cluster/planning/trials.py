@@ -31,9 +31,15 @@ class Probe:
     sampling: SamplingParams
 
 
+def _at_length(layout: Layout, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
+    """The layout with every draft of just this length, which is what a prediction is about."""
+    placed = layout.configure(config, num_draft_tokens)
+    return replace(placed, pipeline=replace(placed.pipeline, adaptive=False, min_draft_tokens=0))
+
+
 def probe(config: LaunchConfig, layout: Layout, prompts: Sequence[Prompt], say: Callable[[str], None]) -> Probe:
     """One short synchronous run. Raises EngineError if a request failed, KeyboardInterrupt."""
-    engine_config = layout.configure(config, max(config.job.draft_lengths))
+    engine_config = _at_length(layout, config, max(config.job.draft_lengths))
     with Engine(engine_config, progress=say) as engine:
         sampling = config.sampling_params(engine.tokenizer)
         run = _warmed(engine, prompts, sampling, config.job.batch)
@@ -56,7 +62,7 @@ def try_out(
 ) -> dict[str, float | None]:
     """Medians over the repeats, and by how much the prediction exceeds them."""
     job: PlanConfig = config.job
-    engine_config = prediction.layout.configure(config, max(1, prediction.num_draft_tokens))
+    engine_config = _at_length(prediction.layout, config, max(1, prediction.num_draft_tokens))
     with Engine(engine_config, progress=say) as engine:
         sampling = config.sampling_params(engine.tokenizer)
         runs = [_warmed(engine, prompts, sampling, job.batch)]

@@ -23,6 +23,7 @@ from actors.messages import (
 )
 from actors.options import ModelDrafterConfig, SchedulerConfig
 from actors.pipelines import PIPELINES, Pipeline
+from actors.pipelines.control import Control, make_control
 from actors.scheduler import Capacity, Scheduler
 from actors.tally import Span
 from cluster.simulation.clock import ARRIVAL, Clock, Lane, LaneTime
@@ -50,6 +51,10 @@ class Scenario:
     """Time the coordinator takes over every record."""
     exact: PassCost | None = None
     """Exact passes of a layer-parallel draft model, whose other passes cost `draft`; None for other models."""
+    adaptive: bool = False
+    """As `pipeline.adaptive`; `drafter.num_draft_tokens` is then the longest draft."""
+    min_draft_tokens: int = 0
+    """As `pipeline.min_draft_tokens`."""
 
     def __post_init__(self) -> None:
         draft_len = self.drafter.num_draft_tokens
@@ -69,6 +74,9 @@ class Scenario:
     @property
     def speculates(self) -> bool:
         return self.pipeline != "plain"
+
+    def make_control(self) -> Control:
+        return make_control(self.adaptive, self.min_draft_tokens, self.drafter.num_draft_tokens)
 
     def prompt(self, request_id: int) -> tuple[int, ...]:
         return tuple(range(request_id, request_id + self.prompt_len))
@@ -109,9 +117,15 @@ class SimulationResult:
         return max(("target", "draft", "exchange"), key=lambda lane: getattr(self.critical, lane))
 
 
-def simulate(scenario: Scenario, pipeline: Pipeline | None = None) -> SimulationResult:
-    """Run a scenario to its end; `pipeline` takes the place of the named one, to try a policy."""
-    return _Run(scenario, pipeline or PIPELINES[scenario.pipeline](scenario.drafter.num_draft_tokens)).result()
+def simulate(
+    scenario: Scenario, pipeline: Pipeline | None = None, *, control: Control | None = None
+) -> SimulationResult:
+    """Run a scenario to its end; `pipeline` takes the place of the named one, to try a policy.
+
+    A `control` that is given brings what it learned in an earlier run.
+    """
+    pipeline = pipeline or PIPELINES[scenario.pipeline](scenario.drafter.num_draft_tokens)
+    return _Run(scenario, pipeline, control or scenario.make_control()).result()
 
 
 def tuned(scenario: Scenario, num_draft_tokens: Iterable[int] = range(1, 13)) -> tuple[int, SimulationResult]:
@@ -127,7 +141,7 @@ def tuned(scenario: Scenario, num_draft_tokens: Iterable[int] = range(1, 13)) ->
 class _Run:
     """One run: the wiring of lanes, links and coordinator, and the client at their end."""
 
-    def __init__(self, scenario: Scenario, pipeline: Pipeline) -> None:
+    def __init__(self, scenario: Scenario, pipeline: Pipeline, control: Control) -> None:
         self._scenario = scenario
         self._texts: dict[int, Text] = {}
         self._clock = Clock()
@@ -138,6 +152,7 @@ class _Run:
             pipeline,
             (),
             drafts=scenario.speculates,
+            control=control,
         )
         self._free_at = 0.0  # when the coordinator is through with the records it has
         self._tokens: dict[int, list[int]] = {i: [] for i in range(scenario.num_requests)}

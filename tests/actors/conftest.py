@@ -49,12 +49,13 @@ class Room:
     tally: object = None
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def serve(self, requests, after_round=None):
+    def serve(self, requests, after_round=None, control=None):
         coordinator = Coordinator(
             Scheduler(self.limits, Capacity(self.slots, MAX_LEN)),
             PIPELINES[self.pipeline](self.num_draft_tokens),
             [EOS],
             drafts=self.draft is not None,
+            control=control,
         )
         clock = itertools.count()
         queue = [record for request in requests for record in coordinator.on(request, next(clock))]

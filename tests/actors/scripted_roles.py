@@ -200,7 +200,16 @@ class World:
     """Two roles and a client around one coordinator; `choose` decides whose record arrives next."""
 
     def __init__(
-        self, choose, pipeline="sync", whims=WHIMS, limits=None, slots=200, drafts=True, duplicates=0.0, splits=0.0
+        self,
+        choose,
+        pipeline="sync",
+        whims=WHIMS,
+        limits=None,
+        slots=200,
+        drafts=True,
+        duplicates=0.0,
+        splits=0.0,
+        control=None,
     ):
         self.choose, self.duplicates = choose, duplicates
         self.coordinator = Coordinator(
@@ -208,6 +217,7 @@ class World:
             PIPELINES[pipeline](4),
             [EOS],
             drafts=drafts,
+            control=control,
         )
         self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims, splits)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}

@@ -21,6 +21,8 @@ from actors.options import (
     SuffixDrafterConfig,
 )
 from actors.pipelines import PIPELINES
+from actors.pipelines.guard import Mode
+from tests.actors.moods import MoodyControl
 
 MAX_ROWS = 256
 DRAFTERS = {
@@ -126,6 +128,19 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
     plain = open_room(pipeline="plain").serve(stopping)
     room = open_room(DRAFTERS["chain"], path=models["target"]).serve(stopping)
     assert plain.ends[0] == "stop" and (room.tokens, room.ends) == (plain.tokens, plain.ends)
+
+
+@pytest.mark.parametrize("pipeline", [name for name in PIPELINES if name != "plain"])
+@pytest.mark.parametrize("drafter", ["chain", "tree", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_control_may_change_its_mind_at_any_moment(open_room, make_requests, pipeline, drafter, temperature):
+    """Lengths, rests, and a drafter that has to read what it missed change no token."""
+    requests = make_requests(5, max_tokens=70, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    control = MoodyControl(random.Random(3))
+    room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests, control=control)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert control.seen[Mode.rest] and control.seen[Mode.trial], "it never rested or never returned from it"
 
 
 class Adversary:

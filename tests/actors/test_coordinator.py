@@ -24,6 +24,7 @@ from actors.messages import (
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
 from actors.sequence import Sequence
+from tests.actors.moods import MoodyControl
 from tests.actors.scripted_roles import EOS, MAX_MODEL_LEN, World, oracle, requests_of
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3))
@@ -38,11 +39,22 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
     duplicates=st.sampled_from([0.0, 0.3]),
     splits=st.sampled_from([0.0, 0.5]),
     drafts=st.sampled_from([True, True, True, False]),
+    moody=st.booleans(),
 )
 def test_every_interleaving_gives_the_tokens_of_the_language(
-    choose, pipeline, limits, slots, duplicates, splits, drafts
+    choose, pipeline, limits, slots, duplicates, splits, drafts, moody
 ):
-    world = World(choose, pipeline, limits=limits, slots=slots, drafts=drafts, duplicates=duplicates, splits=splits)
+    control = MoodyControl(choose) if moody else None
+    world = World(
+        choose,
+        pipeline,
+        limits=limits,
+        slots=slots,
+        drafts=drafts,
+        duplicates=duplicates,
+        splits=splits,
+        control=control,
+    )
     requests = requests_of(choose, choose.randint(1, 7))
     coming, aborted = list(requests), set()
     while coming:

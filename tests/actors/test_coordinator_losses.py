@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from actors.messages import Abort, ReportOrder, Request, SamplingParams, VerifyBatch
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
+from tests.actors.moods import MoodyControl
 from tests.actors.scripted_roles import World, oracle, requests_of
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6))
@@ -55,9 +56,11 @@ def corrupted(choose, answer):
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 400]),
     splits=st.sampled_from([0.0, 0.5]),
+    moody=st.booleans(),
 )
-def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits):
-    storm = Storm(choose, pipeline, limits=limits, slots=slots, duplicates=0.3, splits=splits)
+def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits, moody):
+    control = MoodyControl(choose) if moody else None
+    storm = Storm(choose, pipeline, limits=limits, slots=slots, duplicates=0.3, splits=splits, control=control)
     requests = requests_of(choose, choose.randint(1, 6))
     coming, left = list(requests), 60
     while coming or left:

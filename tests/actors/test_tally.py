@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.messages import Commit, Proposal, ProposalBatch, Request, TokenTree, VerdictBatch
+from actors.pipelines.guard import Mode
 from actors.sequence import Sequence
 from actors.tally import SPAN_LIMIT, RequestTimes, Tally
 
@@ -73,7 +74,7 @@ def test_a_report_holds_every_counter_and_the_length_of_its_window():
     tally = Tally(since=10.0)
     tally.drafted(ProposalBatch(3, (CHAIN,), 1.0, 1.25))
     report = tally.report(12.5)
-    assert set(report.counters) == set(Tally.__slots__) - {"since", "phase", "ended", "spans"} | {"window_s"}
+    assert set(report.counters) == set(Tally.__slots__) - {"since", "phase", "mode", "ended", "spans"} | {"window_s"}
     assert report.counters["window_s"] == 2.5 and len(report.spans) == 1
 
 
@@ -106,3 +107,12 @@ def test_old_spans_fall_out():
     for _ in range(SPAN_LIMIT + 10):
         tally.drafted(batch)
     assert len(tally.spans) == SPAN_LIMIT
+
+
+def test_rounds_are_counted_by_what_they_were_for():
+    tally = Tally()
+    for mode, seconds in ((Mode.speculate, 1.0), (Mode.probe, 0.5), (Mode.probe, 0.5), (Mode.speculate, 2.0)):
+        tally.round_seen(mode, seconds, [0, 3] if mode is Mode.speculate else [0, 0])
+    assert tally.seconds_by_mode == {"speculate": 3.0, "probe": 1.0}
+    assert tally.num_by_mode == {"speculate": 2, "probe": 1}, "how often each was entered"
+    assert tally.orders_by_length == [6, 0, 0, 2]

@@ -35,7 +35,7 @@ def tiny_launch(tiny_checkpoint: Callable[..., Path]) -> Callable[..., LaunchCon
             "target": TargetConfig(path=path, device="cpu"),
             "drafter": ModelDrafterConfig(path=path, num_draft_tokens=3, device="cpu"),
             "verify": VerifyConfig(),
-            "pipeline": PipelineConfig(),
+            "pipeline": PipelineConfig(adaptive=False),  # what adapts to the clock does not repeat
             "placement": PlacementConfig(PlacementName.colocated),
             "cluster": ClusterConfig(ClusterName.inprocess),
             "job": job,

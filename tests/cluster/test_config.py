@@ -53,7 +53,7 @@ PUBLIC_KEYS = {
     "batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every "
     "kv_slots",
     "verify": "rule law_size",
-    "pipeline": "name",
+    "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
     "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port startup_timeout_s namespace "
     "max_restarts silence_s log_level",
@@ -73,7 +73,7 @@ PUBLIC_KEYS = {
 PUBLIC_FIGURES = (
     "tokens wall_s tokens_per_s plain_tokens_per_s speedup_vs_ar mean_acceptance_length acceptance_histogram "
     "num_spec_steps num_draft_tokens num_accepted_tokens branch_hit_rate draft_busy target_busy round_overhead_ms "
-    "bytes_per_role layout versions config"
+    "draft_lengths fallback_s num_probes num_trials bytes_per_role layout versions config"
 )
 """Fields of `report.json`, likewise."""
 

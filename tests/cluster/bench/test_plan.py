@@ -42,7 +42,21 @@ def test_the_configured_choice_keeps_its_keys(bench_launch):
     config = replace(config, drafter=NgramDrafterConfig(max_ngram=9))
     settings = expand(config)
     assert {setting.drafter.max_ngram for setting in settings} == {9}
-    assert [setting.pipeline for setting in settings] == [PipelineConfig(PipelineName.plain), PipelineConfig()]
+    names_ = (PipelineName.plain, PipelineName.sync)
+    assert [setting.pipeline for setting in settings] == [PipelineConfig(name, adaptive=False) for name in names_]
+
+
+def test_lengths_that_are_compared_are_kept(bench_launch):
+    config = bench_launch(pipelines=["plain", "tree"], draft_lengths=[2, 3])
+    config = replace(config, pipeline=PipelineConfig(min_draft_tokens=3))
+    assert not any(setting.pipeline.adaptive for setting in expand(config))
+    assert names(expand(config))[-1] == "model k=3 tree"
+
+
+def test_other_pipelines_keep_the_keys_of_the_configured_one(bench_launch):
+    config = replace(bench_launch(pipelines=["plain", "tree"]), pipeline=PipelineConfig(adaptive=True))
+    assert [setting.pipeline.adaptive for setting in expand(config)] == [True, True]
+    assert names(expand(config)) == ["model k=3 plain", "model k<=3 tree"]
 
 
 def test_a_setting_carries_its_temperature_into_the_sampling(bench_launch):

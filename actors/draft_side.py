@@ -1,0 +1,169 @@
+"""The drafter as the coordinator sees it: what it was told, what it was asked, and what it answered.
+
+Pure bookkeeping around one `Ledger`. A policy says whom to draft for and a control how long the drafts are; this file
+only knows which requests can have a draft now. It never starts a target pass and never decides to wait for a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from actors.ledger import Ledger
+from actors.messages import Commit, DraftBatch, DraftOrder, Proposal, ProposalBatch
+from actors.pipelines import Pipeline
+from actors.pipelines.control import Control
+from actors.pipelines.guard import Mode
+from actors.sequence import Sequence
+
+
+class DraftSide:
+    """`here` is False where no drafter role exists, or none that lives."""
+
+    def __init__(self, pipeline: Pipeline, control: Control, *, here: bool, first_round: int) -> None:
+        self.here = here
+        self.control = control
+        self.round = first_round  # of the last batch sent
+        self.proposals: dict[int, Proposal] = {}
+        self.ordered: dict[int, int] = {}  # draft tokens that were ordered for the present prefix
+        self.heard = False  # the first answer to the outstanding orders has come, but not the last
+        self._pipeline = pipeline
+        self._ledger = Ledger()
+        self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
+        self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
+        self._catching_up: set[int] = set()  # requests whose text is being read, with nobody waiting
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is still to come."""
+        return self._drafting is not None
+
+    def lose(self) -> None:
+        """Nothing that was asked will be answered; what a drafter is told next is the whole of it."""
+        self.here, self._drafting, self.heard = False, None, False
+        self._ledger = Ledger()
+        self._answered.clear()
+        self._catching_up.clear()
+        self.ordered.clear()
+
+    def serves(self, sequence: Sequence) -> bool:
+        return self.here and sequence.request.speculate
+
+    def admit(self, sequence: Sequence) -> None:
+        """The request is about to run. At rest the drafter is not told: who is left out is enlisted later."""
+        if self.serves(sequence) and self.control.mode not in (Mode.rest, Mode.catch_up):
+            self._ledger.admit(sequence)
+
+    def commit(self, record: Commit) -> None:
+        self._ledger.commit(record)
+
+    def release(self, request_id: int) -> None:
+        """The request ended or lost its place."""
+        self.forget_draft(request_id)
+        self._catching_up.discard(request_id)
+        self._ledger.release(request_id)
+
+    def forget_draft(self, request_id: int) -> None:
+        """The prefix grew: what was drafted for the old one is of no use."""
+        self.proposals.pop(request_id, None)
+        self.ordered.pop(request_id, None)
+        self._answered.discard(request_id)
+
+    def answers(self, batch: ProposalBatch) -> bool:
+        """Whether this is what was asked; anything else is stale."""
+        return self._drafting is not None and batch.round == self.round
+
+    def take(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
+        """Keep the proposals that fit the present text; returns how many do not."""
+        num_stale = 0
+        for proposal in batch.proposals:
+            sequence = sequences.get(proposal.request_id)
+            if sequence is not None and sequence.accepts(proposal):
+                self.proposals[proposal.request_id] = proposal
+            else:
+                num_stale += 1
+        if batch.num_missing:
+            answered = {proposal.request_id: proposal.prefix_len for proposal in batch.proposals}
+            self.heard = True
+        else:
+            answered, self._drafting, self.heard = self._drafting, None, False
+            self._caught_up()
+        for request_id, prefix_len in answered.items():
+            sequence = sequences.get(request_id)
+            if sequence is not None and sequence.prefix_len == prefix_len:
+                self._answered.add(request_id)
+        return num_stale
+
+    def expecting(self, running: Collection[Sequence], verifying: Collection[int]) -> list[Sequence]:
+        """Who should have a draft before its next pass and has not been answered; `verifying` is with the target."""
+        return [
+            sequence
+            for sequence in running
+            if sequence.request_id not in self._answered
+            and sequence.request_id not in verifying
+            and (self._is_drafted_for(sequence) or self._wanted(sequence))
+        ]
+
+    def order(
+        self, running: Collection[Sequence], verifying: Collection[int], sequences: Mapping[int, Sequence], round_: int
+    ) -> list[DraftBatch]:
+        """Tell the drafter what happened and ask for what is missing, unless it is busy; `round_` is the least number.
+
+        Every sequence that only just came or is caught up with is ordered nothing: its text is read meanwhile.
+        """
+        if self._drafting is not None:
+            return []
+        late = self._enlist(running)
+        chosen = self._pipeline.choose(self.expecting(running, verifying), len(running))
+        orders = [DraftOrder(sequence.request_id, self._wanted(sequence)) for sequence in chosen]
+        if not orders and not late and not self._ledger.has_news:
+            return []
+        admits, commits, releases = self._ledger.flush()
+        orders += [DraftOrder(request_id, 0) for request_id in late]
+        orders += [DraftOrder(admit.request_id, 0) for admit in admits if admit.request_id in sequences]
+        lengths = {order.request_id: order.num_draft_tokens for order in orders if order.num_draft_tokens}
+        self._drafting = {request_id: sequences[request_id].prefix_len for request_id in lengths}
+        self.ordered |= lengths
+        after, self.round = self.round, max(self.round + 1, round_)
+        return [DraftBatch(self.round, admits, commits, releases, tuple(_first_of_each(orders)), after)]
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Draft tokens to order for a sequence; 0 if it should not be speculated for now."""
+        request_id = sequence.request_id
+        if not self.serves(sequence) or sequence.uncached_len != 1:
+            return 0
+        if not self._ledger.knows(request_id) or request_id in self._catching_up:
+            return 0
+        return self.control.length(request_id, self._pipeline.num_draft_tokens(sequence))
+
+    def _is_drafted_for(self, sequence: Sequence) -> bool:
+        """Under way for just this prefix: waited for even if by now nothing would be ordered."""
+        asked = self._drafting is not None and self._drafting.get(sequence.request_id) == sequence.prefix_len
+        return asked and sequence.uncached_len == 1
+
+    def _enlist(self, running: Collection[Sequence]) -> list[int]:
+        """Requests whose text the drafter has to read before it is worth waiting for, while the target goes on.
+
+        Those it does not know, because it was not told or is not the one that was; and after a rest, all but those it
+        has just drafted for.
+        """
+        mode = self.control.mode
+        if mode is Mode.rest:
+            return []
+        here = [sequence for sequence in running if self.serves(sequence)]
+        strangers = [sequence for sequence in here if not self._ledger.knows(sequence.request_id)]
+        for sequence in strangers:
+            self._ledger.admit(sequence)
+        behind = here if mode is Mode.catch_up else strangers
+        late = [sequence.request_id for sequence in behind if sequence.request_id not in self.ordered]
+        self._catching_up.update(late)
+        return late
+
+    def _caught_up(self) -> None:
+        if self._catching_up and self.control.mode is Mode.catch_up:
+            self.control.caught_up()
+        self._catching_up.clear()
+
+
+def _first_of_each(orders: list[DraftOrder]) -> list[DraftOrder]:
+    """A request that is admitted and drafted for in one batch needs only the larger order, which stands first."""
+    return list({order.request_id: order for order in reversed(orders)}.values())[::-1]
