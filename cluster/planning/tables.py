@@ -62,12 +62,11 @@ def plan_table(entries: Sequence[Entry]) -> Table:
 
 
 def trial_table(entries: Sequence[Entry]) -> Table | None:
-    """Predicted beside measured, of a round also the part each role works; None where nothing was run."""
+    """Predicted beside measured; None where nothing was run."""
     tried = [entry for entry in entries if entry["measured"]]
     if not tried:
         return None
-    columns = ["layout", "draft", "tokens/s", "measured", "off", "round ms", "measured", "off"]
-    columns += ["target ms", "measured", "drafter ms", "measured", ""]
+    columns = ["layout", "draft", "tokens/s", "measured", "off", "round ms", "measured", "off", ""]
     rows = []
     for entry in tried:
         measured = entry["measured"]
@@ -81,7 +80,6 @@ def trial_table(entries: Sequence[Entry]) -> Table | None:
                 figure(entry["round_ms"]),
                 figure(measured["round_ms"]),
                 signed(measured["round_ms_off"]),
-                *(figure(side["round_ms"] * side[lane]) for lane in LANES for side in (entry, measured)),
                 verdict(measured["round_ms_off"]),
             ]
         )
@@ -126,9 +124,6 @@ def fidelity_table(found: Sequence[Entry]) -> Table | None:
         for one in found
     ]
     return columns, rows
-
-
-LANES = ("target_busy", "draft_busy")
 
 
 def verdict(off: float | None) -> str:
