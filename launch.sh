@@ -1,15 +1,25 @@
 #!/usr/bin/env bash
+#SBATCH --job-name=specdec --ntasks-per-node=1
+#SBATCH --requeue --open-mode=append --signal=B:USR1@60
+#
 # Starts the engine. On first use it sets up .venv beside this file, which takes a minute or two; later starts are instant.
 #
-#   ./launch.sh [GROUP=CHOICE] [KEY=VALUE] ...    what `python -m cluster.launch` takes; --help lists it
-#   ./launch.sh --test [pytest arguments]         the tests
+#   ./launch.sh [GROUP=CHOICE] [KEY=VALUE] ...             on this machine; what `python -m cluster.launch` takes
+#   sbatch --nodes=2 ... launch.sh [KEY=VALUE] ...         on the nodes of a Slurm job (docs/slurm.md)
+#   ./launch.sh --dry-run [KEY=VALUE] ...                  print what would be run
+#   ./launch.sh --test [pytest arguments]                  the tests
 #
 # SPECDEC_PYTHON=python3.12       the interpreter to build .venv with; default: the first of 3.11 or newer
 # SPECDEC_CONSTRAINTS=other.txt   other exact versions than constraints.txt, for example a CUDA build of PyTorch
+# SPECDEC_VENV=/path/to/env       an environment of your own that has the packages, in place of .venv
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv=$root/.venv
+if [[ -n ${SLURM_JOB_ID:-} && ! -f $root/pyproject.toml ]]; then
+    # Slurm runs a copy of this file and knows where the original lies.
+    root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/Command=/s|^ *Command=\(.*\)/launch\.sh.*|\1|p' | head -n 1)
+fi
+venv=${SPECDEC_VENV:-$root/.venv}
 constraints=$(realpath "${SPECDEC_CONSTRAINTS:-$root/constraints.txt}")
 
 fail() {
@@ -34,6 +44,7 @@ wanted_stamp() {
 }
 
 is_ready() {
+    [[ -n ${SPECDEC_VENV:-} ]] && return
     [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$(wanted_stamp)" ]]
 }
 
@@ -67,9 +78,22 @@ setup() {
     ) 9>"$root/.venv.lock"
 }
 
+# Inside a job, but not inside one of its steps; a `cluster=` of the user's own decides otherwise.
+is_slurm_job() {
+    [[ " $* " == *" cluster=slurm "* ]] && return
+    [[ -n ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_ID:-} && " $* " != *" cluster="* ]]
+}
+
 # -P: a folder named `conf` or `cluster` where the user happens to stand must not be imported.
 run() {
-    exec "$venv/bin/python" -P -m cluster.launch "$@"
+    local command=("$venv/bin/python" -P -m)
+    if is_slurm_job "$@"; then
+        exec "${command[@]}" cluster.slurm_job "$@"  # which gets Slurm's signals in place of this shell
+    elif [[ ${1:-} == --dry-run ]]; then
+        echo "${command[@]} cluster.launch${2:+ ${*:2}}"
+    else
+        exec "${command[@]}" cluster.launch "$@"
+    fi
 }
 
 run_tests() {
@@ -77,6 +101,7 @@ run_tests() {
     exec "$venv/bin/python" -P -m pytest "$@"
 }
 
+[[ -n ${SPECDEC_VENV:-} ]] && export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 setup
 if [[ ${1:-} == --test ]]; then
     run_tests "${@:2}"

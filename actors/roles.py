@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from actors.drafter import DraftRole
 from actors.drafters import build_drafter, build_levels
 from actors.drafters.remote import Mailbox, RemoteLevel
 from actors.levels import CascadeDrafterConfig, level_roles
-from actors.lifecycle import Join, identity_of
+from actors.lifecycle import Join
 from actors.logs import logger_of, tell
-from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
+from actors.orders import RankSpec
 from actors.rank import Heart, Pulse, Rank
 from actors.target import TargetRole
 from actors.wire import Link, link_name
@@ -35,31 +34,6 @@ SWITCH_INTERVAL_S = 5e-4
 
 MEETING_S = 5.0
 """Whoever is called to a meeting is there, or dead: nobody need be waited for longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """One rank's orders. `cores` empty leaves the affinity alone; `size` is the number of ranks of the role."""
-
-    role: str
-    rank: int
-    size: int
-    device: str
-    num_threads: int
-    cores: tuple[int, ...]
-    hub_address: str
-    host: str
-    eos_token_ids: tuple[int, ...]
-    target: TargetConfig
-    drafter: DrafterConfig
-    verify: VerifyConfig
-    pipeline: str
-    scheduler: SchedulerConfig
-    incarnation: int = 0
-
-    @property
-    def identity(self) -> str:
-        return identity_of(self.role, self.rank)
 
 
 def serve(

@@ -18,6 +18,7 @@ import ray
 
 from actors.conductor import Conductor, CoordinatorSpec, Watch
 from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
+from actors.orders import RankSpec
 from actors.wire import Hub, open_hub
 
 
@@ -41,19 +42,21 @@ class RankWorker:
         self._status = "starting"
         if logs is not None:
             _open_logs(identity, logs)
+        # Loads PyTorch: neither with the class, in the driver's process, nor only when the coordinator has an address.
+        from actors.roles import serve
+
+        self._serve = serve
 
     def __repr__(self) -> str:
         return self._title
 
-    def run(self, spec, interface: str = "") -> None:
-        """Serve until told to stop. `spec` is a `roles.RankSpec`; torch is imported here, not with the class."""
-        from actors.roles import serve
-
+    def run(self, spec: RankSpec, interface: str = "") -> None:
+        """Serve until told to stop."""
         host = spec.host or _own_address(interface)
         if interface:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         device = "cuda:0" if spec.device.startswith("cuda") else spec.device  # Ray shows an actor only its own GPUs
-        serve(replace(spec, host=host, device=device), observe=self._note)
+        self._serve(replace(spec, host=host, device=device), observe=self._note)
         self._status = "ended"
 
     @ray.method(concurrency_group="ctl")

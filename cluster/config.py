@@ -102,6 +102,8 @@ class ClusterConfig:
     """Start Ray's dashboard."""
     port: int = 0
     """TCP port the coordinator listens on; 0 = any that is free."""
+    link_delay_ms: float = 0.0
+    """Hold every record between the coordinator and the drafter back so long, each way: what a slow network costs."""
     startup_timeout_s: float = 120.0
     """Give up when the roles have not loaded by then."""
     namespace: str = "specdec"
@@ -130,6 +132,8 @@ class GenerateConfig:
     """Requests in flight; 0 = all at once."""
     baseline: bool = True
     """Time plain decoding of the same prompts too."""
+    resume: bool = False
+    """Go on from the `completions.jsonl` in the run directory: prompts that are finished there are not run again."""
     trace: bool = True
     """Record both lanes and write `timeline.json` and `timeline.png`."""
 

@@ -29,7 +29,8 @@ from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError
 from cluster.config import LaunchConfig, load_config
-from cluster.memory import describe_layout, footprints
+from cluster.memory import describe_layout, footprints, preload
+from cluster.startup import StartUp
 from cluster.supervisor import Supervisor
 from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
 
@@ -59,6 +60,8 @@ class Engine:
         log_dir: Path | None = None,
     ) -> None:
         self.config = config if config is not None else load_config([])
+        self.startup = StartUp()
+        self.startup.mark("imports")
         checkpoint = Path(self.config.target.path)
         self.tokenizer = load_tokenizer(checkpoint)
         for path in checkpoints(self.config.drafter):
@@ -187,7 +190,9 @@ class Engine:
     def _start(self, eos_token_ids: tuple[int, ...], progress: Callable[[str], None]) -> None:
         config = self.config
         progress("reaching the cluster")
+        preload()
         self.places = self._backend.place(progress)
+        self.startup.mark("cluster")
         sizes = Counter(place.role for place in self.places)
         spec = CoordinatorSpec(
             pipeline=config.pipeline.name,
@@ -204,6 +209,7 @@ class Engine:
         progress(describe_layout(self.places, footprints(config, self.places)))
         progress("starting " + ", ".join(place.identity for place in self.places))
         address = self._backend.start(spec, self.places, eos_token_ids)
+        self.startup.mark("processes")
         self._out = Link(address, f"{CLIENT}-out")
         self._reader = threading.Thread(target=self._read, args=(address,), name="engine-reader", daemon=True)
         self._reader.start()
@@ -220,6 +226,7 @@ class Engine:
                 self._news.wait(timeout=_POLL_S)
                 progress(f"loading ({len(self.ready)} of {len(self.places)} ranks)")
             self._check_alive()
+        self.startup.mark("loading")
         self.supervisor.begin_replacing({identity: ready.facts for identity, ready in self.ready.items()})
 
     # --- the coordinator's side ---------------------------------------------------------------------------------------

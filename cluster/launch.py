@@ -87,7 +87,11 @@ def _run(config: LaunchConfig, run_dir: Path) -> None:
 
 
 def _interrupt(signum: int, frame: object) -> None:
-    """A polite end is the same as Ctrl-C: jobs write what they have on the way out."""
+    """A polite end is the same as Ctrl-C: jobs write what they have on the way out, and are not disturbed in that.
+
+    A batch system signals all processes of a job, and whoever started this one may pass the signal on once more.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -5,11 +5,13 @@ An estimate of what the ranks decide for themselves (`parallel/sizing.py`): the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from actors.levels import CascadeDrafterConfig, level_roles
-from actors.options import DrafterConfig
+from actors.options import DrafterConfig, Parallel
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
 
@@ -20,6 +22,11 @@ class Footprint:
 
     weights: int
     kv: int
+
+
+def preload() -> None:
+    """Load in the background what `footprints` will need, PyTorch above all, while something else is waited for."""
+    threading.Thread(target=import_module, args=("parallel.sizing",), name="preload", daemon=True).start()
 
 
 def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[str, Footprint]:
@@ -40,8 +47,10 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
             dtype = choose_dtype(model.dtype, place.device)
             length = min(getattr(model, "max_model_len", 0) or shapes.max_positions, shapes.max_positions)
             num_slots = getattr(model, "kv_slots", 0) or config.scheduler.max_num_seqs * length
-            weights += place.size * weight_bytes(shapes, place.size, dtype, packed=packs(place.device, dtype))
-            kv += place.size * num_slots * kv_bytes_per_slot(shapes, place.size, dtype)
+            # Ranks that divide layers instead of tensors hold at most all of them.
+            parts = 1 if getattr(model, "parallel", None) == Parallel.layer else place.size
+            weights += place.size * weight_bytes(shapes, parts, dtype, packed=packs(place.device, dtype))
+            kv += place.size * num_slots * kv_bytes_per_slot(shapes, parts, dtype)
         if weights:
             found[place.role] = Footprint(weights, kv)
     return found

@@ -55,7 +55,8 @@ def _check_named(config: LaunchConfig, nodes: Sequence[Node]) -> None:
 
 
 def _allowed(config: LaunchConfig, role: str, nodes: Sequence[Node]) -> list[Node]:
-    wanted = config.placement.nodes.get(role)
+    """A level beneath another, such as `draft2`, goes where `draft` may go unless told otherwise."""
+    wanted = config.placement.nodes.get(role) or config.placement.nodes.get(role.rstrip("0123456789"))
     return [node for node in nodes if not wanted or node.host in wanted or node.name in wanted]
 
 

@@ -219,6 +219,10 @@ def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
     yield "cluster.wait_s", cluster.wait_s, cluster.wait_s >= 0, "must be 0 or above"
     cpus = cluster.num_cpus
     yield "cluster.num_cpus", cpus, cpus is None or cpus >= 1, "must be at least 1, or null for all"
+    delay, here = cluster.link_delay_ms, cluster.name in ("local", "inprocess")
+    yield "cluster.link_delay_ms", delay, delay >= 0, "must be 0 (none) or above"
+    otherwise = "is for one machine, where there is no network; use cluster=local or cluster=inprocess, or drop it"
+    yield "cluster.link_delay_ms", delay, here or not delay, otherwise
     timeout = cluster.startup_timeout_s
     yield "cluster.startup_timeout_s", timeout, timeout > 0, "must be above 0"
     yield "cluster.max_restarts", cluster.max_restarts, cluster.max_restarts >= 0, "must be 0 (none) or above"

@@ -20,11 +20,13 @@ import torch
 from actors.conductor import Conductor, CoordinatorSpec
 from actors.lifecycle import Death
 from actors.logs import LogSpec, close_logs, open_logs
-from actors.roles import RankSpec, serve
+from actors.orders import RankSpec
+from actors.roles import serve
 from actors.wire import Hub
 from cluster.backends.orders import rank_spec, successor
 from cluster.config import LaunchConfig
 from cluster.placement import Devices, RankPlacement, lay_out
+from cluster.relay import Relay
 from parallel.rendezvous import host_store
 
 _LOOPBACK = "127.0.0.1"
@@ -46,6 +48,7 @@ class InprocessBackend:
         self._closing = threading.Event()
         self._specs: dict[str, RankSpec] = {}
         self._hub: Hub | None = None
+        self._relay: Relay | None = None
         self._store = None
 
     def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
@@ -57,8 +60,11 @@ class InprocessBackend:
         self._hub = Hub(f"inproc://engine-{os.getpid()}-{next(_engines)}")
         self._store = host_store(_LOOPBACK) if any(place.size > 1 for place in places) else None
         self._conduct(self._coordinator)
+        delay_ms, line = self._config.cluster.link_delay_ms, f"{self._hub.address}-relay"
+        self._relay = Relay(self._hub.address, delay_ms / 1e3, line) if delay_ms else None
         for place in places:
-            self._serve(rank_spec(self._config, place, self._hub.address, _LOOPBACK, eos_token_ids))
+            address = self._relay.address if self._relay and place.role != "target" else self._hub.address
+            self._serve(rank_spec(self._config, place, address, _LOOPBACK, eos_token_ids))
         return self._hub.address
 
     def deaths(self, timeout_s: float) -> list[Death]:
@@ -80,6 +86,8 @@ class InprocessBackend:
         self._closing.set()
         for thread in self._threads:
             thread.join(timeout=10)
+        if self._relay is not None:
+            self._relay.close()
         if self._hub is not None:
             self._hub.close()
         self._store = None

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,14 @@ from actors.conductor import CoordinatorSpec, Watch
 from actors.group import ActorGroup
 from actors.lifecycle import Death
 from actors.logs import LogSpec
-from actors.roles import RankSpec
+from actors.orders import RankSpec
 from actors.worker import CoordinatorActor, RankActor, session_logs
 from cluster.backends.orders import rank_spec, successor
-from cluster.backends.ray_nodes import await_layout
+from cluster.backends.ray_nodes import await_head, await_layout
 from cluster.config import LaunchConfig
 from cluster.metrics import make_ray_watch, metric_labels
 from cluster.placement import Devices, RankPlacement, lay_out
+from cluster.relay import Relay
 
 _LOOPBACK = "127.0.0.1"
 _PORT_PATIENCE_S = 10.0
@@ -60,6 +62,7 @@ class RayBackend:
         self._bundles: PlacementGroup | None = None
         self._bundle_of: dict[Device, int] = {}
         self._owns_ray = False
+        self._relay: Relay | None = None
         self._specs: dict[str, RankSpec] = {}
         self._places: dict[str, RankPlacement] = {}
 
@@ -70,6 +73,8 @@ class RayBackend:
             self._owns_ray = True
 
     def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
+        if not self._is_local:
+            await_head(self._config.cluster.address, self._config.cluster.wait_s, progress)
         self.connect()
         if not self._is_local:
             return await_layout(self._config, progress)
@@ -92,10 +97,13 @@ class RayBackend:
             field = "" if "cluster.interface" in str(error.cause) else f"cluster.port={cluster.port}: "
             raise ValueError(f"{field}{error.cause}") from error
         self._actors.run("coordinator", coordinator, self._watches)
+        if cluster.link_delay_ms:
+            self._relay = Relay(self._hub_address, cluster.link_delay_ms / 1e3, f"tcp://{_LOOPBACK}:*")
         for place in places:
             if not self._is_local:
                 place = replace(place, cores=())  # they were counted over all nodes: no core of any one of them
-            spec = rank_spec(self._config, place, self._hub_address, self._host, eos_token_ids)
+            address = self._relay.address if self._relay and place.role != "target" else self._hub_address
+            spec = rank_spec(self._config, place, address, self._host, eos_token_ids)
             self._specs[place.identity] = spec
             self._actors.run(place.identity, spec, cluster.interface)
         return self._hub_address
@@ -132,6 +140,8 @@ class RayBackend:
         if not ray.is_initialized():
             return
         self._actors.close(told=told)
+        if self._relay is not None:
+            self._relay.close()
         if self._bundles is not None:
             remove_placement_group(self._bundles)
             self._bundles = None
@@ -144,6 +154,12 @@ class RayBackend:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")  # Ray's 10 s are long beside a short run
+        before = signal.getsignal(signal.SIGTERM)
+        self._connect()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray's handler lets nobody write down what there is
+
+    def _connect(self) -> None:
         cluster = self._config.cluster
         common = {"namespace": cluster.namespace, "log_to_driver": False, "logging_level": "ERROR"}
         try:

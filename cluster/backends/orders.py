@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.roles import RankSpec
+from actors.orders import RankSpec
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
 

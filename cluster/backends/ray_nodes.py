@@ -5,6 +5,7 @@ Knows Ray's bookkeeping and the pure law in `cluster/nodes.py`; starts and reser
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -19,6 +20,7 @@ from cluster.placement import RankPlacement
 HEAD = "node:__internal_head__"
 _LOOK_S = 0.5
 _SAY_S = 5.0
+_KNOCK_S = 0.1
 
 
 def free_nodes() -> list[Node]:
@@ -60,6 +62,29 @@ def await_layout(
             said = now
             progress(f"waiting for {now - started:.0f} s: {missing}")
         sleep(_LOOK_S)
+
+
+def await_head(
+    address: str, wait_s: float, progress: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Until somebody listens at HOST:PORT; ValueError after `wait_s`. Ray's own try is one, and its error a page."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto`, or another of Ray's ways to name a cluster
+    started = said = clock()
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        now = clock()
+        if now - started >= wait_s:
+            raise ValueError(f"cluster.address={address}: no Ray listens there after {now - started:.0f} s ({reason})")
+        if now - said >= _SAY_S:
+            said = now
+            progress(f"waiting for {now - started:.0f} s: no Ray at {address} yet")
+        time.sleep(_KNOCK_S)
 
 
 def _check_number(wanted: int, nodes: list[Node]) -> None:

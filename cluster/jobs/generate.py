@@ -1,7 +1,8 @@
 """`job=generate`: complete prompts, show how speculation went, and time plain decoding of the same prompts beside it.
 
 Files: `completions.jsonl` grows by a line as each request ends; `report.json`, `timeline.json` and `timeline.png`
-follow at the end, also after Ctrl-C, of what there is by then.
+follow at the end, also after Ctrl-C, of what there is by then. `job.resume=true` goes on from an earlier
+`completions.jsonl`; the report is then of the prompts of this run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cluster.console import Terminal, figure, percent
 from cluster.engine import Engine, EngineError
 from cluster.prompts import Prompt, read_prompts
 from cluster.report import circumstances, figures, mean_draft_length, request_metrics, write_json
+from cluster.resume import take_up
 from cluster.workload import Run, Served, serve_prompts
 
 WARMUP_TOKENS = 16
@@ -29,17 +31,24 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read, EngineError if a request failed, KeyboardInterrupt."""
     job: GenerateConfig = config.job
     prompts = read_prompts(Path(job.prompts), job.limit)
-    terminal = Terminal()
+    completions, terminal = run_dir / "completions.jsonl", Terminal()
+    finished = take_up(completions, prompts) if job.resume else set()
+    indices = [index for index in range(len(prompts)) if index not in finished]
+    if finished:
+        terminal.line(f"{len(finished)} of {len(prompts)} prompts are already in {completions}")
+    if not indices:
+        return
+    prompts = [prompts[index] for index in indices]
     with terminal.starting() as progress:
         engine = Engine(config, progress=progress, log_dir=run_dir / "logs")
     with engine:
         sampling = config.sampling_params(engine.tokenizer)
-        _warm_up(engine, prompts, sampling)
+        first_token_s = _warm_up(engine, prompts, sampling)
         num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
-        with (run_dir / "completions.jsonl").open("w", encoding="utf-8") as file:
+        with completions.open("a" if finished else "w", encoding="utf-8") as file:
 
             def record(served: Served) -> None:
-                _append(file, completion_record(served, num_spec_tokens))
+                _append(file, completion_record(replace(served, index=indices[served.index]), num_spec_tokens))
 
             speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
         plain = None
@@ -48,32 +57,41 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         report = {
             "job": job.name,
             "concurrency": job.concurrency,
+            "num_resumed": len(finished),
+            "startup_s": engine.startup.seconds(first_token_s),
             **figures(speculative, plain),
             "plain": figures(plain) if plain else None,
             **circumstances(config, engine.places, engine.ready),
         }
+        interrupted = speculative.interrupted or (plain is not None and plain.interrupted)
+        # Before the engine ends: where all of a job's processes are told to stop at once, there may be no after.
+        write_json(run_dir / "report.json", {**report, "interrupted": interrupted})
         if job.trace and speculative.spans:
             _trace(engine, speculative, report, run_dir)
-    interrupted = speculative.interrupted or (plain is not None and plain.interrupted)
-    write_json(run_dir / "report.json", {**report, "interrupted": interrupted})
     _show(terminal, speculative)
     _summarise(terminal, report, run_dir)
     if interrupted:
         raise KeyboardInterrupt
     if speculative.failed:
-        first = speculative.failed[0]
+        first, count = speculative.failed[0], len(speculative.failed)
         raise EngineError(
-            f"{len(speculative.failed)} of {len(prompts)} requests failed; prompt {first.index + 1}: {first.error}"
+            f"{count} of {len(prompts)} requests failed; prompt {indices[first.index] + 1}: {first.error}"
         )
 
 
-def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) -> None:
-    """First passes allocate and choose kernels; they are nobody's fault and not measured."""
+def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) -> float | None:
+    """First passes allocate and choose kernels; they are nobody's fault and not measured.
+
+    Returns how long the very first token took.
+    """
     short = replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
+    first_token_s: list[float | None] = []
     for speculate in (False, True):
         run = serve_prompts(engine, prompts[:1], short, speculate=speculate, concurrency=1, phase="warm-up")
         if run.interrupted:
             raise KeyboardInterrupt
+        first_token_s += [served.ttft_s for served in run.requests]
+    return first_token_s[0]
 
 
 def _timed(

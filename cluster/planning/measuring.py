@@ -17,7 +17,8 @@ from statistics import median
 import torch
 
 from actors.messages import SamplingParams
-from actors.roles import RankSpec, build_role
+from actors.orders import RankSpec
+from actors.roles import build_role
 from cluster.config import LaunchConfig
 from cluster.placement import Devices, RankPlacement, lay_out
 from cluster.planning.config import PlanConfig

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.roles import SWITCH_INTERVAL_S, RankSpec
+from actors.orders import RankSpec
+from actors.roles import SWITCH_INTERVAL_S
 from cluster.backends.orders import rank_spec
 from cluster.config import ClusterName, LaunchConfig
 from cluster.placement import RankPlacement

@@ -1,12 +1,14 @@
 """What a test runs on one of its hosts: engines on the Ray cluster there, one after the other; answers in JSON.
 
 Each line on stdin is a list of overrides; each line on stdout holds the tokens of two greedy and two sampled requests
-and the layout, or the line of the error. It is a script and no test: it must run where the cluster is.
+and the layout, or the line of the error. `keep on` before them repeats the requests until the next line on stdin, with
+a line on stdout for each repeat and `null` at the end. It is a script and no test: it must run where the cluster is.
 """
 
 from __future__ import annotations
 
 import json
+import selectors
 import sys
 
 from actors.params import SamplingParams
@@ -28,7 +30,28 @@ def answer(overrides: list[str]) -> dict[str, object]:
         return {"error": str(error), "said": said}
 
 
+def keep_on(overrides: list[str]) -> None:
+    """Says after each repeat which tokens came, and how many of its requests were drafted for."""
+    stdin = selectors.DefaultSelector()
+    stdin.register(sys.stdin, selectors.EVENT_READ)
+    with Engine(load_config(overrides)) as engine:
+        while not stdin.select(timeout=0):
+            completions = engine.generate(PROMPTS, GREEDY)
+            speculated = sum(completion.stats.num_spec_steps > 0 for completion in completions)
+            say({"tokens": [completion.token_ids for completion in completions], "speculated": speculated})
+
+
+def say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
-        sys.stdout.flush()
+    while line := sys.stdin.readline():
+        words = json.loads(line)
+        if words[:1] == ["keep on"]:
+            keep_on(words[1:])
+            sys.stdin.readline()
+            say(None)
+        else:
+            say(answer(words))

@@ -47,13 +47,15 @@ class Host:
         children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text().split()
         self.pid = int(children[0])
 
-    def enter(self, command: Sequence[object]) -> list[str]:
-        return ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--uts", "--", *map(str, command)]
+    def enter(self, command: Sequence[object], cwd: Path | str = "/") -> list[str]:
+        """The command line that runs the command there."""
+        inside = ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--uts", "--", "env", "-C", str(cwd)]
+        return [*inside, *map(str, command)]
 
-    def run(self, *command: object, timeout: float = 120, **options: object) -> str:
+    def run(self, *command: object, cwd: Path | str = "/", timeout: float = 120, **options: object) -> str:
         """A command on this host, to its end; its output."""
         options = {"capture_output": True, "text": True, "check": False} | options
-        result = subprocess.run(self.enter(command), timeout=timeout, **options)
+        result = subprocess.run(self.enter(command, cwd), timeout=timeout, **options)
         assert result.returncode == 0, f"{self.name}: {command} ended {result.returncode}: {result.stderr[-2000:]}"
         return result.stdout
 

@@ -55,12 +55,12 @@ PUBLIC_KEYS = {
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
-    "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port startup_timeout_s namespace "
-    "max_restarts silence_s log_level",
+    "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port link_delay_ms "
+    "startup_timeout_s namespace max_restarts silence_s log_level",
     "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk",
     "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
-    "job=generate": "name prompts workload limit concurrency baseline trace",
+    "job=generate": "name prompts workload limit concurrency baseline resume trace",
     "job=certify": "name prompts workload limit concurrency temperatures seeds contexts draws significance power",
     "job=bench": "name prompts workload limit repeats warmup drafters pipelines temperatures batches draft_lengths "
     "contexts peers parallels",

@@ -38,17 +38,33 @@ class Driver:
     def __init__(self, host: Host, cluster: list[str]) -> None:
         self._cluster = cluster
         self._script = subprocess.Popen(
-            host.enter([sys.executable, "-P", "-m", "tests.cluster.across_hosts"]),
+            host.enter([sys.executable, "-P", "-m", "tests.cluster.across_hosts"], ROOT),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=ROOT,
             env=ENVIRONMENT,
             text=True,
         )
 
     def ask(self, *overrides: str) -> dict[str, object]:
-        self._script.stdin.write(json.dumps([*self._cluster, *overrides]) + "\n")
+        self._tell([*self._cluster, *overrides])
+        return self._hear()
+
+    def keep_on(self, *overrides: str) -> Iterator[dict[str, object]]:
+        """Answers of an engine that goes on, for as long as somebody wants another."""
+        self._tell(["keep on", *self._cluster, *overrides])
+        try:
+            while True:
+                yield self._hear()
+        finally:
+            self._tell([])
+            while self._hear() is not None:
+                pass
+
+    def _tell(self, line: list[str]) -> None:
+        self._script.stdin.write(json.dumps(line) + "\n")
         self._script.stdin.flush()
+
+    def _hear(self) -> dict[str, object]:
         return json.loads(self._script.stdout.readline())
 
     def end(self) -> None:
@@ -99,11 +115,16 @@ def expected(target) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def ask(hosts, target) -> Iterator[Ask]:
+def driver(hosts, target) -> Iterator[Driver]:
     cluster = [*target, "cluster=existing", f"cluster.address={hosts[0].address}:{PORT}", "cluster.nodes=2"]
     driver = Driver(hosts[0], cluster)
-    yield driver.ask
+    yield driver
     driver.end()
+
+
+@pytest.fixture
+def ask(driver) -> Ask:
+    return driver.ask
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "branches"])
@@ -130,3 +151,26 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(ask: Ask):
     said = ask("drafter=ngram", "cluster.interface=ib0")
     assert said["error"].startswith("cluster.interface=ib0: node n1 has no such interface with an IPv4 address")
     assert said["error"].endswith("it has eth0, lo")
+
+
+def test_a_drafter_that_is_cut_off_is_done_without_until_it_is_back(driver: Driver, hosts, drafter, expected):
+    """The cable of its host is pulled and put in again: no token changes, no request fails, and speculation returns."""
+    answers = driver.keep_on(*drafter, "placement.nodes={target:[n1],draft:[n2]}", "cluster.silence_s=1")
+
+    def until(condition: Callable[[int], bool]) -> None:
+        """Every answer on the way must have the tokens of an undisturbed run."""
+        deadline = time.monotonic() + 100
+        for said in answers:
+            assert said["tokens"] == expected[: len(said["tokens"])]
+            if condition(said["speculated"]):
+                return
+            assert time.monotonic() < deadline
+
+    until(lambda speculated: speculated > 0)
+    hosts[1].plug(is_in=False)
+    try:
+        until(lambda speculated: speculated == 0)
+    finally:
+        hosts[1].plug(is_in=True)
+    until(lambda speculated: speculated > 0)
+    answers.close()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from actors.levels import CascadeDrafterConfig, LevelsPlacement
 from actors.options import (
     ModelDrafterConfig,
     NgramDrafterConfig,
@@ -134,6 +135,17 @@ def test_what_is_missing_is_named(choices, nodes, line):
     with pytest.raises(ValueError) as refused:
         over_nodes(config_of(**choices), nodes)
     assert str(refused.value).startswith(line)
+
+
+def test_a_level_beneath_goes_where_its_drafter_may_go():
+    levels = (ModelDrafterConfig(), ModelDrafterConfig())
+    drafter = CascadeDrafterConfig(levels=levels, placement=LevelsPlacement.separate)
+    cheap = replace(MIXED[1], num_gpus=3)
+    for allowed, expected in (({"draft": ["cheap"]}, "cheap"), ({"draft": ["cheap"], "draft2": ["big"]}, "big")):
+        config = replace(config_of(nodes=allowed), drafter=drafter)
+        hosts = {place.role: place.host for place in over_nodes(config, [MIXED[0], cheap])}
+        assert hosts["draft"] == cheap.host
+        assert hosts["draft2"] == {"cheap": cheap.host, "big": MIXED[0].host}[expected]
 
 
 def test_bundles_are_tied_to_the_node_of_the_layout():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from dataclasses import replace
 
 import pytest
 
-from cluster.backends.ray_nodes import await_layout
+from cluster.backends.ray_nodes import await_head, await_layout
 from cluster.nodes import Node
 from tests.cluster.test_nodes import CONFIG
 
@@ -52,3 +54,18 @@ def test_nodes_that_are_enough_are_not_waited_for():
     waiting = Waiting(joins_at=0.0)
     waiting.place()
     assert waiting.now == 0.0 and not waiting.said
+
+
+def test_a_head_that_comes_late_is_waited_for_and_one_that_never_comes_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        await_head(f"127.0.0.1:{port}", 0.0, print)
+    with pytest.raises(ValueError, match=rf"^cluster\.address=127\.0\.0\.1:{port}: no Ray listens there after"):
+        await_head(f"127.0.0.1:{port}", 0.2, print)
+    late = threading.Timer(0.3, lambda: arrived.append(socket.create_server(("127.0.0.1", port))))
+    arrived: list[socket.socket] = []
+    late.start()
+    await_head(f"127.0.0.1:{port}", 30.0, print)
+    assert arrived
+    arrived[0].close()
+    await_head("auto", 0.0, print)

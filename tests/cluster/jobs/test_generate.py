@@ -51,6 +51,7 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     assert report["speedup_vs_ar"] == pytest.approx(report["tokens_per_s"] / report["plain_tokens_per_s"])
     assert 0 < report["target_busy"] <= 1 and 0 < report["draft_busy"] <= 1
     assert 0 < report["round_overhead_ms"] < report["round_ms"]
+    assert list(report["startup_s"]) == ["imports", "cluster", "processes", "loading", "first_token", "total"]
     assert report["bytes_per_role"]["target"]["weights"] > 0 and report["interrupted"] is False
     assert [rank["identity"] for rank in report["layout"]] == ["target-0", "draft-0"]
 
@@ -100,3 +101,28 @@ def test_bad_prompts_are_refused_before_an_engine_starts(tiny_launch, write_prom
     monkeypatch.setattr(generate, "Engine", None)  # starting it would fail otherwise than in words
     with pytest.raises(ValueError, match="line 1 has an empty prompt"):
         generate.run(tiny_launch(GenerateConfig(prompts=write_prompts({"prompt": ""}))), tmp_path)
+
+
+def test_a_resumed_run_completes_what_is_left_and_nothing_twice(tiny_launch, write_prompts, tmp_path, monkeypatch):
+    config = tiny_launch(
+        GenerateConfig(
+            prompts=write_prompts(*({"prompt": f"prompt {number}"} for number in range(4))),
+            baseline=False,
+            trace=False,
+            resume=True,
+        )
+    )
+    generate.run(config, tmp_path)
+    path = tmp_path / "completions.jsonl"
+    whole = path.read_text().splitlines()
+    path.write_text(f"{whole[1]}\n{whole[3]}\n{whole[2][:30]}")
+    generate.run(config, tmp_path)
+    lines = read_lines(path)
+    assert [line["index"] for line in lines] == [1, 3, 0, 2]
+    assert [line["token_ids"] for line in lines] == [json.loads(whole[i])["token_ids"] for i in (1, 3, 0, 2)]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["num_resumed"], report["num_requests"]) == (2, 2)
+
+    monkeypatch.setattr(generate, "Engine", None)  # with nothing left, none is started
+    generate.run(config, tmp_path)
+    assert read_lines(path) == lines

@@ -1,0 +1,218 @@
+"""What a Slurm job runs, as a plan of commands made from the job's environment alone.
+
+Pure functions: `cluster/slurm_job.py` carries a plan out. Ports and folders follow from the job's number, so that two
+jobs can share a node. Overrides of the user come last in the command line of the launch and so win.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SYMMETRIC, EXPLICIT = "symmetric", "explicit"
+_FIRST_PORT, _PORTS_PER_JOB, _NUM_BLOCKS = 20000, 8, 1596
+"""Above the ports Ray's workers use by default, below those the system gives to whoever asks for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What `scontrol show node` knows of one node."""
+
+    address: str
+    num_cpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """The nodes of one part of a heterogeneous job; other jobs have one part."""
+
+    nodes: tuple[str, ...]
+    cpus: tuple[int, ...]
+    """CPUs this job has on each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What Slurm gave to this job."""
+
+    job_id: int
+    components: tuple[Component, ...]
+
+    @property
+    def nodes(self) -> list[str]:
+        return [node for component in self.components for node in component.nodes]
+
+    @property
+    def head(self) -> str:
+        """Where the batch script runs, and Ray's head with it."""
+        return self.nodes[0]
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Allocation:
+        """From the variables Slurm sets. ValueError outside a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise ValueError("SLURM_JOB_ID: not set, so this is no Slurm job; submit it with `sbatch launch.sh`")
+        size = int(environment.get("SLURM_HET_SIZE", "0"))
+        suffixes = [f"_HET_GROUP_{index}" for index in range(size)] or [""]
+        components = []
+        for suffix in suffixes:
+            nodes = expand_hostlist(environment[f"SLURM_JOB_NODELIST{suffix}"])
+            counts = expand_counts(environment.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", f"1(x{len(nodes)})"))
+            components.append(Component(tuple(nodes), tuple(counts)))
+        return Allocation(int(environment["SLURM_JOB_ID"]), tuple(components))
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """TCP ports of this job's Ray."""
+
+    head: int
+    dashboard: int
+    agent: int
+    client: int
+
+    @staticmethod
+    def of(job_id: int) -> Ports:
+        first = _FIRST_PORT + _PORTS_PER_JOB * (job_id % _NUM_BLOCKS)
+        return Ports(*range(first, first + 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Commands in the order they are started. `rays` maps a node to the command that runs Ray there until it ends.
+
+    With `ray symmetric-run` there are none: `launch` then starts and stops Ray itself.
+    """
+
+    environment: dict[str, str]
+    rays: dict[str, list[str]]
+    launch: list[str]
+
+    def describe(self) -> str:
+        """As lines a shell would understand."""
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        lines += [f"{shlex.join(command)} &" for command in self.rays.values()]
+        return "\n".join([*lines, shlex.join(self.launch)])
+
+
+def choose_bootstrap(wanted: str, allocation: Allocation, *, has_symmetric: bool, whole_nodes: bool) -> str:
+    """How Ray is started: by `ray symmetric-run` where that is safe, node by node otherwise.
+
+    It ends with `ray stop`, which ends every Ray of the host, so the job must have its nodes for itself; and it gives
+    every node the same options, so the job must have one part.
+    """
+    if wanted not in ("auto", SYMMETRIC, EXPLICIT):
+        raise ValueError(f"SPECDEC_RAY={wanted}: unknown; choose auto, {SYMMETRIC} or {EXPLICIT}")
+    if wanted == SYMMETRIC and not has_symmetric:
+        raise ValueError(f"SPECDEC_RAY={wanted}: this Ray has no symmetric-run; use {EXPLICIT}")
+    suits = len(allocation.nodes) > 1 and len(allocation.components) == 1 and whole_nodes
+    return SYMMETRIC if wanted == SYMMETRIC or (wanted == "auto" and has_symmetric and suits) else EXPLICIT
+
+
+def make_plan(
+    allocation: Allocation,
+    addresses: Mapping[str, str],
+    overrides: Sequence[str],
+    *,
+    python: str,
+    run_dir: str,
+    bootstrap: str = EXPLICIT,
+    dashboard: bool = True,
+    resumes: bool = False,
+    tmp: str = "/tmp",
+) -> Plan:
+    """The whole job. `addresses` maps its nodes to addresses that all of them can reach; `run_dir` is shared."""
+    ports, folder = Ports.of(allocation.job_id), f"{tmp}/specdec-{allocation.job_id}"
+    head_address = f"{addresses[allocation.head]}:{ports.head}"
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": f"{run_dir}/ray-token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # of 30, all that Slurm grants to a job it ends
+        "PYTHONUNBUFFERED": "1",
+    }
+    launch = [python, "-P", "-m", "cluster.launch", "cluster=slurm", f"cluster.address={head_address}"]
+    launch += [f"cluster.nodes={len(allocation.nodes)}", f"hydra.run.dir={run_dir}", f"hydra.sweep.dir={run_dir}"]
+    launch += ["job.resume=true"] * resumes
+    launch += _nodes_of_roles(allocation, addresses, overrides)
+    launch += overrides
+    ray = python.rpartition("/")[0] + "/ray" if "/" in python else "ray"
+    if bootstrap == SYMMETRIC:
+        environment["RAY_TMPDIR"] = folder
+        # Nodes otherwise look for a head that is gone for a minute.
+        environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
+        count = len(allocation.nodes)
+        step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        start = [ray, "symmetric-run", "--address", head_address, "--min-nodes", str(count), "--disable-usage-stats"]
+        return Plan(environment, {}, [*step, *start, "--", *launch])
+    common = [f"--temp-dir={folder}", f"--dashboard-agent-listen-port={ports.agent}"]
+    common += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--block"]
+    rays = {}
+    for index, component in enumerate(allocation.components):
+        for node, cpus in zip(component.nodes, component.cpus, strict=True):
+            here = [f"--node-ip-address={addresses[node]}", f"--num-cpus={cpus}", *common]
+            if node == allocation.head:
+                start = [ray, "start", "--head", f"--port={ports.head}", *here]
+                start += [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={ports.dashboard}"]
+                start += [f"--ray-client-server-port={ports.client}"]
+                rays[node] = _until_stopped(start, folder)
+            else:
+                step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", f"--nodelist={node}"]
+                step += [f"--het-group={index}"] * (len(allocation.components) > 1)
+                start = [ray, "start", f"--address={head_address}", *here]
+                rays[node] = [*step, *_until_stopped(start, folder)]
+    return Plan(environment, rays, launch)
+
+
+def _until_stopped(command: list[str], folder: str) -> list[str]:
+    """Runs until SIGTERM has ended Ray, then clears up; the shell itself outlives the signal."""
+    return ["bash", "-c", f"trap : TERM; {shlex.join(command)}; rm -rf {shlex.quote(folder)}"]
+
+
+def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+    """A job of two parts was asked for to have the target on the first and who drafts on the second."""
+    if len(allocation.components) != 2 or any(part.startswith("placement.nodes") for part in overrides):
+        return []
+    target, draft = (",".join(addresses[node] for node in part.nodes) for part in allocation.components)
+    return [f"placement.nodes={{target:[{target}],draft:[{draft}]}}"]
+
+
+def parse_nodes(text: str) -> dict[str, NodeFacts]:
+    """Out of `scontrol -o show node`: a line per node of KEY=VALUE words."""
+    found = {}
+    for line in text.splitlines():
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "NodeName" in words:
+            address = words.get("NodeAddr", words["NodeName"])
+            found[words["NodeName"]] = NodeFacts(address, int(words.get("CPUTot", "0")))
+    return found
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """`n[1-2,09],gpu5` -> n1, n2, n09, gpu5. Numbers keep their leading zeros; several brackets multiply."""
+    hosts = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        parts = re.split(r"\[([^\]]*)\]", item)
+        choices = [_expand_range(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        hosts += ["".join(parts) for parts in itertools.product(*choices)]
+    return hosts
+
+
+def _expand_range(text: str) -> list[str]:
+    names = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        names += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """`4(x2),1` -> 4, 4, 1."""
+    counts = []
+    for item in text.split(","):
+        count, _, times = item.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts

@@ -1,0 +1,109 @@
+"""A real Slurm on hosts of this machine: daemons, key and configuration of its own, gone with its hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Host, network
+
+DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
+WAIT_S = 120
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=switch({switch})
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.sock,cred_expire=5
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={directory}/state
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdSpoolDir={directory}/spool.%n
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmdLogFile={directory}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1,sched_interval=1
+ReturnToService=2
+MpiDefault=none
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Slurm:
+    """Jobs are submitted from the first host, in `directory`, which all hosts share."""
+
+    def __init__(self, directory: Path, hosts: list[Host], environment: Mapping[str, str]) -> None:
+        self.directory, self.hosts = directory, hosts
+        self._environment = {**environment, "SLURM_CONF": str(directory / "slurm.conf")}
+
+    def ask(self, *command: object) -> str:
+        return self.hosts[0].run(*command, cwd=self.directory, env=self._environment)
+
+    def submit(self, *command: object, **environment: str) -> int:
+        """`sbatch` with these arguments; the number of the job."""
+        options = {"cwd": self.directory, "env": {**self._environment, **environment}}
+        return int(self.hosts[0].run("sbatch", "--parsable", *command, **options))
+
+    def is_over(self, job: int) -> bool:
+        """Whether it ended and all its nodes are done with it."""
+        state = self.ask("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").strip()
+        return state in ("", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT")
+
+    def outcome(self, job: int) -> str:
+        """How it ended, for the message of a test: the end of what it wrote."""
+        return self.output(job)[-3000:]
+
+    def output(self, job: int) -> str:
+        path = self.directory / f"slurm-{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, job: int, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"job {job}: {self.outcome(job)}"
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def slurm(directory: Path, environment: Mapping[str, str]) -> Iterator[Slurm]:
+    """A cluster of two nodes with two CPUs each; skips, saying why, where there can be none."""
+    absent = [daemon for daemon in DAEMONS if shutil.which(daemon) is None]
+    if absent:
+        pytest.skip(f"{', '.join(absent)} not installed: apt-get install slurm-wlm munge")
+    with network(directory, "n1", "n2") as (switch, hosts):
+        key, conf = directory / "munge.key", directory / "slurm.conf"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=1000" for host in hosts]
+        conf.write_text(
+            CONFIGURATION.format(switch=switch.address, directory=directory, nodes="\n".join([*nodes, ""]))
+        )
+        paths = [f"--{what}-file={directory}/munge.{what}" for what in ("pid", "log", "seed")]
+        keyed = [f"--key-file={key}", f"--socket={directory}/munge.sock", *paths, "--force"]
+        switch.run("munged", *keyed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, capture_output=False)
+        with_conf = {"env": {**environment, "SLURM_CONF": str(conf)}}
+        switch.start("slurmctld", "-D", "-f", conf, log=directory / "slurmctld.out", **with_conf)
+        for host in hosts:
+            host.start("slurmd", "-D", "-N", host.name, "-f", conf, log=directory / f"{host.name}.out", **with_conf)
+        cluster = Slurm(directory, hosts, environment)
+        deadline = time.monotonic() + WAIT_S
+        while cluster.ask("sinfo", "-h", "-o", "%t %D").strip() != "idle 2":
+            assert time.monotonic() < deadline, (directory / "slurmctld.log").read_text()[-2000:]
+            time.sleep(0.1)
+        yield cluster
