@@ -322,8 +322,13 @@ def _corpus(path: str) -> str:
     return str(file.absolute())
 
 
+def workload_prompts(workload: str) -> Path:
+    """The bundled prompts of a `job.workload`."""
+    return pocket.PROMPTS if workload == "completion" else pocket.PROMPTS.with_name(f"{workload}.jsonl")
+
+
 def _prompts(path: str, workload: str) -> str:
-    bundled = pocket.PROMPTS if workload == "completion" else pocket.PROMPTS.with_name(f"{workload}.jsonl")
+    bundled = workload_prompts(workload)
     file = Path(path).expanduser() if path else bundled
     if bundled != pocket.PROMPTS and file != bundled:
         raise ValueError(f"job.workload={workload}: names bundled prompts, but job.prompts is given; drop one of them")

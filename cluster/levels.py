@@ -33,7 +33,11 @@ def typed_level(entry: Any, where: str, families: Mapping[str, type]) -> Drafter
     known = [name for name in families if name not in ("none", "cascade")]
     if not isinstance(keys, dict) or keys.get("name") not in known:
         raise ValueError(f"{where}={entry}: is no level; give a name or {{name: NAME, ...}}, one of {', '.join(known)}")
-    record = families[keys["name"]]
+    return typed_record(keys, where, families[keys["name"]])
+
+
+def typed_record(keys: Mapping[str, Any], where: str, record: type) -> DrafterConfig:
+    """A drafter's record from its keys."""
     hints = get_type_hints(record)
     for key in keys:
         if key not in hints:

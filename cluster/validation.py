@@ -249,7 +249,10 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
     yield "job.name", job.name, job.name == right, f"is set by job={right}; write job={job.name}"
     if right in ("generate", "bench", "certify"):
         workload = job.workload
-        yield "job.workload", workload, workload in WORKLOADS, f"is unknown; choose one of {', '.join(WORKLOADS)}"
+        unknown = f"is unknown; choose one of {', '.join(WORKLOADS)}"
+        yield "job.workload", workload, workload in WORKLOADS, unknown
+        for one in getattr(job, "workloads", ()):
+            yield "job.workloads", one, one in WORKLOADS, unknown
     if right in ("generate", "bench", "plan"):
         yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
     if right == "generate":

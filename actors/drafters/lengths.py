@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from actors.messages import LevelWork
-from actors.pipelines.walltime import LevelCost, acceptance_of, best_lengths
+from actors.pipelines.walltime import LevelCost, best_lengths, measured_cost
 
 WINDOW = 12
 """Drafts between two choices."""
@@ -89,12 +89,5 @@ class LengthControl:
                     return self._bounds
                 costs.append(LevelCost(seen.busy_s / seen.num_passes, 0.0, 0, drafts_at_once=True))
                 continue
-            acceptance = acceptance_of(seen.num_accepted_tokens, seen.num_draft_tokens, seen.num_drafts)
-            at_once = place == 0 and self._at_once
-            if at_once:  # it was asked more often than it had something to say
-                acceptance *= min(1.0, seen.num_drafts / seen.num_passes)
-            pass_s = seen.busy_s / seen.num_passes
-            if place == 0 and not at_once:
-                pass_s = seen.busy_s / seen.num_draft_tokens
-            costs.append(LevelCost(pass_s, acceptance, 0, at_once))
+            costs.append(measured_cost(seen, 0, is_first=place == 0, drafts_at_once=place == 0 and self._at_once))
         return best_lengths(costs, self._away_s, self._bounds)

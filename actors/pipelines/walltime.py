@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
@@ -62,6 +63,25 @@ class LevelCost:
     acceptance: float
     num_draft_tokens: int
     drafts_at_once: bool = False
+
+
+class Work(Protocol):
+    """What was counted of a level, as in a `LevelWork`."""
+
+    num_passes: float
+    busy_s: float
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+
+
+def measured_cost(work: Work, num_draft_tokens: int, *, is_first: bool, drafts_at_once: bool) -> LevelCost:
+    """The cost of a level from its counters; the first one has nobody beneath it."""
+    acceptance = acceptance_of(work.num_accepted_tokens, work.num_draft_tokens, work.num_drafts)
+    if drafts_at_once:  # it was asked more often than it had something to say
+        acceptance *= min(1.0, work.num_drafts / work.num_passes)
+    num_passes = work.num_draft_tokens if is_first and not drafts_at_once else work.num_passes
+    return LevelCost(work.busy_s / num_passes, acceptance, num_draft_tokens, drafts_at_once)
 
 
 def draft_s(levels: Sequence[LevelCost], num_draft_tokens: int) -> float:

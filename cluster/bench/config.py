@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,11 @@ class BenchConfig:
     """Measured runs of each configuration; medians are reported."""
     warmup: int = 1
     """Unmeasured runs before them, over as many prompts as are in flight."""
-    drafters: list[str] = field(default_factory=list)
-    """Axis: choices of `drafter=`."""
+    workloads: list[str] = field(default_factory=list)
+    """Axis: bundled prompts, see `job.workload`."""
+    drafters: list[Any] = field(default_factory=list)
+    """Axis: choices of `drafter=`, or their keys as `{name: model, path: DIR}`, or a cascade's levels as
+    `[ngram,model]`."""
     pipelines: list[str] = field(default_factory=list)
     """Axis: choices of `pipeline=`."""
     temperatures: list[float] = field(default_factory=list)

@@ -8,20 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+from actors.levels import CascadeDrafterConfig, LevelLengths, checkpoints
 from actors.options import DrafterConfig, ModelDrafterConfig, Parallel, PipelineConfig, PipelineName
-from cluster.config import CHOICES, BenchConfig, LaunchConfig, checked
+from cluster import pocket
+from cluster.config import CHOICES, BenchConfig, LaunchConfig, checked, workload_prompts
+from cluster.levels import typed_record
+
+_BUNDLED = {str(pocket.DRAFTER): "model", str(pocket.DEEP_DRAFTER): "pocket-deep"}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One combination. `context` 0 leaves the prompts as they are."""
+    """One combination. `context` 0 leaves the prompts as they are; `workload` is empty for `job.prompts`."""
 
     drafter: DrafterConfig
     pipeline: PipelineConfig
     temperature: float
     batch: int
     context: int
+    workload: str = ""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -52,6 +60,7 @@ class Setting:
             "temperature": self.temperature,
             "batch": self.batch,
             "context": self.context or None,
+            "workload": self.workload or None,
         }
 
 
@@ -59,7 +68,7 @@ def expand(config: LaunchConfig) -> list[Setting]:
     """All settings in the order of the axes, without repetitions. ValueError, one line, names what cannot be run."""
     job: BenchConfig = config.job
     _refuse_what_never_runs(config)
-    drafters = [_drafter(name, config.drafter) for name in job.drafters] or [config.drafter]
+    drafters = [_drafter(entry, config.drafter) for entry in job.drafters] or [config.drafter]
     pipelines = [_pipeline(name, config.pipeline) for name in job.pipelines] or [config.pipeline]
     if job.draft_lengths:  # to compare lengths is to fix them
         pipelines = [replace(pipeline, adaptive=False, min_draft_tokens=0) for pipeline in pipelines]
@@ -74,6 +83,7 @@ def expand(config: LaunchConfig) -> list[Setting]:
         job.temperatures or [config.sampling.temperature],
         job.batches or [1],
         job.contexts or [0],
+        job.workloads or [""],
     )
     settings = {str(setting): setting for setting in (Setting(*combination) for combination in combinations)}
     return [_resolved(setting, config) for setting in settings.values()]
@@ -81,7 +91,8 @@ def expand(config: LaunchConfig) -> list[Setting]:
 
 def names(settings: Sequence[Setting]) -> list[str]:
     """A short name for each: who drafts how much, then only what differs between them."""
-    labels = [setting.labels() for setting in settings]
+    by_path = len({path for setting in settings for path in checkpoints(setting.drafter)}) > 1
+    labels = [{**setting.labels(), "drafter": _title(setting.drafter, by_path=by_path)} for setting in settings]
     differing = {key for key in labels[0] if len({label[key] for label in labels}) > 1}
     return [_name(label, differing) for label in labels]
 
@@ -90,13 +101,28 @@ def _name(label: dict[str, object], differing: set[str]) -> str:
     sign = "<=" if label["adaptive"] else "="
     parts = [f"{label['drafter']}" + f" k{sign}{label['num_draft_tokens']}" * bool(label["num_draft_tokens"])]
     written = {"parallel": "{}", "pipeline": "{}", "temperature": "T={}", "batch": "b={}", "context": "c={}"}
+    written["workload"] = "{}"
     parts += [form.format(label[key]) for key, form in written.items() if key in differing]
     return " ".join(parts)
 
 
-def _drafter(name: str, configured: DrafterConfig) -> DrafterConfig:
-    """As configured if it is the one that was chosen, with its defaults otherwise."""
-    return configured if name == configured.name else _record("drafter", name)(name=name)
+def _title(drafter: DrafterConfig, *, by_path: bool) -> str:
+    """Its family, or what its levels are; models by their checkpoints where there are several."""
+    if isinstance(drafter, CascadeDrafterConfig):
+        levels = "+".join(_title(level, by_path=by_path) for level in drafter.levels)
+        return f"{levels} auto" if drafter.lengths is LevelLengths.auto else levels
+    path = getattr(drafter, "path", "")
+    return _BUNDLED.get(path, Path(path).name) if by_path and path else drafter.name
+
+
+def _drafter(entry: Any, configured: DrafterConfig) -> DrafterConfig:
+    """A choice by its name (as configured if it is the chosen one), its keys, or the levels of a cascade."""
+    keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
+    if not isinstance(keys, dict):
+        return configured if keys == configured.name else _record("drafter", keys)(name=keys)
+    if keys.get("name") not in CHOICES["drafter"]:
+        raise ValueError(f"job.drafters={keys}: has no known name; choose from {', '.join(CHOICES['drafter'])}")
+    return typed_record(keys, "job.drafters", CHOICES["drafter"][keys["name"]])
 
 
 def _pipeline(name: str, configured: PipelineConfig) -> PipelineConfig:
@@ -139,6 +165,11 @@ def _resolved(setting: Setting, config: LaunchConfig) -> Setting:
 
 
 def _refuse_what_never_runs(config: LaunchConfig) -> None:
+    job = config.job
+    if job.workloads and job.prompts != str(workload_prompts(job.workload)):
+        raise ValueError(
+            f"job.workloads={job.workloads}: names bundled prompts, but job.prompts is given; drop one of them"
+        )
     widest = max(config.job.batches, default=1)
     if widest > config.scheduler.max_num_seqs:
         raise ValueError(

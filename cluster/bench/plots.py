@@ -1,4 +1,4 @@
-"""`bench.png`, speed of every setting, and `acceptance.png`, where its drafts are accepted.
+"""`bench.png`, speed of every setting, `acceptance.png`, where its drafts are accepted, `drafters.png`, their costs.
 
 Reads the entries of `report.json`; draws nothing that is not in them.
 """
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cluster.bench.drafters import comparisons
 from cluster.bench.sides import ASSISTED, TRANSFORMERS, peer_sides
 
 Entry = Mapping[str, object]
@@ -69,6 +70,35 @@ def draw_acceptance(path: Path, entries: Sequence[Entry]) -> None:
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.set_title("Acceptance by position", loc="left", fontsize=11)
     figure.savefig(path, dpi=130)
+
+
+def draw_drafters(path: Path, entries: Sequence[Entry]) -> None:
+    """What drafts bring, what they cost, and how fast decoding is beside what was predicted; a row per comparison."""
+    groups = comparisons(entries)
+    panels = (
+        ("mean_acceptance_length", "acceptance length"),
+        ("ms_per_draft", "ms per draft"),
+        ("decode_tokens_per_s", "tokens/s behind the first token (diamond: predicted)"),
+    )
+    height = 0.8 + sum(0.6 + 0.26 * len(group) for group in groups)
+    figure = Figure(figsize=(12, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(max(1, len(groups)), 3, sharey="row", sharex="col", squeeze=False)
+    for line, group in zip(grid, groups, strict=False):
+        names = [entry["name"] for entry in group]
+        for axes, (key, title) in zip(line, panels, strict=True):
+            axes.barh(names, [entry[key] or 0 for entry in group], height=0.65, color=_BAR)
+            axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            if line is grid[-1]:
+                axes.set_xlabel(title)
+        predicted = [(entry["predicted_tokens_per_s"], entry["name"]) for entry in group]
+        points = [point for point in predicted if point[0] is not None]
+        if points:
+            line[2].scatter(*zip(*points, strict=True), color=_LINES[1], marker="D", s=22, zorder=3)
+        line[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:

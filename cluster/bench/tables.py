@@ -6,6 +6,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cluster.bench.prediction import DRAFTING
 from cluster.bench.sides import peer_sides
 from cluster.console import ABSENT, figure, percent
 
@@ -30,6 +31,7 @@ _PLAIN_COLUMNS = (
     "stale",
     "num_unequal_requests",
     "repeats",
+    *DRAFTING,
 )
 
 

@@ -6,7 +6,7 @@ that warms up or slows down favours nobody. It derives no figures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.bench.engines import EnginePool
@@ -33,9 +33,9 @@ class Outcome:
 
 
 class Trials:
-    """Fills `outcomes`; whatever ends `run` early, the trials that were finished are there."""
+    """Fills `outcomes`; whatever ends `run` early, the trials that were finished are there. Prompts are by workload."""
 
-    def __init__(self, config: LaunchConfig, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, config: LaunchConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         self.outcomes: list[Outcome] = []
         self.peers: dict[str, Peer] = {}
         self._config = config
@@ -62,7 +62,7 @@ class Trials:
             if name not in self.peers:
                 bar.say(f"loading {name}")
                 self.peers[name] = PEERS[name](engine)
-        return Outcome(make_task(setting, self._config, self._prompts, engine), engine)
+        return Outcome(make_task(setting, self._config, self._prompts[setting.workload], engine), engine)
 
     def _repeat(self, tasks: Sequence[tuple[Outcome, Task]], bar: Bar, *, turned: bool = False) -> list[Trial]:
         """One trial of every task. What a peer does alike for several of them, it does once."""

@@ -1,7 +1,7 @@
 """`job=bench`: time settings against plain decoding, and against other engines, in one run.
 
-Files: `report.json` with every figure of every setting, `bench.csv`, `bench.png` and `acceptance.png`; after Ctrl-C, of
-the repeats that were finished.
+Files: `report.json` with every figure of every setting, `bench.csv`, `bench.md`, `bench.png`, `acceptance.png` and
+`drafters.png`; after Ctrl-C, of the repeats that were finished.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from cluster.bench.drafters import choices, drafter_table, write_markdown
 from cluster.bench.engines import EnginePool
 from cluster.bench.figures import BASELINES, summarise
 from cluster.bench.machine import machine
 from cluster.bench.peers import Peer, check_peers
 from cluster.bench.plan import expand, names
-from cluster.bench.plots import draw_acceptance, draw_speed
+from cluster.bench.plots import draw_acceptance, draw_drafters, draw_speed
+from cluster.bench.prediction import drafting_figures
 from cluster.bench.tables import Entry, category_table, peer_table, round_table, speed_table, write_csv
 from cluster.bench.trials import Outcome, Trials
-from cluster.config import BenchConfig, LaunchConfig
+from cluster.config import BenchConfig, LaunchConfig, workload_prompts
 from cluster.console import Terminal
 from cluster.prompts import read_prompts
 from cluster.report import layout, notes, versions, write_json
@@ -28,7 +30,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     job: BenchConfig = config.job
     check_peers(job.peers, config.sampling.params())
     settings = expand(config)
-    prompts = read_prompts(Path(job.prompts), job.limit)
+    files = {name: workload_prompts(name) for name in job.workloads} or {"": Path(job.prompts)}
+    prompts = {name: read_prompts(file, job.limit) for name, file in files.items()}
     terminal = Terminal()
     trials = Trials(config, prompts)
     num_steps = len(settings) * (job.warmup + job.repeats)
@@ -40,15 +43,18 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         outcomes = [outcome for outcome in trials.outcomes if outcome.trials]
         if outcomes:
             is_complete = len(outcomes) == len(settings) and len(outcomes[-1].trials) == job.repeats
-            entries = _entries(outcomes, len(prompts))
+            entries = _entries(outcomes, {name: len(some) for name, some in prompts.items()})
             remarks = _remarks(config, outcomes, entries)
             _write(run_dir, config, entries, trials.peers, remarks, is_complete=is_complete)
             _show(terminal, entries, remarks, run_dir)
 
 
-def _entries(outcomes: list[Outcome], num_prompts: int) -> list[Entry]:
+def _entries(outcomes: list[Outcome], num_prompts: dict[str, int]) -> list[Entry]:
     labels = names([outcome.task.setting for outcome in outcomes])
-    return [_entry(name, outcome, num_prompts) for name, outcome in zip(labels, outcomes, strict=True)]
+    return [
+        _entry(name, outcome, num_prompts[outcome.task.setting.workload])
+        for name, outcome in zip(labels, outcomes, strict=True)
+    ]
 
 
 def _entry(name: str, outcome: Outcome, num_prompts: int) -> Entry:
@@ -57,6 +63,7 @@ def _entry(name: str, outcome: Outcome, num_prompts: int) -> Entry:
         "name": name,
         "setting": task.setting.labels(),
         **summarise(outcome.trials, greedy=task.setting.temperature == 0),
+        **drafting_figures(task.setting, outcome.trials),
         "num_skipped_prompts": num_prompts - len(task.prompts),
         "num_threads": {"target": task.num_threads, "peers": task.num_threads},
         "resident_bytes": outcome.resident_bytes,
@@ -73,7 +80,7 @@ def _remarks(config: LaunchConfig, outcomes: list[Outcome], entries: list[Entry]
         remarks.append(f"{skipped} prompts were left out: they leave no room for sampling.max_tokens")
     if any("+" in ranks for entry in entries for ranks in entry["resident_bytes"]):
         remarks.append("memory is that of all processes of this run together: ranks of every open engine, Ray, peers")
-    return list(dict.fromkeys(remarks))
+    return [*dict.fromkeys(remarks), *choices(entries)]
 
 
 def _write(
@@ -99,6 +106,8 @@ def _write(
     }
     write_json(run_dir / "report.json", report)
     write_csv(run_dir / "bench.csv", entries)
+    write_markdown(run_dir / "bench.md", entries)
+    draw_drafters(run_dir / "drafters.png", entries)
     draw_speed(run_dir / "bench.png", entries)
     draw_acceptance(run_dir / "acceptance.png", entries)
 
@@ -107,6 +116,7 @@ def _show(terminal: Terminal, entries: list[Entry], remarks: list[str], run_dir:
     tables = {
         "Speed against plain decoding": speed_table(entries),
         "Rounds": round_table(entries),
+        "Drafters": drafter_table(entries),
         "Other engines": peer_table(entries),
         "Speed-up and acceptance length by category": category_table(entries),
     }

@@ -9,6 +9,7 @@ import pytest
 from actors.messages import RequestStats
 from cluster.bench.figures import ratios, spread, summarise
 from cluster.bench.plots import draw_acceptance, draw_speed
+from cluster.bench.prediction import DRAFTING
 from cluster.bench.sides import ASSISTED, PLAIN, SPECULATIVE, TRANSFORMERS
 from cluster.bench.tables import category_table, csv_row, peer_table, round_table, speed_table, write_csv
 from cluster.prompts import Prompt
@@ -60,6 +61,7 @@ def entry(name: str = "model k=3", trials=TRIALS) -> dict[str, object]:
         "num_threads": {"target": 1, "peers": 1},
         "resident_bytes": {"target-0": 2**20, "draft-0": 2**20},
         **summarise(trials, greedy=True),
+        **dict.fromkeys(DRAFTING),
     }
 
 

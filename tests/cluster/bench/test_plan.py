@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from actors.options import NgramDrafterConfig, NoDrafterConfig, Parallel, PipelineConfig, PipelineName
+from cluster import pocket
 from cluster.bench.engines import EnginePool, may_share
 from cluster.bench.plan import expand, names
 from cluster.config import BenchConfig, ClusterConfig, ClusterName
@@ -74,9 +75,32 @@ def test_a_draft_model_is_shared_in_every_way_on_the_same_ranks(bench_launch, ti
     assert names(settings) == ["model k=3 single", "model k=3 tensor", "model k=3 layer"]
 
 
+def test_a_drafter_is_a_name_or_its_keys_or_the_levels_of_a_cascade(bench_launch):
+    deep = {"name": "model", "path": "pocket-deep"}
+    auto = {"name": "cascade", "levels": ["ngram", "model"], "lengths": "auto"}
+    config = bench_launch(drafters=["ngram", deep, ["ngram", deep], auto])
+    config = replace(config, target=replace(config.target, path=str(pocket.TARGET)))
+    settings = expand(config)
+    assert names(settings) == ["ngram k=5", "pocket-deep k=5", "ngram+pocket-deep k=5", "ngram+model auto k=5"]
+    assert settings[2].drafter.levels[1] == settings[1].drafter
+    assert len({setting.engine_key for setting in settings}) == 4
+
+
+def test_workloads_share_the_engines(bench_launch):
+    config = bench_launch(workloads=["completion", "agent"])
+    with pytest.raises(ValueError, match="^job.workloads=.*: names bundled prompts, but job.prompts is given"):
+        expand(config)
+    settings = expand(replace(config, job=replace(config.job, prompts=str(pocket.PROMPTS))))
+    assert names(settings) == ["model k=3 completion", "model k=3 agent"]
+    assert len({setting.engine_key for setting in settings}) == 1
+
+
 @pytest.mark.parametrize(
     ("axes", "complaint"),
     [
+        ({"drafters": [{"path": "x"}]}, "job.drafters={'path': 'x'}: has no known name; choose from none, model"),
+        ({"drafters": [{"name": "ngram", "depth": 3}]}, "job.drafters.depth"),
+        ({"drafters": [["ngram"]]}, "drafter.levels=['ngram']: must be at least two"),
         ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, ngram"),
         ({"pipelines": ["zigzag"]}, "job.pipelines=zigzag: no such choice"),
         ({"parallels": ["wide"]}, "job.parallels=wide: no such way; choose from single, tensor, layer"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 
-from cluster.bench import trials
+from cluster.bench import plan, trials
 from cluster.config import BenchConfig
 from cluster.jobs import bench
 from cluster.report import FIGURES
 
-FILES = {"report.json", "bench.csv", "bench.png", "acceptance.png"}
+FILES = {"report.json", "bench.csv", "bench.md", "bench.png", "acceptance.png", "drafters.png"}
 
 
 @pytest.fixture
@@ -58,6 +59,9 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
     assert [row["name"] for row in rows] == list(entries)
     assert float(rows[0]["speculative / plain"]) == alone["speedup_vs_ar"]
     assert float(rows[0]["transformers assisted tokens_per_s"]) > 0 and rows[1]["transformers tokens_per_s"] == ""
+    assert float(rows[0]["ms_per_draft"]) > 0 and abs(float(rows[0]["prediction_error"])) < 0.5
+    assert rows[1]["predicted_tokens_per_s"] == ""  # two requests at a time are not what the formula describes
+    assert (tmp_path / "bench.md").read_text().count("model k=3") == 2
     assert float(rows[2]["writing: speculative / plain"]) > 0
     shown = capsys.readouterr().out
     assert "Other engines" in shown and "category" in shown and "all processes of this run" in shown
@@ -69,6 +73,15 @@ def test_contexts_and_temperatures_are_axes(tiny_launch, prompts, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert [entry["setting"]["context"] for entry in report["settings"]] == [40, 300, 40, 300]
     assert all(entry["tokens_equal_plain"] for entry in report["settings"])
+
+
+def test_workloads_are_an_axis(tiny_launch, tmp_path, monkeypatch, prompts):
+    for module in (bench, plan):
+        monkeypatch.setattr(module, "workload_prompts", lambda name: Path(prompts))
+    job = BenchConfig(prompts=prompts, limit=1, repeats=1, warmup=0, workloads=["editing", "agent"])
+    bench.run(tiny_launch(job), tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [entry["setting"]["workload"] for entry in report["settings"]] == ["editing", "agent"]
 
 
 def test_an_interrupt_keeps_the_repeats_that_were_finished(tiny_launch, prompts, tmp_path, monkeypatch):
