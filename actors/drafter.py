@@ -185,6 +185,8 @@ class DraftRole:
             if self.contexts.pop(request_id, None) is not None:
                 self.drafter.release(request_id)
         for admit in batch.admits:
+            if admit.request_id in self.contexts:  # told again by a level above that cannot know whether it was heard
+                self.drafter.release(admit.request_id)
             context = Context(
                 admit.request_id,
                 admit.epoch,

@@ -17,7 +17,13 @@ LANES = ("target", "draft")
 ROUNDS_SHOWN = 8
 """In the picture; the trace holds all."""
 
-_COLOURS = {"verify": "#2f6fb0", "decode": "#7fb2e5", "propose": "#e08a2e", "prefill": "#b9b4a9"}
+_COLOURS = {
+    "verify": "#2f6fb0",
+    "decode": "#7fb2e5",
+    "propose": "#e08a2e",
+    "draft": "#5aa469",
+    "prefill": "#b9b4a9",
+}
 _OTHER_COLOUR = "#8a8a8a"
 
 

@@ -7,10 +7,12 @@ import time
 
 import pytest
 
+from actors.drafters.cascade import CascadeDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
+from actors.levels import CascadeDrafterConfig, LevelsPlacement
 from actors.messages import SamplingParams
-from actors.options import PipelineConfig, PipelineName
+from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
 from actors.scheduler import Scheduler
 from actors.target import TargetRole
 from cluster.config import ClusterConfig, ClusterName
@@ -89,6 +91,43 @@ def test_what_dies_is_replaced_and_the_tokens_are_the_same(open_engine, break_at
         counters = engine.report().counters
         assert counters["num_role_losses"] == {identity[:-2]: len(calls)}
         assert all(0 < seconds < WAIT_S for seconds in counters["resume_s"][identity[:-2]])
+
+
+LEVELS = {
+    "lowest": (ModelDrafter, None, "draft3-0"),
+    "middle": (CascadeDrafter, 1, "draft2-0"),
+    "last": (CascadeDrafter, 2, "draft-0"),
+}
+NAMES = ("0-model", "1-model", "2-model")
+
+
+@pytest.mark.parametrize(
+    "dead, pipeline",
+    [
+        ("lowest", PipelineName.branches),
+        ("middle", PipelineName.branches),
+        ("middle", PipelineName.sync),
+        ("last", PipelineName.branches),
+    ],
+)
+def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
+    open_engine, break_at, plain, half_agreeing_drafter, dead, pipeline
+):
+    owner, level, identity = LEVELS[dead]
+    levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=k, device="cpu") for k in (2, 3, 4)]
+    cascade = CascadeDrafterConfig(levels=levels, num_draft_tokens=4, placement=LevelsPlacement.separate)
+    engine = open_engine(cascade, pipeline=PipelineConfig(pipeline, adaptive=False))
+    break_at(owner, "_with_room", 6, only=lambda drafter: level is None or drafter._level == level)
+    assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    for _ in range(10):  # its successor may join during any of them
+        engine.report(reset=True)
+        assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLED)] == plain[0.8]
+        worked = engine.report().counters["levels"]
+        if all(worked.get(name, {}).get("num_drafts") for name in NAMES):
+            break
+    else:
+        pytest.fail(f"a level was never used again: {worked}")
+    assert [incident.identity for incident in engine.supervisor.incidents] == [identity]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
