@@ -75,7 +75,7 @@ class ScriptedEngine:
         with self._lock:
             self.in_flight.discard(completion)
 
-    def report(self, *, reset: bool) -> Report:
+    def report(self, *, reset: bool, phase: str = "") -> Report:
         if self.dead and self.num_resets:
             raise EngineError("target-0: died")
         self.num_resets += reset

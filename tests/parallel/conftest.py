@@ -80,7 +80,7 @@ def on_ranks() -> Callable[[int, Callable[[Group], Any]], list[Any]]:
 
         def rank_main(rank: int) -> None:
             try:
-                group = join(connect_store("127.0.0.1", store.port), "ranks", 0, rank, size, timeout_s=20)
+                group = join(connect_store("127.0.0.1", store.port), "ranks", 0, rank, size, timeout_s=60)
                 results[rank] = work(group)
                 group.close()
             except BaseException as error:

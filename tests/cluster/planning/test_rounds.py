@@ -54,7 +54,7 @@ def engine_length(counters) -> float:
     return 1 + counters["num_accepted_tokens"] / counters["num_spec_steps"]
 
 
-def script(texts, batch: int = 1, seconds: float = 0.4) -> Script:
+def script(texts, batch: int = 1, seconds: float = 0.0) -> Script:
     return Script(texts, SAMPLING, batch, (LENGTH,), seconds)
 
 
