@@ -53,6 +53,7 @@ class Completion:
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self.heard_at = self.submitted_at
+        self.news_at: float | None = None
         self.is_aborted = False
         self._request = request
         self._tokens: list[Token] = []
@@ -127,6 +128,8 @@ class Completion:
         now = self.heard_at = time.monotonic()
         with self._changed:
             fresh = news.token_ids[max(0, len(self.token_ids) - news.position) :]
+            if fresh:
+                self.news_at = now
             if fresh and self.first_token_at is None:
                 self.first_token_at = now
             self._append(fresh)

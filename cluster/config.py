@@ -43,6 +43,7 @@ from actors.options import (
 from cluster import pocket
 from cluster.bench.config import BenchConfig
 from cluster.certify.config import CertifyConfig
+from cluster.drilling.config import DrillConfig
 from cluster.errors import describe, unknown_key
 from cluster.levels import with_typed_levels
 from cluster.planning.config import PassesConfig, PlanConfig
@@ -181,6 +182,7 @@ CHOICES: dict[str, dict[str, type]] = {
         "generate": GenerateConfig,
         "bench": BenchConfig,
         "certify": CertifyConfig,
+        "drill": DrillConfig,
         "plan": PlanConfig,
         "passes": PassesConfig,
         "train": TrainConfig,
@@ -283,7 +285,7 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
         drafter = replace(drafter, levels=tuple(levels))
     else:
         drafter = _drafter_paths(drafter, target, "drafter")
-    if isinstance(job, GenerateConfig | BenchConfig | CertifyConfig | PlanConfig):
+    if isinstance(job, GenerateConfig | BenchConfig | CertifyConfig | DrillConfig | PlanConfig):
         job = replace(job, prompts=_prompts(job.prompts, getattr(job, "workload", "completion")))
     if isinstance(job, PlanConfig) and job.costs:
         job = replace(job, costs=_costs(job.costs))

@@ -155,6 +155,11 @@ class Engine:
                 raise EngineError("the coordinator does not answer")
             return self._reports.pop()
 
+    def pids(self) -> dict[str, int]:
+        """Process ids of the coordinator and the ranks, by identity, as far as they are known and ready."""
+        ranks = {identity: int(ready.facts["pid"]) for identity, ready in self.ready.items()}
+        return self.supervisor.coordinator_pid() | ranks
+
     def publish(self, file: Path) -> None:
         """Let the dashboard of a cluster that outlives this engine offer a copy of `file` on its Logs page."""
         self._backend.publish(file)

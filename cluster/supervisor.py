@@ -79,6 +79,11 @@ class Supervisor:
     def hear_coordinator(self, alive: Alive) -> None:
         self._coordinator, self._heard_at = alive, time.monotonic()
 
+    def coordinator_pid(self) -> dict[str, int]:
+        """Of the coordinator, once it serves."""
+        last = self._coordinator
+        return {} if last is None or last.waiting else {last.identity: last.pid}
+
     def end_hanging(self, identity: str, incarnation: int, pid: int) -> None:
         """A process does not answer. It may be dead by now, and a successor in its place."""
         if self._backend.can_kill and self._incarnations[identity] == incarnation:

@@ -230,6 +230,18 @@ def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
     yield "cluster.silence_s", silence, silence == 0 or silence >= 1, "must be 0 (never) or at least 1 second"
 
 
+def _drill(config: LaunchConfig) -> Iterator[_Rule]:
+    job, name = config.job, config.cluster.name
+    yield "cluster", name, name == "local", "has no processes of this machine to kill; use cluster=local for job=drill"
+    yield "cluster.silence_s", config.cluster.silence_s, config.cluster.silence_s > 0, "must be above 0 for job=drill"
+    yield "job.concurrency", job.concurrency, job.concurrency >= 1, "must be at least 1"
+    yield "job.faults", job.faults, job.faults >= 1, "must be at least 1"
+    known = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "SIGABRT")
+    right = bool(job.signals) and set(job.signals) <= set(known)
+    yield "job.signals", job.signals, right, f"must be some of {', '.join(known)}"
+    yield "job.spacing_s", job.spacing_s, job.spacing_s >= 0, "must be 0 or above"
+
+
 def _certify(job: CertifyConfig) -> Iterator[_Rule]:
     yield "job.limit", job.limit, job.limit >= 0, "must be 0 (all prompts) or above"
     yield "job.concurrency", job.concurrency, job.concurrency >= 0, "must be 0 (all at once) or above"
@@ -247,7 +259,7 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
     job = config.job
     right = type(job)().name
     yield "job.name", job.name, job.name == right, f"is set by job={right}; write job={job.name}"
-    if right in ("generate", "bench", "certify"):
+    if right in ("generate", "bench", "certify", "drill"):
         workload = job.workload
         unknown = f"is unknown; choose one of {', '.join(WORKLOADS)}"
         yield "job.workload", workload, workload in WORKLOADS, unknown
@@ -259,6 +271,8 @@ def _job(config: LaunchConfig) -> Iterator[_Rule]:
         yield "job.concurrency", job.concurrency, job.concurrency >= 0, "must be 0 (all at once) or above"
     if right == "certify":
         yield from _certify(job)
+    if right == "drill":
+        yield from _drill(config)
     if right == "bench":
         yield "job.repeats", job.repeats, job.repeats >= 1, "must be at least 1"
         yield "job.warmup", job.warmup, job.warmup >= 0, "must be 0 or above"

@@ -39,7 +39,7 @@ PUBLIC_CHOICES = {
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
-    "job": {"generate", "bench", "certify", "plan", "passes", "train"},
+    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "train"},
 }
 
 PUBLIC_KEYS = {
@@ -66,6 +66,7 @@ PUBLIC_KEYS = {
     "draft_lengths contexts peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
+    "job=drill": "name prompts workload limit concurrency faults signals spacing_s seed",
     "job=passes": "name models ranks layer_groups rows context repeats",
 }
 """Names that scripts of users rely on: add to these, rename or remove none."""
@@ -312,7 +313,6 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["cluster.address=auto"], "cluster.address=auto: is only for cluster=existing"),
         (["cluster.num_cpus=0"], "cluster.num_cpus=0: must be at least 1"),
         (["cluster.startup_timeout_s=0"], "cluster.startup_timeout_s=0.0: must be above 0"),
-        (["cluster.silence_s=0.3"], "cluster.silence_s=0.3: must be 0 (never) or at least 1 second"),
         (["job.name=bench"], "job.name=bench: is set by job=generate; write job=bench"),
         (["sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0 (greedy) or above"),
         (["sampling.top_p=0"], "sampling.top_p=0.0 must be in (0, 1]"),

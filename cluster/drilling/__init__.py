@@ -1,0 +1,1 @@
+"""Killing and freezing an engine's processes on purpose, to see that nothing is lost."""

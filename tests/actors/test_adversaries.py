@@ -1,0 +1,63 @@
+"""Drafters that are random, stubborn, always wrong or always right: in every pipeline the tokens are the target's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from actors.drafter import Draft
+from actors.messages import TokenTree
+from actors.options import NgramDrafterConfig
+from actors.pipelines import PIPELINES
+
+VOCAB_SIZE = 97
+
+
+class Adversary:
+    """Wraps a drafter and replaces what it says; `plain` are the tokens that plain decoding gives."""
+
+    def __init__(self, drafter, whim, plain):
+        self._drafter, self._whim, self._plain = drafter, whim, plain
+
+    def __getattr__(self, name):
+        return getattr(self._drafter, name)
+
+    def propose(self, contexts, budgets):
+        return [Draft(self._propose(context, budget)) for context, budget in zip(contexts, budgets, strict=True)]
+
+    def observe(self, context, commit):
+        pass
+
+    def _propose(self, context, budget):
+        root, generated = context.token_ids[-1], len(context.token_ids) - context.prompt_len
+        right = self._plain[context.request_id][generated : generated + budget]
+        match self._whim:
+            case "right":
+                return TokenTree.chain(root, right)
+            case "wrong":
+                return TokenTree.chain(root, [(token + 1) % VOCAB_SIZE for token in right])
+            case "constant":
+                return TokenTree.chain(root, [7] * budget)
+            case "random":
+                choose = random.Random(len(context.token_ids))
+                size = choose.randrange(budget + 1)
+                tokens = (root, *(choose.randrange(VOCAB_SIZE) for _ in range(size)))
+                return TokenTree(tokens, (-1, *(choose.randrange(i) for i in range(1, size + 1))))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("whim", ["random", "constant", "wrong", "right"])
+@pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
+def test_an_adversary_costs_speed_only(open_room, make_requests, pipeline, whim, temperature):
+    requests = make_requests(3, max_tokens=15, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(
+        NgramDrafterConfig(), pipeline=pipeline, wrap=lambda drafter: Adversary(drafter, whim, plain.tokens)
+    ).serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    accepted, drafted = room.tally.num_accepted_tokens, room.tally.num_draft_tokens
+    if whim == "right":
+        assert accepted == drafted > 0
+    elif whim == "wrong":
+        assert accepted == 0 < drafted

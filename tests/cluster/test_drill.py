@@ -1,0 +1,116 @@
+"""Kill and freeze every kind of process under load: every request keeps its tokens, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.messages import SamplingParams
+from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
+from cluster.config import ClusterConfig, ClusterName, load_config
+from cluster.drilling.config import DrillConfig
+from cluster.drilling.drill import Drill, plan_faults
+from cluster.engine import Engine
+from cluster.prompts import Prompt
+
+PROMPTS = [Prompt(text) for text in ("def median(values):", "x", "class Stack:\n    def push", "for i in range(10):")]
+SAMPLING = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.7, seed=5)
+SIGNALS = ["SIGKILL", "SIGSTOP"]
+
+
+def test_every_process_meets_every_signal_equally_often():
+    identities = ["coordinator", "draft-0", "target-0"]
+    planned = plan_faults(identities, SIGNALS, 13, random.Random(0))
+    counts = Counter(planned)
+    assert len(planned) == 13 and len(counts) == 6 and set(counts.values()) == {2, 3}
+    assert planned != plan_faults(identities, SIGNALS, 13, random.Random(1))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["cluster=inprocess"], "cluster=inprocess: has no processes"),
+        (["cluster.silence_s=0.3"], "cluster.silence_s=0.3: must be 0 (never) or at least 1 second"),
+        (["cluster.silence_s=0"], "cluster.silence_s=0.0: must be above 0 for job=drill"),
+        (["cluster.max_restarts=-1"], "cluster.max_restarts=-1: must be 0"),
+        (["job.signals=[SIGHUP]"], "job.signals=['SIGHUP']: must be some of SIGKILL"),
+        (["job.faults=0"], "job.faults=0: must be at least 1"),
+    ],
+)
+def test_refusals(overrides, line):
+    with pytest.raises(ValueError) as caught:
+        load_config(["job=drill", *overrides])
+    assert str(caught.value).startswith(line)
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def run_drill(launch, log_dir: Path, faults: int, pipeline: str, *, spacing_s: float) -> Drill:
+    """A drill on an engine with a Ray of its own; checks what it leaves behind."""
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    cluster = ClusterConfig(
+        ClusterName.local,
+        dashboard=False,
+        num_cpus=4,
+        oversubscribe=True,
+        port=port,
+        max_restarts=faults,
+        startup_timeout_s=120,
+    )
+    config = launch(DrillConfig(), cluster=cluster, pipeline=PipelineConfig(PipelineName(pipeline)))
+    config = replace(config, target=replace(config.target, tp=2))
+    before = shared_memory(), {child.pid for child in psutil.Process().children(recursive=True)}
+    with Engine(config, log_dir=log_dir) as engine:
+        plain = engine.generate([prompt.content for prompt in PROMPTS], SAMPLING, speculate=False)
+        drill = Drill(engine, PROMPTS, SAMPLING, [one.token_ids for one in plain])
+        drill.run(DrillConfig(faults=faults, concurrency=3, spacing_s=spacing_s))
+        again = engine.generate([prompt.content for prompt in PROMPTS], SAMPLING)
+        accepted = engine.report().counters["num_accepted_tokens"]
+    assert [one.token_ids for one in again] == [one.token_ids for one in plain] and accepted > 0
+    assert not drill.load.unequal and not drill.load.failed and drill.load.num_requests > 0
+    assert len(drill.faults) == faults == len(engine.supervisor.incidents), "nobody died who was not meant to"
+    with socket.create_server(("127.0.0.1", port)):  # the port is free
+        pass
+    deadline = time.monotonic() + 60
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before[1]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left = {child.pid for child in psutil.Process().children(recursive=True)} - before[1]
+    assert not left and not shared_memory() - before[0]
+    return drill
+
+
+@pytest.fixture
+def launch(tiny_launch, half_agreeing_drafter):
+    drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
+    return lambda job, **sections: tiny_launch(job, **{"drafter": drafter} | sections)
+
+
+@pytest.mark.ray
+def test_a_handful_of_faults(launch, tmp_path):
+    drill = run_drill(launch, tmp_path, 8, "branches", spacing_s=0.3)
+    assert {(fault.kind, fault.signal) for fault in drill.faults} == {
+        (kind, signal) for kind in ("coordinator", "draft", "target") for signal in SIGNALS
+    }
+    killed = [fault for fault in drill.faults if fault.signal == "SIGKILL"]
+    frozen = [fault for fault in drill.faults if fault.signal == "SIGSTOP"]
+    assert all(fault.noticed_s < 1.5 for fault in killed) and all(1.5 < fault.noticed_s < 10 for fault in frozen)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("pipeline", "faults"), [("sync", 24), ("tree", 24), ("pingpong", 24)])
+def test_many_faults(launch, tmp_path, pipeline, faults):
+    run_drill(launch, tmp_path, faults, pipeline, spacing_s=0.5)
