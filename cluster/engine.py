@@ -70,7 +70,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._live: dict[int, Completion] = {}
         self._error: str | None = None
-        self._trace = ""
+        self.trace = ""
         self._generation = 0  # incarnation of the coordinator that knows the live requests
         self._report_order: ReportOrder | None = None
         self._reports: list[Report] = []
@@ -238,7 +238,7 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            raise EngineError(self._error) from (RemoteTrace(self._trace) if self._trace else None)
+            raise EngineError(self._error) from (RemoteTrace(self.trace) if self.trace else None)
 
     def _send(self, record: Any) -> None:
         """Lost once the engine is closed, like a record to a role that died: whoever waits was told."""
@@ -319,7 +319,7 @@ class Engine:
     def _fail(self, reason: str, trace: str = "") -> None:
         with self._news:
             if self._error is None:
-                self._error, self._trace = reason, trace
+                self._error, self.trace = reason, trace
             orphans, self._live = list(self._live.values()), {}
             self._news.notify_all()
         for completion in orphans:

@@ -53,6 +53,9 @@ FIGURES = (
     "num_rounds",
     "preemptions",
     "stale",
+    "lost_records",
+    "role_losses",
+    "resume_s",
     "draft_lengths",
     "fallback_s",
     "num_probes",
@@ -140,6 +143,9 @@ def rounds(counters: Mapping[str, object]) -> dict[str, object]:
         "num_rounds": counters.get("num_rounds"),
         "preemptions": counters.get("num_preemptions"),
         "stale": counters.get("num_stale"),
+        "lost_records": counters.get("num_lost_records"),
+        "role_losses": counters.get("num_role_losses"),
+        "resume_s": counters.get("resume_s"),
     }
 
 

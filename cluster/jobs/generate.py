@@ -2,14 +2,14 @@
 
 Files: `completions.jsonl` grows by a line as each request ends; `report.json`, `timeline.json` and `timeline.png`
 follow at the end, also after Ctrl-C, of what there is by then. `job.resume=true` goes on from an earlier
-`completions.jsonl`; the report is then of the prompts of this run.
+`completions.jsonl`; the report is then of the prompts of this run. `failure.txt` is the trace of what ended the engine.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
@@ -61,11 +61,14 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             "startup_s": engine.startup.seconds(first_token_s),
             **figures(speculative, plain),
             "plain": figures(plain) if plain else None,
+            "incidents": [asdict(incident) for incident in engine.supervisor.incidents],
             **circumstances(config, engine.places, engine.ready),
         }
         interrupted = speculative.interrupted or (plain is not None and plain.interrupted)
         # Before the engine ends: where all of a job's processes are told to stop at once, there may be no after.
         write_json(run_dir / "report.json", {**report, "interrupted": interrupted})
+        if engine.trace:
+            (run_dir / "failure.txt").write_text(engine.trace)
         if job.trace and speculative.spans:
             _trace(engine, speculative, report, run_dir)
     _show(terminal, speculative)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import socket
+import subprocess
+import sys
+import textwrap
 import time
 from collections import Counter
 from dataclasses import replace
@@ -22,6 +27,7 @@ from cluster.prompts import Prompt
 
 PROMPTS = [Prompt(text) for text in ("def median(values):", "x", "class Stack:\n    def push", "for i in range(10):")]
 SAMPLING = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.7, seed=5)
+ROOT = Path(__file__).parents[2]
 SIGNALS = ["SIGKILL", "SIGSTOP"]
 
 
@@ -114,3 +120,46 @@ def test_a_handful_of_faults(launch, tmp_path):
 @pytest.mark.parametrize(("pipeline", "faults"), [("sync", 24), ("tree", 24), ("pingpong", 24)])
 def test_many_faults(launch, tmp_path, pipeline, faults):
     run_drill(launch, tmp_path, faults, pipeline, spacing_s=0.5)
+
+
+@pytest.mark.ray
+def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
+    pytest.importorskip("ray")
+    script = f"""
+        import time
+        from actors.options import NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
+        from actors.params import SamplingParams
+        from cluster.config import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
+        from cluster.engine import Engine
+
+        engine = Engine(
+            LaunchConfig(
+                TargetConfig(path={launch(DrillConfig()).target.path!r}, device="cpu"),
+                NgramDrafterConfig(),
+                VerifyConfig(),
+                PipelineConfig(),
+                PlacementConfig(),
+                ClusterConfig(ClusterName.local, dashboard=False, num_cpus=1),
+                GenerateConfig(),
+            )
+        )
+        engine.submit("x", SamplingParams(max_tokens=450, ignore_eos=True))
+        while len(engine.pids()) < 3:
+            time.sleep(0.05)
+        print(*engine.pids().values(), flush=True)
+        time.sleep(600)
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        actors = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+        ray_processes = psutil.Process(driver.pid).children(recursive=True)
+    finally:
+        driver.kill()
+        driver.wait()
+    _, alive = psutil.wait_procs(actors, timeout=30)
+    assert len(actors) == 3 and not alive
+    for process in ray_processes:  # two of Ray's agents take a minute to see that they are alone
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
