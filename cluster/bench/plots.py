@@ -91,7 +91,7 @@ def draw_drafters(path: Path, entries: Sequence[Entry]) -> None:
             axes.grid(axis="x", color="#dddddd", linewidth=0.6)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
-            if line is grid[-1]:
+            if group is groups[-1]:
                 axes.set_xlabel(title)
         predicted = [(entry["predicted_tokens_per_s"], entry["name"]) for entry in group]
         points = [point for point in predicted if point[0] is not None]
