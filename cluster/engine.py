@@ -29,7 +29,7 @@ from actors.wire import Link
 from cluster.backends import make_backend
 from cluster.completion import Completion, EngineError
 from cluster.config import LaunchConfig, load_config
-from cluster.memory import describe_layout, footprints, preload
+from cluster.memory import describe_layout, footprints
 from cluster.startup import StartUp
 from cluster.supervisor import Supervisor
 from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
@@ -195,7 +195,6 @@ class Engine:
     def _start(self, eos_token_ids: tuple[int, ...], progress: Callable[[str], None]) -> None:
         config = self.config
         progress("reaching the cluster")
-        preload()
         self.places = self._backend.place(progress)
         self.startup.mark("cluster")
         sizes = Counter(place.role for place in self.places)

@@ -5,15 +5,15 @@ An estimate of what the ranks decide for themselves (`parallel/sizing.py`): the 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 from actors.levels import CascadeDrafterConfig, level_roles
 from actors.options import DrafterConfig, Parallel
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
+from parallel.config import DecoderConfig
+from parallel.footprint import ITEM_BYTES, Bytes, dtype_name, kv_bytes_per_slot, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,8 @@ class Footprint:
     kv: int
 
 
-def preload() -> None:
-    """Load in the background what `footprints` will need, PyTorch above all, while something else is waited for."""
-    threading.Thread(target=import_module, args=("parallel.sizing",), name="preload", daemon=True).start()
-
-
 def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[str, Footprint]:
     """Role -> its footprint; a role without a model is left out."""
-    from parallel.config import DecoderConfig  # these load PyTorch: only once there is something to start
-    from parallel.footprint import kv_bytes_per_slot, weight_bytes
-    from parallel.layers.weight import packs
-    from parallel.sizing import choose_dtype
-
     found = {}
     for place in places:
         if place.role in found:
@@ -44,13 +34,14 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
         weights = kv = 0
         for model in models:
             shapes = DecoderConfig.from_hf(model.path).stretched(getattr(model, "stretch", 0))
-            dtype = choose_dtype(model.dtype, place.device)
+            dtype = dtype_name(model.dtype, place.device)
+            width, packed = Bytes(ITEM_BYTES[dtype]), place.device == "cpu" and dtype == "float32"
             length = min(getattr(model, "max_model_len", 0) or shapes.max_positions, shapes.max_positions)
             num_slots = getattr(model, "kv_slots", 0) or config.scheduler.max_num_seqs * length
             # Ranks that divide layers instead of tensors hold at most all of them.
             parts = 1 if getattr(model, "parallel", None) == Parallel.layer else place.size
-            weights += place.size * weight_bytes(shapes, parts, dtype, packed=packs(place.device, dtype))
-            kv += place.size * num_slots * kv_bytes_per_slot(shapes, parts, dtype)
+            weights += place.size * weight_bytes(shapes, parts, width, packed=packed)
+            kv += place.size * num_slots * kv_bytes_per_slot(shapes, parts, width)
         if weights:
             found[place.role] = Footprint(weights, kv)
     return found

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from parallel.layers.rope import SCALINGS, RopeScaling
-
 _DEFAULTS: dict[str, dict[str, int]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -16,6 +14,27 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
 }
 """The supported architectures, each with what its config.json may leave out."""
+
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+"""The scalings of rotary frequencies that `layers/rope.py` computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Parameters of one scaling, under the names of `rope_parameters` in a checkpoint's config.json."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)

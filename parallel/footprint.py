@@ -1,17 +1,45 @@
 """Bytes of a model on a rank, from shapes alone: before a weight is read, and before a layout is chosen.
 
-On a CPU that packs its weights, whatever is multiplied by is there in two layouts.
+On a CPU that packs its weights, whatever is multiplied by is there in two layouts. Loads no PyTorch, so that whoever
+only starts ranks need not either.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Protocol
 
 from parallel.config import DecoderConfig
 from parallel.partition import LayerLayout
 
 
-def weight_bytes(config: DecoderConfig, tp_size: int, dtype: torch.dtype, *, packed: bool = False) -> int:
+class Width(Protocol):
+    """What a number takes; a `torch.dtype` is one."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A width without a type."""
+
+    itemsize: int
+
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def dtype_name(name: str, device: str) -> str:
+    """`auto` is bfloat16 on a GPU and float32, in which tokens can be compared exactly, on a CPU."""
+    if name == "auto":
+        return "bfloat16" if device.startswith("cuda") else "float32"
+    if name not in ITEM_BYTES:
+        raise ValueError(f"dtype={name}: unknown; use auto, {', '.join(ITEM_BYTES)}")
+    return name
+
+
+def weight_bytes(config: DecoderConfig, tp_size: int, dtype: Width, *, packed: bool = False) -> int:
     """One tensor-parallel rank's weights."""
     copies = 2 if packed else 1
     layer = _attention(config, tp_size, copies) + _mlp(config, tp_size, copies) + 2 * config.hidden_size
@@ -20,13 +48,13 @@ def weight_bytes(config: DecoderConfig, tp_size: int, dtype: torch.dtype, *, pac
     return (layer * config.num_layers + vocab + config.hidden_size) * dtype.itemsize
 
 
-def kv_bytes_per_slot(config: DecoderConfig, tp_size: int, dtype: torch.dtype) -> int:
+def kv_bytes_per_slot(config: DecoderConfig, tp_size: int, dtype: Width) -> int:
     """Bytes one token takes in one tensor-parallel rank's pool."""
     return 2 * config.num_layers * config.local_kv_heads(tp_size) * config.head_dim * dtype.itemsize
 
 
 def layer_weight_bytes(
-    config: DecoderConfig, layout: LayerLayout, rank: int, dtype: torch.dtype, *, packed: bool = False
+    config: DecoderConfig, layout: LayerLayout, rank: int, dtype: Width, *, packed: bool = False
 ) -> int:
     """One layer-parallel rank's weights: the attention it runs, its share of the MLPs, embedding and share of head."""
     if layout.ranks == 1:
@@ -38,7 +66,7 @@ def layer_weight_bytes(
     return (attention + mlp * config.num_layers + vocab + hidden) * dtype.itemsize
 
 
-def layer_kv_bytes_per_slot(config: DecoderConfig, layout: LayerLayout, rank: int, dtype: torch.dtype) -> int:
+def layer_kv_bytes_per_slot(config: DecoderConfig, layout: LayerLayout, rank: int, dtype: Width) -> int:
     """Bytes one token takes in one layer-parallel rank's pool."""
     return 2 * len(layout.held(rank)) * config.num_kv_heads * config.head_dim * dtype.itemsize
 

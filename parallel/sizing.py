@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from parallel.config import DecoderConfig
-from parallel.footprint import kv_bytes_per_slot, layer_kv_bytes_per_slot, layer_weight_bytes, weight_bytes
+from parallel.footprint import dtype_name, kv_bytes_per_slot, layer_kv_bytes_per_slot, layer_weight_bytes, weight_bytes
 from parallel.layers.weight import packs
 from parallel.mesh import Group
 from parallel.partition import LayerLayout
@@ -19,7 +19,6 @@ from parallel.weights import resolve_checkpoint
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
 """Part of the memory left beside the weights that the pool may take; a CPU's memory has other tenants."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,7 @@ class Fit:
 
 
 def choose_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32, in which tokens can be compared exactly, on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    if name not in _DTYPES:
-        raise ValueError(f"dtype={name}: unknown; use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    return getattr(torch, dtype_name(name, device))
 
 
 def free_bytes(device: str) -> int:

@@ -8,30 +8,11 @@ Knows positions, not sequences.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Parameters of one scaling, under the names of `rope_parameters` in a checkpoint's config.json."""
-
-    rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+from parallel.config import RopeScaling
 
 
 class Rope:

@@ -16,12 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("module", "heavy"),
-    [("cluster.backends.on_ray", {"torch", "transformers"}), ("actors.roles", {"ray", "transformers", "matplotlib"})],
+    ("modules", "heavy"),
+    [
+        ("cluster.engine, cluster.backends.on_ray, cluster.jobs.generate", {"torch", "transformers", "matplotlib"}),
+        ("actors.roles", {"ray", "transformers", "matplotlib"}),
+    ],
+    ids=["who starts ranks on Ray", "a rank"],
 )
-def test_nobody_loads_what_somebody_else_needs(module, heavy):
-    """A driver starts Ray while PyTorch loads in the background; a rank never loads transformers."""
-    probe = f"import sys, {module}; print(*({heavy!r} & set(sys.modules)))"
+def test_nobody_loads_what_only_others_need(modules, heavy):
+    probe = f"import sys, {modules}; print(*({heavy!r} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""
 
