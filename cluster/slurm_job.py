@@ -187,18 +187,26 @@ class Job:
         return launch.returncode if launch.returncode >= 0 else 128 - launch.returncode
 
     def _stop_rays(self) -> None:
-        """The head last: a node that has lost it would look for it."""
-        for ray in reversed(self._rays.values()):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ray.pid, signal.SIGTERM)
+        """Politely on every node, so that each clears up; what is left after that is killed."""
+        steps = [ray for node, ray in self._rays.items() if node != self._allocation.head]
+        if any(ray.poll() is None for ray in steps):
+            # To the steps of the job but not to this script. An `srun` that is told itself kills without asking.
+            _ask("scancel", "--signal=TERM", str(self._allocation.job_id))
+        for ray in self._rays.values():
+            if ray not in steps:
+                self._signal(ray, signal.SIGTERM)
         deadline = time.monotonic() + RAY_GRACE_S
         for ray in self._rays.values():
             try:
                 ray.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(ray.pid, signal.SIGKILL)
+                self._signal(ray, signal.SIGTERM if ray in steps else signal.SIGKILL)
                 ray.wait()
+
+    @staticmethod
+    def _signal(ray: subprocess.Popen, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ray.pid, number)
 
 
 if __name__ == "__main__":
