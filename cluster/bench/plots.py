@@ -78,7 +78,7 @@ def draw_drafters(path: Path, entries: Sequence[Entry]) -> None:
     panels = (
         ("mean_acceptance_length", "acceptance length"),
         ("ms_per_draft", "ms per draft"),
-        ("decode_tokens_per_s", "tokens/s behind the first token (diamond: predicted)"),
+        ("decode_tokens_per_s", "tokens/s decoding (diamond: predicted)"),
     )
     height = 0.8 + sum(0.6 + 0.26 * len(group) for group in groups)
     figure = Figure(figsize=(12, height), layout="constrained")
