@@ -69,7 +69,8 @@ class Coordinator:
         self._verify_round = first_round  # of the last batch to the target; both sides of one round bear one number
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
         self._round_started: float | None = None
-        self._round_busy_s = 0.0
+        self._waited_s = 0.0  # of this round, in which the target idled while the drafter worked
+        self._draft_sent = self._verify_sent = now
         self._active_since: float | None = None
 
     @property
@@ -178,16 +179,27 @@ class Coordinator:
             return
         self._resumed("draft", now)
         self.tally.drafted(batch)
-        self._round_busy_s += batch.finished - batch.started
+        self.tally.sent("order", batch.round, self._draft_sent, batch.started)
+        self.tally.sent("proposal", batch.round, batch.finished, now)
+        self._draft_sent = batch.finished  # of the second part of an answer
+        if self._verifying is None:
+            self._waited_s += batch.finished - batch.started + self._straddling(batch)
         if not batch.num_missing and any(not proposal.prepared for proposal in batch.proposals):
             self._costs.saw_draft(batch.finished - batch.started)
         self.tally.num_stale += self._draft.take(batch, self._sequences)
+
+    def _straddling(self, batch: ProposalBatch) -> float:
+        """Seconds of this round that went into a pass of draft-ahead which was under way when the verdict came."""
+        since = self._round_started if self._round_started is not None else 0.0
+        return sum(max(0.0, finished - max(started, since)) for started, finished in batch.ahead)
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
         if self._verifying is None or batch.round != self._verify_round:
             self.tally.num_stale += 1
             return []
         self._resumed("target", now)
+        self.tally.sent("verify", batch.round, self._verify_sent, batch.started)
+        self.tally.sent("verdict", batch.round, batch.finished, now)
         offered, self._verifying = self._verifying, None
         self._costs.saw_verify(batch.finished - batch.started)
         speculated = any(proposal is not None for proposal in offered.values())
@@ -232,7 +244,7 @@ class Coordinator:
         seen = RoundSeen(
             seconds,
             batch.finished - batch.started,
-            self._round_busy_s,
+            self._waited_s,
             num_tokens,
             len(offers),
             num_running,
@@ -256,10 +268,9 @@ class Coordinator:
 
     def _end_round(self, batch: VerdictBatch, now: float, *, speculated: bool) -> None:
         if speculated and self._round_started is not None:
-            busy_s = self._round_busy_s + batch.finished - batch.started
-            self.tally.round_ended(self._round_started, now, busy_s)
+            self.tally.round_ended(now - self._round_started, batch.finished - batch.started, self._waited_s)
         self._round_started = now if self.num_requests else None
-        self._round_busy_s = 0.0
+        self._waited_s = 0.0
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
@@ -273,10 +284,10 @@ class Coordinator:
     def _advance(self, now: float) -> list[Any]:
         """Order drafts, then start a target pass if the policy lets it."""
         if self._verifying is not None or not self._has_target:
-            return self._order_drafts() if self._pipeline.alternates else []
+            return self._order_drafts(now) if self._pipeline.alternates else []
         if self._round_started is None and self.num_requests:
             self._round_started = now
-        orders = self._order_drafts()
+        orders = self._order_drafts(now)
         expecting = self._draft.expecting(self._scheduler.running, ())
         if not self._pipeline.may_verify(len(expecting), len(self._draft.proposals), self._draft.heard, self._costs):
             return orders
@@ -292,21 +303,23 @@ class Coordinator:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target.admit(sequence)
             self._draft.admit(sequence)
-        verify = self._start_pass(plan)
+        verify = self._start_pass(plan, now)
         # Both sides read a prompt at the same time.
-        return orders + self._order_drafts() + verify
+        return orders + self._order_drafts(now) + verify
 
-    def _order_drafts(self) -> list[DraftBatch]:
+    def _order_drafts(self, now: float) -> list[DraftBatch]:
         verifying = self._verifying if self._verifying is not None else ()
         least = self._verify_round + (self._verifying is None)
-        return self._draft.order(self._scheduler.running, verifying, self._sequences, least)
+        orders = self._draft.order(self._scheduler.running, verifying, self._sequences, least)
+        self._draft_sent = now if orders else self._draft_sent
+        return orders
 
-    def _start_pass(self, plan: PassPlan) -> list[VerifyBatch]:
+    def _start_pass(self, plan: PassPlan, now: float) -> list[VerifyBatch]:
         if not plan.rows:
             return []
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._draft.round)
         items = []
-        self._verifying = {}
+        self._verifying, self._verify_sent = {}, now
         for sequence, num_tokens, proposal in plan.rows:
             items.append(VerifyItem(sequence.request_id, num_tokens, proposal))
             if num_tokens == sequence.uncached_len:

@@ -19,6 +19,9 @@ SPAN_LIMIT = 50_000
 ENDED_LIMIT = 4096
 """Ended requests whose times wait to be looked at; whoever wants them looks more often than so many end."""
 
+MESSAGES = "messages"
+"""Lane of the records between the roles."""
+
 Span = tuple[str, str, float, float, dict[str, object]]
 
 
@@ -69,6 +72,8 @@ class Tally:
     num_spec_rounds: int = 0
     spec_round_s: float = 0.0
     spec_round_overhead_s: float = 0.0
+    wait_for_draft_s: float = 0.0
+    wait_for_messages_s: float = 0.0
     num_link_trips: int = 0
     link_s: float = 0.0
     ended: deque[RequestTimes] = field(default_factory=lambda: deque(maxlen=ENDED_LIMIT))
@@ -112,8 +117,10 @@ class Tally:
             self._level_worked(work, batch.round)
         if batch.proposals:
             tokens = sum(proposal.tree.num_draft_tokens for proposal in batch.proposals)
-            self._span("draft", "propose", batch, {"requests": len(batch.proposals), "tokens": tokens, "hits": hits})
-        else:
+            misses = sum(proposal.prepared is False for proposal in batch.proposals)
+            name = "miss" if misses else "hit" if hits else "propose"
+            self._span("draft", name, batch, {"requests": len(batch.proposals), "tokens": tokens, "hits": hits})
+        elif not batch.num_missing:
             self._span("draft", "prefill", batch, {})
 
     def _level_worked(self, work: LevelWork, round: int) -> None:
@@ -127,13 +134,27 @@ class Tally:
         self.target_busy_s += batch.finished - batch.started
         self.num_rounds += 1
         name = "verify" if speculated else "prefill" if batch.num_tokens > len(batch.verdicts) else "decode"
-        self._span("target", name, batch, {"rows": batch.num_tokens, "requests": len(batch.verdicts)})
+        tokens = sum(len(verdict.path) + 1 for verdict in batch.verdicts)
+        self._span(
+            "target", name, batch, {"rows": batch.num_tokens, "requests": len(batch.verdicts), "tokens": tokens}
+        )
 
-    def round_ended(self, started: float, ended: float, busy_s: float) -> None:
-        """A round with speculation took `ended - started`, of which the roles on its critical path worked `busy_s`."""
+    def sent(self, name: str, round: int, left: float, arrived: float) -> None:
+        """A record was on its way, or waited to be read. Clocks of two hosts may differ: then nothing is known."""
+        if arrived > left:
+            self.spans.append((MESSAGES, name, left, arrived, {"round": round}))
+
+    def round_ended(self, seconds: float, verify_s: float, draft_s: float) -> None:
+        """A round with speculation: the target worked for `verify_s`, and idled for `draft_s` while the drafter worked.
+
+        The rest was nobody's work: records on their way and the coordinator.
+        """
+        idle_s = max(0.0, seconds - verify_s)
         self.num_spec_rounds += 1
-        self.spec_round_s += ended - started
-        self.spec_round_overhead_s += max(0.0, ended - started - busy_s)
+        self.spec_round_s += seconds
+        self.wait_for_draft_s += min(idle_s, draft_s)
+        self.wait_for_messages_s += max(0.0, idle_s - draft_s)
+        self.spec_round_overhead_s += max(0.0, seconds - verify_s - draft_s)
 
     def round_seen(self, mode: StrEnum, seconds: float, ordered: list[int]) -> None:
         """A round took `seconds` in one mode of the control; `ordered` are the draft tokens it asked for."""

@@ -51,6 +51,8 @@ FIGURES = (
     "round_ms",
     "round_overhead_ms",
     "num_rounds",
+    "waits",
+    "bound_by",
     "preemptions",
     "stale",
     "lost_records",
@@ -141,12 +143,31 @@ def rounds(counters: Mapping[str, object]) -> dict[str, object]:
         "round_ms": None if round_s is None else round_s * 1e3,
         "round_overhead_ms": None if overhead_s is None else overhead_s * 1e3,
         "num_rounds": counters.get("num_rounds"),
+        **waits(counters),
         "preemptions": counters.get("num_preemptions"),
         "stale": counters.get("num_stale"),
         "lost_records": counters.get("num_lost_records"),
         "role_losses": counters.get("num_role_losses"),
         "resume_s": counters.get("resume_s"),
     }
+
+
+def waits(counters: Mapping[str, object]) -> dict[str, object]:
+    """Who waited for whom in rounds with speculation, in seconds, and whose time most of it was.
+
+    `bound_by` names what to make faster first: target, drafter, or messages (links and coordinator).
+    """
+    round_s = counters.get("spec_round_s")
+    if not round_s:
+        return {"waits": None, "bound_by": None}
+    drafter_s, messages_s = counters["wait_for_draft_s"], counters["wait_for_messages_s"]
+    shares = {"target": round_s - drafter_s - messages_s, "drafter": drafter_s, "messages": messages_s}
+    seconds = {
+        "target_for_drafter_s": drafter_s,
+        "target_for_messages_s": messages_s,
+        "drafter_for_target_s": max(0.0, counters["active_s"] - counters["draft_busy_s"]),
+    }
+    return {"waits": seconds, "bound_by": max(shares, key=lambda name: shares[name])}
 
 
 def control(counters: Mapping[str, object]) -> dict[str, object]:

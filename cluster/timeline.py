@@ -1,6 +1,7 @@
-"""Both lanes of a run on one time axis: `timeline.json` for Perfetto, `timeline.png` for a glance.
+"""The lanes of a run on one time axis: `timeline.json` for Perfetto, `timeline.png` for a glance.
 
-Reads spans (lane, name, start, end, arguments) on one clock; it does not know what the names stand for.
+Reads spans (lane, name, start, end, arguments) on one clock. A lane is a role, however many there are; the records
+between roles have one of their own in the trace and are lines in the picture. `docs/timeline.md` says how to read it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from actors.tally import Span
+from actors.tally import MESSAGES, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LANES = ("target", "draft")
-"""From top to bottom; lanes that occur beside them follow."""
+"""From top to bottom; lanes that occur beside them follow, messages last."""
 
 ROUNDS_SHOWN = 8
 """In the picture; the trace holds all."""
@@ -21,10 +26,28 @@ _COLOURS = {
     "verify": "#2f6fb0",
     "decode": "#7fb2e5",
     "propose": "#e08a2e",
-    "draft": "#5aa469",
+    "hit": "#2e9e5b",
+    "miss": "#c8443c",
+    "ahead": "#f0c27f",
     "prefill": "#b9b4a9",
+    "draft": "#e08a2e",
 }
+_MARKS = {"hit": "v", "miss": "X"}
+"""Below their bar, which is often too short to be seen."""
 _OTHER_COLOUR = "#8a8a8a"
+_IDLE_COLOUR = "#f1f0ee"
+_MEANINGS = {
+    "verify": "target pass with drafts",
+    "decode": "target pass without",
+    "propose": "drafting that is waited for",
+    "hit": "hit: the draft was prepared",
+    "miss": "miss: drafted from the verdict",
+    "ahead": "draft-ahead, one pass each",
+    "prefill": "reading text",
+    "draft": "drafting",
+}
+_ANSWERS = {"order": "verdict", "verify": "proposal"}
+"""What reaches a role -> the record that caused it."""
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
@@ -37,7 +60,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
     for tid, lane in enumerate(lanes, start=1):
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    for lane, name, start, end, arguments in sorted(spans, key=lambda span: span[2]):
+    for lane, name, start, end, arguments in sorted([*spans, *waits_of(spans)], key=lambda span: span[2]):
         events.append(
             {
                 "ph": "X",
@@ -56,15 +79,49 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
 def lanes_of(spans: Sequence[Span]) -> list[str]:
     """The lanes that occur, in the order they are drawn."""
     present = dict.fromkeys(lane for lane, *_ in spans)
-    return [lane for lane in LANES if lane in present] + [lane for lane in present if lane not in LANES]
+    others = sorted((lane for lane in present if lane not in LANES), key=lambda lane: lane == MESSAGES)
+    return [lane for lane in LANES if lane in present] + others
+
+
+def waits_of(spans: Sequence[Span]) -> list[Span]:
+    """What lies between the work of a role: it waits. Named `wait`, with the round of the work that follows."""
+    found = []
+    for lane in lanes_of(spans):
+        if lane == MESSAGES:
+            continue
+        work = sorted((span for span in spans if span[0] == lane), key=lambda span: span[2])
+        idle_since = work[0][3]
+        for _, _, start, end, arguments in work[1:]:
+            if start > idle_since:
+                found.append((lane, "wait", idle_since, start, {"round": arguments["round"]}))
+            idle_since = max(idle_since, end)
+    return found
 
 
 def middle_rounds(spans: Sequence[Span], count: int = ROUNDS_SHOWN) -> list[Span]:
-    """The spans of `count` consecutive rounds around the middle, where a run is neither starting nor draining."""
-    numbered = sorted({span[4]["round"] for span in spans})
+    """What happened during `count` consecutive rounds around the middle, where a run is neither starting nor draining.
+
+    The rounds are those of the first lane; work that reaches beyond their time is cut.
+    """
+    lane = lanes_of(spans)[0]
+    numbered = sorted({span[4]["round"] for span in spans if span[0] == lane})
     first = max(0, (len(numbered) - count) // 2)
-    shown = set(numbered[first : first + count])
-    return [span for span in spans if span[4]["round"] in shown]
+    chosen = set(numbered[first : first + count])
+    times = [(start, end) for one, _, start, end, arguments in spans if one == lane and arguments["round"] in chosen]
+    opens, closes = min(start for start, _ in times), max(end for _, end in times)
+    if first == 0:
+        opens = min(start for _, _, start, _, _ in spans)
+    return [
+        (one, name, max(start, opens), min(end, closes), arguments)
+        for one, name, start, end, arguments in spans
+        if start < closes and end > opens
+    ]
+
+
+def busy_of(spans: Sequence[Span], lane: str) -> float:
+    """Fraction of the time of all `spans` in which a lane worked."""
+    whole = max(end for _, _, _, end, _ in spans) - min(start for _, _, start, _, _ in spans)
+    return sum(end - start for one, _, start, end, _ in spans if one == lane) / whole if whole else 0.0
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
@@ -72,42 +129,83 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
 
 
 def draw(path: Path, spans: Sequence[Span], busy: Mapping[str, float | None]) -> None:
-    """The lanes of some rounds as a picture; `busy` gives the fraction of time each lane worked over the whole run."""
+    """The lanes of some rounds as a picture; `busy` gives the fraction of time each lane worked over the whole run.
+
+    Lanes that it does not name are measured on the spans.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     shown = middle_rounds(spans)
-    lanes = lanes_of(shown)
-    origin = min(start for _, _, start, _, _ in shown)
-    width_ms = (max(end for _, _, _, end, _ in shown) - origin) * 1e3
-    figure = Figure(figsize=(11, 1.5 + 0.75 * len(lanes)), layout="constrained")
+    work = [span for span in shown if span[0] != MESSAGES]
+    lanes = [lane for lane in lanes_of(shown) if lane != MESSAGES]
+    origin = min(start for _, _, start, _, _ in work)
+    width_ms = (max(end for _, _, _, end, _ in work) - origin) * 1e3
+    figure = Figure(figsize=(13, 1.9 + 0.95 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for lane, name, start, end, arguments in shown:
-        row, left, length = lanes.index(lane), (start - origin) * 1e3, (end - start) * 1e3
-        axes.barh(row, length, left=left, height=0.62, color=_COLOURS.get(name, _OTHER_COLOUR))
-        label = arguments.get("rows", arguments.get("tokens"))
-        if label is not None and length > 0.015 * width_ms:
-            axes.text(left + length / 2, row, str(label), ha="center", va="center", color="white", fontsize=8)
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.invert_yaxis()
+    _draw_work(axes, work, lanes, origin, width_ms)
+    _draw_messages(axes, shown, lanes, origin)
+    fractions = {lane: busy.get(lane) for lane in lanes}
+    fractions |= {lane: busy_of(spans, lane) for lane, known in fractions.items() if known is None}
+    axes.set_yticks(range(len(lanes)), [f"{lane}\n{fractions[lane]:.0%} busy" for lane in lanes], fontsize=11)
+    axes.set_ylim(len(lanes) - 0.45, -0.55)
     axes.set_xlim(0, width_ms)
-    numbered = [arguments["round"] for *_, arguments in shown]
-    axes.set_xlabel(
-        f"ms, rounds {min(numbered)} to {max(numbered)}; the numbers are rows of a target pass and draft tokens"
-    )
+    axes.set_xlabel("ms; busy fractions are of the whole run")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    names = dict.fromkeys(name for _, name, *_ in shown)
-    axes.legend(
-        handles=[Patch(color=_COLOURS.get(name, _OTHER_COLOUR), label=name) for name in names],
-        ncols=len(names),
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-    )
-    fractions = " · ".join(f"{lane} {busy[lane]:.0%}" for lane in lanes if busy.get(lane) is not None)
-    axes.set_title(f"Busy over the whole run: {fractions}" if fractions else "Lanes", loc="left", fontsize=11)
+    _explain(axes, work)
     figure.savefig(path, dpi=130)
+
+
+def _draw_work(axes: Axes, work: Sequence[Span], lanes: Sequence[str], origin: float, width_ms: float) -> None:
+    for row in range(len(lanes)):
+        axes.barh(row, width_ms, height=0.56, color=_IDLE_COLOUR, zorder=0)
+    for lane, name, start, end, arguments in work:
+        row, left, length = lanes.index(lane), (start - origin) * 1e3, (end - start) * 1e3
+        colour = _COLOURS.get(name, _OTHER_COLOUR)
+        axes.barh(row, length, left=left, height=0.56, color=colour, edgecolor="white", linewidth=0.6, zorder=2)
+        if name in _MARKS:
+            axes.plot(left, row + 0.37, marker=_MARKS[name], color=colour, markersize=7, clip_on=False, zorder=4)
+        if lane == LANES[0] and length > 0.03 * width_ms:
+            label = f"{arguments['rows']} → {arguments['tokens']}" if "tokens" in arguments else str(arguments["rows"])
+            axes.text(left + length / 2, row, label, ha="center", va="center", color="white", fontsize=9, zorder=3)
+
+
+def _draw_messages(axes: Axes, shown: Sequence[Span], lanes: Sequence[str], origin: float) -> None:
+    """A line from the work that a verdict or a proposal ended to the work that it set off."""
+    target, draft = (lanes.index(lane) if lane in lanes else None for lane in LANES)
+    if target is None or draft is None:
+        return
+    messages = [span for span in shown if span[0] == MESSAGES]
+    caused = {(name, end): start for _, name, start, end, _ in messages}
+    for _, name, start, end, _ in messages:
+        left = caused.get((_ANSWERS.get(name), start))
+        if left is not None:
+            rows = (target + 0.28, draft - 0.28) if name == "order" else (draft - 0.28, target + 0.28)
+            axes.plot([(left - origin) * 1e3, (end - origin) * 1e3], rows, color="#555555", linewidth=0.9, zorder=1)
+
+
+def _explain(axes: Axes, work: Sequence[Span]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    drawn = {name for _, name, *_ in work}
+    handles: list[Line2D | Patch] = []
+    for name in [*(name for name in _COLOURS if name in drawn), *sorted(drawn - set(_COLOURS))]:
+        colour, meaning = _COLOURS.get(name, _OTHER_COLOUR), _MEANINGS.get(name, name)
+        if name in _MARKS:
+            handles.append(Line2D([], [], color=colour, marker=_MARKS[name], linestyle="none", label=meaning))
+        else:
+            handles.append(Patch(color=colour, label=meaning))
+    handles += [Patch(color=_IDLE_COLOUR, label="waiting"), Line2D([], [], color="#555555", label="records")]
+    numbered = [arguments["round"] for lane, *_, arguments in work if lane == lanes_of(work)[0]]
+    hits, misses = (sum(name == sought for _, name, *_ in work) for sought in ("hit", "miss"))
+    counted = f": {hits} hits, {misses} misses" if hits or misses else ""
+    axes.set_title(
+        f"Rounds {min(numbered)} to {max(numbered)}{counted}. In a target pass: rows → tokens it brought.",
+        loc="left",
+        fontsize=11,
+    )
+    axes.legend(handles=handles, ncols=4, loc="upper left", bbox_to_anchor=(0.0, -0.24), frameon=False, fontsize=9)

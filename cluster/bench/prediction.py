@@ -33,7 +33,7 @@ def drafting_figures(setting: Setting, trials: Sequence[Trial]) -> dict[str, obj
 
 def _of_run(setting: Setting, run: Run) -> dict[str, float | None]:
     steps = run.counters.get("num_spec_steps", 0)
-    draft_s = _seconds(run, "draft", ("propose", "ahead"))
+    draft_s = _seconds(run, "draft", ("propose", "hit", "miss", "ahead"))
     verify_s = _seconds(run, "target", ("verify",))
     measured = 1e3 / ms if (ms := decode_ms_per_token(run.completed)) else None
     predicted = None

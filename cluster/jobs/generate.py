@@ -188,6 +188,7 @@ def _summarise(terminal: Terminal, report: dict, run_dir: Path) -> None:
         ("ms to the first token, median", figure(None if ttft is None else ttft * 1e3, 1)),
         ("round", f"{figure(round_ms)} ms, of it {figure(overhead_ms)} ms ({percent(share)}) nobody's work"),
         ("busy", f"target {percent(report['target_busy'])}, drafter {percent(report['draft_busy'])}"),
+        ("waiting", _waiting(report)),
     ]
     terminal.table("Summary", ("", ""), rows)
     for note in report["notes"]:
@@ -201,3 +202,14 @@ def _control(report: dict) -> str:
     chosen = f"{figure(mean_draft_length(report['draft_lengths']), 1)} ordered on average"
     fallback = f"plain decoding as a fallback {figure(report['fallback_s'], 1)} s ({percent(share)})"
     return f"{chosen}; {fallback}, {report['num_probes']} probes, {report['num_trials']} trials"
+
+
+def _waiting(report: dict) -> str:
+    """Who waited for whom, and what binds."""
+    waits = report["waits"]
+    if waits is None:
+        return figure(None)
+    drafter, messages = waits["target_for_drafter_s"], waits["target_for_messages_s"]
+    hits = f", {percent(report['branch_hit_rate'])} of drafts prepared" if report["branch_hit_rate"] is not None else ""
+    said = f"target for drafter {figure(drafter, 1)} s, for messages {figure(messages, 1)} s"
+    return f"{said}; bound by: {report['bound_by']}{hits}"

@@ -241,7 +241,7 @@ def test_a_report_closes_its_window():
     (report,) = world.coordinator.on(ReportOrder(reset=True), world.clock + 5.0)
     assert report.counters["num_tokens"] == 10 and report.counters["window_s"] == world.clock + 5.0
     assert report.counters["active_s"] == ended_at - 1.0, "idle time is not active time"
-    assert {span[0] for span in report.spans} == {"draft", "target"}
+    assert {span[0] for span in report.spans} == {"draft", "target", "messages"}
     (report,) = world.coordinator.on(ReportOrder(), world.clock + 7.0)
     assert report.counters["num_tokens"] == 0 and report.counters["window_s"] == 2.0 and not report.spans
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from actors.messages import Commit, Proposal, ProposalBatch, Request, TokenTree, VerdictBatch
+from actors.messages import Commit, Proposal, ProposalBatch, Request, TokenTree, Verdict, VerdictBatch
 from actors.pipelines.guard import Mode
 from actors.sequence import Sequence
-from actors.tally import SPAN_LIMIT, RequestTimes, Tally
+from actors.tally import MESSAGES, SPAN_LIMIT, RequestTimes, Tally
 
 CHAIN = Proposal(1, 0, 3, 0, TokenTree.chain(5, (6, 7, 8)))
 TREE = Proposal(1, 0, 3, 0, TokenTree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1)))
@@ -48,9 +50,27 @@ def test_a_cut_round_counts_what_was_emitted():
 )
 def test_spans_say_what_a_pass_was(speculated, rows, verdicts, name):
     tally = Tally()
-    tally.judged(VerdictBatch(3, (None,) * verdicts, 1.0, 1.5, rows), speculated=speculated)
-    assert list(tally.spans) == [("target", name, 1.0, 1.5, {"round": 3, "rows": rows, "requests": verdicts})]
+    judged = tuple(Verdict(i, 0, 9, (1, 2), 5) for i in range(verdicts))
+    tally.judged(VerdictBatch(3, judged, 1.0, 1.5, rows), speculated=speculated)
+    told = {"round": 3, "rows": rows, "requests": verdicts, "tokens": 3 * verdicts}
+    assert list(tally.spans) == [("target", name, 1.0, 1.5, told)]
     assert tally.target_busy_s == 0.5 and tally.num_rounds == 1
+
+
+def test_a_prepared_draft_is_a_hit_and_any_that_was_not_a_miss():
+    tally = Tally()
+    prepared, late = replace(CHAIN, prepared=True), replace(CHAIN, prepared=False)
+    for proposals in ((prepared,), (late,), (prepared, late)):
+        tally.drafted(ProposalBatch(3, proposals, 1.0, 1.25))
+    tally.drafted(ProposalBatch(4, (), 2.0, 2.5, num_missing=1))
+    assert [name for _, name, *_ in tally.spans] == ["hit", "miss", "miss"], "an announcement is no work"
+
+
+def test_records_between_hosts_whose_clocks_differ_have_no_spans():
+    tally = Tally()
+    tally.sent("order", 3, 1.0, 1.25)
+    tally.sent("proposal", 3, 2.0, 1.5)
+    assert list(tally.spans) == [(MESSAGES, "order", 1.0, 1.25, {"round": 3})]
 
 
 def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
@@ -65,9 +85,10 @@ def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
 
 def test_overhead_is_what_no_role_worked_and_never_negative():
     tally = Tally()
-    tally.round_ended(1.0, 2.0, 0.75)
-    tally.round_ended(2.0, 3.0, 1.5)
+    tally.round_ended(1.0, 0.5, 0.25)
+    tally.round_ended(1.0, 1.5, 0.0)
     assert (tally.num_spec_rounds, tally.spec_round_s, tally.spec_round_overhead_s) == (2, 2.0, 0.25)
+    assert (tally.wait_for_draft_s, tally.wait_for_messages_s) == (0.25, 0.25)
 
 
 def test_a_report_holds_every_counter_and_the_length_of_its_window():

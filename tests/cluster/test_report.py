@@ -20,6 +20,7 @@ from cluster.report import (
     circumstances,
     decode_ms_per_token,
     figures,
+    mean_draft_length,
     notes,
     request_metrics,
     versions,
@@ -47,6 +48,12 @@ COUNTERS = {
     "num_spec_rounds": 4,
     "spec_round_s": 0.4,
     "spec_round_overhead_s": 0.02,
+    "wait_for_draft_s": 0.1,
+    "wait_for_messages_s": 0.02,
+    "orders_by_length": [5, 0, 0, 3, 1],
+    "seconds_by_mode": {"speculate": 0.4, "rest": 0.75, "catch_up": 0.25},
+    "num_by_mode": {"speculate": 2, "probe": 3, "trial": 1},
+    "fallback_s": 0.5,
 }
 
 
@@ -181,3 +188,20 @@ def test_versions_name_what_can_change_a_figure():
     found = versions()
     assert {"python", "torch", "ray", "transformers"} < set(found)
     assert found["torch"].startswith("2.")
+
+
+def test_control_and_waits_are_reported():
+    report = figures(a_run())
+    assert report["draft_lengths"] == [5, 0, 0, 3, 1] and mean_draft_length(report["draft_lengths"]) == 13 / 4
+    assert report["fallback_s"] == 1.5, "at rest, catching up, and without a drafter"
+    assert (report["num_probes"], report["num_trials"]) == (3, 1)
+    assert report["waits"] == {
+        "target_for_drafter_s": 0.1,
+        "target_for_messages_s": 0.02,
+        "drafter_for_target_s": 1.5,
+    }
+    assert report["bound_by"] == "target"
+    slow = figures(Run(a_run().requests, 2.0, COUNTERS | {"wait_for_draft_s": 0.3}))
+    assert slow["bound_by"] == "drafter"
+    plain = figures(Run(a_run().requests, 2.0, {}))
+    assert plain["waits"] is None and plain["bound_by"] is None and plain["fallback_s"] == 0

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 
-from cluster.timeline import chrome_trace, draw, lanes_of, middle_rounds, write_trace
+import pytest
+from matplotlib.figure import Figure
+
+from cluster.timeline import busy_of, chrome_trace, draw, lanes_of, middle_rounds, waits_of, write_trace
 
 
 def span(lane: str, name: str, start: float, end: float, number: int, **arguments: object):
@@ -21,7 +24,7 @@ def test_trace_has_one_thread_per_lane_and_microseconds_from_the_first_span():
     events = chrome_trace(SPANS)["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == {1: "target", 2: "draft"}
-    complete = [event for event in events if event["ph"] == "X"]
+    complete = [event for event in events if event["ph"] == "X" and event["name"] != "wait"]
     assert [names[event["tid"]] for event in complete] == ["draft", "target", "draft", "target"]
     assert [round(event["ts"]) for event in complete] == [0, 2500, 8000, 11000]
     assert [round(event["dur"]) for event in complete] == [2000, 5000, 2000, 5000]
@@ -43,6 +46,47 @@ def test_the_picture_takes_rounds_from_the_middle():
     spans = [span("target", "verify", number, number + 0.5, number) for number in range(20)]
     assert [entry[4]["round"] for entry in middle_rounds(spans, 4)] == [8, 9, 10, 11]
     assert middle_rounds(SPANS, 8) == SPANS
+    ahead = span("draft", "ahead", 7.75, 8.25, 9)
+    assert middle_rounds([*spans, ahead], 4)[-1] == ("draft", "ahead", 8, 8.25, {"round": 9}), "cut at the window"
+
+
+def test_messages_come_last_and_what_lies_between_work_is_waiting():
+    spans = [span("messages", "verdict", 10.0075, 10.008, 2), span("draft2", "draft", 10.0, 10.001, 1), *SPANS]
+    assert lanes_of(spans) == ["target", "draft", "draft2", "messages"]
+    assert [(lane, start, end) for lane, _, start, end, _ in waits_of(spans)] == [
+        ("target", 10.0075, 10.011),
+        ("draft", 10.002, 10.008),
+    ]
+    assert busy_of(SPANS, "target") == pytest.approx(0.010 / 0.016)
+
+
+def test_lanes_and_records_and_hits_are_all_in_the_picture(tmp_path, monkeypatch):
+    """A lane per role with its busy fraction, a mark per hit and miss, a line per record that set work off."""
+    pictures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: pictures.append(figure))
+    spans = [
+        span("target", "verify", 1.000, 1.010, 1, rows=6, tokens=3),
+        span("messages", "verdict", 1.010, 1.0105, 1),
+        span("messages", "order", 1.0105, 1.011, 2),
+        span("draft", "hit", 1.011, 1.0112, 2),
+        span("messages", "proposal", 1.0112, 1.0115, 2),
+        span("messages", "verify", 1.0115, 1.012, 2),
+        span("target", "verify", 1.012, 1.022, 2, rows=6, tokens=1),
+        span("draft", "ahead", 1.012, 1.016, 2),
+        span("draft", "miss", 1.023, 1.026, 3),
+        span("target", "verify", 1.027, 1.037, 3, rows=2, tokens=2),
+        span("draft2", "draft", 1.013, 1.014, 2),
+    ]
+    draw(tmp_path / "timeline.png", spans, {"target": 0.8, "draft": None})
+    (axes,) = pictures[0].axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == "target\n80% busy" and labels[1].startswith("draft\n") and labels[2].startswith("draft2\n")
+    assert "1 hits, 1 misses" in axes.get_title(loc="left")
+    marks = [line.get_marker() for line in axes.lines if line.get_marker() in ("v", "X")]
+    records = [line for line in axes.lines if len(line.get_xdata()) == 2]
+    assert sorted(marks) == ["X", "v"] and len(records) == 2
+    assert list(records[0].get_xdata()) == pytest.approx([10, 11]), "from the end of a pass to the draft it set off"
+    assert [text.get_text() for text in axes.texts] == ["6 → 3", "6 → 1", "2 → 2"]
 
 
 def test_the_picture_is_drawn(tmp_path):

@@ -28,6 +28,8 @@ COUNTERS = {
     "num_spec_rounds": 2,
     "spec_round_s": 0.2,
     "spec_round_overhead_s": 0.01,
+    "wait_for_draft_s": 0.05,
+    "wait_for_messages_s": 0.01,
 }
 
 

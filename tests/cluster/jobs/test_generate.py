@@ -56,7 +56,7 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     assert [rank["identity"] for rank in report["layout"]] == ["target-0", "draft-0"]
 
     trace = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
-    assert {event["cat"] for event in trace if event["ph"] == "X"} == {"target", "draft"}
+    assert {event["cat"] for event in trace if event["ph"] == "X"} == {"target", "draft", "messages"}
     shown = capsys.readouterr().out
     assert "speed-up" in shown and "all equal" in shown and str(run_dir) in shown
     (log,) = (run_dir / "logs").iterdir()
