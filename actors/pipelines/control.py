@@ -20,6 +20,8 @@ from actors.pipelines.guard import Guard, Mode
 
 FIRST_LENGTH = 4
 """Draft tokens until costs are measured, if the bounds allow."""
+SWAY = 6
+"""Every so many rounds drafts are a token shorter or longer than seems best."""
 FIRST_RETRY, MAX_RETRY = 16, 512
 """Rounds after which a request without drafts is tried again; doubles each time nothing is accepted."""
 
@@ -125,6 +127,7 @@ class AdaptiveControl:
         self._load = _Load()
         self._survival = Survival(longest)
         self._length = max(self._shortest, min(longest, FIRST_LENGTH))
+        self._rounds = 0
         self._lengths: dict[int, int] = {}  # of the requests of a batch, where they differ from it
         self._tempers: dict[int, Temper] = {}
         self._retries: dict[int, _Retry] = {}
@@ -219,6 +222,10 @@ class AdaptiveControl:
             for length in range(max(1, self._shortest), self._longest + 1)
         }
         self._length = max(speeds, key=lambda length: speeds[length])
+        self._rounds += 1
+        if self._rounds % SWAY == 0:  # else a length that never changes would never show what another one costs
+            self._length += -1 if self._length > max(1, self._shortest) and self._rounds % (2 * SWAY) else 1
+            self._length = min(self._length, self._longest)
         self._lengths = self._share_out(num_sequences, speeds[self._length], *per_token) if num_sequences > 1 else {}
 
     def _share_out(self, num_sequences: int, speed: float, draft_s: float, verify_s: float) -> dict[int, int]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 MEMORY = 0.97
 """Weight of the past per observation: about the last thirty proposals or rounds count."""
 _LONG_MEMORY = 0.99
+_HICCUP = 2.0
+"""What takes longer than so many times the mean is counted as that: it is the machine's, not the draft's."""
 _HEARSAY = 0.995
 """The same for what was not observed itself but follows from its neighbours."""
 _HOPE = 0.7
@@ -83,7 +85,7 @@ class Line:
 
     def saw(self, x: float, y: float) -> None:
         if self.weight > 4:
-            y = min(y, 4 * self.mean_y)  # a hiccup of the machine is not a property of the draft
+            y = min(y, _HICCUP * self.mean_y)
         self.weight = MEMORY * self.weight + 1
         share = 1 / self.weight
         off_x, off_y = x - self.mean_x, y - self.mean_y
@@ -107,7 +109,7 @@ class Rate:
 
     def saw(self, num_tokens: int, seconds: float) -> None:
         if self.weight > 4:
-            seconds = min(seconds, 4 * self.seconds / self.weight)
+            seconds = min(seconds, _HICCUP * self.seconds / self.weight)
         self.tokens = _LONG_MEMORY * self.tokens + num_tokens
         self.seconds = _LONG_MEMORY * self.seconds + seconds
         self.weight = _LONG_MEMORY * self.weight + 1
@@ -115,6 +117,10 @@ class Rate:
     @property
     def per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+_STIFFNESS = 0.1
+"""Variance of draft lengths at which their measured cost and the expected one weigh the same."""
 
 
 @dataclass(slots=True)
@@ -140,7 +146,7 @@ class RoundCosts:
         read = 0.0
         if plain_verify_s is not None and self.verify.mean_x:
             read = max(0.0, self.verify.mean_y - plain_verify_s) / self.verify.mean_x
-        return self.gap.slope(drafted, 0.25), self.verify.slope(read, 0.25)
+        return self.gap.slope(drafted, _STIFFNESS), self.verify.slope(read, _STIFFNESS)
 
     def seconds(self, length: int, rates: tuple[float, float]) -> float:
         """Of a round in which everybody gets a draft of this length."""

@@ -32,6 +32,8 @@ MIN_REST, MAX_REST = 32, 512
 """Plain rounds between two trials."""
 DOUBT = 0.6
 """Speculation is slower when it is by more than this over the root of the tokens it was measured on."""
+STALE = 8
+"""Rounds after which plain decoding is measured anew before speculation ends: the machine may have become slower."""
 CLEAR = 1.15
 """Speculation this much faster need not be compared as often."""
 RETURN = 1.02
@@ -96,7 +98,10 @@ class Guard:
 
     def _judge_speculation(self) -> None:
         if self._is_known() and self.gain < 1 - DOUBT / self.speculative.tokens**0.5:
-            self._enter(Mode.rest)
+            stale = self._rounds > STALE
+            self._enter(Mode.probe if stale else Mode.rest)
+            if stale:
+                self.plain = Rate()
         elif self._rounds >= self.interval:
             clear = self._is_known() and self.gain > CLEAR
             self.interval = min(max(MIN_INTERVAL, 2 * self.interval * clear), MAX_INTERVAL)
