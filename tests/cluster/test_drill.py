@@ -60,7 +60,7 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
-def run_drill(launch, log_dir: Path, faults: int, pipeline: str, *, spacing_s: float) -> Drill:
+def run_drill(launch, log_dir: Path, faults: int, pipeline: str, *, tp: int, spacing_s: float) -> Drill:
     """A drill on an engine with a Ray of its own; checks what it leaves behind."""
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -75,7 +75,7 @@ def run_drill(launch, log_dir: Path, faults: int, pipeline: str, *, spacing_s: f
         startup_timeout_s=120,
     )
     config = launch(DrillConfig(), cluster=cluster, pipeline=PipelineConfig(PipelineName(pipeline)))
-    config = replace(config, target=replace(config.target, tp=2))
+    config = replace(config, target=replace(config.target, tp=tp))
     before = shared_memory(), {child.pid for child in psutil.Process().children(recursive=True)}
     with Engine(config, log_dir=log_dir) as engine:
         plain = engine.generate([prompt.content for prompt in PROMPTS], SAMPLING, speculate=False)
@@ -105,7 +105,7 @@ def launch(tiny_launch, half_agreeing_drafter):
 
 @pytest.mark.ray
 def test_a_handful_of_faults(launch, tmp_path):
-    drill = run_drill(launch, tmp_path, 8, "branches", spacing_s=0.3)
+    drill = run_drill(launch, tmp_path, 6, "branches", tp=1, spacing_s=0.2)
     assert {(fault.kind, fault.signal) for fault in drill.faults} == {
         (kind, signal) for kind in ("coordinator", "draft", "target") for signal in SIGNALS
     }
@@ -119,7 +119,7 @@ def test_a_handful_of_faults(launch, tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("pipeline", "faults"), [("sync", 24), ("tree", 24), ("pingpong", 24)])
 def test_many_faults(launch, tmp_path, pipeline, faults):
-    run_drill(launch, tmp_path, faults, pipeline, spacing_s=0.5)
+    run_drill(launch, tmp_path, faults, pipeline, tp=2, spacing_s=0.5)
 
 
 @pytest.mark.ray

@@ -132,20 +132,27 @@ def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_beside_the_one_that_died_keep_their_weights(open_engine, break_at, plain, monkeypatch, rank):
-    loads = []
-    engine = open_engine(tp=2)
+    loads, roles = [], []
     import actors.roles
 
     right = actors.roles.build_role
 
     def build(spec, *arguments):
         loads.append(spec.rank)
-        return right(spec, *arguments)
+        role, facts = right(spec, *arguments)
+        roles.append(role)
+        return role, facts
 
     monkeypatch.setattr(actors.roles, "build_role", build)
+    engine = open_engine(tp=2)
+    loads.clear()
     break_at(TargetRole, "answer", 9, only=lambda role: role._is_lead == (rank == 0))
     assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
     assert loads == [rank] and [one.identity for one in engine.supervisor.incidents] == [f"target-{rank}"]
+    engine.close()
+    for runner in (role.runner if isinstance(role, TargetRole) else role.drafter.runner for role in roles):
+        runner.pool.check()
+        assert runner.pool.num_free == runner.pool.num_slots, "a KV slot leaked"
 
 
 def test_too_many_deaths_end_the_engine_with_the_reason(open_engine, break_at):
