@@ -153,6 +153,7 @@ class RayBackend:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine stall a round
         os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")  # Ray's 10 s are long beside a short run
         before = signal.getsignal(signal.SIGTERM)
         self._connect()
