@@ -88,6 +88,7 @@ is_slurm_job() {
 run() {
     local command=("$venv/bin/python" -P -m)
     if is_slurm_job "$@"; then
+        export PATH=$venv/bin:$PATH  # for `ray`
         exec "${command[@]}" cluster.slurm_job "$@"  # which gets Slurm's signals in place of this shell
     elif [[ ${1:-} == --dry-run ]]; then
         echo "${command[@]} cluster.launch${2:+ ${*:2}}"

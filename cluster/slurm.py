@@ -40,6 +40,13 @@ class Allocation:
 
     job_id: int
     components: tuple[Component, ...]
+    array_task: str = ""
+    """ARRAY_TASK in a job array: the number of its last task is also the number of the whole array."""
+
+    @property
+    def name(self) -> str:
+        """This job and no other, for Slurm's commands."""
+        return self.array_task or str(self.job_id)
 
     @property
     def nodes(self) -> list[str]:
@@ -62,7 +69,8 @@ class Allocation:
             nodes = expand_hostlist(environment[f"SLURM_JOB_NODELIST{suffix}"])
             counts = expand_counts(environment.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", f"1(x{len(nodes)})"))
             components.append(Component(tuple(nodes), tuple(counts)))
-        return Allocation(int(environment["SLURM_JOB_ID"]), tuple(components))
+        task = "_".join(environment.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK")).strip("_")
+        return Allocation(int(environment["SLURM_JOB_ID"]), tuple(components), task)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class Job:
             Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"]).unlink(missing_ok=True)
         if self._asked_to_stop == signal.SIGUSR1 and os.environ.get("SPECDEC_REQUEUE") == "1":
             sys.stderr.write("the time limit is near: requeued, to go on from what is finished\n")
-            _ask("scontrol", "requeue", str(self._allocation.job_id))
+            _ask("scontrol", "requeue", self._allocation.name)
         return code
 
     def _note(self, number: int, frame: object) -> None:
@@ -191,7 +191,7 @@ class Job:
         steps = [ray for node, ray in self._rays.items() if node != self._allocation.head]
         if any(ray.poll() is None for ray in steps):
             # To the steps of the job but not to this script. An `srun` that is told itself kills without asking.
-            _ask("scancel", "--signal=TERM", str(self._allocation.job_id))
+            _ask("scancel", "--signal=TERM", self._allocation.name)
         for ray in self._rays.values():
             if ray not in steps:
                 self._signal(ray, signal.SIGTERM)

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.hosts import Host, network
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
-WAIT_S = 120
+WAIT_S = 200
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=switch({switch})
@@ -62,8 +62,8 @@ class Slurm:
 
     def is_over(self, job: int) -> bool:
         """Whether it ended and all its nodes are done with it."""
-        state = self.ask("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").strip()
-        return state in ("", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT")
+        states = self.ask("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").split()
+        return all(state in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT") for state in states)
 
     def outcome(self, job: int) -> str:
         """How it ended, for the message of a test: the end of what it wrote."""

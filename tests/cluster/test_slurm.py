@@ -65,6 +65,9 @@ def test_an_allocation_is_read_from_the_environment():
         "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "16",
     }
     assert Allocation.of(parts) == PARTS
+    task = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "4", "SLURM_JOB_NODELIST": "n1"}
+    assert Allocation.of(task).name == "12_4", "12 would be every task of the array"
+    assert Allocation.of(environment).name == "9"
     with pytest.raises(ValueError, match=r"^SLURM_JOB_ID: not set"):
         Allocation.of({})
 

@@ -133,8 +133,9 @@ def test_ray_symmetric_run_on_whole_nodes(cluster: Slurm, overrides):
 
 @pytest.mark.slow
 def test_a_job_near_its_time_limit_requeues_itself_and_goes_on(cluster: Slurm, overrides):
-    limits = ["--nodes=2", "--cpus-per-task=1", "--time=1", "--signal=B:USR1@35"]
-    job = cluster.submit(*limits, LAUNCH, *overrides, "sampling.max_tokens=400", SPECDEC_REQUEUE="1")
+    limits = ["--nodes=2", "--cpus-per-task=1", "--time=3", "--signal=B:USR1@60"]  # which Slurm takes as 60 to 120
+    slow = ["sampling.max_tokens=400", "target.stretch=60"]
+    job = cluster.submit(*limits, LAUNCH, *overrides, *slow, SPECDEC_REQUEUE="1")
     run_dir = cluster.directory / "outputs" / "slurm" / str(job)
     cluster.wait_for(job, lambda: "requeued" in cluster.output(job))
     assert json.loads((run_dir / "report.json").read_text())["interrupted"] is True
