@@ -24,7 +24,10 @@ PRIVATE_TMP = "/var/tmp"
 
 
 class Host:
-    """A machine as its processes see it. `address` is of its `eth0`."""
+    """A machine as its processes see it. `address` is of its `eth0`.
+
+    Everything on it has a session of its own: daemons there signal their process group, which must not be the tests'.
+    """
 
     def __init__(self, name: str, address: str, names: Path) -> None:
         self.name, self.address = name, address
@@ -39,6 +42,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         said = self._outer.stdout.readline()
         if said.strip() != "up":
@@ -54,7 +58,7 @@ class Host:
 
     def run(self, *command: object, cwd: Path | str = "/", timeout: float = 120, **options: object) -> str:
         """A command on this host, to its end; its output."""
-        options = {"capture_output": True, "text": True, "check": False} | options
+        options = {"capture_output": True, "text": True, "check": False, "start_new_session": True} | options
         result = subprocess.run(self.enter(command, cwd), timeout=timeout, **options)
         assert result.returncode == 0, f"{self.name}: {command} ended {result.returncode}: {result.stderr[-2000:]}"
         return result.stdout
@@ -62,9 +66,8 @@ class Host:
     def start(self, *command: object, log: Path, **options: object) -> subprocess.Popen:
         """A command on this host that goes on; it ends with the host."""
         with log.open("a") as file:
-            return subprocess.Popen(
-                self.enter(command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, **options
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(self.enter(command), start_new_session=True, **streams, **options)
 
     def processes(self) -> list[str]:
         """Command lines of everything that runs here."""

@@ -43,6 +43,7 @@ class Driver:
             stdout=subprocess.PIPE,
             env=ENVIRONMENT,
             text=True,
+            start_new_session=True,
         )
 
     def ask(self, *overrides: str) -> dict[str, object]:
