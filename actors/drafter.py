@@ -27,6 +27,7 @@ from actors.messages import (
     extend_hash,
     retract_hash,
 )
+from actors.patience import Patience
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +147,7 @@ class DraftRole:
     clock: Callable[[], float] = time.monotonic
     contexts: dict[int, Context] = field(default_factory=dict)
     _ahead: list[tuple[float, float]] = field(default_factory=list)
+    _patience: Patience = field(default_factory=Patience)
 
     @property
     def wants_work(self) -> bool:
@@ -155,8 +157,19 @@ class DraftRole:
         started = self.clock()
         self.drafter.work()
         self._ahead.append((started, self.clock()))
+        self._patience.stepped(*self._ahead[-1])
+
+    def pause_s(self) -> float:
+        """Seconds to wait for the next record before another step, which might keep it waiting."""
+        return self._patience.pause_s(self.clock())
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
+        self._patience.arrived(self.clock())
+        yield from self._answers(batch)
+        if any(order.num_draft_tokens for order in batch.orders):
+            self._patience.answered(self.clock())
+
+    def _answers(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         started = self.clock()
         asked = self._follow_all(batch)
         hits = [(context, budget) for context, budget in asked if self.drafter.prepared(context)]

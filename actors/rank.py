@@ -34,6 +34,9 @@ class Role(Protocol):
 
     def work(self) -> None: ...
 
+    def pause_s(self) -> float:
+        """Seconds to listen before the next step of work."""
+
     def forget(self) -> None:
         """Drop every request; the next batch starts from nothing."""
 
@@ -204,17 +207,17 @@ class Rank:
     def _next(self) -> Any:
         """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
         while self._role.wants_work:
-            record = self._news(wait=False) if self._pulse.rank == 0 else None
+            record = self._news(wait=False, for_s=self._role.pause_s()) if self._pulse.rank == 0 else None
             arrived = torch.tensor([record is not None], dtype=torch.int64, device=self._device)
             if self._group.broadcast(arrived).item():
                 return record if record is not None else self._news(wait=True)
             self._role.work()
         return self._news(wait=True)
 
-    def _news(self, *, wait: bool) -> Any:
-        """The next record that is not of the past."""
+    def _news(self, *, wait: bool, for_s: float = PATIENCE_S) -> Any:
+        """The next record that is not of the past; None if none has come in time and nobody has to `wait`."""
         while True:
-            record = self._link.receive(timeout_s=PATIENCE_S if wait else 0)
+            record = self._link.receive(timeout_s=for_s)
             match record:
                 case None:
                     if self._unwanted():

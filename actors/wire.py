@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
+from math import ceil
 from typing import Any
 
 import zmq
@@ -144,8 +145,8 @@ class Link:
             self._socket.send(pack(record), zmq.NOBLOCK)
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
-        """The next record, or None after `timeout_s`. Unreadable bytes are counted and skipped."""
-        while timeout_s is None or self._socket.poll(int(timeout_s * 1000)):
+        """The next record, or None after `timeout_s` in whole milliseconds. Unreadable bytes are counted, skipped."""
+        while timeout_s is None or self._socket.poll(ceil(timeout_s * 1000)):
             try:
                 return unpack(self._socket.recv())
             except CodecError:

@@ -56,6 +56,8 @@ class Role(Protocol):
 
     def work(self) -> None: ...
 
+    def pause_s(self) -> float: ...
+
 
 class Lane:
     """Serves one role: records in order of arrival, and between them, one step at a time, work of its own."""
@@ -68,9 +70,11 @@ class Lane:
         self._send = send
         self._inbox: deque[Any] = deque()
         self._resting = True
+        self._pauses = 0  # also records end them: an alarm that comes late is for nobody
 
     def receive(self, record: Any) -> None:
         self._inbox.append(record)
+        self._pauses += 1
         if self._resting:
             self._resting = False
             self._time.now = self._clock.now
@@ -82,6 +86,9 @@ class Lane:
             for answer in self._role.answer(self._inbox.popleft()):
                 self._send(answer, self._time.now)
         elif self._role.wants_work:
+            if (pause_s := self._role.pause_s()) > 0:
+                self._pause(pause_s)
+                return
             self._role.work()
         else:
             self._resting = True
@@ -89,3 +96,16 @@ class Lane:
         if self._time.now > started:
             self.busy.append((started, self._time.now))
         self._clock.at(self._time.now, STEP, self._step)
+
+    def _pause(self, seconds: float) -> None:
+        """Listen for so long, and go on unless a record came."""
+        self._resting = True
+        self._pauses += 1
+        pause = self._pauses
+
+        def wake() -> None:
+            if pause == self._pauses:
+                self._resting, self._time.now = False, self._clock.now
+                self._step()
+
+        self._clock.at(self._time.now + seconds, STEP, wake)

@@ -1,0 +1,53 @@
+"""Patience on scripted times: what it learns, when it waits, and when it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.patience import SPARE, Patience
+
+
+def steady(distance: float, step: float, rounds: int = 5) -> Patience:
+    """After some rounds in which a record came `distance` after each answer; an answer was just given at time 0."""
+    patience, now = Patience(), -100.0
+    for _ in range(rounds):
+        patience.answered(now)
+        patience.stepped(now, now + step)
+        now += distance
+        patience.arrived(now)
+    patience.answered(0.0)
+    return patience
+
+
+def test_a_step_that_fits_in_is_made():
+    assert steady(10.0, 1.0).pause_s(8.9) == 0
+
+
+def test_a_step_that_would_run_into_the_record_waits_for_it_and_a_little_longer():
+    assert steady(10.0, 1.0).pause_s(9.5) == pytest.approx(1.5)
+
+
+def test_an_overdue_record_is_not_waited_for():
+    assert steady(10.0, 1.0).pause_s(11.0) == 0
+    assert steady(10.0, 1.0).pause_s(11.0 - 1e-9) == 0, "no wait so short that time stands still"
+
+
+def test_where_steps_are_few_none_is_spared():
+    assert steady(SPARE - 0.5, 1.0).pause_s(SPARE - 1.0) == 0
+    assert steady(SPARE + 0.5, 1.0).pause_s(SPARE) > 0
+
+
+def test_what_came_during_a_step_came_half_way():
+    patience = Patience()
+    for _ in range(50):
+        patience.answered(0.0)
+        patience.stepped(9.0, 11.0)
+        patience.arrived(11.01)
+    patience.answered(0.0)
+    assert patience.pause_s(9.0) == pytest.approx(10.0 + 2.0 - 9.0)
+
+
+def test_nothing_is_expected_before_anything_was_answered():
+    patience = Patience()
+    patience.arrived(3.0)
+    assert patience.pause_s(4.0) == 0
