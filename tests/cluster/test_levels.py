@@ -133,4 +133,5 @@ def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
         drafted = engine.generate(["def median(values):"])
         accepted = engine.report().counters["num_accepted_tokens"]
         plain = engine.generate(["def median(values):"], speculate=False)
-    assert drafted[0].token_ids == plain[0].token_ids and accepted > 0 and len(calls) == 4
+    assert drafted[0].token_ids == plain[0].token_ids and accepted > 0
+    assert len(calls) >= 4, "it broke, and its successor may have drafted on"
