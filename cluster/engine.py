@@ -78,6 +78,7 @@ class Engine:
         self._send_lock = threading.Lock()
         self._closed = False
         self._stopped = threading.Event()
+        self._last_call: threading.Timer | None = None
         self._reader: threading.Thread | None = None
         self._out: Link | None = None
         self._backend = make_backend(self.config, log_dir)
@@ -166,11 +167,23 @@ class Engine:
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
+    def wind_down(self, within_s: float = 3.0) -> None:
+        """Wait no longer than this for what still runs: then it fails, and nobody who dies is replaced from now on.
+
+        For an end that may take the rest of the cluster with it, as a batch system's does.
+        """
+        self.supervisor.end_replacing()
+        self._last_call = threading.Timer(within_s, self._fail, ("the engine is ending",))
+        self._last_call.daemon = True
+        self._last_call.start()
+
     def close(self) -> None:
         """End the engine; requests in flight end with an error. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
+        if self._last_call is not None:
+            self._last_call.cancel()
         self.supervisor.stop()
         self._send(Stop(_CLOSED))
         told = False

@@ -55,6 +55,7 @@ class Supervisor:
         self._on_lost = on_lost
         self._on_final = on_final
         self._facts: Mapping[str, dict[str, object]] | None = None
+        self._is_ending = False
         self._incarnations: dict[str, int] = defaultdict(int)
         self._replaced_at: dict[str, list[float]] = defaultdict(list)
         self._hung: set[tuple[str, int]] = set()
@@ -70,6 +71,10 @@ class Supervisor:
     def begin_replacing(self, facts: Mapping[str, dict[str, object]]) -> None:
         """From now on the engine runs; `facts` are what its ranks measured at their start, by identity."""
         self._facts = facts
+
+    def end_replacing(self) -> None:
+        """The engine is about to end: nobody is replaced any more, and without a coordinator nothing ends politely."""
+        self._is_ending = True
 
     def stop(self) -> None:
         self._stopped.set()
@@ -110,12 +115,15 @@ class Supervisor:
         identity, now = death.identity, time.monotonic()
         incarnation = self._incarnations[identity]
         recent = [at for at in self._replaced_at[identity] if now - at < WINDOW_S]
+        if self._is_ending and identity != "coordinator":
+            self._tell_of(identity, incarnation)
+            return
         if self._facts is not None and len(recent) >= self._max_restarts and is_spared(identity):
             self.incidents.append(Incident(identity, incarnation, death.text, now))
             log.warning("%s; the level above drafts by itself", death)
             self._tell_of(identity, incarnation)
             return
-        if self._facts is None or not self._max_restarts:
+        if self._facts is None or self._is_ending or not self._max_restarts:
             self._on_final(str(death), death.trace)
             return
         if len(recent) >= self._max_restarts:

@@ -94,6 +94,7 @@ def serve_prompts(
                 on_finished(run.requests[-1])
         except KeyboardInterrupt:
             run.interrupted = True
+            engine.wind_down()
             pool.shutdown(wait=False, cancel_futures=True)
             for completion in list(live.values()):
                 completion.abort()

@@ -190,3 +190,20 @@ def test_an_engine_may_be_closed_while_a_role_is_away(open_engine, break_at):
     engine.close()
     with pytest.raises(EngineError, match="^the engine was closed$"):
         completion.result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "owner, method, reason", [(Scheduler, "plan", "coordinator: RuntimeError"), (TargetRole, "answer", "is ending")]
+)
+def test_an_engine_that_winds_down_waits_for_no_successor(open_engine, break_at, owner, method, reason):
+    """Ctrl-C or a batch system may end the rest of the cluster too: what there is must be written, and soon."""
+    engine = open_engine()
+    completion = engine.submit(PROMPTS[0], LONG)
+    engine.wind_down(within_s=0.5)
+    break_at(owner, method, 2)
+    with pytest.raises(EngineError, match=reason):
+        completion.result(WAIT_S)
+    with pytest.raises(EngineError, match=reason):
+        engine.report()
+    assert not engine.supervisor.incidents
+    engine.close()

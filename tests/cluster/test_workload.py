@@ -57,6 +57,7 @@ class ScriptedEngine:
         self.most_in_flight = 0
         self.submitted: list[tuple[object, bool]] = []
         self.num_resets = 0
+        self.winds_down = False
         self._lock = threading.Lock()
 
     def submit(self, content, sampling, *, speculate):
@@ -70,6 +71,9 @@ class ScriptedEngine:
             if len(self.in_flight) >= self.waits_for:
                 self.gathered.set()
         return completion
+
+    def wind_down(self) -> None:
+        self.winds_down = True
 
     def ended(self, completion: ScriptedCompletion) -> None:
         with self._lock:
@@ -132,7 +136,7 @@ def test_an_interrupt_aborts_what_is_in_flight_and_keeps_what_there_is():
 
     engine = ScriptedEngine(endless=tuple(prompt.text for prompt in PROMPTS[2:]))
     run = serve(engine, 2, on_finished=interrupt_at_second)
-    assert run.interrupted and heard == run.requests
+    assert run.interrupted and engine.winds_down and heard == run.requests
     assert [one.index for one in run.completed[:2]] == [0, 1]
     assert len(run.requests) < 6 and {one.finish_reason for one in run.requests[2:]} <= {"abort"}
     assert not engine.in_flight
