@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from actors.tree import TokenTree
+
 
 @dataclass(slots=True)
 class Hypothesis:
@@ -38,6 +40,31 @@ class HypothesisTree:
 
     def __init__(self, root_token: int) -> None:
         self.nodes = [Hypothesis(root_token, -1, 0, 0.0)]
+
+    @staticmethod
+    def read(tree: TokenTree, values: Sequence[float]) -> HypothesisTree:
+        """The hypotheses that somebody else holds, as `written` there; without values all are equally likely."""
+        read = HypothesisTree(tree.token_ids[0])
+        nodes = read.nodes
+        for i in range(1, len(tree.token_ids)):
+            parent = tree.parents[i]
+            nodes.append(Hypothesis(tree.token_ids[i], parent, nodes[parent].depth + 1, values[i] if values else 0.0))
+            nodes[parent].children.append(i)
+        return read
+
+    def written(self, num_leaves: int) -> tuple[TokenTree, list[float]]:
+        """All that a proposal could be read off: expanded nodes, and of leaves the `num_leaves` likeliest siblings."""
+        token_ids, parents, values = [self.root.token], [-1], [self.root.value]
+        pending = [(0, 0)]
+        for node, place in pending:  # grows while it is walked: breadth first
+            for rank, child in enumerate(self.nodes[node].children):
+                hypothesis = self.nodes[child]
+                if rank < num_leaves or hypothesis.children:
+                    pending.append((child, len(token_ids)))
+                    token_ids.append(hypothesis.token)
+                    parents.append(place)
+                    values.append(hypothesis.value)
+        return TokenTree(tuple(token_ids), tuple(parents)), values
 
     @property
     def root(self) -> Hypothesis:
@@ -91,6 +118,23 @@ class HypothesisTree:
         """The `count` likeliest nodes, a connected set, parents before children."""
         ranked = sorted(range(1, len(self.nodes)), key=lambda node: (-self.nodes[node].value, node))
         return sorted(ranked[:count])
+
+    def proposal(self, nodes: Sequence[int]) -> TokenTree:
+        """These nodes, which hang together and stand parents first, as a tree to verify."""
+        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        return TokenTree(
+            (self.root.token, *(self.nodes[node].token for node in nodes)),
+            (-1, *(place[self.nodes[node].parent] for node in nodes)),
+        )
+
+    def places(self, tree: TokenTree) -> list[int]:
+        """The nodes that stand for those of `tree`, as far as they are known; roots are not compared."""
+        places = [0]
+        for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+            above = places[parent]
+            children = self.nodes[above].children if above >= 0 else []
+            places.append(next((child for child in children if self.nodes[child].token == token), -1))
+        return [node for node in places[1:] if node >= 0]
 
     def offer(self, nodes: Sequence[int]) -> None:
         """These nodes are what the next verdict will be about."""

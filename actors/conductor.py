@@ -19,6 +19,7 @@ from actors.lifecycle import BEAT_S, Alive, Hello, RankLost, Ready, RoleBack, Ro
 from actors.messages import (
     Abort,
     DraftBatch,
+    OutlookBatch,
     ProposalBatch,
     ReportOrder,
     Request,
@@ -161,7 +162,7 @@ class Conductor:
 
     def _take(self, identity: str, record: object) -> None:
         match record:
-            case VerdictBatch() | ProposalBatch() | DraftBatch():
+            case VerdictBatch() | ProposalBatch() | OutlookBatch() | DraftBatch():
                 role = identity.partition("#")[0].rpartition("-")[0]
                 if role in self._musters and [identity] == self._names(role)[:1]:
                     self._take_from_lead(role, record)
@@ -184,7 +185,7 @@ class Conductor:
                 else:
                     self._greet(self._musters)
 
-    def _take_from_lead(self, role: str, record: VerdictBatch | ProposalBatch | DraftBatch) -> None:
+    def _take_from_lead(self, role: str, record: VerdictBatch | ProposalBatch | OutlookBatch | DraftBatch) -> None:
         """An answer for the state machine, or what a level of a cascade and the one beneath it say to each other."""
         if isinstance(record, DraftBatch):
             beneath = role_beneath(role)
@@ -193,7 +194,7 @@ class Conductor:
                 self._hub.send(self._names(beneath), replace(record, after=after))
         elif role in COUNTERPARTS:
             self._tell(record)
-        else:
+        elif isinstance(record, ProposalBatch):
             self._hub.send(self._names(role_above(role)), record)
 
     def _hear(self, alive: Alive) -> None:

@@ -25,6 +25,7 @@ from actors.lifecycle import RoleBack, RoleLost
 from actors.messages import (
     Abort,
     DraftBatch,
+    OutlookBatch,
     Proposal,
     ProposalBatch,
     ReportOrder,
@@ -104,6 +105,9 @@ class Coordinator:
                 news += self._abort(record, now)
             case ProposalBatch():
                 self._take_proposals(record, now)
+            case OutlookBatch():
+                self._draft.foresee(record, self._sequences)
+                return []
             case VerdictBatch():
                 news += self._take_verdicts(record, now)
             case RoleLost():
@@ -178,7 +182,7 @@ class Coordinator:
             self.tally.num_stale += 1
             return
         self._resumed("draft", now)
-        self.tally.drafted(batch)
+        self.tally.drafted(batch, 0 if batch.num_missing else self._draft.num_taken)
         self.tally.sent("order", batch.round, self._draft_sent, batch.started)
         self.tally.sent("proposal", batch.round, batch.finished, now)
         self._draft_sent = batch.finished  # of the second part of an answer
@@ -304,8 +308,8 @@ class Coordinator:
             self._target.admit(sequence)
             self._draft.admit(sequence)
         verify = self._start_pass(plan, now)
-        # Both sides read a prompt at the same time.
-        return orders + self._order_drafts(now) + verify
+        # Both sides read a prompt at the same time. The target goes first: it needs nothing of what is ordered now.
+        return verify + orders + self._order_drafts(now)
 
     def _order_drafts(self, now: float) -> list[DraftBatch]:
         verifying = self._verifying if self._verifying is not None else ()

@@ -7,13 +7,45 @@ only knows which requests can have a draft now. It never starts a target pass an
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
+from actors.branches import HypothesisTree
 from actors.ledger import Ledger
-from actors.messages import Commit, DraftBatch, DraftOrder, Proposal, ProposalBatch
+from actors.messages import Commit, DraftBatch, DraftOrder, Draw, OutlookBatch, Proposal, ProposalBatch
 from actors.pipelines import Pipeline
 from actors.pipelines.control import Control
 from actors.pipelines.guard import Mode
 from actors.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Hypotheses of the drafter as far as it told them, and how its proposals are read off: chains or trees."""
+
+    tree: HypothesisTree
+    is_chain: bool
+
+    def behind(self, token_ids: Collection[int]) -> _Prepared | None:
+        """What is prepared for this outcome; None if nothing is."""
+        node = self.tree.find(tuple(token_ids))
+        if node is None or not self.tree.nodes[node].children:
+            return None
+        return replace(self, tree=self.tree.reroot(node)[0])
+
+    def proposal(self, sequence: Sequence, num_draft_tokens: int) -> Proposal:
+        """The best one, tested as tokens that were chosen without randomness."""
+        nodes = self.tree.best_chain(num_draft_tokens) if self.is_chain else self.tree.best_nodes(num_draft_tokens)
+        draws, laws = (Draw.ROOT, *[Draw.DETERMINISTIC] * len(nodes)), (None,) * (len(nodes) + 1)
+        return Proposal(
+            sequence.request_id,
+            sequence.epoch,
+            sequence.prefix_len,
+            sequence.prefix_hash,
+            self.tree.proposal(nodes),
+            draws,
+            laws,
+            prepared=True,
+        )
 
 
 class DraftSide:
@@ -31,6 +63,9 @@ class DraftSide:
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
         self._catching_up: set[int] = set()  # requests whose text is being read, with nobody waiting
+        self._outlooks: dict[int, _Prepared] = {}  # below the present prefix, whose verdict is awaited
+        self._prepared: dict[int, _Prepared] = {}  # what of the last outlook lies behind the verdict
+        self.num_taken = 0  # proposals of the outstanding orders that were read off outlooks
 
     @property
     def is_busy(self) -> bool:
@@ -41,9 +76,8 @@ class DraftSide:
         """Nothing that was asked will be answered; what a drafter is told next is the whole of it."""
         self.here, self._drafting, self.heard = False, None, False
         self._ledger = Ledger()
-        self._answered.clear()
-        self._catching_up.clear()
-        self.ordered.clear()
+        for known in (self._answered, self._catching_up, self.ordered, self._outlooks, self._prepared):
+            known.clear()
 
     def serves(self, sequence: Sequence) -> bool:
         return self.here and sequence.request.speculate
@@ -55,18 +89,31 @@ class DraftSide:
 
     def commit(self, record: Commit) -> None:
         self._ledger.commit(record)
+        outlook = self._outlooks.pop(record.request_id, None)
+        if outlook is not None and (behind := outlook.behind(record.token_ids)) is not None:
+            self._prepared[record.request_id] = behind
 
     def release(self, request_id: int) -> None:
         """The request ended or lost its place."""
         self.forget_draft(request_id)
         self._catching_up.discard(request_id)
+        self._outlooks.pop(request_id, None)
         self._ledger.release(request_id)
 
     def forget_draft(self, request_id: int) -> None:
         """The prefix grew: what was drafted for the old one is of no use."""
         self.proposals.pop(request_id, None)
         self.ordered.pop(request_id, None)
+        self._prepared.pop(request_id, None)
         self._answered.discard(request_id)
+
+    def foresee(self, batch: OutlookBatch, sequences: Mapping[int, Sequence]) -> None:
+        """Keep what is prepared for the verdicts that are awaited; of late ones, and of the old, nothing."""
+        for outlook in batch.outlooks:
+            sequence = sequences.get(outlook.request_id)
+            if sequence is not None and sequence.accepts(outlook):
+                tree = HypothesisTree.read(outlook.tree, outlook.values)
+                self._outlooks[outlook.request_id] = _Prepared(tree, is_chain=not outlook.values)
 
     def answers(self, batch: ProposalBatch) -> bool:
         """Whether this is what was asked; anything else is stale."""
@@ -114,17 +161,30 @@ class DraftSide:
             return []
         late = self._enlist(running)
         chosen = self._pipeline.choose(self.expecting(running, verifying), len(running))
-        orders = [DraftOrder(sequence.request_id, self._wanted(sequence)) for sequence in chosen]
+        orders = [self._order(sequence) for sequence in chosen]
         if not orders and not late and not self._ledger.has_news:
             return []
         admits, commits, releases = self._ledger.flush()
         orders += [DraftOrder(request_id, 0) for request_id in late]
         orders += [DraftOrder(admit.request_id, 0) for admit in admits if admit.request_id in sequences]
         lengths = {order.request_id: order.num_draft_tokens for order in orders if order.num_draft_tokens}
-        self._drafting = {request_id: sequences[request_id].prefix_len for request_id in lengths}
+        taken = {order.request_id for order in orders if order.taken is not None}
+        self._drafting = {id_: sequences[id_].prefix_len for id_ in lengths if id_ not in taken}
+        self.num_taken = len(taken)
         self.ordered |= lengths
         after, self.round = self.round, max(self.round + 1, round_)
         return [DraftBatch(self.round, admits, commits, releases, tuple(_first_of_each(orders)), after)]
+
+    def _order(self, sequence: Sequence) -> DraftOrder:
+        """What is prepared for the verdict is there already; the drafter only has to know what became of it."""
+        request_id, wanted = sequence.request_id, self._wanted(sequence)
+        prepared = self._prepared.pop(request_id, None)
+        if prepared is None or not wanted:
+            return DraftOrder(request_id, wanted)
+        proposal = prepared.proposal(sequence, wanted)
+        self.proposals[request_id] = proposal
+        self._answered.add(request_id)
+        return DraftOrder(request_id, wanted, proposal.tree)
 
     def _wanted(self, sequence: Sequence) -> int:
         """Draft tokens to order for a sequence; 0 if it should not be speculated for now."""

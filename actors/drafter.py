@@ -19,6 +19,8 @@ from actors.messages import (
     DraftBatch,
     Draw,
     LevelWork,
+    Outlook,
+    OutlookBatch,
     Proposal,
     ProposalBatch,
     SamplingParams,
@@ -95,6 +97,12 @@ class Drafter(Protocol):
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """One draft per context, with at most `budgets[i]` >= 1 draft tokens; fewer or none is always allowed."""
 
+    def outlooks(self) -> Sequence[Outlook]:
+        """What draft-ahead prepared for verdicts that are awaited, as far as it was not given yet."""
+
+    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
+        """A proposal was read off an outlook: its verdict is awaited as if `propose` had given it."""
+
     def observe(self, context: Context, commit: Commit) -> None:
         """The verdict on the last draft: rows of `commit.path` stay valid. Called before the context is extended."""
 
@@ -130,6 +138,12 @@ class IdleDrafter:
     def work(self) -> None:
         assert False, "nothing was wanted"
 
+    def outlooks(self) -> Sequence[Outlook]:
+        return ()
+
+    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
+        assert False, "nothing was prepared"
+
     def truncate(self, context: Context) -> None:
         """Start afresh: right for every drafter, and cheap for one without a model."""
         self.release(context.request_id)
@@ -162,6 +176,11 @@ class DraftRole:
     def pause_s(self) -> float:
         """Seconds to wait for the next record before another step, which might keep it waiting."""
         return self._patience.pause_s(self.clock())
+
+    def outlook(self) -> OutlookBatch | None:
+        """What is prepared so far, where somebody could use it and does not know it yet."""
+        outlooks = self.drafter.outlooks()
+        return OutlookBatch(tuple(outlooks)) if outlooks else None
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         self._patience.arrived(self.clock())
@@ -212,7 +231,13 @@ class DraftRole:
             self.drafter.open(context)
         for commit in batch.commits:
             self._follow(commit)
-        wanted = [(self.contexts[order.request_id], order.num_draft_tokens) for order in batch.orders]
+        wanted = []
+        for order in batch.orders:
+            context = self.contexts[order.request_id]
+            if order.taken is not None:
+                self.drafter.take(context, order.num_draft_tokens, order.taken)
+            else:
+                wanted.append((context, order.num_draft_tokens))
         idle = [context for context, budget in wanted if not budget]
         if idle:
             self.drafter.prepare(idle)

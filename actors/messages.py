@@ -184,10 +184,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """Propose for this request, at most so many tokens; zero asks only for its KV to be brought up to date."""
+    """Propose for this request, at most so many tokens; zero asks only for its KV to be brought up to date.
+
+    `taken` was read off an `Outlook` and is being verified already: nothing more is awaited for this prefix.
+    """
 
     request_id: int
     num_draft_tokens: int
+    taken: TokenTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,32 @@ class ProposalBatch:
     num_missing: int = 0
     ahead: tuple[tuple[float, float], ...] = ()
     levels: tuple[LevelWork, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a drafter that works ahead has prepared below the last committed token, for a verdict still to come.
+
+    Siblings of `tree` stand likeliest first. `values[i]` is the log-probability of the path to node i; without them
+    a proposal is the likeliest chain, with them the likeliest nodes.
+    """
+
+    request_id: int
+    epoch: int
+    prefix_len: int
+    prefix_hash: int
+    tree: TokenTree
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutlookBatch:
+    """Draft lead to coordinator, unasked and before the verdict: a hit then costs no exchange with the drafter.
+
+    One that comes too late is of no use and does no harm.
+    """
+
+    outlooks: tuple[Outlook, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ class Role(Protocol):
     def pause_s(self) -> float:
         """Seconds to listen before the next step of work."""
 
+    def outlook(self) -> Any | None:
+        """What work has prepared so far, to be told while nobody waits for it."""
+
     def forget(self) -> None:
         """Drop every request; the next batch starts from nothing."""
 
@@ -207,12 +210,24 @@ class Rank:
     def _next(self) -> Any:
         """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
         while self._role.wants_work:
-            record = self._news(wait=False, for_s=self._role.pause_s()) if self._pulse.rank == 0 else None
+            record = self._between_steps() if self._pulse.rank == 0 else None
             arrived = torch.tensor([record is not None], dtype=torch.int64, device=self._device)
             if self._group.broadcast(arrived).item():
                 return record if record is not None else self._news(wait=True)
             self._role.work()
+            if self._pulse.rank == 0 and not self._role.wants_work:
+                self._foretell()
         return self._news(wait=True)
+
+    def _between_steps(self) -> Any | None:
+        pause_s = self._role.pause_s()
+        if pause_s:
+            self._foretell()
+        return self._news(wait=False, for_s=pause_s)
+
+    def _foretell(self) -> None:
+        if (outlook := self._role.outlook()) is not None:
+            self._link.send(outlook)
 
     def _news(self, *, wait: bool, for_s: float = PATIENCE_S) -> Any:
         """The next record that is not of the past; None if none has come in time and nobody has to `wait`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from actors.messages import HASH_SEED, Commit, Proposal, Request, RequestStats, Tokens, Verdict, extend_hash
+from actors.messages import HASH_SEED, Commit, Outlook, Proposal, Request, RequestStats, Tokens, Verdict, extend_hash
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +67,8 @@ class Sequence:
         """Tokens the request may still get."""
         return self.max_len - len(self.token_ids)
 
-    def accepts(self, proposal: Proposal) -> bool:
-        """Whether the proposal was made for exactly this prefix; anything else is stale."""
+    def accepts(self, proposal: Proposal | Outlook) -> bool:
+        """Whether it was made for exactly this prefix; anything else is stale."""
         return (
             proposal.epoch == self.epoch
             and proposal.prefix_len == self.prefix_len

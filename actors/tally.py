@@ -105,21 +105,23 @@ class Tally:
             self.num_drafted_per_pos[position] += 1
             self.num_accepted_per_pos[position] += position < num_accepted
 
-    def drafted(self, batch: ProposalBatch) -> None:
+    def drafted(self, batch: ProposalBatch, num_taken: int = 0) -> None:
+        """An answer of the drafter; `num_taken` proposals of its round had been read off an outlook before."""
         self.draft_busy_s += batch.finished - batch.started
         for started, finished in batch.ahead:
             self.draft_busy_s += finished - started
             self.spans.append(("draft", "ahead", started, finished, {"round": batch.round}))
-        hits = sum(proposal.prepared is True for proposal in batch.proposals)
+        hits = num_taken + sum(proposal.prepared is True for proposal in batch.proposals)
         self.num_branch_hits += hits
-        self.num_branch_lookups += sum(proposal.prepared is not None for proposal in batch.proposals)
+        self.num_branch_lookups += num_taken + sum(proposal.prepared is not None for proposal in batch.proposals)
         for work in batch.levels:
             self._level_worked(work, batch.round)
-        if batch.proposals:
+        if batch.proposals or num_taken:
             tokens = sum(proposal.tree.num_draft_tokens for proposal in batch.proposals)
             misses = sum(proposal.prepared is False for proposal in batch.proposals)
             name = "miss" if misses else "hit" if hits else "propose"
-            self._span("draft", name, batch, {"requests": len(batch.proposals), "tokens": tokens, "hits": hits})
+            requests = num_taken + len(batch.proposals)
+            self._span("draft", name, batch, {"requests": requests, "tokens": tokens, "hits": hits})
         elif not batch.num_missing:
             self._span("draft", "prefill", batch, {})
 

@@ -26,6 +26,7 @@ CODEC = Codec(
         messages.Tokens,
         messages.DraftBatch,
         messages.ProposalBatch,
+        messages.OutlookBatch,
         messages.VerifyBatch,
         messages.VerdictBatch,
         lifecycle.Alive,

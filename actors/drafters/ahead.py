@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.branches import AHEAD, HypothesisTree, redraft
 from actors.drafter import Context, Draft
 from actors.drafters.model import ModelDrafter
-from actors.messages import Commit, TokenTree
+from actors.messages import Commit, Outlook, TokenTree
 from actors.options import ModelDrafterConfig, Strategy
 from actors.sampling import NodeRows, is_plain, process_batch, top_children
 from parallel.runner import ModelRunner, Span
@@ -34,8 +34,9 @@ class _Future:
     tree: HypothesisTree
     num_suffix: int = 0
     num_rows: int = 0
-    budget: int = 0  # of the last order: the next one will hardly be longer
+    budget: int = 0  # of the last order, 0 before there is one: the next will hardly be longer
     in_flight: bool = False
+    num_told: int = 0  # nodes of the tree when an outlook was last given
 
 
 class AheadDrafter(ModelDrafter):
@@ -91,6 +92,30 @@ class AheadDrafter(ModelDrafter):
             fresh.forget_rows()
             retain = []
         self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
+
+    def outlooks(self) -> list[Outlook]:
+        outlooks = []
+        for future in self._futures.values():
+            context, tree = future.context, future.tree
+            if not future.budget or len(tree.nodes) == future.num_told:
+                continue
+            future.num_told = len(tree.nodes)
+            written, values = tree.written(self._fan_out if self._shows_tree else 1)
+            outlooks.append(
+                Outlook(
+                    context.request_id,
+                    context.epoch,
+                    len(context.token_ids),
+                    context.prefix_hash,
+                    written,
+                    tuple(values) if self._shows_tree else (),
+                )
+            )
+        return outlooks
+
+    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
+        future = self._futures[context.request_id]
+        self._await_verdict(future, future.tree.places(taken), budget)
 
     def truncate(self, context: Context) -> None:
         request_id = context.request_id
@@ -230,11 +255,11 @@ class AheadDrafter(ModelDrafter):
         future = self._futures[context.request_id]
         tree = future.tree
         nodes = tree.best_nodes(budget) if self._shows_tree else tree.best_chain(budget)
-        tree.offer(nodes)
-        future.in_flight, future.budget = tree.root.expanded, budget
-        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
-        offered = TokenTree(
-            (tree.root.token, *(tree.nodes[node].token for node in nodes)),
-            (-1, *(place[tree.nodes[node].parent] for node in nodes)),
-        )
+        self._await_verdict(future, nodes, budget)
+        offered = tree.proposal(nodes)
         return Draft(offered) if self._coupled else Draft.chosen(offered)
+
+    def _await_verdict(self, future: _Future, nodes: Sequence[int], budget: int) -> None:
+        """These nodes are verified: draft-ahead may begin."""
+        future.tree.offer(nodes)
+        future.in_flight, future.budget = future.tree.root.expanded, budget

@@ -26,7 +26,7 @@ from actors.drafters.beneath import Beneath
 from actors.drafters.lengths import LengthControl
 from actors.drafters.merging import merge_trees
 from actors.drafters.stream import Stream, common_prefix
-from actors.messages import Commit, Draw, LevelWork, Proposal, TokenTree
+from actors.messages import Commit, Draw, LevelWork, Outlook, Proposal, TokenTree
 from actors.noise import Stream as NoiseStream
 from actors.noise import noise_key
 from actors.sampling import is_greedy
@@ -116,6 +116,12 @@ class CascadeDrafter:
         if self._decides:
             self._lengths.answered()
         return drafts
+
+    def outlooks(self) -> Sequence[Outlook]:
+        return ()  # what lies behind a draft is only known once the levels have agreed on it
+
+    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
+        assert False, "nothing was told"
 
     def observe(self, context: Context, commit: Commit) -> None:
         stream, token_ids = self._streams[context.request_id], list(commit.token_ids)

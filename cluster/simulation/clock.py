@@ -58,6 +58,8 @@ class Role(Protocol):
 
     def pause_s(self) -> float: ...
 
+    def outlook(self) -> Any | None: ...
+
 
 class Lane:
     """Serves one role: records in order of arrival, and between them, one step at a time, work of its own."""
@@ -87,15 +89,22 @@ class Lane:
                 self._send(answer, self._time.now)
         elif self._role.wants_work:
             if (pause_s := self._role.pause_s()) > 0:
+                self._foretell()
                 self._pause(pause_s)
                 return
             self._role.work()
+            if not self._role.wants_work:
+                self._foretell()
         else:
             self._resting = True
             return
         if self._time.now > started:
             self.busy.append((started, self._time.now))
         self._clock.at(self._time.now, STEP, self._step)
+
+    def _foretell(self) -> None:
+        if (outlook := self._role.outlook()) is not None:
+            self._send(outlook, self._time.now)
 
     def _pause(self, seconds: float) -> None:
         """Listen for so long, and go on unless a record came."""

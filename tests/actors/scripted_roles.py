@@ -15,6 +15,8 @@ from actors.lifecycle import RoleBack, RoleLost
 from actors.messages import (
     HASH_SEED,
     DraftBatch,
+    Outlook,
+    OutlookBatch,
     Proposal,
     ProposalBatch,
     Request,
@@ -125,20 +127,51 @@ class ScriptedTarget:
 
 
 class ScriptedDrafter:
-    """Guesses as `whims` have it: one name of a method per order. `splits` of its answers come in two parts."""
+    """Guesses as `whims` have it: one name of a method per order. `splits` of its answers come in two parts.
 
-    def __init__(self, choose: random.Random, whims: tuple[str, ...], splits: float) -> None:
+    `foresees` of its drafts are followed by an outlook on what may come behind them.
+    """
+
+    def __init__(self, choose: random.Random, whims: tuple[str, ...], splits: float, foresees: float) -> None:
         self.knows = Knowledge()
-        self.choose, self.whims, self.splits = choose, whims, splits
+        self.choose, self.whims, self.splits, self.foresees = choose, whims, splits, foresees
         self.asked: set[int] = set()
+        self.num_taken = 0
 
     def forget(self, last_round: int) -> None:
         self.knows = Knowledge(last_round=last_round, told=self.knows.told)
 
-    def answer(self, batch: DraftBatch) -> list[ProposalBatch]:
+    def answer(self, batch: DraftBatch) -> list[ProposalBatch | OutlookBatch]:
         self.knows.learn(batch)
-        orders = [(order.request_id, order.num_draft_tokens) for order in batch.orders]
-        assert len({request_id for request_id, _ in orders}) == len(orders), "two orders for one request"
+        assert len({order.request_id for order in batch.orders}) == len(batch.orders), "two orders for one request"
+        for order in batch.orders:
+            if order.taken is not None:
+                assert 0 < order.taken.num_draft_tokens <= order.num_draft_tokens
+                assert order.taken.token_ids[0] == self.knows.texts[order.request_id][-1]
+                self.num_taken += 1
+        asked = [order.request_id for order in batch.orders if order.num_draft_tokens]
+        seen = [self.outlook(request_id) for request_id in asked if self.choose.random() < self.foresees]
+        return self.proposals(batch) + ([OutlookBatch(tuple(seen))] if seen else [])
+
+    def outlook(self, request_id) -> Outlook:
+        """The right words for some way, beside wrong ones; sometimes of another text."""
+        text = list(self.knows.texts[request_id])
+        tokens, parents, at = [text[-1]], [-1], 0
+        written = list(text)
+        for _ in range(self.choose.randint(0, 9)):
+            right = next_word(written)
+            siblings = [right] if self.choose.random() < 0.7 else self.choose.sample([right, 12], 2)
+            tokens += siblings
+            parents += [at] * len(siblings)
+            at = len(tokens) - len(siblings) + siblings.index(right)
+            written.append(right)
+        values = tuple(-float(i) for i in range(len(tokens))) if self.choose.random() < 0.5 else ()
+        epoch = self.knows.epochs[request_id] + (self.choose.random() < 0.05)
+        tree = TokenTree(tuple(tokens), tuple(parents))
+        return Outlook(request_id, epoch, len(text), extend_hash(HASH_SEED, text), tree, values)
+
+    def proposals(self, batch: DraftBatch) -> list[ProposalBatch]:
+        orders = [(order.request_id, order.num_draft_tokens) for order in batch.orders if order.taken is None]
         self.asked |= {request_id for request_id, _ in orders}
         proposals: list[Proposal] = []
         for request_id, budget in orders:
@@ -209,6 +242,7 @@ class World:
         drafts=True,
         duplicates=0.0,
         splits=0.0,
+        foresees=0.0,
         control=None,
     ):
         self.choose, self.duplicates = choose, duplicates
@@ -219,7 +253,7 @@ class World:
             drafts=drafts,
             control=control,
         )
-        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims, splits)
+        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims, splits, foresees)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
         self.sent: list = []
         self.past: list = []
@@ -255,7 +289,8 @@ class World:
                     self.answers["target"].append(self.target.answer(answer))
                 case DraftBatch():
                     assert "draft" not in self.lost, "drafts were ordered from a drafter that is not there"
-                    assert not self.answers["draft"], "drafts were ordered while some are out"
+                    out = [record for record in self.answers["draft"] if isinstance(record, ProposalBatch)]
+                    assert not out, "drafts were ordered while some are out"
                     self.answers["draft"].extend(self.drafter.answer(answer))
                 case Tokens():
                     self.hear(answer)
@@ -265,7 +300,7 @@ class World:
         """A draft for a sequence that is being verified would be stale before it is made."""
         for batch in answers:
             if isinstance(batch, DraftBatch) and self.answers["target"]:
-                ordered = {order.request_id for order in batch.orders if order.num_draft_tokens}
+                ordered = {order.request_id for order in batch.orders if order.num_draft_tokens and not order.taken}
                 judged = {verdict.request_id for verdict in self.answers["target"][0].verdicts}
                 assert not ordered & judged
 

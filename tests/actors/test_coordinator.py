@@ -38,11 +38,12 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
     slots=st.sampled_from([40, 60, 400]),
     duplicates=st.sampled_from([0.0, 0.3]),
     splits=st.sampled_from([0.0, 0.5]),
+    foresees=st.sampled_from([0.0, 0.7]),
     drafts=st.sampled_from([True, True, True, False]),
     moody=st.booleans(),
 )
 def test_every_interleaving_gives_the_tokens_of_the_language(
-    choose, pipeline, limits, slots, duplicates, splits, drafts, moody
+    choose, pipeline, limits, slots, duplicates, splits, foresees, drafts, moody
 ):
     control = MoodyControl(choose) if moody else None
     world = World(
@@ -53,6 +54,7 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         drafts=drafts,
         duplicates=duplicates,
         splits=splits,
+        foresees=foresees,
         control=control,
     )
     requests = requests_of(choose, choose.randint(1, 7))
@@ -99,7 +101,8 @@ def check_records_of_a_round(world: World) -> None:
         rounds = [batch.round for batch in world.sent if isinstance(batch, kind)]
         assert rounds == sorted(set(rounds)), "a round came twice"
     ordered: dict[int, int] = {}
-    for batch in world.sent:
+    batches = [batch for batch in world.sent if not isinstance(batch, Tokens)]
+    for batch in sorted(batches, key=lambda batch: (batch.round, isinstance(batch, VerifyBatch))):
         if isinstance(batch, DraftBatch):
             ordered |= {order.request_id: batch.round for order in batch.orders if order.num_draft_tokens}
         if isinstance(batch, VerifyBatch):
@@ -114,10 +117,26 @@ def test_a_steady_round_is_four_records(choose):
     world.settle()
     batches = [batch for batch in world.sent if not isinstance(batch, Tokens)]
     prompt, steady = batches[:2], batches[2:]
-    assert [type(batch) for batch in prompt] == [DraftBatch, VerifyBatch] and prompt[0].round == prompt[1].round
+    assert [type(batch) for batch in prompt] == [VerifyBatch, DraftBatch] and prompt[0].round == prompt[1].round
     while len(steady) > 2:
         draft, verify, *steady = steady
         assert isinstance(draft, DraftBatch) and isinstance(verify, VerifyBatch) and draft.round == verify.round
+
+
+def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
+    """A hit costs no exchange: the pass leaves with the verdict's own news, and ahead of them."""
+    request = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
+    world = World(random.Random(1), "branches", whims=("right",), foresees=1.0)
+    world.tell(request)
+    world.settle()
+    assert world.drafter.num_taken >= 2 and world.tokens[1] == oracle(request)
+    batches = [(i, batch) for i, batch in enumerate(world.sent) if isinstance(batch, DraftBatch)]
+    taking = [i for i, batch in batches if any(order.taken for order in batch.orders)]
+    for i in taking:
+        verify, order = world.sent[i - 1], world.sent[i].orders[0]
+        assert isinstance(verify, VerifyBatch) and verify.items[0].proposal.tree == order.taken
+    tally = world.coordinator.tally
+    assert tally.num_branch_hits == tally.num_branch_lookups == len(taking) == world.drafter.num_taken
 
 
 @pytest.mark.parametrize("whim", ["right", "wrong", "missing"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.messages import Abort, ReportOrder, Request, SamplingParams, VerifyBatch
+from actors.messages import Abort, OutlookBatch, ReportOrder, Request, SamplingParams, VerifyBatch
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
 from tests.actors.moods import MoodyControl
@@ -45,7 +45,9 @@ class Storm(World):
 
 
 def corrupted(choose, answer):
-    """An answer that names another round, as one that is torn or of another life would."""
+    """An answer that names another round or text, as one that is torn or of another life would."""
+    if isinstance(answer, OutlookBatch):
+        return OutlookBatch(tuple(replace(one, prefix_hash=one.prefix_hash ^ 1) for one in answer.outlooks))
     return replace(answer, round=answer.round + choose.choice((-1, 1, 1_000_000)))
 
 
@@ -56,11 +58,13 @@ def corrupted(choose, answer):
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 400]),
     splits=st.sampled_from([0.0, 0.5]),
+    foresees=st.sampled_from([0.0, 0.5]),
     moody=st.booleans(),
 )
-def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits, moody):
+def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits, foresees, moody):
     control = MoodyControl(choose) if moody else None
-    storm = Storm(choose, pipeline, limits=limits, slots=slots, duplicates=0.3, splits=splits, control=control)
+    chances = {"duplicates": 0.3, "splits": splits, "foresees": foresees}
+    storm = Storm(choose, pipeline, limits=limits, slots=slots, control=control, **chances)
     requests = requests_of(choose, choose.randint(1, 6))
     coming, left = list(requests), 60
     while coming or left:
@@ -84,7 +88,7 @@ def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, s
 def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipeline):
     """Every request is asked again, with the tokens its client got; the last of them may have been lost on the way."""
     requests = requests_of(choose, choose.randint(1, 5))
-    world = World(choose, pipeline)
+    world = World(choose, pipeline, foresees=0.5)
     for request in requests:
         world.tell(request)
     held: dict[int, list[int]] = {}
@@ -95,7 +99,7 @@ def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipelin
         for request in requests:
             got = world.tokens.get(request.request_id, [])
             held[request.request_id] = got if request.request_id in ended else got[: choose.randint(0, len(got))]
-        world = World(choose, pipeline)
+        world = World(choose, pipeline, foresees=0.5)
         world.tokens = held | {}
         world.ends = {request_id: None for request_id in ended}
         for request in requests:

@@ -17,6 +17,8 @@ from actors.messages import (
     Commit,
     DraftBatch,
     DraftOrder,
+    Outlook,
+    OutlookBatch,
     Proposal,
     ProposalBatch,
     Report,
@@ -49,6 +51,7 @@ RECORDS = [
         4, (Admit(5, 1, (1, 2, 3), 2, SAMPLING),), (Commit(5, 1, 3, (1,), (8, 9)),), (3, 4), (DraftOrder(5, 4),)
     ),
     ProposalBatch(4, (PROPOSAL,), 1.5, 2.5),
+    OutlookBatch((Outlook(5, 1, 3, 12345, TokenTree((9, 7, 8), (-1, 0, 0)), (0.0, -0.5, -1.5)),)),
     VerifyBatch(4, (), (), (6,), (VerifyItem(5, 1, PROPOSAL), VerifyItem(6, 8))),
     VerdictBatch(4, (Verdict(5, 1, 3, (2,), 11),), 1.5, 2.5, 3),
     Hello(),
