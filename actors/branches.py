@@ -227,7 +227,9 @@ def enumerate_outcomes(tree: HypothesisTree, width: int, length: int) -> list[in
     ]
     outcomes.sort(key=lambda node: -tree.nodes[node].value)
     tips = []
-    for outcome in outcomes[: width - len(unfed)]:
+    for outcome in outcomes:
+        if len(tips) == width - len(unfed):
+            break
         tip, steps = outcome, 1
         while tree.nodes[tip].row >= 0 and tree.nodes[tip].children and steps < length:
             tip, steps = tree.nodes[tip].children[0], steps + 1

@@ -65,6 +65,7 @@ class Tally:
     num_stale: int = 0
     num_branch_hits: int = 0
     num_branch_lookups: int = 0
+    num_foreseen: int = 0
     levels: dict[str, dict[str, float]] = field(default_factory=dict)
     draft_busy_s: float = 0.0
     target_busy_s: float = 0.0
@@ -112,6 +113,7 @@ class Tally:
             self.draft_busy_s += finished - started
             self.spans.append(("draft", "ahead", started, finished, {"round": batch.round}))
         hits = num_taken + sum(proposal.prepared is True for proposal in batch.proposals)
+        self.num_foreseen += num_taken
         self.num_branch_hits += hits
         self.num_branch_lookups += num_taken + sum(proposal.prepared is not None for proposal in batch.proposals)
         for work in batch.levels:

@@ -45,6 +45,7 @@ FIGURES = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "branch_hit_rate",
+    "foreseen_rate",
     "levels",
     "draft_busy",
     "target_busy",
@@ -112,6 +113,7 @@ def speculation(counters: Mapping[str, object]) -> dict[str, object]:
         "num_draft_tokens": drafted,
         "num_accepted_tokens": accepted,
         "branch_hit_rate": _ratio(hits, lookups),
+        "foreseen_rate": _ratio(counters.get("num_foreseen"), lookups),
         "levels": levels(counters.get("levels") or {}),
     }
 

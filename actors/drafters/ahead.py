@@ -9,7 +9,8 @@ drops the rows of accepted tokens; then the first step of draft-ahead is one exa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from actors.drafters.model import ModelDrafter
 from actors.messages import Commit, Outlook, TokenTree
 from actors.options import ModelDrafterConfig, Strategy
 from actors.sampling import NodeRows, is_plain, process_batch, top_children
+from actors.trust import Trust
 from parallel.runner import ModelRunner, Span
 
 MAX_ROWS_AHEAD = 192
@@ -51,6 +53,7 @@ class AheadDrafter(ModelDrafter):
         self._shows_tree = config.strategy is not Strategy.chain
         self._redraft_width = config.width if self._shows_tree else 1
         self._futures: dict[int, _Future] = {}
+        self._trust = Trust()
 
     works_ahead = True
 
@@ -74,6 +77,7 @@ class AheadDrafter(ModelDrafter):
         future = self._futures[context.request_id]
         tree, keep = future.tree, list(range(future.num_suffix))
         offered = max((node.depth for node in tree.nodes if node.offered), default=0)
+        self._learn(tree, commit.token_ids)
         found = tree.find(commit.token_ids)
         node, walked = 0, []
         for token in commit.token_ids:
@@ -234,12 +238,26 @@ class AheadDrafter(ModelDrafter):
             params += [self._drawing_params(context.sampling)] * len(nodes)
             positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
         scores = process_batch(logits, batch, self._eos_token_ids)
-        token_ids, log_probs = (values.tolist() for values in top_children(scores, params, positions, self._fan_out))
-        row = 0
-        for future, nodes in fed:
-            for node in nodes:
-                future.tree.expand(node, token_ids[row], log_probs[row])
-                row += 1
+        ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
+        self._add(zip(*(values.tolist() for values in ranked), strict=True), fed)
+
+    def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_Future, list[int]]]) -> None:
+        """The children of every node that was fed, (token ids, log-probabilities) best first."""
+        places = ((future.tree, node) for future, nodes in fed for node in nodes)
+        for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
+            tree.expand(node, token_ids, self._trust.adjust(log_probs))
+
+    def _learn(self, tree: HypothesisTree, token_ids: Sequence[int]) -> None:
+        """Compare what was expected of first choices along the committed text with what it is."""
+        node = tree.root
+        for token in token_ids:
+            if not node.children:
+                return
+            first = tree.nodes[node.children[0]]
+            self._trust.learn(math.exp(first.value - node.value), kept=first.token == token)
+            node = next((tree.nodes[child] for child in node.children if tree.nodes[child].token == token), None)
+            if node is None:
+                return
 
     def _node_rows(self, future: _Future, nodes: list[int]) -> NodeRows:
         """History of the nodes for the logit processors; where none looks at it, the root stands for all."""

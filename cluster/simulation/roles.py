@@ -128,10 +128,7 @@ class _Ahead(AheadDrafter):
     """Reads children off guesses."""
 
     def _expand(self, logits, fed) -> None:
-        guesses = iter(logits)
-        for future, nodes in fed:
-            for node in nodes:
-                future.tree.expand(node, *next(guesses).children(self._fan_out))
+        self._add((guess.children(self._fan_out) for guess in logits), fed)
 
 
 class _Synchronous(ModelDrafter):

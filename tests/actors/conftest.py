@@ -60,9 +60,9 @@ class Room:
         clock = itertools.count()
         queue = [record for request in requests for record in coordinator.on(request, next(clock))]
         while queue:
-            record = queue.pop(0)
+            record = self._next(queue)
             if isinstance(record, VerifyBatch):
-                self._idle()
+                self._idle(coordinator, clock)
                 queue += [r for answer in self.target.answer(record) for r in coordinator.on(answer, next(clock))]
                 self.target.runner.pool.check()
                 if after_round is not None:
@@ -80,13 +80,22 @@ class Room:
         self.tally = coordinator.tally
         return self
 
-    def _idle(self):
-        """While the target verifies, the drafter gets a random number of steps of its own."""
+    def _next(self, queue):
+        """Batches of one moment reach their roles in any order."""
+        both = {type(record) for record in queue[:2]} == {VerifyBatch, DraftBatch}
+        return queue.pop(self.leisure.randrange(2) if both else 0)
+
+    def _idle(self, coordinator, clock):
+        """While the target verifies, the drafter gets a random number of steps of its own, and may tell of them."""
+        if self.draft is None:
+            return
         for _ in range(self.leisure.randrange(10)):
-            if self.draft is None or not self.draft.wants_work:
-                return
+            if not self.draft.wants_work:
+                break
             self.draft.work()
             self.draft.drafter.runner.pool.check()
+        if self.leisure.random() < 0.7 and (outlook := self.draft.outlook()) is not None:
+            assert not coordinator.on(outlook, next(clock))
 
 
 @pytest.fixture(scope="session")

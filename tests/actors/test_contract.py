@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from actors.branches import AHEAD
 from actors.drafter import Draft
 from actors.messages import SamplingParams, TokenTree
 from actors.options import (
@@ -73,6 +74,8 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     assert (room.tokens, room.ends) == plain_tokens[sampling]
     if pipeline != "plain" and "processed" not in sampling and drafter not in LOOKUPS:
         assert room.tally.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+        if pipeline in AHEAD and drafter == "chain":
+            assert room.tally.num_foreseen > 0, "no outlook was ever of use"
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

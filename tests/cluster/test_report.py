@@ -108,7 +108,8 @@ def test_what_was_not_measured_is_null():
     report = figures(Run([served(0, (1, 2))], 1.0))
     for name in (
         "plain_tokens_per_s speedup_vs_ar tokens_equal_plain mean_acceptance_length acceptance_histogram "
-        "per_position_acceptance num_draft_tokens branch_hit_rate draft_busy round_ms round_overhead_ms stale"
+        "per_position_acceptance num_draft_tokens branch_hit_rate foreseen_rate draft_busy round_ms round_overhead_ms "
+        "stale"
     ).split():
         assert report[name] is None, name
 
