@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SYMMETRIC, EXPLICIT = "symmetric", "explicit"
+LAUNCH_PID = "launch.pid"
+"""In the job's folder on the first node: the process id of a launch that is part of a step."""
 _FIRST_PORT, _PORTS_PER_JOB, _NUM_BLOCKS = 20000, 8, 1596
 """Above the ports Ray's workers use by default, below those the system gives to whoever asks for any."""
 
@@ -99,6 +101,11 @@ class Plan:
     rays: dict[str, list[str]]
     launch: list[str]
 
+    @property
+    def launch_pid(self) -> str:
+        """File with the process id of the launch, where `launch` is the `srun` of a step; else empty."""
+        return f"{self.environment['RAY_TMPDIR']}/{LAUNCH_PID}" if self.launch[0] == "srun" else ""
+
     def describe(self) -> str:
         """As lines a shell would understand."""
         lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -142,7 +149,9 @@ def make_plan(
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # of 30, all that Slurm grants to a job it ends
         "PYTHONUNBUFFERED": "1",
     }
-    launch = [python, "-P", "-m", "cluster.launch", "cluster=slurm", f"cluster.address={head_address}"]
+    options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must not part overrides
+    overrides = [word for word in overrides if _is_override(word)]
+    launch = [python, "-P", "-m", "cluster.launch", *options, "cluster=slurm", f"cluster.address={head_address}"]
     launch += [f"cluster.nodes={len(allocation.nodes)}", f"hydra.run.dir={run_dir}", f"hydra.sweep.dir={run_dir}"]
     launch += ["job.resume=true"] * resumes
     launch += _nodes_of_roles(allocation, addresses, overrides)
@@ -155,7 +164,9 @@ def make_plan(
         count = len(allocation.nodes)
         step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
         start = [ray, "symmetric-run", "--address", head_address, "--min-nodes", str(count), "--disable-usage-stats"]
-        return Plan(environment, {}, [*step, *start, "--", *launch])
+        home = shlex.quote(folder)
+        noted = f"mkdir -p {home}; echo $$ >{home}/{LAUNCH_PID}; exec {shlex.join(launch)}"
+        return Plan(environment, {}, [*step, *_clearing_up([*start, "--", "bash", "-c", noted], folder)])
     common = [f"--temp-dir={folder}", f"--dashboard-agent-listen-port={ports.agent}"]
     common += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--block"]
     rays = {}
@@ -175,9 +186,24 @@ def make_plan(
     return Plan(environment, rays, launch)
 
 
+def _clearing_up(command: list[str], folder: str) -> list[str]:
+    """Clears up behind `ray symmetric-run`, once the launch has ended too, and has its exit code.
+
+    Slurm's SIGTERM reaches every process of a step at once: `ray symmetric-run` ends then, the launch writes first.
+    """
+    launch_ends = f"while kill -0 $(cat {shlex.quote(folder)}/{LAUNCH_PID} 2>/dev/null) 2>/dev/null; do sleep 0.1; done"
+    ending = f"code=$?; {launch_ends}; rm -rf {shlex.quote(folder)}; exit $code"
+    return ["bash", "-c", f"trap : TERM; {shlex.join(command)}; {ending}"]
+
+
 def _until_stopped(command: list[str], folder: str) -> list[str]:
     """Runs until SIGTERM has ended Ray, then clears up; the shell itself outlives the signal."""
     return ["bash", "-c", f"trap : TERM; {shlex.join(command)}; rm -rf {shlex.quote(folder)}"]
+
+
+def _is_override(word: str) -> bool:
+    """Hydra's KEY=VALUE, +KEY=VALUE or ~KEY; all else is an option of its command line, or the value of one."""
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overrides: Sequence[str]) -> list[str]:

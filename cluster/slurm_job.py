@@ -174,7 +174,7 @@ class Job:
             if self._asked_to_stop is not None and asked_at is None:
                 asked_at = now
                 sys.stderr.write(f"{self._asked_to_stop.name}: stopping\n")
-                launch.terminate()
+                self._end_politely(launch)
             for node in [node for node, ray in self._rays.items() if ray.poll() is not None and node not in gone_at]:
                 gone_at[node] = now
                 if asked_at is None:
@@ -190,8 +190,7 @@ class Job:
         """Politely on every node, so that each clears up; what is left after that is killed."""
         steps = [ray for node, ray in self._rays.items() if node != self._allocation.head]
         if any(ray.poll() is None for ray in steps):
-            # To the steps of the job but not to this script. An `srun` that is told itself kills without asking.
-            _ask("scancel", "--signal=TERM", self._allocation.name)
+            self._tell_steps()
         for ray in self._rays.values():
             if ray not in steps:
                 self._signal(ray, signal.SIGTERM)
@@ -202,6 +201,20 @@ class Job:
             except subprocess.TimeoutExpired:
                 self._signal(ray, signal.SIGTERM if ray in steps else signal.SIGKILL)
                 ray.wait()
+
+    def _end_politely(self, launch: subprocess.Popen) -> None:
+        """SIGTERM to the launch and nobody else; if it is not yet there in its step, to all of that."""
+        if not self._plan.launch_pid:
+            launch.terminate()
+            return
+        try:
+            os.kill(int(Path(self._plan.launch_pid).read_text()), signal.SIGTERM)
+        except (FileNotFoundError, ProcessLookupError):
+            self._tell_steps()
+
+    def _tell_steps(self) -> None:
+        """SIGTERM to the steps of the job, not to this script. An `srun` that is told itself kills without asking."""
+        _ask("scancel", "--signal=TERM", self._allocation.name)
 
     @staticmethod
     def _signal(ray: subprocess.Popen, number: signal.Signals) -> None:

@@ -111,9 +111,20 @@ def test_a_job_of_two_parts_keeps_the_drafter_on_the_second():
 def test_symmetric_run_starts_ray_and_the_launch_in_one_step():
     plan = plan_of(bootstrap=SYMMETRIC)
     assert plan.rays == {} and plan.launch[0] == "srun" and plan.environment["RAY_TMPDIR"] == "/tmp/specdec-4711"
-    step, launch = plan.launch[: plan.launch.index("--")], plan.launch[plan.launch.index("--") + 1 :]
-    assert step[-3:] == ["--min-nodes", "2", "--disable-usage-stats"] and "--ntasks=2" in step
-    assert launch == plan_of().launch
+    assert "--ntasks=2" in plan.launch and plan.launch_pid == "/tmp/specdec-4711/launch.pid"
+    script = plan.launch[-1]
+    assert script.startswith("trap : TERM; ") and script.endswith("; rm -rf /tmp/specdec-4711; exit $code")
+    start, launch = script.split(" -- ")
+    assert start.endswith("--min-nodes 2 --disable-usage-stats")
+    noted = shlex.split(launch.partition("; code=$?")[0])
+    assert noted[:2] == ["bash", "-c"] and shlex.split(noted[2].partition("; exec ")[2]) == plan_of().launch
+    assert not plan_of().launch_pid
+
+
+def test_options_of_the_command_line_stand_before_all_overrides():
+    """In between they would part the overrides in two, of which Hydra takes one."""
+    launch = plan_of(TWO, "-m", "sampling.seed=1,2", "~x", "--cfg", "job").launch
+    assert launch[4:8] == ["-m", "--cfg", "job", "cluster=slurm"] and launch[-2:] == ["sampling.seed=1,2", "~x"]
 
 
 @pytest.mark.parametrize(

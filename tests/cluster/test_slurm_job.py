@@ -132,6 +132,22 @@ def test_ray_symmetric_run_on_whole_nodes(cluster: Slurm, overrides):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", [["--batch", "--signal=USR1"], []], ids=["time-limit", "scancel"])
+def test_symmetric_run_is_ended_politely_too(cluster: Slurm, overrides, way):
+    job = cluster.submit("--nodes=2", "--cpus-per-task=2", LAUNCH, *overrides, "sampling.max_tokens=400")
+    run_dir = cluster.directory / "outputs" / "slurm" / str(job)
+    cluster.wait_for(job, lambda: len(lines_of(run_dir)) >= 3)
+    before = lines_of(run_dir)
+    cluster.ask("scancel", *way, job)
+    finished(cluster, job)
+    assert lines_of(run_dir)[: len(before)] == before, cluster.outcome(job)
+    assert not left_behind(cluster)
+    if way:  # else Slurm ends Ray, and with it the launch, at the same moment
+        report = json.loads((run_dir / "report.json").read_text())
+        assert report["interrupted"] is True and 0 < report["num_requests"] < NUM_PROMPTS
+
+
+@pytest.mark.slow
 def test_a_job_near_its_time_limit_requeues_itself_and_goes_on(cluster: Slurm, overrides):
     limits = ["--nodes=2", "--cpus-per-task=1", "--time=3", "--signal=B:USR1@60"]  # which Slurm takes as 60 to 120
     slow = ["sampling.max_tokens=400", "target.stretch=60"]
