@@ -14,6 +14,7 @@ from typing import Protocol
 
 from actors.conductor import Glance
 from actors.lifecycle import Ready
+from actors.pipelines.guard import Mode
 from actors.tally import RequestTimes, Tally
 from cluster.config import LaunchConfig
 
@@ -61,6 +62,12 @@ def _per_role(tally: Tally, of: Callable[[list[float]], float]) -> dict[str, flo
 
 def _per_level(tally: Tally, name: str) -> dict[str, float]:
     return {level: counts[name] for level, counts in tally.levels.items()}
+
+
+def _fallback(tally: Tally) -> dict[str, float]:
+    """As in the report: what the guard decided, and what there was no drafter for."""
+    rested_s = sum(tally.seconds_by_mode.get(mode.value, 0.0) for mode in (Mode.rest, Mode.catch_up))
+    return {"guard": rested_s, "no_drafter": tally.fallback_s}
 
 
 COUNTERS = (
@@ -124,7 +131,11 @@ COUNTERS = (
     Counted("role_losses_total", "Times a role died or fell silent", lambda t: t.num_role_losses, "role"),
     Counted("role_restarts_total", "Times a lost role answered again", lambda t: _per_role(t, len), "role"),
     Counted("role_outage_seconds_total", "Seconds until it did", lambda t: _per_role(t, sum), "role"),
-    Counted("fallback_seconds_total", "Seconds of plain decoding for want of a drafter", lambda t: t.fallback_s),
+    Counted(
+        "fallback_seconds_total", "Seconds of plain decoding where speculation might have been", _fallback, "cause"
+    ),
+    Counted("guard_turns_total", "Times the never-slower guard entered a mode", lambda t: t.num_by_mode, "mode"),
+    Counted("guard_seconds_total", "Seconds of rounds in each of its modes", lambda t: t.seconds_by_mode, "mode"),
 )
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)

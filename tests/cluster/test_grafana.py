@@ -181,3 +181,9 @@ def compare(prometheus: Prometheus, report: dict) -> None:
     ((_, hits),) = prometheus.ask(total(name="branch_hits_total", phase="speculative"))
     ((_, misses),) = prometheus.ask(total(name="branch_misses_total", phase="speculative"))
     assert hits / (hits + misses) == pytest.approx(report["branch_hit_rate"])
+    # Absent is zero: a counter appears with its first event.
+    ((_, fallback_s),) = prometheus.ask(total(name="fallback_seconds_total", phase="speculative") + " or vector(0)")
+    assert fallback_s == pytest.approx(report["fallback_s"], rel=1e-6, abs=1e-9)
+    for mode, count in (("probe", report["num_probes"]), ("trial", report["num_trials"])):
+        query = f'sum(ray_specdec_guard_turns_total{{phase="speculative", mode="{mode}"}}) or vector(0)'
+        assert prometheus.ask(query) == [({}, count)]

@@ -8,9 +8,11 @@ import pytest
 
 from actors.conductor import Glance
 from actors.lifecycle import Ready
+from actors.pipelines.guard import Mode
 from actors.scheduler import Load
 from actors.tally import RequestTimes, Tally
 from cluster.metrics import COUNTERS, ENGINE_LABELS, PREFIX, MetricsWatch, metric_labels
+from cluster.report import control
 
 LABELS = dict.fromkeys(ENGINE_LABELS, "x")
 LOAD = Load(num_running=2, num_waiting=1, kv_slots_used=30, kv_slots=120)
@@ -106,7 +108,22 @@ def test_losses_are_counted_by_role(registry, show):
     show(tally)
     found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "draft")}
     assert found == {"role_losses_total": 2, "role_restarts_total": 1, "role_outage_seconds_total": 0.5}
-    assert registry.values["fallback_seconds_total", ""] == 0.5, "without a target there is nothing to fall back to"
+    assert registry.values["fallback_seconds_total", "", "no_drafter"] == 0.5, (
+        "without a target there is nothing to fall back to"
+    )
+
+
+def test_what_the_guard_does_is_counted_as_the_report_counts_it(registry, show):
+    tally = Tally()
+    for mode, seconds in ((Mode.speculate, 3.0), (Mode.rest, 2.0), (Mode.catch_up, 0.5), (Mode.trial, 1.0)):
+        tally.round_seen(mode, seconds, [])
+    tally.resumed("draft", 0.25)
+    show(tally)
+    assert registry.values["guard_seconds_total", "", "speculate"] == 3.0
+    assert registry.values["guard_turns_total", "", "trial"] == control(tally.report(1.0).counters)["num_trials"] == 1
+    fallback = {key[2]: value for key, value in registry.values.items() if key[0] == "fallback_seconds_total"}
+    assert fallback == {"guard": 2.5, "no_drafter": 0.25}
+    assert sum(fallback.values()) == control(tally.report(1.0).counters)["fallback_s"]
 
 
 def test_levels_of_a_cascade_count_for_themselves(registry, show):
