@@ -102,6 +102,11 @@ def role_above(role: str) -> str | None:
     return role_name(_place(role) - 1) if _place(role) else None
 
 
+def drafts(identity: str) -> bool:
+    """Whether tokens are made without this one too: plainly."""
+    return identity.startswith(TOP)
+
+
 def is_spared(identity: str) -> bool:
     """Whether a rank may die and nobody else need: a level beneath another, which then drafts by itself."""
     role = identity.rpartition("-")[0]

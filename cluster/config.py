@@ -92,7 +92,8 @@ class ClusterConfig:
     nodes: int = 0
     """Nodes to wait for before ranks are placed; 0 = those that are there."""
     wait_s: float = 60.0
-    """Wait so long for nodes and free devices of a cluster, saying what is missing, before giving up."""
+    """Wait so long for nodes and free devices of a cluster, saying what is missing, before giving up; the same for a
+    target or coordinator whose node was lost."""
     interface: str = ""
     """Network interface the roles talk over, on every node, such as ib0; empty = the one Ray uses."""
     num_cpus: int | None = None
@@ -106,7 +107,7 @@ class ClusterConfig:
     link_delay_ms: float = 0.0
     """Hold every record between the coordinator and the drafter back so long, each way: what a slow network costs."""
     startup_timeout_s: float = 120.0
-    """Give up when the roles have not loaded by then."""
+    """Give up when the roles have not loaded by then, or a target or coordinator that was replaced is not ready."""
     namespace: str = "specdec"
     """Ray namespace of the actors."""
     log_level: LogLevel = LogLevel.info

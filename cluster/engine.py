@@ -16,20 +16,21 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.conductor import CLIENT, CoordinatorSpec
+from actors.conductor import CLIENT
 from actors.levels import checkpoints
 from actors.lifecycle import Alive, Hello, Ready, Silent, Stop, identity_of
 from actors.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
 from actors.wire import Link
 from cluster.backends import make_backend
+from cluster.backends.orders import coordinator_spec
 from cluster.completion import Completion, EngineError
 from cluster.config import LaunchConfig, load_config
 from cluster.memory import describe_layout, footprints
+from cluster.placement import RankPlacement
 from cluster.startup import StartUp
 from cluster.supervisor import Supervisor
 from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
@@ -84,9 +85,9 @@ class Engine:
         self._backend = make_backend(self.config, log_dir)
         self.supervisor = Supervisor(
             self._backend,
-            max_restarts=self.config.cluster.max_restarts,
-            silence_s=self.config.cluster.silence_s,
+            self.config.cluster,
             on_lost=self._send,
+            on_moved=self._reach,
             on_final=self._fail,
         )
         try:
@@ -156,6 +157,11 @@ class Engine:
                 raise EngineError("the coordinator does not answer")
             return self._reports.pop()
 
+    @property
+    def places(self) -> list[RankPlacement]:
+        """Where each rank is; those whose node was lost move."""
+        return self._backend.places
+
     def pids(self) -> dict[str, int]:
         """Process ids of the coordinator and the ranks, by identity, as far as they are known and ready."""
         ranks = {identity: int(ready.facts["pid"]) for identity, ready in self.ready.items()}
@@ -208,24 +214,12 @@ class Engine:
     def _start(self, eos_token_ids: tuple[int, ...], progress: Callable[[str], None]) -> None:
         config = self.config
         progress("reaching the cluster")
-        self.places = self._backend.place(progress)
+        places = self._backend.place(progress)
         self.startup.mark("cluster")
-        sizes = Counter(place.role for place in self.places)
-        spec = CoordinatorSpec(
-            pipeline=config.pipeline.name,
-            num_draft_tokens=getattr(config.drafter, "num_draft_tokens", 0),
-            target_ranks=sizes.pop("target"),
-            draft_ranks=sizes.pop("draft", 0),
-            eos_token_ids=eos_token_ids,
-            limits=config.scheduler,
-            level_ranks=tuple(sizes.values()),
-            silence_s=config.cluster.silence_s,
-            adaptive=config.pipeline.adaptive,
-            min_draft_tokens=config.pipeline.min_draft_tokens,
-        )
-        progress(describe_layout(self.places, footprints(config, self.places)))
-        progress("starting " + ", ".join(place.identity for place in self.places))
-        address = self._backend.start(spec, self.places, eos_token_ids)
+        spec = coordinator_spec(config, places, eos_token_ids)
+        progress(describe_layout(places, footprints(config, places)))
+        progress("starting " + ", ".join(place.identity for place in places))
+        address = self._backend.start(spec, places, eos_token_ids)
         self.startup.mark("processes")
         self._out = Link(address, f"{CLIENT}-out")
         self._reader = threading.Thread(target=self._read, args=(address,), name="engine-reader", daemon=True)
@@ -233,15 +227,15 @@ class Engine:
         self.supervisor.start()
         deadline = time.monotonic() + config.cluster.startup_timeout_s
         with self._news:
-            while len(self.ready) < len(self.places) and self._error is None:
+            while len(self.ready) < len(places) and self._error is None:
                 if time.monotonic() > deadline:
-                    missing = [place.identity for place in self.places if place.identity not in self.ready]
+                    missing = [place.identity for place in places if place.identity not in self.ready]
                     raise EngineError(
                         f"cluster.startup_timeout_s: {', '.join(missing)} not ready after "
                         f"{config.cluster.startup_timeout_s} s; raise it or look at the actors' logs"
                     )
                 self._news.wait(timeout=_POLL_S)
-                progress(f"loading ({len(self.ready)} of {len(self.places)} ranks)")
+                progress(f"loading ({len(self.ready)} of {len(places)} ranks)")
             self._check_alive()
         self.startup.mark("loading")
         self.supervisor.begin_replacing({identity: ready.facts for identity, ready in self.ready.items()})
@@ -258,6 +252,13 @@ class Engine:
             if self._out is not None:
                 self._out.send(record)
 
+    def _reach(self, address: str) -> None:
+        """The coordinator's hub is at this address now; the reader follows when it looks."""
+        with self._send_lock:
+            if self._out is not None:
+                self._out.close()
+            self._out = Link(address, f"{CLIENT}-out")
+
     def _abort(self, request_id: int) -> None:
         self._send(Abort(request_id))
 
@@ -268,6 +269,11 @@ class Engine:
         looked_at = time.monotonic()
         try:
             while not self._stopped.is_set():
+                if address != self._backend.address:
+                    link.close()
+                    address = self._backend.address
+                    link = Link(address, CLIENT)
+                    link.send(Hello())
                 record = link.receive(timeout_s=_POLL_S)
                 if isinstance(record, Stop):
                     self._fail(record.reason)
@@ -297,8 +303,10 @@ class Engine:
                     self._reports.append(record)
                     self._news.notify_all()
             case Ready():
+                identity = identity_of(record.role, record.rank)
+                self.supervisor.hear_ready(identity)
                 with self._news:
-                    self.ready[identity_of(record.role, record.rank)] = record
+                    self.ready[identity] = record
                     self._news.notify_all()
             case Alive():
                 self._meet_coordinator(record)

@@ -54,7 +54,7 @@ def _check_named(config: LaunchConfig, nodes: Sequence[Node]) -> None:
                 raise ValueError(f"placement.nodes: {role} wants node {name}, which is not there; there are {there}")
 
 
-def _allowed(config: LaunchConfig, role: str, nodes: Sequence[Node]) -> list[Node]:
+def allowed_nodes(config: LaunchConfig, role: str, nodes: Sequence[Node]) -> list[Node]:
     """A level beneath another, such as `draft2`, goes where `draft` may go unless told otherwise."""
     wanted = config.placement.nodes.get(role) or config.placement.nodes.get(role.rstrip("0123456789"))
     return [node for node in nodes if not wanted or node.host in wanted or node.name in wanted]
@@ -63,7 +63,7 @@ def _allowed(config: LaunchConfig, role: str, nodes: Sequence[Node]) -> list[Nod
 def _together(config: LaunchConfig, nodes: Sequence[Node], ranks: list[RankPlacement]) -> list[RankPlacement]:
     """Roles that share devices share a node; only ranks that no node has room for are dealt out over all of them."""
     for node in nodes:
-        if all(node in _allowed(config, place.role, nodes) for place in ranks):
+        if all(node in allowed_nodes(config, place.role, nodes) for place in ranks):
             try:
                 return _on(node, lay_out(config, node.devices))
             except ValueError:
@@ -96,7 +96,7 @@ def _homes(config: LaunchConfig, nodes: Sequence[Node], ranks: list[RankPlacemen
     homes: dict[str, list[Node]] = {}
     leads = {place.role: place for place in reversed(ranks)}
     for role, place in sorted(reversed(leads.items()), key=lambda entry: -entry[1].size):
-        allowed = _allowed(config, role, nodes)
+        allowed = allowed_nodes(config, role, nodes)
         if not place.share:  # a lookup drafter needs no device of its own
             homes[role] = [allowed[0]] * place.size
             continue
@@ -131,9 +131,7 @@ def _cores_each(node: Node, size: int, free: int) -> tuple[float, int]:
     return node.num_cores / (ranks_there + size), -ranks_there
 
 
-def _divide(
-    nodes: Sequence[Node], ranks: list[RankPlacement], homes: dict[str, list[Node]]
-) -> list[RankPlacement]:
+def _divide(nodes: Sequence[Node], ranks: list[RankPlacement], homes: dict[str, list[Node]]) -> list[RankPlacement]:
     """Devices of each node to the ranks on it, in order: GPUs one by one, cores in even shares."""
     home = {place.identity: homes[place.role][place.rank] for place in ranks}
     on_cpu = Counter(home[place.identity] for place in ranks if place.share and place.device == "cpu")

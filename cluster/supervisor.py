@@ -1,7 +1,8 @@
 """Watches the processes of one engine: ends those that hang, replaces those that ended, gives up when it is too often.
 
 Deaths are told by the backend (within 10 ms), hanging ranks by the coordinator, which hears their heartbeats, and a
-hanging coordinator by its own. What a death means for requests is not known here.
+hanging coordinator by its own. A successor whose node is gone is asked for again until somebody has room for it; for
+one without whom no token is made, only for a while. What a death means for requests is not known here.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from actors.levels import is_spared
+from actors.levels import drafts, is_spared
 from actors.lifecycle import Alive, Death, RankLost
 from cluster.backends import Backend
+from cluster.config import ClusterConfig
+from cluster.relocation import NoRoom
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_LOOK_S = 1.0
+"""Between two looks at successors that are not ready."""
 WINDOW_S = 3600.0
 """Replacements longer ago than this are forgiven."""
 
@@ -34,31 +39,44 @@ class Incident:
     noticed_at: float
 
 
+@dataclass(slots=True)
+class _Awaited:
+    """A successor that has not said yet that it is ready; with an `obstacle` it could not even be started."""
+
+    since: float
+    obstacle: str = ""
+
+
 class Supervisor:
     """A thread from `start` to `stop`; before `begin_replacing`, every death is final.
 
-    `on_lost` hears of a rank that is gone, `on_final` of a death after which nobody is replaced: a line, and a trace.
+    `on_lost` hears of a rank that is gone, `on_moved` that the coordinator has another address, `on_final` of a death
+    after which nobody is replaced: a line, and a trace.
     """
 
     def __init__(
         self,
         backend: Backend,
+        limits: ClusterConfig,
         *,
-        max_restarts: int,
-        silence_s: float,
         on_lost: Callable[[RankLost], None],
+        on_moved: Callable[[str], None],
         on_final: Callable[[str, str], None],
     ) -> None:
         self._backend = backend
-        self._max_restarts = max_restarts
-        self._silence_s = silence_s if backend.can_kill else 0.0
+        self._limits = limits
+        self._max_restarts = limits.max_restarts
+        self._silence_s = limits.silence_s if backend.can_kill else 0.0
         self._on_lost = on_lost
+        self._on_moved = on_moved
         self._on_final = on_final
         self._facts: Mapping[str, dict[str, object]] | None = None
         self._is_ending = False
         self._incarnations: dict[str, int] = defaultdict(int)
         self._replaced_at: dict[str, list[float]] = defaultdict(list)
         self._hung: set[tuple[str, int]] = set()
+        self._awaited: dict[str, _Awaited] = {}
+        self._looked_at = 0.0
         self._coordinator: Alive | None = None
         self._heard_at = 0.0
         self._stopped = threading.Event()
@@ -83,6 +101,11 @@ class Supervisor:
 
     def hear_coordinator(self, alive: Alive) -> None:
         self._coordinator, self._heard_at = alive, time.monotonic()
+        if not alive.waiting and alive.incarnation == self._incarnations["coordinator"]:
+            self.hear_ready("coordinator")
+
+    def hear_ready(self, identity: str) -> None:
+        self._awaited.pop(identity, None)
 
     def coordinator_pid(self) -> dict[str, int]:
         """Of the coordinator, once it serves."""
@@ -110,6 +133,9 @@ class Supervisor:
             if last is not None and self._silence_s and now - self._heard_at > self._silence_s:
                 self._coordinator = None
                 self.end_hanging("coordinator", last.incarnation, last.pid)
+            if self._awaited and now - self._looked_at > _LOOK_S and not self._is_ending:
+                self._looked_at = now
+                self._look_after_awaited()
 
     def _take(self, death: Death) -> None:
         identity, now = death.identity, time.monotonic()
@@ -117,6 +143,9 @@ class Supervisor:
         recent = [at for at in self._replaced_at[identity] if now - at < WINDOW_S]
         if self._is_ending and identity != "coordinator":
             self._tell_of(identity, incarnation)
+            return
+        if identity in self._awaited and identity in self._backend.stranded():
+            self._replace_stranded(identity)
             return
         if self._facts is not None and len(recent) >= self._max_restarts and is_spared(identity):
             self.incidents.append(Incident(identity, incarnation, death.text, now))
@@ -134,12 +163,69 @@ class Supervisor:
         self.incidents.append(Incident(identity, incarnation, cause, now))
         log.warning("%s: %s; replaced (%d of %d)", identity, cause, len(recent) + 1, self._max_restarts)
         self._replaced_at[identity] = [*recent, now]
+        self._replace(identity, str(death), death.trace)
+
+    def _replace_stranded(self, identity: str) -> None:
+        """A successor that was to start on a node that is gone is no further death."""
+        self.incidents.append(Incident(identity, self._incarnations[identity], "its node is gone", time.monotonic()))
+        self._replace(identity, f"{identity}: its node is gone")
+
+    def _replace(self, identity: str, reason: str, trace: str = "") -> None:
+        """A successor in place of whoever plays this part now."""
+        incarnation = self._incarnations[identity]
         self._incarnations[identity] = incarnation + 1
         self._tell_of(identity, incarnation)
+        awaited = self._awaited[identity] = _Awaited(time.monotonic())
+        self._start_successor(identity, awaited, reason, trace)
+
+    def _start_successor(self, identity: str, awaited: _Awaited, reason: str, trace: str = "") -> None:
+        """Start it if there is room for it, else note what is in its way."""
+        address = self._backend.address
         try:
-            self._backend.replace(identity, incarnation + 1, self._facts.get(identity, {}))
+            self._backend.replace(identity, self._incarnations[identity], self._facts.get(identity, {}))
+        except NoRoom as obstacle:
+            if not awaited.obstacle:
+                log.warning("%s", obstacle)
+            awaited.obstacle = str(obstacle)
+            return
         except Exception as error:
-            self._on_final(f"{death}; and cannot be replaced: {Death.by(identity, error).text}", death.trace)
+            self._on_final(f"{reason}; and cannot be replaced: {Death.by(identity, error).text}", trace)
+            return
+        self._awaited[identity] = _Awaited(time.monotonic())
+        if self._backend.address != address:
+            # Whoever was told the old address of the coordinator is started again with the one it has now.
+            self._on_moved(self._backend.address)
+            for rank in self._facts:
+                self._replace(rank, f"{rank}: the coordinator is elsewhere")
+
+    def _look_after_awaited(self) -> None:
+        stranded = self._backend.stranded()
+        for identity, awaited in list(self._awaited.items()):
+            if self._awaited.get(identity) is not awaited:
+                continue  # it was started again, or has said that it is ready
+            if awaited.obstacle:
+                self._start_successor(identity, awaited, f"{identity}: its node is gone")
+            elif identity in stranded:
+                self._replace_stranded(identity)
+        for identity, awaited in list(self._awaited.items()):
+            verdict = self._give_up(identity, awaited)
+            if verdict:
+                self._awaited.pop(identity, None)
+                self._on_final(verdict, "")
+
+    def _give_up(self, identity: str, awaited: _Awaited) -> str:
+        """Why this successor is waited for no longer, or nothing; without a drafter tokens are made too."""
+        waited_s = time.monotonic() - awaited.since
+        if drafts(identity):
+            return ""
+        if awaited.obstacle and waited_s > self._limits.wait_s:
+            return f"{awaited.obstacle} (waited {waited_s:.0f} s for it; cluster.wait_s sets how long)"
+        if waited_s > self._limits.startup_timeout_s:
+            return (
+                f"{identity}: not ready again after {waited_s:.0f} s; look at its log, or raise "
+                "cluster.startup_timeout_s"
+            )
+        return ""
 
     def _tell_of(self, identity: str, incarnation: int) -> None:
         if identity == "coordinator":

@@ -21,6 +21,10 @@ class Backend(Protocol):
 
     can_kill: bool
     """Whether one that hangs can be ended."""
+    places: list[RankPlacement]
+    """Where everybody is, or is about to be."""
+    address: str
+    """Of the coordinator's hub; another one only after the coordinator was replaced elsewhere."""
 
     def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
         """Which rank goes where; connects to the cluster if need be, and waits for what is missing."""
@@ -35,7 +39,13 @@ class Backend(Protocol):
         """End a process that does not answer; its death is noticed like any other."""
 
     def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
-        """Start a successor, without waiting for it, where the last one was; `facts` are what that one measured."""
+        """Start a successor, without waiting for it, where the last one was or, if that node is gone, elsewhere.
+
+        `facts` are what the last one measured. NoRoom, and nothing is started, while there is nowhere to go.
+        """
+
+    def stranded(self) -> set[str]:
+        """Who belongs on a node that is gone."""
 
     def publish(self, file: Path) -> None:
         """Offer a copy of `file` where people look at the cluster, if there is such a place and it lasts."""

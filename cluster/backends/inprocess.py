@@ -50,6 +50,8 @@ class InprocessBackend:
         self._hub: Hub | None = None
         self._relay: Relay | None = None
         self._store = None
+        self.places: list[RankPlacement] = []
+        self.address = ""
 
     def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
         cores = sorted(os.sched_getaffinity(0))[: self._config.cluster.num_cpus]
@@ -58,6 +60,7 @@ class InprocessBackend:
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         self._coordinator = replace(coordinator, silence_s=0.0)
         self._hub = Hub(f"inproc://engine-{os.getpid()}-{next(_engines)}")
+        self.places, self.address = places, self._hub.address
         self._store = host_store(_LOOPBACK) if any(place.size > 1 for place in places) else None
         self._conduct(self._coordinator)
         delay_ms, line = self._config.cluster.link_delay_ms, f"{self._hub.address}-relay"
@@ -81,6 +84,9 @@ class InprocessBackend:
             self._conduct(replace(self._coordinator, incarnation=incarnation))
         else:
             self._serve(successor(self._specs[identity], incarnation, facts))
+
+    def stranded(self) -> set[str]:
+        return set()
 
     def close(self, *, told: bool) -> None:
         self._closing.set()

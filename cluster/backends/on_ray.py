@@ -19,8 +19,6 @@ from pathlib import Path
 
 import ray
 from ray.exceptions import RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.conductor import CoordinatorSpec, Watch
 from actors.group import ActorGroup
@@ -29,20 +27,18 @@ from actors.logs import LogSpec
 from actors.orders import RankSpec
 from actors.worker import CoordinatorActor, RankActor, session_logs
 from cluster.backends.orders import rank_spec, successor
-from cluster.backends.ray_nodes import await_head, await_layout
+from cluster.backends.ray_nodes import await_head, await_layout, free_nodes, living_hosts
+from cluster.backends.ray_reservation import Reservation, on_node
 from cluster.config import LaunchConfig
 from cluster.metrics import make_ray_watch, metric_labels
 from cluster.placement import Devices, RankPlacement, lay_out
 from cluster.relay import Relay
+from cluster.relocation import NoRoom, relocate
 
 _LOOPBACK = "127.0.0.1"
 _PORT_PATIENCE_S = 10.0
-
-Device = tuple[str, str | tuple[int, ...]]
-"""The node ("" for this machine), and a GPU's name or the cores of a CPU rank."""
-
-_ON_NODE = 0.001
-"""Ray gives every node one of the resource `node:ADDRESS`; a trace of it ties a bundle or an actor to that node."""
+_RESERVE_S = 5.0
+"""To get devices that were free a moment ago."""
 
 
 class RayBackend:
@@ -59,12 +55,18 @@ class RayBackend:
         self._is_local = config.cluster.name == "local"
         self._host = _LOOPBACK if self._is_local else ""
         self._actors = ActorGroup()
-        self._bundles: PlacementGroup | None = None
-        self._bundle_of: dict[Device, int] = {}
+        self._reservation = Reservation()
         self._owns_ray = False
         self._relay: Relay | None = None
         self._specs: dict[str, RankSpec] = {}
+        self._homes: dict[str, RankPlacement] = {}
         self._places: dict[str, RankPlacement] = {}
+        self._seat = ""  # node of the coordinator
+        self.address = ""
+
+    @property
+    def places(self) -> list[RankPlacement]:
+        return list(self._places.values())
 
     def connect(self) -> None:
         """Start or join Ray."""
@@ -84,29 +86,30 @@ class RayBackend:
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         self._coordinator = coordinator
-        self._places = {place.identity: place for place in places}
+        self._homes = {place.identity: place for place in places}
+        self._places = dict(self._homes)
         cluster = self._config.cluster
         conductor = self._create_conductor(0)
         bound = conductor.bind.remote(self._host, cluster.port, self._needs_store, cluster.interface)
-        self._reserve(places)
+        self._reservation.take(places, cluster.startup_timeout_s)
         for place in places:
             self._create_rank(place.identity, 0)
         try:
-            self._hub_address = ray.get(bound, timeout=cluster.startup_timeout_s)
+            self.address = ray.get(bound, timeout=cluster.startup_timeout_s)
         except RayTaskError as error:
             field = "" if "cluster.interface" in str(error.cause) else f"cluster.port={cluster.port}: "
             raise ValueError(f"{field}{error.cause}") from error
         self._actors.run("coordinator", coordinator, self._watches)
         if cluster.link_delay_ms:
-            self._relay = Relay(self._hub_address, cluster.link_delay_ms / 1e3, f"tcp://{_LOOPBACK}:*")
+            self._relay = Relay(self.address, cluster.link_delay_ms / 1e3, f"tcp://{_LOOPBACK}:*")
         for place in places:
             if not self._is_local:
                 place = replace(place, cores=())  # they were counted over all nodes: no core of any one of them
-            address = self._relay.address if self._relay and place.role != "target" else self._hub_address
+            address = self._relay.address if self._relay and place.role != "target" else self.address
             spec = rank_spec(self._config, place, address, self._host, eos_token_ids)
             self._specs[place.identity] = spec
             self._actors.run(place.identity, spec, cluster.interface)
-        return self._hub_address
+        return self.address
 
     def deaths(self, timeout_s: float) -> list[Death]:
         return self._actors.deaths(timeout_s)
@@ -119,16 +122,23 @@ class RayBackend:
             self._actors.kill(identity)  # Ray asks first: a frozen process is ended after five seconds
 
     def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
-        interface = self._config.cluster.interface
+        if not self._is_local:
+            self._leave_lost_node(identity)
         if identity == "coordinator":
-            conductor = self._create_conductor(incarnation)
-            host, _, port = self._hub_address.removeprefix("tcp://").rpartition(":")
-            conductor.bind.remote(host, int(port), self._needs_store, interface, _PORT_PATIENCE_S)
-            self._actors.run(identity, replace(self._coordinator, incarnation=incarnation), self._watches)
+            self._replace_conductor(incarnation)
             return
-        spec = successor(self._specs[identity], incarnation, facts)
+        place, spec = self._places[identity], successor(self._specs[identity], incarnation, facts)
+        address = spec.hub_address if self._relay is not None else self.address
+        spec = replace(spec, hub_address=address, device=place.device, num_threads=place.num_threads)
         self._create_rank(identity, incarnation)
-        self._actors.run(identity, spec, interface)
+        self._actors.run(identity, spec, self._config.cluster.interface)
+
+    def stranded(self) -> set[str]:
+        if self._is_local:
+            return set()
+        hosts = living_hosts()
+        lost = {place.identity for place in self.places if place.host not in hosts}
+        return lost if self._seat in hosts else lost | {"coordinator"}
 
     def publish(self, file: Path) -> None:
         if not self._is_local:  # that Ray, and its dashboard, end with the run
@@ -142,9 +152,7 @@ class RayBackend:
         self._actors.close(told=told)
         if self._relay is not None:
             self._relay.close()
-        if self._bundles is not None:
-            remove_placement_group(self._bundles)
-            self._bundles = None
+        self._reservation.release()
         if self._owns_ray:
             ray.shutdown()
 
@@ -189,13 +197,38 @@ class RayBackend:
         """Beside the target's lead: two of a round's four records then stay on its node. So does every successor:
         ranks and clients know one address."""
         title = f"coordinator: pipeline={self._config.pipeline.name}"
-        resources = _on_node(next(iter(self._places.values())))
-        return self._create("coordinator", incarnation, CoordinatorActor, title, self._logs, resources=resources)
+        lead = self.places[0]
+        self._seat = lead.host
+        return self._create("coordinator", incarnation, CoordinatorActor, title, self._logs, resources=on_node(lead))
+
+    def _replace_conductor(self, incarnation: int) -> None:
+        """At the same address; at another only where its node is gone, and with it the target's lead."""
+        cluster, seat = self._config.cluster, self._seat
+        conductor = self._create_conductor(incarnation)
+        if self._seat == seat:
+            host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+            conductor.bind.remote(host, int(port), self._needs_store, cluster.interface, _PORT_PATIENCE_S)
+        else:
+            bound = conductor.bind.remote(self._host, cluster.port, self._needs_store, cluster.interface)
+            self.address = ray.get(bound, timeout=cluster.startup_timeout_s)
+        self._actors.run("coordinator", replace(self._coordinator, incarnation=incarnation), self._watches)
+
+    def _leave_lost_node(self, identity: str) -> None:
+        """If this part's node is gone, take room for its role elsewhere; NoRoom while there is none."""
+        place = self.places[0] if identity == "coordinator" else self._places[identity]
+        moved = relocate(self._config, self._places, self._homes, free_nodes(), place.role)
+        try:
+            self._reservation.take(list(moved.values()), _RESERVE_S)
+        except ValueError as error:
+            raise NoRoom(f"{place.identity}: node {place.host} is gone; {error}") from error
+        for mover in moved:
+            self._reservation.give_back(self._places[mover])
+        self._places |= moved
 
     def _create_rank(self, identity: str, incarnation: int) -> None:
         place = self._places[identity]
         arguments = (identity, self.title(place), self._logs)
-        self._create(identity, incarnation, RankActor, *arguments, **self._options(place))
+        self._create(identity, incarnation, RankActor, *arguments, **self._reservation.options(place))
 
     def _create(
         self, identity: str, incarnation: int, actor_class: object, *arguments: object, **options: object
@@ -215,52 +248,3 @@ class RayBackend:
         work = "verifies" if place.role == "target" else f"proposes, drafter={self._config.drafter.name}"
         part = f", one of {place.size} ranks" if place.size > 1 else ""
         return f"{place.identity}: {work}{part}, {place.device}"
-
-    def _reserve(self, places: list[RankPlacement]) -> None:
-        """All devices of the layout, or none."""
-        shares = device_bundles(places)
-        self._bundle_of = {device: index for index, device in enumerate(shares)}
-        bundles = list(shares.values())
-        self._bundles = placement_group(bundles, strategy="PACK")
-        if not self._bundles.wait(self._config.cluster.startup_timeout_s):
-            raise ValueError(
-                f"cluster: {bundles} asked, {ray.available_resources()} free; end other jobs or ask for fewer ranks"
-            )
-
-    def _options(self, place: RankPlacement) -> dict[str, object]:
-        resources = _resources(place)
-        options: dict[str, object] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
-        options["resources"] = resources
-        if place.share:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._bundles, placement_group_bundle_index=self._bundle_of[_device(place)]
-            )
-        return options
-
-
-def device_bundles(places: list[RankPlacement]) -> dict[Device, dict[str, float]]:
-    """What to reserve: one bundle per device, so that ranks which share one meet on it."""
-    bundles: dict[Device, dict[str, float]] = {}
-    for place in places:
-        if place.share:
-            bundle = bundles.setdefault(_device(place), {})
-            for resource, amount in _resources(place).items():
-                bundle[resource] = bundle.get(resource, 0.0) + amount
-    return bundles
-
-
-def _device(place: RankPlacement) -> Device:
-    return place.host, place.cores if place.device == "cpu" else place.device
-
-
-def _resources(place: RankPlacement) -> dict[str, float]:
-    on_node = _on_node(place)
-    if not place.share:
-        return on_node
-    if place.device.startswith("cuda"):
-        return {"GPU": place.share, "CPU": 0.01, **on_node}
-    return {"CPU": place.share * max(1, len(place.cores)), **on_node}
-
-
-def _on_node(place: RankPlacement) -> dict[str, float]:
-    return {f"node:{place.host}": _ON_NODE} if place.host else {}

@@ -1,13 +1,34 @@
-"""What a rank is told before it starts, whatever it is started as: from the layout and the user's options."""
+"""What coordinator and ranks are told before they start, as whatever they are started: from layout and options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from actors.conductor import CoordinatorSpec
 from actors.orders import RankSpec
 from cluster.config import LaunchConfig
 from cluster.placement import RankPlacement
+
+
+def coordinator_spec(
+    config: LaunchConfig, places: Sequence[RankPlacement], eos_token_ids: tuple[int, ...]
+) -> CoordinatorSpec:
+    """The coordinator's orders from the layout and the user's options."""
+    sizes = Counter(place.role for place in places)
+    return CoordinatorSpec(
+        pipeline=config.pipeline.name,
+        num_draft_tokens=getattr(config.drafter, "num_draft_tokens", 0),
+        target_ranks=sizes.pop("target"),
+        draft_ranks=sizes.pop("draft", 0),
+        eos_token_ids=eos_token_ids,
+        limits=config.scheduler,
+        level_ranks=tuple(sizes.values()),
+        silence_s=config.cluster.silence_s,
+        adaptive=config.pipeline.adaptive,
+        min_draft_tokens=config.pipeline.min_draft_tokens,
+    )
 
 
 def rank_spec(

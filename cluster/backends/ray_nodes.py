@@ -36,6 +36,11 @@ def free_nodes() -> list[Node]:
     return nodes
 
 
+def living_hosts() -> set[str]:
+    """Addresses of the nodes that Ray has not given up."""
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
 def await_layout(
     config: LaunchConfig,
     progress: Callable[[str], None],

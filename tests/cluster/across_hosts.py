@@ -2,7 +2,8 @@
 
 Each line on stdin is a list of overrides; each line on stdout holds the tokens of two greedy and two sampled requests
 and the layout, or the line of the error. `keep on` before them repeats the requests until the next line on stdin, with
-a line on stdout for each repeat and `null` at the end. It is a script and no test: it must run where the cluster is.
+a line on stdout for each repeat, one with the error if the engine ends, and `null` at the end. It is a script and no
+test: it must run where the cluster is.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ def answer(overrides: list[str]) -> dict[str, object]:
 
 
 def keep_on(overrides: list[str]) -> None:
-    """Says after each repeat which tokens came, and how many of its requests were drafted for."""
+    """Says after each repeat which tokens came, how many of its requests were drafted for, and who is where."""
     stdin = selectors.DefaultSelector()
     stdin.register(sys.stdin, selectors.EVENT_READ)
-    with Engine(load_config(overrides)) as engine:
-        while not stdin.select(timeout=0):
-            completions = engine.generate(PROMPTS, GREEDY)
-            speculated = sum(completion.stats.num_spec_steps > 0 for completion in completions)
-            say({"tokens": [completion.token_ids for completion in completions], "speculated": speculated})
+    try:
+        with Engine(load_config(overrides)) as engine:
+            while not stdin.select(timeout=0):
+                completions = engine.generate(PROMPTS, GREEDY)
+                speculated = sum(completion.stats.num_spec_steps > 0 for completion in completions)
+                hosts = {place.identity: place.host for place in engine.places}
+                tokens = [completion.token_ids for completion in completions]
+                say({"tokens": tokens, "speculated": speculated, "hosts": hosts})
+    except (ValueError, EngineError) as error:
+        say({"tokens": [], "error": str(error)})
 
 
 def say(answer: object) -> None:

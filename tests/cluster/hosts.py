@@ -30,9 +30,12 @@ class Host:
     """
 
     def __init__(self, name: str, address: str, names: Path) -> None:
-        self.name, self.address = name, address
+        self.name, self.address, self._names = name, address, names
+        self._switch_on()
+
+    def _switch_on(self) -> None:
         prepare = (
-            f"hostname {name}; mount --bind {names} /etc/hosts; mount -t tmpfs tmpfs {PRIVATE_TMP}; "
+            f"hostname {self.name}; mount --bind {self._names} /etc/hosts; mount -t tmpfs tmpfs {PRIVATE_TMP}; "
             "ip link set lo up; echo up; read forever"
         )
         isolate = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
@@ -78,6 +81,16 @@ class Host:
     def plug(self, *, is_in: bool) -> None:
         """Put the network cable in, or pull it."""
         self.run("ip", "link", "set", "eth0", "up" if is_in else "down")
+
+    def power_off(self) -> None:
+        """Nobody hears of it: no connection is closed."""
+        self.plug(is_in=False)
+        self.end()
+
+    def boot(self, switch: Host) -> None:
+        """A host that was powered off is there again, with nothing running on it."""
+        self._switch_on()
+        connect(switch, self)
 
     def end(self) -> None:
         """Everything on the host dies with its first process."""
@@ -126,14 +139,19 @@ def _wire(switch: Host, *others: Host) -> None:
     switch.run("ip", "link", "add", "br0", "type", "bridge")
     switch.run("ip", "addr", "add", f"{switch.address}/24", "dev", "br0")
     switch.run("ip", "link", "set", "br0", "up")
-    for number, host in enumerate(others):
-        port = f"port{number}"
-        subprocess.run(  # from outside: both process tables must be in sight to name the two ends
-            ["nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", port]
-            + ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)],
-            check=True,
-            capture_output=True,
-        )
-        switch.run("ip", "link", "set", port, "master", "br0", "up")
-        host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
-        host.plug(is_in=True)
+    for host in others:
+        connect(switch, host)
+
+
+def connect(switch: Host, host: Host) -> None:
+    """A cable from the switch to a host."""
+    port = f"to{host.pid}"
+    subprocess.run(  # from outside: both process tables must be in sight to name the two ends
+        ["nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", port]
+        + ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)],
+        check=True,
+        capture_output=True,
+    )
+    switch.run("ip", "link", "set", port, "master", "br0", "up")
+    host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+    host.plug(is_in=True)

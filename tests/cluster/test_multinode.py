@@ -65,8 +65,12 @@ class Driver:
         self._script.stdin.write(json.dumps(line) + "\n")
         self._script.stdin.flush()
 
-    def _hear(self) -> dict[str, object]:
-        return json.loads(self._script.stdout.readline())
+    def _hear(self) -> dict[str, object] | None:
+        """The next answer; between them Ray says what it thinks of lost nodes."""
+        line = self._script.stdout.readline()
+        while line and not line.startswith(("{", "null")):
+            line = self._script.stdout.readline()
+        return json.loads(line)
 
     def end(self) -> None:
         self._script.stdin.close()

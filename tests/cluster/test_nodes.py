@@ -14,7 +14,7 @@ from actors.options import (
     TargetConfig,
     VerifyConfig,
 )
-from cluster.backends.on_ray import device_bundles
+from cluster.backends.ray_reservation import device_bundles
 from cluster.config import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig, PlacementName
 from cluster.nodes import Node, over_nodes
 

@@ -185,7 +185,7 @@ def test_titles_say_what_an_actor_does(launch):
 
 def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     """Two GPUs halved between four ranks: each half must be of the GPU that the layout says."""
-    from cluster.backends.on_ray import device_bundles
+    from cluster.backends.ray_reservation import device_bundles
 
     config = launch()
     for section, tp in (("target", {"tp": 2}), ("drafter", {"ranks": 2})):

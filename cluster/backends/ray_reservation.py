@@ -1,0 +1,96 @@
+"""Devices of a Ray cluster that an engine holds: placement groups with one bundle per device.
+
+The layout of the start is one group, all of it or nothing. A device that is taken later, because the node of another
+was lost, is a group of its own, so that it can be given back when that node is lost too. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement import RankPlacement
+
+Device = tuple[str, str | tuple[int, ...]]
+"""The node ("" for this machine), and a GPU's name or the cores of a CPU rank."""
+
+_ON_NODE = 0.001
+"""Ray gives every node one of the resource `node:ADDRESS`; a trace of it ties a bundle or an actor to that node."""
+
+
+class Reservation:
+    """From the first `take` to `release`."""
+
+    def __init__(self) -> None:
+        self._groups: list[PlacementGroup] = []
+        self._bundle_of: dict[Device, tuple[PlacementGroup, int]] = {}
+
+    def take(self, places: Sequence[RankPlacement], timeout_s: float) -> None:
+        """All devices of these places that are not held yet, or none: then ValueError."""
+        shares = {device: bundle for device, bundle in device_bundles(places).items() if device not in self._bundle_of}
+        if not shares:
+            return
+        bundles = list(shares.values())
+        group = placement_group(bundles, strategy="PACK")
+        if not group.wait(timeout_s):
+            remove_placement_group(group)
+            raise ValueError(
+                f"cluster: {bundles} asked, {ray.available_resources()} free; end other jobs or ask for fewer ranks"
+            )
+        self._groups.append(group)
+        self._bundle_of |= {device: (group, index) for index, device in enumerate(shares)}
+
+    def give_back(self, place: RankPlacement) -> None:
+        """The device of this place, if it was taken by itself; all others remain the engine's until its end."""
+        group, _ = self._bundle_of.get(_device(place), (None, 0))
+        if group is not None and group is not self._groups[0]:
+            remove_placement_group(group)
+            self._groups.remove(group)
+            self._bundle_of = {device: held for device, held in self._bundle_of.items() if held[0] is not group}
+
+    def options(self, place: RankPlacement) -> dict[str, object]:
+        """Of an actor that runs at this place."""
+        resources = _resources(place)
+        options: dict[str, object] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
+        options["resources"] = resources
+        if place.share:
+            group, index = self._bundle_of[_device(place)]
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        return options
+
+    def release(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+        self._bundle_of.clear()
+
+
+def device_bundles(places: Sequence[RankPlacement]) -> dict[Device, dict[str, float]]:
+    """What to reserve: one bundle per device, so that ranks which share one meet on it."""
+    bundles: dict[Device, dict[str, float]] = {}
+    for place in places:
+        if place.share:
+            bundle = bundles.setdefault(_device(place), {})
+            for resource, amount in _resources(place).items():
+                bundle[resource] = bundle.get(resource, 0.0) + amount
+    return bundles
+
+
+def on_node(place: RankPlacement) -> dict[str, float]:
+    """Resources that tie an actor to the node of a place."""
+    return {f"node:{place.host}": _ON_NODE} if place.host else {}
+
+
+def _device(place: RankPlacement) -> Device:
+    return place.host, place.cores if place.device == "cpu" else place.device
+
+
+def _resources(place: RankPlacement) -> dict[str, float]:
+    if not place.share:
+        return on_node(place)
+    if place.device.startswith("cuda"):
+        return {"GPU": place.share, "CPU": 0.01, **on_node(place)}
+    return {"CPU": place.share * max(1, len(place.cores)), **on_node(place)}
