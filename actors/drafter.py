@@ -31,6 +31,9 @@ from actors.messages import (
 )
 from actors.patience import Patience
 
+LEVEL_WAIT_S = 0.5
+"""How long at a time a rank listens for the level beneath, which wakes it."""
+
 
 @dataclass(slots=True, eq=False)
 class Context:
@@ -119,6 +122,9 @@ class Drafter(Protocol):
     def wants_work(self) -> bool:
         """Whether draft-ahead has something left to do until the next record arrives."""
 
+    waits: bool
+    """Whether work can only go on once the level beneath has said something."""
+
     works_ahead: bool
     """Whether this drafter uses the time while the target verifies."""
 
@@ -131,6 +137,7 @@ class IdleDrafter:
 
     works_ahead = False
     wants_work = False
+    waits = False
 
     def prepared(self, context: Context) -> bool:
         return False
@@ -174,8 +181,8 @@ class DraftRole:
         self._patience.stepped(*self._ahead[-1])
 
     def pause_s(self) -> float:
-        """Seconds to wait for the next record before another step, which might keep it waiting."""
-        return self._patience.pause_s(self.clock())
+        """Seconds to wait for the next record before another step, which might keep it waiting, or lead nowhere."""
+        return LEVEL_WAIT_S if self.drafter.waits else self._patience.pause_s(self.clock())
 
     def outlook(self) -> OutlookBatch | None:
         """What is prepared so far, where somebody could use it and does not know it yet."""

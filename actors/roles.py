@@ -116,7 +116,7 @@ def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple
     options = spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
     if isinstance(spec.drafter, CascadeDrafterConfig):
         levels = level_roles(spec.drafter)[spec.role]
-        beneath = RemoteLevel(mailbox, is_lead=spec.rank == 0) if levels[0] else None
+        beneath = RemoteLevel(mailbox, group, spec.device) if levels[0] else None
         drafter, facts = build_levels(spec.drafter, levels, *options, beneath)
     else:
         drafter, facts = build_drafter(spec.drafter, *options)

@@ -52,13 +52,20 @@ def validate(config: LaunchConfig) -> None:
 
 
 def validate_layers(config: LaunchConfig) -> None:
-    """Raise ValueError if the layers of the draft model, whose path exists, cannot be shared as the user asked."""
+    """Raise ValueError if the layers of a draft model, whose path exists, cannot be shared as the user asked."""
     drafter = config.drafter
-    if isinstance(drafter, ModelDrafterConfig) and drafter.parallel is Parallel.layer:
-        from actors.drafters.loading import layer_partition  # loads PyTorch
-        from parallel.config import DecoderConfig
+    models = {"drafter": drafter}
+    if isinstance(drafter, CascadeDrafterConfig):
+        models = {f"drafter.levels[{i}]": level for i, level in enumerate(drafter.levels)}
+    for where, model in models.items():
+        if isinstance(model, ModelDrafterConfig) and model.parallel is Parallel.layer:
+            from actors.drafters.loading import layer_partition  # loads PyTorch
+            from parallel.config import DecoderConfig
 
-        layer_partition(drafter, DecoderConfig.from_hf(drafter.path))
+            try:
+                layer_partition(model, DecoderConfig.from_hf(model.path))
+            except ValueError as error:
+                raise ValueError(str(error).replace("drafter.", f"{where}.")) from None
 
 
 def _target(config: LaunchConfig) -> Iterator[_Rule]:

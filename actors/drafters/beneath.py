@@ -22,6 +22,8 @@ class LevelPort(Protocol):
     """Changes when the level has lost what it knew."""
     has_own_lane: bool
     """Whether it works elsewhere, at times of its own."""
+    has_news: bool
+    """Whether it has said something that was not collected yet."""
 
     def post(self, batch: DraftBatch) -> None:
         """Send; at most one answer is awaited at a time."""
@@ -38,6 +40,7 @@ class LocalLevel:
 
     life = 0
     has_own_lane = False
+    has_news = True
 
     def __init__(self, drafter: Drafter) -> None:
         self._role = DraftRole(drafter)
@@ -145,6 +148,11 @@ class Beneath:
     @property
     def is_awaited(self) -> bool:
         return self._awaited is not None
+
+    @property
+    def is_silent(self) -> bool:
+        """It was asked, and has not said a word."""
+        return self.is_awaited and not self._port.has_news
 
     def account(self) -> tuple[LevelWork, ...]:
         work, self._work = tuple(self._work), []

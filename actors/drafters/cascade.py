@@ -167,6 +167,10 @@ class CascadeDrafter:
     def wants_work(self) -> bool:
         return any(stream.in_flight for stream in self._streams.values())
 
+    @property
+    def waits(self) -> bool:
+        return self._beneath.is_silent
+
     def work(self) -> None:
         """Ask the level beneath, or review what it has sent; about one pass."""
         if not self._beneath.is_awaited:
@@ -183,7 +187,7 @@ class CascadeDrafter:
             if not short:
                 return
             self._ask(short)
-        self._review(wait=self.runner.decoder.group.size > 1)  # ranks of one group must not part ways
+        self._review(wait=False)
 
     def _settle(self) -> None:
         """Hear the level beneath out, and use what it says, before it is told anything else."""

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
-from actors.lifecycle import RoleBack, RoleLost
+import torch
+
+from actors.lifecycle import Recall, RoleBack, RoleLost, Stop
 from actors.messages import DraftBatch, ProposalBatch
+from parallel.mesh import Group
+
+_NOTHING = -1
+"""What the lead tells the other ranks while there is no answer; else in how many parts it came, 0 for silence."""
 
 
 class Line(Protocol):
@@ -32,17 +38,26 @@ class Mailbox:
     def send(self, record: Any) -> None:
         self._line.send(record)
 
+    @property
+    def has_letter(self) -> bool:
+        """Whether the level beneath has said something that was not read yet."""
+        return bool(self._for_level)
+
     def receive(self, timeout_s: float | None = None) -> Any | None:
-        """The next record for the rank."""
+        """The next record for the rank; None in time, or as soon as the level beneath says something instead."""
         while not self._for_rank:
-            if not self._sort(timeout_s):
+            num_letters = len(self._for_level)
+            if not self._sort(timeout_s) or len(self._for_level) > num_letters:
                 return None
         return self._for_rank.popleft()
 
-    def receive_from_level(self, *, wait: bool) -> Any | None:
-        """The next record from the level beneath; None if there is none yet, or if the rank is called away."""
+    def receive_from_level(self, *, wait: bool, is_promised: bool = False) -> Any | None:
+        """The next record from the level beneath; None if there is none yet, or if the rank is called away first.
+
+        One that is promised has been sent: it is left for nothing but the end of the epoch.
+        """
         while not self._for_level:
-            if wait and self._for_rank:
+            if any(not is_promised or isinstance(record, Recall | Stop) for record in self._for_rank):
                 return None
             if not self._sort(None if wait else 0):
                 return None
@@ -61,14 +76,17 @@ class Mailbox:
 
 
 class RemoteLevel:
-    """A `LevelPort` to a role. All ranks of the level above hear the answers; only its lead speaks."""
+    """A `LevelPort` to a role. All ranks of the level above hear the answers; only its lead speaks, and says when one
+    counts: each hears at moments of its own, but they have to act alike."""
 
     has_own_lane = True
 
-    def __init__(self, mailbox: Mailbox, *, is_lead: bool) -> None:
+    def __init__(self, mailbox: Mailbox, group: Group, device: str = "cpu") -> None:
         self.life = 0
         self._mailbox = mailbox
-        self._is_lead = is_lead
+        self._group = group
+        self._device = device
+        self._is_lead = group.rank == 0
         self._present = True
         self._answer: list[ProposalBatch] = []
 
@@ -77,9 +95,23 @@ class RemoteLevel:
         if self._present and self._is_lead:
             self._mailbox.send(batch)
 
+    @property
+    def has_news(self) -> bool:
+        return self._mailbox.has_letter
+
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch] | None:
-        while self._present:
-            record = self._mailbox.receive_from_level(wait=wait)
+        heard = self._hear_out(round, wait=wait) if self._is_lead else None
+        if self._group.size == 1:
+            return heard
+        code = torch.tensor([_NOTHING if heard is None else len(heard)], device=self._device)
+        agreed = int(self._group.broadcast(code).item())
+        if self._is_lead or agreed == _NOTHING:
+            return heard
+        return self._hear_out(round, wait=True, is_promised=True) if agreed else []
+
+    def _hear_out(self, round: int, *, wait: bool, is_promised: bool = False) -> list[ProposalBatch] | None:
+        while self._present or is_promised:
+            record = self._mailbox.receive_from_level(wait=wait, is_promised=is_promised)
             if record is None:
                 return None
             self._hear(record, round)
@@ -88,8 +120,8 @@ class RemoteLevel:
         return []
 
     def listen(self) -> None:
-        """Hear whether the level was lost, or has come back."""
-        while (record := self._mailbox.receive_from_level(wait=False)) is not None:
+        """Hear whether the level was lost, or has come back. Beside the lead, an answer may be there already."""
+        while self._is_lead and (record := self._mailbox.receive_from_level(wait=False)) is not None:
             self._hear(record, 0)
 
     def _hear(self, record: Any, round: int) -> None:

@@ -15,7 +15,7 @@ from actors.lifecycle import RoleBack, RoleLost, Stop
 from actors.messages import DraftBatch, ProposalBatch
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, VerifyConfig
 from actors.wire import CODEC
-from parallel.mesh import SINGLE
+from parallel.mesh import SINGLE, Group
 
 
 def cascade(*levels):
@@ -87,22 +87,59 @@ def test_an_answer_in_parts_is_waited_for_and_an_old_one_is_nobodys():
     line = Loop()
     line.arrived += [proposals(1), proposals(2, 1), Stop("later"), proposals(2)]
     mailbox = Mailbox(line)
-    port = RemoteLevel(mailbox, is_lead=True)
+    port = RemoteLevel(mailbox, SINGLE)
     port.post(DraftBatch(2))
     assert port.collect(2, wait=True) is None, "the rank is called away"
     assert mailbox.receive() == Stop("later")
     assert [batch.num_missing for batch in port.collect(2, wait=True)] == [1, 0]
 
 
+class Told(Group):
+    """A rank beside the lead, which tells it these numbers."""
+
+    rank, size = 1, 2
+
+    def __init__(self, *codes):
+        self._codes = deque(codes)
+
+    def broadcast(self, tensor, src=0):
+        return tensor.fill_(self._codes.popleft())
+
+
 def test_only_the_lead_speaks():
     line = Loop()
-    RemoteLevel(Mailbox(line), is_lead=False).post(DraftBatch(1))
+    RemoteLevel(Mailbox(line), Told()).post(DraftBatch(1))
     assert not line.sent
+
+
+def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
+    """One has the answer already, or not yet, or has heard of a loss that the lead has not: none acts on its own."""
+    line = Loop()
+    port = RemoteLevel(Mailbox(line), Told(-1, 2, 0, 1))
+    port.post(DraftBatch(1))
+    line.arrived += [proposals(1, 1), proposals(1)]
+    assert port.collect(1, wait=False) is None, "the lead has nothing yet"
+    assert [batch.num_missing for batch in port.collect(1, wait=False)] == [1, 0]
+    port.post(DraftBatch(2))
+    assert port.collect(2, wait=True) == [], "the lead has heard of a loss"
+    line.arrived += [RoleLost("draft2"), RoleBack("draft2"), proposals(3)]
+    port.listen()  # the lead has long asked, and the answer is here
+    port.post(DraftBatch(3))
+    assert port.collect(3, wait=False) == [proposals(3)]
+
+
+def test_the_line_wakes_a_rank_that_listens_when_the_level_beneath_says_something():
+    line = Loop()
+    line.arrived += [proposals(1), Stop("later")]
+    mailbox = Mailbox(line)
+    assert not mailbox.has_letter
+    assert mailbox.receive(timeout_s=9) is None and mailbox.has_letter
+    assert mailbox.receive(timeout_s=9) == Stop("later"), "the letter was told of once"
 
 
 def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
     line = Loop()
-    port = RemoteLevel(Mailbox(line), is_lead=True)
+    port = RemoteLevel(Mailbox(line), SINGLE)
     line.arrived.append(RoleLost("draft2"))
     assert port.collect(1, wait=True) == []
     port.post(DraftBatch(2))
@@ -124,7 +161,7 @@ def open_pair(open_room, models):
         room = open_room(pipeline=pipeline)
         options = options_of(pipeline)
         line = Loop(DraftRole(build_drafter(lower, *options)[0]), **line_options)
-        port = RemoteLevel(Mailbox(line), is_lead=True)
+        port = RemoteLevel(Mailbox(line), SINGLE)
         room.draft = DraftRole(build_levels(config, range(1, 2), *options, port)[0])
         room.num_draft_tokens = 5
         return room, line

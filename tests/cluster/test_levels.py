@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from actors.drafters.model import ModelDrafter
@@ -62,6 +64,11 @@ def test_a_checked_configuration_can_be_checked_again():
         (["drafter.lengths=auto", "drafter.placement=separate"], "drafter.lengths=auto: needs all levels in one"),
         (["drafter.merge=2", "verify=rejection"], "drafter.merge=2: is exact with verify=coupled only"),
         (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: needs"),
+        (
+            ["drafter.levels=[ngram,{name: model, ranks: 2, parallel: layer}]"],
+            "drafter.levels[1].layer_group=2: the first and the last of the draft model's 2 layers run alone, so none "
+            "run side by side; use drafter.levels[1].parallel=single or tensor, or give drafter.levels[1].layer_part",
+        ),
     ],
 )
 def test_refusals(overrides, line):
@@ -96,10 +103,20 @@ def test_a_level_may_have_several_ranks():
     assert set(footprints(config, lay_out(config, Devices(tuple(range(4)))))) == {"target", "draft", "draft2"}
 
 
+TWO_RANKS = "ranks: 2, parallel: tensor"
+LAYERS = "path: pocket-deep, ranks: 2, parallel: layer"
+ON_RANKS = f"[{{name: model, num_draft_tokens: 3, {TWO_RANKS}}},{{name: model, num_draft_tokens: 5, {TWO_RANKS}}}]"
+ON_LAYERS = f"[{{name: model, num_draft_tokens: 3, {LAYERS}}},{{name: model, num_draft_tokens: 5, {TWO_RANKS}}}]"
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         [THREE, "pipeline=branches", "sampling.temperature=0.8"],
+        [f"drafter.levels={ON_RANKS}", "target.tp=2", "pipeline=tree"],
+        pytest.param([f"drafter.levels={ON_RANKS}", "pipeline=sync", "verify=rejection"], marks=pytest.mark.slow),
+        pytest.param([f"drafter.levels={ON_LAYERS}", "pipeline=branches"], marks=pytest.mark.slow),
+        pytest.param([f"drafter.levels={ON_LAYERS}", "target.tp=2", "pipeline=pearl"], marks=pytest.mark.slow),
         pytest.param([THREE, "pipeline=sync"], marks=pytest.mark.slow),
         pytest.param([THREE, "pipeline=tree", "drafter.tails=[0,1,2]"], marks=pytest.mark.slow),
         pytest.param(["drafter.levels=[model,model,model]", "pipeline=pearl"], marks=pytest.mark.slow),
@@ -108,13 +125,18 @@ def test_a_level_may_have_several_ranks():
 def test_an_engine_of_three_roles_and_more_gives_plain_decodings_tokens(overrides):
     prompts = ["def median(values):", "class Stack:"]
     common = ["drafter=cascade", "cluster=inprocess", "cluster.oversubscribe=true", "sampling.max_tokens=40"]
-    with Engine(load_config([*common, *overrides, "drafter.placement=separate"])) as engine:
+    with Engine(load_config([*common, *overrides, "drafter.placement=separate", "pipeline.adaptive=false"])) as engine:
         drafted = engine.generate(prompts)
         report = engine.report()
         plain = engine.generate(prompts, speculate=False)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-    assert all(work["num_passes"] for work in report.counters["levels"].values())
-    assert len({lane for lane, *_ in report.spans}) >= 3, "each role has a lane in the timeline"
+    levels = report.counters["levels"].values()
+    assert all(work["num_passes"] for work in levels)
+    lanes = Counter(lane for lane, *_ in report.spans if lane not in ("target", "messages"))
+    assert len(lanes) >= 2, "each role has a lane in the timeline"
+    most = 3 * sum(work["num_passes"] + work["num_drafts"] for work in levels)
+    assert sum(lanes.values()) < most, "a level that waits for the one beneath steps in vain"
+    assert not report.counters["num_role_losses"], "the ranks of a level took the same steps"
 
 
 def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
