@@ -184,8 +184,10 @@ class DraftRole:
         """Seconds to wait for the next record before another step, which might keep it waiting, or lead nowhere."""
         return LEVEL_WAIT_S if self.drafter.waits else self._patience.pause_s(self.clock())
 
-    def outlook(self) -> OutlookBatch | None:
-        """What is prepared so far, where somebody could use it and does not know it yet."""
+    def outlook(self, *, last: bool) -> OutlookBatch | None:
+        """What is prepared and not told yet, if it is time for that; `last` if nothing more will be prepared."""
+        if not last and not self._patience.is_time_to_tell(self.clock()):
+            return None
         outlooks = self.drafter.outlooks()
         return OutlookBatch(tuple(outlooks)) if outlooks else None
 
@@ -201,6 +203,8 @@ class DraftRole:
         hits = [(context, budget) for context, budget in asked if self.drafter.prepared(context)]
         misses = [(context, budget) for context, budget in asked if not self.drafter.prepared(context)]
         ahead, self._ahead = tuple(self._ahead), []
+        if hits:
+            self._patience.told_too_late()
         if hits or (misses and self.drafter.works_ahead):
             proposals = self._propose(hits, prepared=True)
             levels = self.drafter.account()
@@ -243,6 +247,7 @@ class DraftRole:
             context = self.contexts[order.request_id]
             if order.taken is not None:
                 self.drafter.take(context, order.num_draft_tokens, order.taken)
+                self._patience.told_in_time()
             else:
                 wanted.append((context, order.num_draft_tokens))
         idle = [context for context, budget in wanted if not budget]

@@ -1,13 +1,16 @@
-"""When a step of draft-ahead would keep the next verdict waiting.
+"""When a step of draft-ahead would keep the next verdict waiting, and when to tell what is prepared for it.
 
 A pass that is under way when a verdict arrives delays the answer to it, and then the target idles. So the time from an
 answer to the record that follows is learned, and a pass that would run into the expected arrival is put off until the
-record is there, or is overdue. Works on times that others read; only speed depends on it.
+record is there, or is overdue. What is prepared has to be told before that, by as much as it takes to arrive: nobody
+can measure that across two hosts' clocks, but whether it was in time shows. Works on times that others read; only
+speed depends on it.
 """
 
 from __future__ import annotations
 
 _MEMORY = 0.8
+_MEMORY_OF_DELAY = 0.95
 _INSTANT_S = 1e-6
 SPARE = 5
 """Steps between two records of which one can be spared; where there are fewer, each brings more than it may cost."""
@@ -21,9 +24,22 @@ class Patience:
         self._distance = 0.0
         self._step_s = 0.0
         self._stepped = (0.0, 0.0)
+        self._lead_s = 0.0  # by how much earlier than before the last step to tell what is prepared
 
     def answered(self, now: float) -> None:
         self._answered = now
+
+    def told_in_time(self) -> None:
+        """A proposal was read off what was told."""
+        self._lead_s *= _MEMORY_OF_DELAY
+
+    def told_too_late(self) -> None:
+        """A proposal was prepared, and had to be asked for."""
+        self._lead_s = min(self._lead_s + self._step_s, self._distance)
+
+    def is_time_to_tell(self, now: float) -> bool:
+        """Whether what is prepared by now should leave: more may be on its way, but would arrive too late."""
+        return self._answered is not None and now > self._answered + self._distance - self._step_s - self._lead_s
 
     def stepped(self, started: float, finished: float) -> None:
         """A step of draft-ahead was made."""

@@ -37,8 +37,8 @@ class Role(Protocol):
     def pause_s(self) -> float:
         """Seconds to listen before the next step of work."""
 
-    def outlook(self) -> Any | None:
-        """What work has prepared so far, to be told while nobody waits for it."""
+    def outlook(self, *, last: bool) -> Any | None:
+        """What work has prepared, if it should be told now; `last` if no more work follows before the next record."""
 
     def forget(self) -> None:
         """Drop every request; the next batch starts from nothing."""
@@ -216,17 +216,16 @@ class Rank:
                 return record if record is not None else self._news(wait=True)
             self._role.work()
             if self._pulse.rank == 0 and not self._role.wants_work:
-                self._foretell()
+                self._foretell(last=True)
         return self._news(wait=True)
 
     def _between_steps(self) -> Any | None:
         pause_s = self._role.pause_s()
-        if pause_s:
-            self._foretell()
+        self._foretell(last=pause_s > 0)
         return self._news(wait=False, for_s=pause_s)
 
-    def _foretell(self) -> None:
-        if (outlook := self._role.outlook()) is not None:
+    def _foretell(self, *, last: bool) -> None:
+        if (outlook := self._role.outlook(last=last)) is not None:
             self._link.send(outlook)
 
     def _news(self, *, wait: bool, for_s: float = PATIENCE_S) -> Any:

@@ -58,7 +58,7 @@ class Role(Protocol):
 
     def pause_s(self) -> float: ...
 
-    def outlook(self) -> Any | None: ...
+    def outlook(self, *, last: bool) -> Any | None: ...
 
 
 class Lane:
@@ -88,13 +88,14 @@ class Lane:
             for answer in self._role.answer(self._inbox.popleft()):
                 self._send(answer, self._time.now)
         elif self._role.wants_work:
-            if (pause_s := self._role.pause_s()) > 0:
-                self._foretell()
+            pause_s = self._role.pause_s()
+            self._foretell(last=pause_s > 0)
+            if pause_s > 0:
                 self._pause(pause_s)
                 return
             self._role.work()
             if not self._role.wants_work:
-                self._foretell()
+                self._foretell(last=True)
         else:
             self._resting = True
             return
@@ -102,8 +103,8 @@ class Lane:
             self.busy.append((started, self._time.now))
         self._clock.at(self._time.now, STEP, self._step)
 
-    def _foretell(self) -> None:
-        if (outlook := self._role.outlook()) is not None:
+    def _foretell(self, *, last: bool) -> None:
+        if (outlook := self._role.outlook(last=last)) is not None:
             self._send(outlook, self._time.now)
 
     def _pause(self, seconds: float) -> None:

@@ -94,7 +94,7 @@ class Room:
                 break
             self.draft.work()
             self.draft.drafter.runner.pool.check()
-        if self.leisure.random() < 0.7 and (outlook := self.draft.outlook()) is not None:
+        if self.leisure.random() < 0.7 and (outlook := self.draft.outlook(last=True)) is not None:
             assert not coordinator.on(outlook, next(clock))
 
 

@@ -51,3 +51,21 @@ def test_nothing_is_expected_before_anything_was_answered():
     patience = Patience()
     patience.arrived(3.0)
     assert patience.pause_s(4.0) == 0
+
+
+def test_what_is_prepared_is_told_before_the_last_step_and_earlier_where_that_was_too_late():
+    patience = Patience()
+
+    def first_told(rounds, told):
+        for _ in range(rounds):
+            patience.answered(0.0)
+            patience.stepped(0.0, 1.0)
+            told()
+            patience.arrived(20.0)
+        patience.answered(0.0)
+        return next(at for at in range(40) if patience.is_time_to_tell(at + 0.5))
+
+    assert first_told(1, lambda: None) == 19
+    assert first_told(5, patience.told_too_late) == 14
+    assert first_told(100, patience.told_too_late) == 0, "not before there is anything to tell"
+    assert first_told(200, patience.told_in_time) == 19
