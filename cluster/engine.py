@@ -280,6 +280,9 @@ class Engine:
                     return
                 if record is not None:
                     self._take(record)
+                with self._send_lock:  # what could not go out at once goes out when somebody looks
+                    if self._out is not None and self._out.is_waiting:
+                        self._out.receive(timeout_s=0)
                 if time.monotonic() - looked_at > _ASK_AGAIN_S / 5:
                     looked_at = time.monotonic()
                     self._ask_again(lambda completion: looked_at - completion.heard_at > _ASK_AGAIN_S)

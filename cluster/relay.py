@@ -1,7 +1,7 @@
 """A slower network on a machine that has none: holds every record of the control line back, each way.
 
-Sits between the `Link`s of some ranks and the coordinator's `Hub`, known to the hub under their names, and passes on
-what it gets, in order, late. Reads nothing.
+Sits between the `Link`s of some ranks and the coordinator's `Hub`, with a connection to the hub for each that a link
+makes, and passes on what it gets, in order, late. Where one of the two ends, it ends the other. Reads nothing.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ import threading
 import time
 from collections import deque
 
-import zmq
+from actors.stream import ConnectionOver, Poller, Stream, accept, address_of, connect, framed, listen, place_of
+from actors.wire import HUB_GIVE_UP_S
 
 _CLOSING_LOOK_S = 0.2
-_SPIN_S = 5e-4
-"""Less than this is not slept: the clock of a poll has milliseconds."""
 
 
 class Relay:
     """`address` is where links connect instead of the hub's. A thread, until `close`."""
 
     def __init__(self, hub_address: str, delay_s: float, bind: str) -> None:
-        self._hub_address = hub_address
+        self._hub = place_of(hub_address)
         self._delay_s = delay_s
-        self._front = self._open(zmq.ROUTER)
-        self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._front.bind(bind)
-        self.address: str = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listener = listen(bind, HUB_GIVE_UP_S)
+        self.address = address_of(self._listener)
+        self._poller = Poller()
+        self._streams: dict[int, Stream] = {}
+        self._other_end: dict[Stream, Stream] = {}
+        self._held: deque[tuple[float, Stream, bytes | None]] = deque()
+        """When to pass what on to whom: a frame, or None for the end."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._pass_on, name="relay", daemon=True)
         self._thread.start()
@@ -36,36 +38,61 @@ class Relay:
         self._thread.join(timeout=5)
 
     def _pass_on(self) -> None:
-        held: deque[tuple[float, zmq.Socket, list[bytes]]] = deque()
-        towards_hub: dict[bytes, zmq.Socket] = {}
-        name_of: dict[zmq.Socket, bytes] = {}
-        poller = zmq.Poller()
-        poller.register(self._front, zmq.POLLIN)
+        self._poller.watch(self._listener.fileno())
         while not self._closing.is_set():
             now = time.monotonic()
-            while held and held[0][0] <= now:
-                _, socket, frames = held.popleft()
-                socket.send_multipart(frames)
-            wait_s = min(_CLOSING_LOOK_S, held[0][0] - now) if held else _CLOSING_LOOK_S
-            for socket, _ in poller.poll(0 if wait_s < _SPIN_S else wait_s * 1000):
-                frames, due = socket.recv_multipart(), time.monotonic() + self._delay_s
-                if socket is not self._front:
-                    held.append((due, self._front, [name_of[socket], *frames]))
-                    continue
-                name, *frames = frames
-                if name not in towards_hub:
-                    towards_hub[name] = line = self._open(zmq.DEALER)
-                    line.setsockopt(zmq.IDENTITY, name)
-                    line.connect(self._hub_address)
-                    name_of[line] = name
-                    poller.register(line, zmq.POLLIN)
-                held.append((due, towards_hub[name], frames))
-        for socket in (self._front, *towards_hub.values()):
-            socket.close()
+            while self._held and self._held[0][0] <= now:
+                _, stream, frame = self._held.popleft()
+                self._deliver(stream, frame)
+            wait_s = min(_CLOSING_LOOK_S, self._held[0][0] - now) if self._held else _CLOSING_LOOK_S
+            for descriptor in self._poller.wait(wait_s):
+                if descriptor == self._listener.fileno():
+                    self._admit()
+                elif (stream := self._streams.get(descriptor)) is not None:
+                    self._hear(stream)
+        for stream in self._streams.values():
+            stream.close()
+        self._listener.close()
+        self._poller.close()
 
-    @staticmethod
-    def _open(kind: int) -> zmq.Socket:
-        socket = zmq.Context.instance().socket(kind)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            socket.setsockopt(option, 0)
-        return socket
+    def _admit(self) -> None:
+        link = accept(self._listener)
+        if link is None:
+            return
+        connection = connect(self._hub, HUB_GIVE_UP_S)
+        if connection is None:
+            link.close()
+            return
+        hub = Stream(connection)
+        self._other_end |= {link: hub, hub: link}
+        for stream in (link, hub):
+            self._streams[stream.fileno()] = stream
+            self._poller.watch(stream.fileno())
+
+    def _hear(self, stream: Stream) -> None:
+        due = time.monotonic() + self._delay_s
+        try:
+            self._flush(stream)
+            if stream.fill():
+                self._held.extend((due, self._other_end[stream], framed(frame)) for frame in stream.frames())
+        except ConnectionOver:
+            self._held.append((due, self._other_end[stream], None))
+            self._drop(stream)
+
+    def _deliver(self, stream: Stream, frame: bytes | None) -> None:
+        if self._streams.get(stream.fileno()) is not stream:
+            return
+        if frame is None:
+            self._drop(stream)
+        else:
+            stream.outgoing.append(frame)
+            self._flush(stream)
+
+    def _flush(self, stream: Stream) -> None:
+        stream.flush()
+        self._poller.watch(stream.fileno(), writable=stream.is_waiting)
+
+    def _drop(self, stream: Stream) -> None:
+        self._poller.forget(stream.fileno())
+        del self._streams[stream.fileno()], self._other_end[stream]
+        stream.close()

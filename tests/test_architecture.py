@@ -28,7 +28,6 @@ ALLOWED_PACKAGES = {
 
 ALLOWED_PLACES = {
     "ray": ("cluster/", "actors/worker.py", "actors/group.py"),
-    "zmq": ("cluster/", "actors/"),
     "hydra": ("cluster/launch.py", "cluster/config.py", "cluster/errors.py"),
     "omegaconf": ("cluster/launch.py", "cluster/config.py", "cluster/errors.py"),
     "transformers": ("cluster/training/", "cluster/bench/", "cluster/jobs/bench"),

@@ -1,4 +1,4 @@
-"""`cluster=inprocess`: coordinator and ranks as threads of this process, over inproc:// sockets. No Ray.
+"""`cluster=inprocess`: coordinator and ranks as threads of this process, over loopback TCP. No Ray.
 
 The same loops as everywhere else; for notebooks, debuggers, tests and machines without Ray. Ranks of one role talk
 through process groups even as threads, so any layout that fits the machine runs here too. A thread that raises is
@@ -7,7 +7,6 @@ replaced like a process that died; one that hangs cannot be ended.
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
@@ -30,11 +29,11 @@ from cluster.relay import Relay
 from parallel.rendezvous import host_store
 
 _LOOPBACK = "127.0.0.1"
-_engines = itertools.count()
+_ANY_PORT = f"tcp://{_LOOPBACK}:*"
 
 
 class InprocessBackend:
-    """Threads that live from `start` to `close`. The hub outlives its conductor: inproc:// cannot be bound again."""
+    """Threads that live from `start` to `close`. The hub outlives its conductor, and nobody has to connect anew."""
 
     can_kill = False
 
@@ -59,12 +58,12 @@ class InprocessBackend:
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
         self._coordinator = replace(coordinator, silence_s=0.0)
-        self._hub = Hub(f"inproc://engine-{os.getpid()}-{next(_engines)}")
+        self._hub = Hub(_ANY_PORT)
         self.places, self.address = places, self._hub.address
         self._store = host_store(_LOOPBACK) if any(place.size > 1 for place in places) else None
         self._conduct(self._coordinator)
-        delay_ms, line = self._config.cluster.link_delay_ms, f"{self._hub.address}-relay"
-        self._relay = Relay(self._hub.address, delay_ms / 1e3, line) if delay_ms else None
+        delay_ms = self._config.cluster.link_delay_ms
+        self._relay = Relay(self._hub.address, delay_ms / 1e3, _ANY_PORT) if delay_ms else None
         for place in places:
             address = self._relay.address if self._relay and place.role != "target" else self._hub.address
             self._serve(rank_spec(self._config, place, address, _LOOPBACK, eos_token_ids))

@@ -1,4 +1,4 @@
-"""A round room for tests: the real coordinator, target and drafters, called directly. No sockets, no Ray."""
+"""A round room for tests: the real coordinator, target and drafters, called directly; and a hub with links. No Ray."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from actors.options import NgramDrafterConfig, Parallel, SchedulerConfig, Suffix
 from actors.pipelines import PIPELINES
 from actors.scheduler import Capacity, Scheduler
 from actors.target import TargetRole
+from actors.wire import Hub, Link
 from parallel.mesh import SINGLE
 from parallel.runner import open_model
 
@@ -201,3 +202,23 @@ def make_requests():
         ]
 
     return make
+
+
+@pytest.fixture
+def hub():
+    hub = Hub("tcp://127.0.0.1:*")
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def open_link(hub):
+    links = []
+
+    def open_(identity):
+        links.append(Link(hub.address, identity))
+        return links[-1]
+
+    yield open_
+    for link in links:
+        link.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 
@@ -27,7 +26,6 @@ from actors.messages import (
 from actors.scheduler import Load
 from actors.wire import Hub, Link
 
-_names = itertools.count()
 FACTS = {"kv_slots": 400, "max_model_len": 50}
 WAIT_S = 10.0
 
@@ -38,7 +36,7 @@ class Stage:
     def __init__(self, target_ranks=1, draft_ranks=1, watches=(), **options) -> None:
         pipeline = "sync" if draft_ranks else "plain"
         spec = CoordinatorSpec(pipeline, 4, target_ranks, draft_ranks, (1,), **options)
-        self.hub = Hub(f"inproc://test-conductor-{next(_names)}")
+        self.hub = Hub("tcp://127.0.0.1:*")
         self.ranks = [f"{role}-{rank}" for role, size in spec.sizes.items() for rank in range(size)]
         self.links = {name: Link(self.hub.address, f"{name}#0") for name in self.ranks}
         self.links[CLIENT] = Link(self.hub.address, CLIENT)

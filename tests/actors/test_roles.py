@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import threading
@@ -34,7 +33,6 @@ from actors.target import TargetRole
 from actors.wire import Hub
 from parallel.rendezvous import host_store
 
-_names = itertools.count()
 WAIT_S = 30.0
 PROMPT = (3, 4, 5, 3, 4)
 ADMIT = Admit(1, 0, PROMPT, len(PROMPT), SamplingParams())
@@ -46,7 +44,7 @@ class Served:
     """Ranks of one role in their threads, and the hub they report to."""
 
     def __init__(self, specs, observe) -> None:
-        self.hub = Hub(f"inproc://test-roles-{next(_names)}")
+        self.hub = Hub("tcp://127.0.0.1:*")
         self.errors: list[BaseException] = []
         self.stopped = False
         self.store = host_store() if len(specs) > 1 else None
@@ -244,7 +242,7 @@ def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spe
 
 
 def test_a_rank_that_nobody_wants_any_more_ends_by_itself(spec):
-    hub = Hub(f"inproc://test-roles-{next(_names)}")
+    hub = Hub("tcp://127.0.0.1:*")
     serve(replace(spec, hub_address=hub.address), unwanted=lambda: True)
     hub.close()
 

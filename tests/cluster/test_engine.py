@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from actors.messages import SamplingParams
 from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName, Strategy
+from actors.wire import Link
 from cluster.completion import Completion
 from cluster.engine import EngineError
+from cluster.relay import Relay
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push", "for i in range(10): é😀"]
 GREEDY = SamplingParams(max_tokens=24)
@@ -269,3 +273,17 @@ def test_two_engines_side_by_side(open_engine):
     assert tokens_of(first) == tokens_of(second)
     engines[0].close()
     assert tokens_of(engines[1].generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_engine):
+    """Well before the engine would ask for it again: while nobody listens, the line keeps it."""
+    engine = open_engine("none")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    engine._out.close()
+    engine._out = Link(address, "client-out")
+    completion, started = engine.submit("x", SamplingParams(max_tokens=4, ignore_eos=True)), time.monotonic()
+    relay = Relay(engine._backend._hub.address, 0.0, address)
+    assert len(completion.result().token_ids) == 4 and time.monotonic() - started < 4.0
+    engine.close()
+    relay.close()

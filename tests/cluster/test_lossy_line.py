@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-import zmq
 
 from actors import lifecycle, rank, wire
 from actors.messages import DraftBatch, ProposalBatch, Request, SamplingParams, Tokens, VerdictBatch, VerifyBatch
@@ -61,15 +60,12 @@ def weather(monkeypatch):
 
     def link_send(self, record):
         for packed in storm.carry(self, wire.pack(record)):
-            try:
-                self._socket.send(packed, zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            self._post(packed)
 
     def hub_send(self, identities, record):
         for identity in identities:
             for packed in storm.carry((self, identity), wire.pack(record)):
-                self._socket.send_multipart((identity.encode(), packed))
+                self._post([identity], packed)
 
     monkeypatch.setattr(wire.Link, "send", link_send)
     monkeypatch.setattr(wire.Hub, "send", hub_send)

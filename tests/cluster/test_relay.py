@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import pytest
@@ -10,21 +9,18 @@ import pytest
 from actors.messages import Abort
 from actors.options import PipelineConfig, PipelineName
 from actors.params import SamplingParams
-from actors.wire import Hub, Link
+from actors.wire import Hub, Link, open_hub
 from cluster.config import ClusterConfig, ClusterName
 from cluster.relay import Relay
 
 DELAY_S = 0.05
-_names = itertools.count()
+ANY_PORT = "tcp://127.0.0.1:*"
 
 
-@pytest.fixture(params=["inproc", "tcp"])
-def line(request):
-    def address(what):
-        return f"inproc://{what}-{next(_names)}" if request.param == "inproc" else "tcp://127.0.0.1:*"
-
-    hub = Hub(address("hub"))
-    relay = Relay(hub.address, DELAY_S, address("relay"))
+@pytest.fixture
+def line():
+    hub = Hub(ANY_PORT)
+    relay = Relay(hub.address, DELAY_S, ANY_PORT)
     link = Link(relay.address, "draft-0")
     yield hub, link
     link.close()
@@ -45,6 +41,20 @@ def test_records_arrive_late_in_order_and_under_the_name_of_the_rank(line):
     hub.send(["draft-0"], Abort(7))
     assert link.receive(timeout_s=10) == Abort(7)
     assert time.monotonic() - started >= DELAY_S
+
+
+def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
+    hub, link = line
+    link.send(Abort(1))
+    assert hub.receive(timeout_s=10) == ("draft-0", Abort(1))
+    hub.send(["draft-0"], Abort(2))
+    hub.close()
+    assert link.receive(timeout_s=10) == Abort(2)
+    successor = open_hub(hub.address, patience_s=5.0)
+    assert link.receive(timeout_s=4 * DELAY_S) is None  # in here it is connected anew
+    link.send(Abort(3))
+    assert successor.receive(timeout_s=10) == ("draft-0", Abort(3))
+    successor.close()
 
 
 @pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])
