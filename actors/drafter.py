@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from actors.messages import (
@@ -61,9 +61,29 @@ class Context:
         del self.token_ids[length:]
         self.num_cuts += 1
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self.token_ids.extend(token_ids)
+    def extend(self, token_ids: Sequence[int], vocab_size: int | None = None) -> None:
+        self.token_ids.extend(_readable(token_ids, vocab_size))
         self.prefix_hash = extend_hash(self.prefix_hash, token_ids)
+
+
+def _readable(token_ids: Sequence[int], vocab_size: int | None) -> list[int]:
+    """The tokens as a drafter reads them that has fewer: families pad their vocabularies differently.
+
+    Behind one that it lacks nothing is proposed, since that would be the root; further on the guess is a little worse.
+    """
+    return list(token_ids) if vocab_size is None else [min(token, vocab_size - 1) for token in token_ids]
+
+
+def _readable_sampling(sampling: SamplingParams, vocab_size: int | None) -> SamplingParams:
+    """Without what it says of tokens that the drafter does not have."""
+    if vocab_size is None:
+        return sampling
+    return replace(
+        sampling,
+        logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token < vocab_size),
+        bad_words=tuple(word for word in sampling.bad_words if max(word, default=0) < vocab_size),
+        stop_token_ids=tuple(token for token in sampling.stop_token_ids if token < vocab_size),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +107,9 @@ class Draft:
 
 class Drafter(Protocol):
     """What a family of drafters implements."""
+
+    vocab_size: int | None
+    """Tokens it knows; None for one that knows none and so copes with any."""
 
     def open(self, context: Context) -> None:
         """A request arrived (or came back after a preemption)."""
@@ -137,6 +160,7 @@ class IdleDrafter:
 
     works_ahead = False
     wants_work = False
+    vocab_size: int | None = None
     waits = False
 
     def prepared(self, context: Context) -> bool:
@@ -233,9 +257,9 @@ class DraftRole:
             context = Context(
                 admit.request_id,
                 admit.epoch,
-                list(admit.token_ids),
+                _readable(admit.token_ids, self.drafter.vocab_size),
                 admit.prompt_len,
-                admit.sampling,
+                _readable_sampling(admit.sampling, self.drafter.vocab_size),
                 extend_hash(HASH_SEED, admit.token_ids),
             )
             self.contexts[admit.request_id] = context
@@ -271,7 +295,7 @@ class DraftRole:
             context.cut(commit.prefix_len)
             self.drafter.truncate(context)
         self.drafter.observe(context, commit)
-        context.extend(commit.token_ids)
+        context.extend(commit.token_ids, self.drafter.vocab_size)
 
 
 def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal:

@@ -59,6 +59,7 @@ class CascadeDrafter:
         make_coins: Callable[[int, int], Coins] = HashCoins,
     ) -> None:
         self.runner = runner
+        self.vocab_size = runner.config.vocab_size
         self.works_ahead = works_ahead
         self._beneath = beneath
         self._level = level

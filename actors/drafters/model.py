@@ -49,6 +49,7 @@ class ModelDrafter(IdleDrafter):
         prefill_chunk: int,
     ) -> None:
         self.runner = runner
+        self.vocab_size = runner.config.vocab_size
         self._coupled = rule == "coupled"
         self._draw = Draw.IID if rule == "kseq" else Draw.WITHOUT_REPLACEMENT
         self._law_size = law_size

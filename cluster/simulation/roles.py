@@ -51,6 +51,7 @@ class ScriptedConfig:
     """The part of a model's configuration that drafters read."""
 
     max_positions: int
+    vocab_size: int | None = None
 
 
 class ScriptedRunner:

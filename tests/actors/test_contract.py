@@ -5,6 +5,7 @@ A new drafter, shape or pipeline joins by one row in `DRAFTERS` (or `PIPELINES`)
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -26,6 +27,7 @@ from actors.pipelines.guard import Mode
 from tests.actors.moods import MoodyControl
 
 MAX_ROWS = 256
+VOCAB_SIZE = 97
 DRAFTERS = {
     "ngram": NgramDrafterConfig(min_ngram=1),
     "suffix": SuffixDrafterConfig(min_match=1, width=2),
@@ -225,3 +227,17 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
 
     open_room(DRAFTERS[drafter], path=models["target"]).serve(make_requests(3, max_tokens=60), compare)
     assert checked > 10
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+def test_a_drafter_may_have_fewer_tokens(open_room, make_requests, models, tmp_path, pipeline):
+    """One family pads its vocabularies differently; the target may write, and a client ask for, what lies beyond."""
+    narrow = copy.deepcopy(models["reference"])
+    narrow.resize_token_embeddings(VOCAB_SIZE - 40)
+    narrow.save_pretrained(tmp_path)
+    requests = make_requests(4, max_tokens=24, temperature=1.0, repetition_penalty=1.2, bad_words=((90,), (5, 91)))
+    plain = open_room(pipeline="plain").serve(requests)
+    assert any(token >= VOCAB_SIZE - 40 for tokens in plain.tokens.values() for token in tokens)
+    room = open_room(DRAFTERS["chain"], path=tmp_path, pipeline=pipeline).serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.tally.num_accepted_tokens > 0
