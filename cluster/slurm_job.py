@@ -141,7 +141,10 @@ class Job:
         return code
 
     def _note(self, number: int, frame: object) -> None:
-        self._asked_to_stop = self._asked_to_stop or signal.Signals(number)
+        """The first counts; the others are the same wish again. Said at once: the launch may have been told as well."""
+        if self._asked_to_stop is None:
+            self._asked_to_stop = signal.Signals(number)
+            os.write(sys.stderr.fileno(), f"{self._asked_to_stop.name}: stopping\n".encode())
 
     def _write_token(self) -> None:
         """Whoever knows the token may use this job's Ray: nobody but its user."""
@@ -173,7 +176,6 @@ class Job:
             now = time.monotonic()
             if self._asked_to_stop is not None and asked_at is None:
                 asked_at = now
-                sys.stderr.write(f"{self._asked_to_stop.name}: stopping\n")
                 self._end_politely(launch)
             for node in [node for node, ray in self._rays.items() if ray.poll() is not None and node not in gone_at]:
                 gone_at[node] = now

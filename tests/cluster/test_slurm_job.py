@@ -148,6 +148,21 @@ def test_symmetric_run_is_ended_politely_too(cluster: Slurm, overrides, way):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("said", ["", "layout"], ids=["starting", "loading"])
+def test_a_job_that_is_cancelled_before_its_first_token_leaves_nothing(cluster: Slurm, overrides, said):
+    """Told twice, as by somebody impatient."""
+    job = cluster.submit("--nodes=2", "--cpus-per-task=1", LAUNCH, *overrides, "target.stretch=60")
+    token = cluster.directory / "outputs" / "slurm" / str(job) / "ray-token"
+    cluster.wait_for(job, lambda: token.exists() and said in cluster.output(job))
+    cluster.ask("scancel", "--batch", "--signal=TERM", job)
+    cluster.ask("scancel", job)
+    finished(cluster, job)
+    output = cluster.output(job)
+    assert output.count("SIGTERM: stopping") == 1 and "Traceback" not in output, output[-3000:]
+    assert not token.exists() and not left_behind(cluster)
+
+
+@pytest.mark.slow
 def test_a_job_near_its_time_limit_requeues_itself_and_goes_on(cluster: Slurm, overrides):
     limits = ["--nodes=2", "--cpus-per-task=1", "--time=3", "--signal=B:USR1@60"]  # which Slurm takes as 60 to 120
     slow = ["sampling.max_tokens=400", "target.stretch=60"]
