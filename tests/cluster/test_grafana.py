@@ -109,7 +109,7 @@ def prometheus(tmp_path: Path, tiny_launch) -> Iterator[Prometheus]:
     server = Prometheus(session, tmp_path)
     yield server
     server.close()
-    backend.close()
+    backend.close(told=False)
 
 
 def as_grafana_asks(expression: str) -> str:
@@ -127,7 +127,7 @@ def test_every_query_returns_data_and_counters_agree_with_the_report(
     config = tiny_launch(
         GenerateConfig(prompts=prompts, limit=0, concurrency=3, trace=False),
         drafter=ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=3, device="cpu"),
-        pipeline=PipelineConfig("branches"),
+        pipeline=PipelineConfig("branches", min_draft_tokens=1),  # so that the guard does not rest all the while
         cluster=CLUSTER,
         sampling=SamplingConfig(max_tokens=100, ignore_eos=True),
     )
@@ -184,6 +184,6 @@ def compare(prometheus: Prometheus, report: dict) -> None:
     # Absent is zero: a counter appears with its first event.
     ((_, fallback_s),) = prometheus.ask(total(name="fallback_seconds_total", phase="speculative") + " or vector(0)")
     assert fallback_s == pytest.approx(report["fallback_s"], rel=1e-6, abs=1e-9)
-    for mode, count in (("probe", report["num_probes"]), ("trial", report["num_trials"])):
+    for mode, count in (("speculate", 1), ("probe", report["num_probes"]), ("trial", report["num_trials"])):
         query = f'sum(ray_specdec_guard_turns_total{{phase="speculative", mode="{mode}"}}) or vector(0)'
         assert prometheus.ask(query) == [({}, count)]
