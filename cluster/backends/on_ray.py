@@ -218,7 +218,7 @@ class RayBackend:
         place = self.places[0] if identity == "coordinator" else self._places[identity]
         moved = relocate(self._config, self._places, self._homes, free_nodes(), place.role)
         try:
-            self._reservation.take(list(moved.values()), _RESERVE_S)
+            self._reservation.take(list(moved.values()), _RESERVE_S, apart=True)
         except ValueError as error:
             raise NoRoom(f"{place.identity}: node {place.host} is gone; {error}") from error
         for mover in moved:

@@ -1,7 +1,7 @@
 """Devices of a Ray cluster that an engine holds: placement groups with one bundle per device.
 
-The layout of the start is one group, all of it or nothing. A device that is taken later, because the node of another
-was lost, is a group of its own, so that it can be given back when that node is lost too. Decides nothing.
+The layout of the start is one group, all of it or nothing. Devices that are taken later, because a node was lost, are
+taken apart, so that each can be given back when its node is lost too. Decides nothing.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ class Reservation:
         self._groups: list[PlacementGroup] = []
         self._bundle_of: dict[Device, tuple[PlacementGroup, int]] = {}
 
-    def take(self, places: Sequence[RankPlacement], timeout_s: float) -> None:
-        """All devices of these places that are not held yet, or none: then ValueError."""
+    def take(self, places: Sequence[RankPlacement], timeout_s: float, *, apart: bool = False) -> None:
+        """All devices of these places that are not held yet, or none: then ValueError. `apart`: a group for each."""
         shares = {device: bundle for device, bundle in device_bundles(places).items() if device not in self._bundle_of}
-        if not shares:
-            return
-        bundles = list(shares.values())
-        group = placement_group(bundles, strategy="PACK")
-        if not group.wait(timeout_s):
-            remove_placement_group(group)
+        parts = [[device] for device in shares] if apart else [list(shares)] * bool(shares)
+        groups = [placement_group([shares[device] for device in part], strategy="PACK") for part in parts]
+        if not all([group.wait(timeout_s) for group in groups]):
+            for group in groups:
+                remove_placement_group(group)
             raise ValueError(
-                f"cluster: {bundles} asked, {ray.available_resources()} free; end other jobs or ask for fewer ranks"
+                f"cluster: {list(shares.values())} asked, {ray.available_resources()} free; end other jobs or ask for "
+                "fewer ranks"
             )
-        self._groups.append(group)
-        self._bundle_of |= {device: (group, index) for index, device in enumerate(shares)}
+        self._groups += groups
+        for group, part in zip(groups, parts, strict=True):
+            self._bundle_of |= {device: (group, index) for index, device in enumerate(part)}
 
     def give_back(self, place: RankPlacement) -> None:
-        """The device of this place, if it was taken by itself; all others remain the engine's until its end."""
+        """The device of this place, if it was taken apart; those of the start remain the engine's until its end."""
         group, _ = self._bundle_of.get(_device(place), (None, 0))
         if group is not None and group is not self._groups[0]:
             remove_placement_group(group)
             self._groups.remove(group)
-            self._bundle_of = {device: held for device, held in self._bundle_of.items() if held[0] is not group}
+            del self._bundle_of[_device(place)]
 
     def options(self, place: RankPlacement) -> dict[str, object]:
         """Of an actor that runs at this place."""
