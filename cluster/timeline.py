@@ -77,9 +77,9 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """The lanes that occur, in the order they are drawn."""
-    present = dict.fromkeys(lane for lane, *_ in spans)
-    others = sorted((lane for lane in present if lane not in LANES), key=lambda lane: lane == MESSAGES)
+    """The lanes that occur, in the order they are drawn: levels of a cascade, which are numbered, the cheapest last."""
+    present = {lane for lane, *_ in spans}
+    others = sorted(present.difference(LANES), key=lambda lane: (lane != MESSAGES, lane), reverse=True)
     return [lane for lane in LANES if lane in present] + others
 
 

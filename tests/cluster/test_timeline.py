@@ -39,7 +39,8 @@ def test_the_trace_file_is_what_perfetto_reads(tmp_path):
 
 
 def test_lanes_stand_in_a_fixed_order_and_unknown_ones_follow():
-    assert lanes_of([span("link", "send", 0, 1, 1), *SPANS]) == ["target", "draft", "link"]
+    others = [span("messages", "order", 0, 1, 1), span("0-model", "draft", 0, 1, 1), span("1-model", "draft", 1, 2, 1)]
+    assert lanes_of([*others, *SPANS]) == ["target", "draft", "1-model", "0-model", "messages"]
 
 
 def test_the_picture_takes_rounds_from_the_middle():
