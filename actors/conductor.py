@@ -189,7 +189,7 @@ class Conductor:
         """An answer for the state machine, or what a level of a cascade and the one beneath it say to each other."""
         if isinstance(record, DraftBatch):
             beneath = role_beneath(role)
-            if self._complete.get(beneath):
+            if self._complete.get(beneath) and record.epoch == self._musters[beneath].epoch:
                 after, self._passed_on[beneath] = self._passed_on.get(beneath, 0), record.round
                 self._hub.send(self._names(beneath), replace(record, after=after))
         elif role in COUNTERPARTS:
@@ -260,7 +260,7 @@ class Conductor:
 
     def _tell_neighbours(self, role: str) -> None:
         """A role has come or gone: who works with it has to know."""
-        news = RoleBack(role) if self._complete[role] else RoleLost(role)
+        news = self._news_of(role)
         if role in COUNTERPARTS:
             self._tell(news)
         else:
@@ -270,11 +270,13 @@ class Conductor:
         if beneath is None:
             return
         if self._complete[role]:  # its ranks may be new, and know nothing of the level beneath
-            there = self._complete[beneath.role]
-            self._hub.send(self._names(role), RoleBack(beneath.role) if there else RoleLost(beneath.role))
+            self._hub.send(self._names(role), self._news_of(beneath.role))
         elif beneath.serving:  # what it was told, it was told by one who is gone
             beneath.scatter(self._awake_s)
             self._attend(beneath)
+
+    def _news_of(self, role: str) -> RoleBack | RoleLost:
+        return RoleBack(role, self._musters[role].epoch) if self._complete[role] else RoleLost(role)
 
     def _open(self) -> None:
         """Begin to serve: the first time once everybody is there, a successor as soon as there is a target."""

@@ -110,9 +110,10 @@ class RoleLost:
 
 @dataclass(frozen=True, slots=True)
 class RoleBack:
-    """To the state machine of the coordinator: this role listens again, and knows no request."""
+    """To the state machine, and to the level above: this role listens again, in this epoch, and knows no request."""
 
     role: str
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

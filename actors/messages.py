@@ -198,7 +198,8 @@ class DraftOrder:
 class DraftBatch:
     """Coordinator to every draft rank: verdicts first, then what to propose next.
 
-    `after` is the round of the role's last batch: a rank that has not seen that one has missed something.
+    `after` is the round of the role's last batch: a rank that has not seen that one has missed something. What a level
+    of a cascade says to the one beneath it is meant for one `epoch` of that role, whose ranks know what was said in it.
     """
 
     round: int
@@ -207,6 +208,7 @@ class DraftBatch:
     releases: tuple[int, ...] = ()
     orders: tuple[DraftOrder, ...] = ()
     after: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

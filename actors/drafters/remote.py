@@ -7,6 +7,7 @@ when the level beneath is lost or back. A level that is lost is silent: the one 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -82,7 +83,8 @@ class RemoteLevel:
     has_own_lane = True
 
     def __init__(self, mailbox: Mailbox, group: Group, device: str = "cpu") -> None:
-        self.life = 0
+        self.life = 0  # the epoch of the role
+        self._asked_in = 0
         self._mailbox = mailbox
         self._group = group
         self._device = device
@@ -91,9 +93,9 @@ class RemoteLevel:
         self._answer: list[ProposalBatch] = []
 
     def post(self, batch: DraftBatch) -> None:
-        self._answer = []
+        self._answer, self._asked_in = [], self.life
         if self._present and self._is_lead:
-            self._mailbox.send(batch)
+            self._mailbox.send(replace(batch, epoch=self.life))
 
     @property
     def has_news(self) -> bool:
@@ -110,7 +112,7 @@ class RemoteLevel:
         return self._hear_out(round, wait=True, is_promised=True) if agreed else []
 
     def _hear_out(self, round: int, *, wait: bool, is_promised: bool = False) -> list[ProposalBatch] | None:
-        while self._present or is_promised:
+        while is_promised or (self._present and self.life == self._asked_in):
             record = self._mailbox.receive_from_level(wait=wait, is_promised=is_promised)
             if record is None:
                 return None
@@ -132,4 +134,4 @@ class RemoteLevel:
                 self._present = False
             case RoleBack():
                 self._present = True
-                self.life += 1
+                self.life = record.epoch

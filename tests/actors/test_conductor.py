@@ -9,7 +9,7 @@ import pytest
 
 from actors.conductor import CLIENT, Conductor, CoordinatorSpec
 from actors.coordinator import Coordinator
-from actors.lifecycle import Alive, Hello, Join, RankLost, Ready, Recall, Silent, Stop
+from actors.lifecycle import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Silent, Stop
 from actors.messages import (
     Abort,
     DraftBatch,
@@ -133,6 +133,25 @@ def test_every_rank_of_a_role_gets_its_records_and_the_client_the_tokens(open_st
     stage.say("draft-0", ProposalBatch(drafts.round, (), 0.0, 0.0))
     stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
     assert stage.hear(CLIENT) == Tokens(1, 0, (7,))
+
+
+def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stage):
+    """What a level says while the coordinator is dead reaches its successor, when both have met anew."""
+    stage = open_stage(level_ranks=(1,))
+    first = stage.join("draft2-0")
+    stage.join("draft-0")
+    assert stage.hear("draft-0") == RoleBack("draft2", first)
+    stage.say("draft-0", DraftBatch(1, epoch=first))
+    assert stage.hear("draft2-0") == DraftBatch(1, epoch=first)
+    stage.beat("draft2-0", epoch=first)
+    while (news := stage.hear("draft-0")) == RoleBack("draft2", first):
+        pass  # told to whoever is there, and again to a role that has come together
+    assert news == RoleLost("draft2")
+    second = stage.join("draft2-0")
+    assert second > first and stage.hear("draft-0") == RoleBack("draft2", second)
+    stage.say("draft-0", DraftBatch(2, epoch=first))
+    stage.say("draft-0", DraftBatch(3, epoch=second))
+    assert stage.hear("draft2-0") == DraftBatch(3, epoch=second)
 
 
 def test_the_scheduler_is_sized_by_what_the_target_measured(open_stage):

@@ -122,7 +122,7 @@ def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
     assert [batch.num_missing for batch in port.collect(1, wait=False)] == [1, 0]
     port.post(DraftBatch(2))
     assert port.collect(2, wait=True) == [], "the lead has heard of a loss"
-    line.arrived += [RoleLost("draft2"), RoleBack("draft2"), proposals(3)]
+    line.arrived += [RoleLost("draft2"), RoleBack("draft2", 9), proposals(3)]
     port.listen()  # the lead has long asked, and the answer is here
     port.post(DraftBatch(3))
     assert port.collect(3, wait=False) == [proposals(3)]
@@ -144,11 +144,13 @@ def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
     assert port.collect(1, wait=True) == []
     port.post(DraftBatch(2))
     assert port.collect(2, wait=True) == [] and not line.sent
-    line.arrived.append(RoleBack("draft2"))
+    line.arrived.append(RoleBack("draft2", 7))
     while port.life == 0:
         port.listen()
     port.post(DraftBatch(3))
-    assert line.sent == [DraftBatch(3)]
+    assert line.sent == [DraftBatch(3, epoch=7)]
+    line.arrived.append(RoleBack("draft2", 8))
+    assert port.collect(3, wait=True) == [], "what was asked of the one before is answered by nobody"
 
 
 @pytest.fixture
@@ -202,7 +204,7 @@ def test_a_level_that_dies_is_skipped_and_one_that_comes_back_is_used_again(
         nonlocal returns
         if returns and len(line.sent) == 5:
             line.role = DraftRole(build_drafter(model(str(models["small"])), *options_of(pipeline))[0])
-            line.arrived.append(RoleBack("draft2"))
+            line.arrived.append(RoleBack("draft2", 2))
             returns = False
 
     came_back = returns
