@@ -68,7 +68,7 @@ class Barracks:
             self.muster.lose(rank, dead.incarnation, self.now)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(choose=st.randoms(use_true_random=False), size=st.integers(1, 4), loss=st.sampled_from([0.0, 0.3, 0.6]))
 def test_whatever_happens_all_ranks_end_in_one_epoch(choose, size, loss):
     barracks = Barracks(choose, size, loss)

@@ -193,13 +193,14 @@ def test_an_engine_may_be_closed_while_a_role_is_away(open_engine, break_at):
 
 
 @pytest.mark.parametrize(
-    "owner, method, reason", [(Scheduler, "plan", "coordinator: RuntimeError"), (TargetRole, "answer", "is ending")]
+    "owner, method, within_s, reason",
+    [(Scheduler, "plan", WAIT_S, "coordinator: RuntimeError"), (TargetRole, "answer", 0.5, "is ending")],
 )
-def test_an_engine_that_winds_down_waits_for_no_successor(open_engine, break_at, owner, method, reason):
+def test_an_engine_that_winds_down_waits_for_no_successor(open_engine, break_at, owner, method, within_s, reason):
     """Ctrl-C or a batch system may end the rest of the cluster too: what there is must be written, and soon."""
     engine = open_engine()
     completion = engine.submit(PROMPTS[0], LONG)
-    engine.wind_down(within_s=0.5)
+    engine.wind_down(within_s)
     break_at(owner, method, 2)
     with pytest.raises(EngineError, match=reason):
         completion.result(WAIT_S)
