@@ -82,6 +82,10 @@ class Host:
         """Put the network cable in, or pull it."""
         self.run("ip", "link", "set", "eth0", "up" if is_in else "down")
 
+    @property
+    def is_on(self) -> bool:
+        return self._outer.poll() is None
+
     def power_off(self) -> None:
         """Nobody hears of it: no connection is closed."""
         self.plug(is_in=False)

@@ -38,6 +38,13 @@ class Cluster:
         command = [RAY, "start", f"--address={head}:{PORT}", f"--node-ip-address={host.address}", *COMMON]
         host.start(*command, log=self.directory / f"{host.name}.log", env=ENVIRONMENT | HASTY)
 
+    def restore(self) -> None:
+        """Hosts that were powered off are there again, with Ray."""
+        for host in self.hosts:
+            if not host.is_on:
+                host.boot(self.switch)
+                self.join(host)
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Iterator[Cluster]:
@@ -91,8 +98,7 @@ def test_a_drafter_waits_for_its_node_while_tokens_are_made_plainly(cluster: Clu
     until(answers, expected, lambda said: "error" not in said and not speculates(said))
     gone_at = time.monotonic()
     until(answers, expected, lambda said: time.monotonic() - gone_at > 12)  # Ray has given the node up by then
-    third.boot(cluster.switch)
-    cluster.join(third)
+    cluster.restore()
     said = until(answers, expected, speculates)
     assert said["hosts"] == {"target-0": cluster.hosts[0].address, "draft-0": third.address}
     answers.close()
@@ -114,4 +120,16 @@ def test_a_target_and_its_coordinator_go_where_there_is_room_and_end_with_a_line
         f"target-0: node {third.address} is gone; needed elsewhere: 1 core, there is no other node it may use; start "
         "Ray there again or on another node or allow more nodes with placement.nodes (waited "
     )
+    answers.close()
+
+
+def test_one_rank_of_a_target_that_is_lost_moves_and_meets_the_others(cluster: Cluster, expected):
+    """The survivor waits in a collective for a peer that nobody says is gone."""
+    cluster.restore()
+    first, second, third = (host.address for host in cluster.hosts)
+    answers = cluster.driver.keep_on("target.tp=2", "drafter=ngram")
+    said = until(answers, expected, lambda said: True)
+    assert said["hosts"] == {"target-0": first, "target-1": second, "draft-0": first}
+    cluster.hosts[1].power_off()
+    until(answers, expected, lambda said: said["hosts"]["target-1"] == third)
     answers.close()
