@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from actors.chronicle import Chronicle
 from actors.coordinator import Coordinator
@@ -101,7 +101,6 @@ class Conductor:
         first_epoch = spec.incarnation * EPOCHS + 1
         self._musters = {role: Muster(role, size, first_epoch) for role, size in spec.sizes.items()}
         self._complete = dict.fromkeys(self._musters, False)
-        self._passed_on: dict[str, int] = {}  # round of the last batch from a level to the one beneath it
         self._greeted = False
         self._coordinator: Coordinator | None = None
 
@@ -190,8 +189,7 @@ class Conductor:
         if isinstance(record, DraftBatch):
             beneath = role_beneath(role)
             if self._complete.get(beneath) and record.epoch == self._musters[beneath].epoch:
-                after, self._passed_on[beneath] = self._passed_on.get(beneath, 0), record.round
-                self._hub.send(self._names(beneath), replace(record, after=after))
+                self._hub.send(self._names(beneath), record)
         elif role in COUNTERPARTS:
             self._tell(record)
         elif isinstance(record, ProposalBatch):
@@ -264,7 +262,6 @@ class Conductor:
         if role in COUNTERPARTS:
             self._tell(news)
         else:
-            self._passed_on[role] = 0
             self._hub.send(self._names(role_above(role)), news)
         beneath = None if role == "target" else self._musters.get(role_beneath(role))
         if beneath is None:

@@ -16,6 +16,8 @@ from actors.lifecycle import Recall, RoleBack, RoleLost, Stop
 from actors.messages import DraftBatch, ProposalBatch
 from parallel.mesh import Group
 
+ANSWER_S = 1.0
+"""An answer that takes longer was lost, or is not worth waiting for: the level above drafts by itself."""
 _NOTHING = -1
 """What the lead tells the other ranks while there is no answer; else in how many parts it came, 0 for silence."""
 
@@ -53,14 +55,14 @@ class Mailbox:
         return self._for_rank.popleft()
 
     def receive_from_level(self, *, wait: bool, is_promised: bool = False) -> Any | None:
-        """The next record from the level beneath; None if there is none yet, or if the rank is called away first.
+        """The next record from the level beneath; None if there is none (in time), or if the rank is called away first.
 
         One that is promised has been sent: it is left for nothing but the end of the epoch.
         """
         while not self._for_level:
             if any(not is_promised or isinstance(record, Recall | Stop) for record in self._for_rank):
                 return None
-            if not self._sort(None if wait else 0):
+            if not self._sort(None if is_promised else ANSWER_S if wait else 0):
                 return None
         return self._for_level.popleft()
 
@@ -85,6 +87,7 @@ class RemoteLevel:
     def __init__(self, mailbox: Mailbox, group: Group, device: str = "cpu") -> None:
         self.life = 0  # the epoch of the role
         self._asked_in = 0
+        self._posted = 0  # the last round in it
         self._mailbox = mailbox
         self._group = group
         self._device = device
@@ -95,7 +98,8 @@ class RemoteLevel:
     def post(self, batch: DraftBatch) -> None:
         self._answer, self._asked_in = [], self.life
         if self._present and self._is_lead:
-            self._mailbox.send(replace(batch, epoch=self.life))
+            self._mailbox.send(replace(batch, after=self._posted, epoch=self.life))
+            self._posted = batch.round
 
     @property
     def has_news(self) -> bool:
@@ -134,4 +138,5 @@ class RemoteLevel:
                 self._present = False
             case RoleBack():
                 self._present = True
-                self.life = record.epoch
+                if record.epoch != self.life:
+                    self.life, self._posted = record.epoch, 0

@@ -55,6 +55,8 @@ def test_who_speaks_to_whom():
 class Loop:
     """The control line to a level in this process: records are encoded, and answers may take their time."""
 
+    gives_up = False
+
     def __init__(self, role=None, seed=0, dies_after=None):
         self.role, self.arrived, self.sent = role, deque(), []
         self._chance = random.Random(seed)
@@ -74,7 +76,7 @@ class Loop:
         if timeout_s == 0 and self._chance.random() < 0.5:
             return None
         if not self.arrived:
-            assert timeout_s == 0, "nobody would ever answer"
+            assert timeout_s == 0 or (timeout_s and self.gives_up), "nobody would ever answer"
             return None
         return self.arrived.popleft()
 
@@ -126,6 +128,25 @@ def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
     port.listen()  # the lead has long asked, and the answer is here
     port.post(DraftBatch(3))
     assert port.collect(3, wait=False) == [proposals(3)]
+
+
+def test_a_batch_says_which_one_it_follows_and_an_answer_that_was_lost_is_silence():
+    line = Loop()
+    port = RemoteLevel(Mailbox(line), SINGLE)
+    line.gives_up = True
+    port.post(DraftBatch(1))
+    assert not port.collect(1, wait=True)
+    port.post(DraftBatch(2))
+    line.arrived.append(RoleBack("draft2", 5))
+    port.listen()
+    port.post(DraftBatch(3))
+    port.post(DraftBatch(4))
+    assert [(batch.round, batch.after, batch.epoch) for batch in line.sent] == [
+        (1, 0, 0),
+        (2, 1, 0),
+        (3, 0, 5),
+        (4, 3, 5),
+    ]
 
 
 def test_the_line_wakes_a_rank_that_listens_when_the_level_beneath_says_something():

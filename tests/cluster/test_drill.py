@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from actors.levels import CascadeDrafterConfig, LevelsPlacement
 from actors.messages import SamplingParams
 from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
 from cluster.config import ClusterConfig, ClusterName, load_config
@@ -29,6 +31,12 @@ PROMPTS = [Prompt(text) for text in ("def median(values):", "x", "class Stack:\n
 SAMPLING = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.7, seed=5)
 ROOT = Path(__file__).parents[2]
 SIGNALS = ["SIGKILL", "SIGSTOP"]
+
+
+def three_levels(drafter: Path) -> CascadeDrafterConfig:
+    """Every level a process of its own."""
+    levels = [ModelDrafterConfig(path=str(drafter), num_draft_tokens=length, device="cpu") for length in (2, 3, 4)]
+    return CascadeDrafterConfig(levels=levels, num_draft_tokens=4, placement=LevelsPlacement.separate)
 
 
 def test_every_process_meets_every_signal_equally_often():
@@ -56,11 +64,20 @@ def test_refusals(overrides, line):
     assert str(caught.value).startswith(line)
 
 
+def await_(happened) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
-def run_drill(launch, log_dir: Path, faults: int, pipeline: str, *, tp: int, spacing_s: float) -> Drill:
+def run_drill(
+    launch, log_dir: Path, faults: int, pipeline: str, *, tp: int, spacing_s: float, **sections: object
+) -> Drill:
     """A drill on an engine with a Ray of its own; checks what it leaves behind."""
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -68,13 +85,13 @@ def run_drill(launch, log_dir: Path, faults: int, pipeline: str, *, tp: int, spa
     cluster = ClusterConfig(
         ClusterName.local,
         dashboard=False,
-        num_cpus=4,
+        num_cpus=5,
         oversubscribe=True,
         port=port,
         max_restarts=faults,
         startup_timeout_s=120,
     )
-    config = launch(DrillConfig(), cluster=cluster, pipeline=PipelineConfig(PipelineName(pipeline)))
+    config = launch(DrillConfig(), cluster=cluster, pipeline=PipelineConfig(PipelineName(pipeline)), **sections)
     config = replace(config, target=replace(config.target, tp=tp))
     before = shared_memory(), {child.pid for child in psutil.Process().children(recursive=True)}
     with Engine(config, log_dir=log_dir) as engine:
@@ -107,7 +124,7 @@ def launch(tiny_launch, half_agreeing_drafter):
 def test_a_handful_of_faults(launch, tmp_path):
     drill = run_drill(launch, tmp_path, 6, "branches", tp=1, spacing_s=0.2)
     assert {(fault.kind, fault.signal) for fault in drill.faults} == {
-        (kind, signal) for kind in ("coordinator", "draft", "target") for signal in SIGNALS
+        (kind, name) for kind in ("coordinator", "draft", "target") for name in SIGNALS
     }
     killed = [fault for fault in drill.faults if fault.signal == "SIGKILL"]
     frozen = [fault for fault in drill.faults if fault.signal == "SIGSTOP"]
@@ -120,6 +137,43 @@ def test_a_handful_of_faults(launch, tmp_path):
 @pytest.mark.parametrize(("pipeline", "faults"), [("sync", 24), ("tree", 24), ("pingpong", 24)])
 def test_many_faults(launch, tmp_path, pipeline, faults):
     run_drill(launch, tmp_path, faults, pipeline, tp=2, spacing_s=0.5)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_level_of_a_cascade_may_die(launch, tmp_path, half_agreeing_drafter):
+    levels = three_levels(half_agreeing_drafter)
+    drill = run_drill(launch, tmp_path, 10, "branches", tp=1, spacing_s=0.5, drafter=levels)
+    kinds = ("coordinator", "draft", "draft2", "draft3", "target")
+    assert {(fault.kind, fault.signal) for fault in drill.faults} == {
+        (kind, name) for kind in kinds for name in SIGNALS
+    }
+    beneath = [fault for fault in drill.faults if fault.kind in ("draft2", "draft3")]
+    assert all(fault.stalled_s < fault.replaced_s for fault in beneath), "nobody waits for a level's successor"
+
+
+@pytest.mark.ray
+def test_a_level_that_dies_too_often_is_left_out(launch, tmp_path, half_agreeing_drafter):
+    """The engine ends only with the process of a role that nobody can stand in for."""
+    pytest.importorskip("ray")
+    cluster = ClusterConfig(ClusterName.local, dashboard=False, num_cpus=3, oversubscribe=True, max_restarts=1)
+    levels = three_levels(half_agreeing_drafter)
+    config = launch(DrillConfig(), cluster=cluster, drafter=replace(levels, levels=levels.levels[1:]))
+    contents, sampling = [prompt.content for prompt in PROMPTS], replace(SAMPLING, max_tokens=100)
+    with Engine(config, log_dir=tmp_path) as engine:
+        plain = [one.token_ids for one in engine.generate(contents, sampling, speculate=False)]
+        for _ in range(2):
+            known, pid = len(engine.supervisor.incidents), engine.pids()["draft2-0"]
+            os.kill(pid, signal.SIGKILL)
+            assert [one.token_ids for one in engine.generate(contents, sampling)] == plain
+            await_(lambda: len(engine.supervisor.incidents) > known and (known or engine.pids()["draft2-0"] != pid))
+        engine.report(reset=True)
+        assert [one.token_ids for one in engine.generate(contents, sampling)] == plain
+        counters = engine.report().counters
+    assert [incident.identity for incident in engine.supervisor.incidents] == ["draft2-0"] * 2
+    assert counters["num_accepted_tokens"] > 0, "the level above drafts by itself"
+    assert "0-model" not in counters["levels"], "and asks nobody"
 
 
 @pytest.mark.ray

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from actors import lifecycle, rank, wire
+from actors.levels import CascadeDrafterConfig, LevelsPlacement
 from actors.messages import DraftBatch, ProposalBatch, Request, SamplingParams, Tokens, VerdictBatch, VerifyBatch
-from actors.options import PipelineConfig, PipelineName
+from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
 from cluster import engine as engine_module
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
@@ -89,4 +90,21 @@ def test_tokens_are_those_of_plain_decoding(open_engine, weather, pipeline, draf
     counters = engine.report().counters
     if pipeline is not PipelineName.plain:
         assert counters["num_stale"] + counters["num_lost_records"] + counters["num_unreadable"] > 0
+    assert not engine.supervisor.incidents, "nobody died of it"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])
+def test_levels_of_a_cascade_find_back_to_each_other(open_engine, weather, half_agreeing_drafter, pipeline):
+    """What a level and the one beneath it say to each other is lost and torn like anything else."""
+    levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=length) for length in (2, 3, 4)]
+    cascade = CascadeDrafterConfig(levels=levels, num_draft_tokens=4, placement=LevelsPlacement.separate)
+    engine = open_engine(cascade, pipeline=PipelineConfig(pipeline, adaptive=False))
+    plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, speculate=False)]
+    weather.is_calm = False
+    for _ in range(2):
+        assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain
+    weather.is_calm = True
+    assert weather.num_bad > 5, "the weather was too fine to show anything"
+    assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain
     assert not engine.supervisor.incidents, "nobody died of it"
