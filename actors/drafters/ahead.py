@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from actors.branches import AHEAD, HypothesisTree, redraft
+from actors.branches import AHEAD, AHEAD_WORTH, HypothesisTree, redraft
 from actors.drafter import Context, Draft
 from actors.drafters.model import ModelDrafter
 from actors.messages import Commit, Outlook, TokenTree
@@ -153,8 +153,11 @@ class AheadDrafter(ModelDrafter):
                 chosen.append((future, nodes))
             else:
                 future.in_flight = False
-        if chosen:
+        if chosen and sum(future.tree.worth(nodes) for future, nodes in chosen) >= AHEAD_WORTH:
             self._feed(chosen)
+        else:
+            for future, _ in chosen:
+                future.in_flight = False
 
     # --- passes -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import log
 
+import pytest
+
 from actors.branches import HypothesisTree, enumerate_outcomes, redraft
 
 
@@ -106,3 +108,10 @@ def test_what_was_taken_is_found_again():
     assert tokens(tree, tree.places(taken)) == list(taken.token_ids[1:])
     tree.nodes[0].children.remove(1)
     assert tokens(tree, tree.places(taken)) == [token for token in taken.token_ids[1:] if token in (2, 4)]
+
+
+def test_a_pass_is_worth_the_tokens_it_may_add():
+    tree = bushy()
+    assert tree.worth([1, 2]) == pytest.approx(0.9)
+    assert tree.worth([tree.nodes[2].children[0]]) == pytest.approx(0.3 * 0.7)
+    assert tree.worth([]) == 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import actors.drafters.ahead
 from actors.branches import HypothesisTree
 from actors.drafter import Context
 from actors.drafters.ahead import AheadDrafter
@@ -141,8 +142,9 @@ def test_when_each_policy_calibrates(open_drafter, policy, calibrated):
 
 
 @pytest.mark.parametrize("policy", ["pearl", "branches", "tree"])
-def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, policy):
+def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch, policy):
     """The rows that a hit accepted are dropped; one exact pass feeds them, the next token and the whole proposal."""
+    monkeypatch.setattr(actors.drafters.ahead, "AHEAD_WORTH", 0.0)  # models made at random are sure of nothing
     runner, _ = open_draft_model(replace(CHAIN, path=str(models["deep"])), SchedulerConfig(), SINGLE, "cpu")
     options = dict(rule="coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
     drafter = AheadDrafter(runner, replace(CHAIN, ahead_width=3), policy=policy, **options)
@@ -214,3 +216,18 @@ class TestTree:
         assert all(node.row < 0 for node in tree.nodes)
         assert tree.worth_feeding_again(1) == [1]
         assert tree.worth_feeding_again(2) == [1, 3] and tree.worth_feeding_again(9) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("worth, makes_passes", [(0.0, True), (1e9, False)])
+def test_draft_ahead_rests_when_a_pass_is_not_worth_it(models, monkeypatch, worth, makes_passes):
+    monkeypatch.setattr(actors.drafters.ahead, "AHEAD_WORTH", worth)
+    runner = open_model(models["drafter"], num_slots=512)
+    options = dict(rule="coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
+    drafter = AheadDrafter(runner, ModelDrafterConfig(num_draft_tokens=3), policy="branches", **options)
+    context = Context(1, 0, [5, 6, 7], 3, SamplingParams())
+    drafter.open(context)
+    drafter.propose([context], [3])
+    pending = runner.pending_len(1)
+    assert drafter.wants_work
+    drafter.work()
+    assert drafter.wants_work is (runner.pending_len(1) > pending) is makes_passes
