@@ -13,6 +13,8 @@ import pytest
 
 # Before anything imports PyTorch: tests measure no speed, and many small threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Groups ask for the names of their peers' addresses. Where no name server answers, nobody waits five seconds for that.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TINY = {
     "hidden_size": 32,

@@ -147,9 +147,14 @@ def _wire(switch: Host, *others: Host) -> None:
         connect(switch, host)
 
 
+def port_of(host: Host) -> str:
+    """The switch's end of its cable."""
+    return f"to{host.pid}"
+
+
 def connect(switch: Host, host: Host) -> None:
     """A cable from the switch to a host."""
-    port = f"to{host.pid}"
+    port = port_of(host)
     subprocess.run(  # from outside: both process tables must be in sight to name the two ends
         ["nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", port]
         + ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)],

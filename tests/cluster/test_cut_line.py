@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import network
+from tests.cluster.hosts import network, port_of
 
-pytestmark = pytest.mark.multinode
+pytestmark = [pytest.mark.multinode, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 HUB = """
@@ -50,10 +50,10 @@ def test_a_link_is_back_sooner_than_tcp_would_ask_again(tmp_path):
         reader = threading.Thread(target=lambda: heard.extend(time.monotonic() for _ in script.stdout))
         reader.start()
         await_more(heard, 0)
-        switch.run("ip", "link", "set", "port1", "nomaster")
+        switch.run("ip", "link", "set", port_of(first), "nomaster")
         time.sleep(8.0)
         count = len(heard)
-        switch.run("ip", "link", "set", "port1", "master", "br0")
+        switch.run("ip", "link", "set", port_of(first), "master", "br0")
         restored = time.monotonic()
         await_more(heard, count)
         assert restored - heard[count - 1] > 7.0 and heard[count] - restored < 3.0

@@ -155,6 +155,7 @@ def test_every_level_of_a_cascade_may_die(launch, tmp_path, half_agreeing_drafte
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_level_that_dies_too_often_is_left_out(launch, tmp_path, half_agreeing_drafter):
     """The engine ends only with the process of a role that nobody can stand in for."""
     pytest.importorskip("ray")

@@ -94,7 +94,7 @@ def test_tokens_are_those_of_plain_decoding(open_engine, weather, pipeline, draf
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])
+@pytest.mark.parametrize("pipeline", [pytest.param(PipelineName.sync, marks=pytest.mark.slow), PipelineName.branches])
 def test_levels_of_a_cascade_find_back_to_each_other(open_engine, weather, half_agreeing_drafter, pipeline):
     """What a level and the one beneath it say to each other is lost and torn like anything else."""
     levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=length) for length in (2, 3, 4)]

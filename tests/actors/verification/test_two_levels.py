@@ -75,7 +75,7 @@ def every_run(run: Callable[[Tape], object]) -> Iterator[tuple[float, object]]:
 class ToyRunner:
     """Rows are tokens; the logits behind a row are the logarithm of a conditional law of the text up to it."""
 
-    config = SimpleNamespace(max_positions=99)
+    config = SimpleNamespace(max_positions=99, vocab_size=None)
     decoder = SimpleNamespace(group=SimpleNamespace(size=1))
 
     def __init__(self, law) -> None:
