@@ -11,6 +11,8 @@ waits with its committed tokens. A role that is back knows nothing and is told e
                      \\> DraftBatch(prompt)                             |
                          DraftBatch(commit, order) <------------- commit, then Tokens to the client
                          ProposalBatch ---> VerifyBatch(commit, proposal) ---> VerdictBatch ...
+
+While the target works, an `OutlookBatch` may tell what is prepared: a verdict that leads there starts the next pass.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Tokens:
     error: str | None = None
 
 
-# --- the four records of a round ------------------------------------------------------------------------------------
+# --- the four records of a round, and one ahead of it -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
