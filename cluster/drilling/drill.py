@@ -57,7 +57,7 @@ class Drill:
     def __init__(
         self, engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams, expected: Sequence[Sequence[int]]
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._prompts = prompts
         self._sampling = sampling
         self._expected = [list(token_ids) for token_ids in expected]
@@ -75,7 +75,7 @@ class Drill:
         for client in clients:
             client.start()
         try:
-            for identity, name in plan_faults(sorted(self._engine.pids()), job.signals, job.faults, choose):
+            for identity, name in plan_faults(sorted(self.engine.pids()), job.signals, job.faults, choose):
                 time.sleep(choose.uniform(0, 2 * job.spacing_s))
                 self.faults.append(self._inflict(identity, name))
                 on_fault(self.faults[-1])
@@ -90,7 +90,7 @@ class Drill:
             with self._lock:
                 index, self._turn = self._turn % len(self._prompts), self._turn + 1
             try:
-                completion = self._engine.submit(self._prompts[index].content, self._sampling)
+                completion = self.engine.submit(self._prompts[index].content, self._sampling)
                 with self._lock:
                     self._live[completion.request_id] = completion
                 token_ids = completion.result().token_ids
@@ -106,8 +106,8 @@ class Drill:
                     self.load.unequal.append(index)
 
     def _inflict(self, identity: str, name: str) -> Fault:
-        incidents = self._engine.supervisor.incidents
-        known, pid = len(incidents), self._engine.pids()[identity]
+        incidents = self.engine.supervisor.incidents
+        known, pid = len(incidents), self.engine.pids()[identity]
         started = time.monotonic()
         os.kill(pid, getattr(signal, name))
         noticed = self._until(identity, name, lambda: _noticed_at(incidents[known:], identity))
@@ -131,7 +131,7 @@ class Drill:
         return min(heard, default=None)
 
     def _replaced(self, identity: str, pid: int) -> bool:
-        return self._engine.pids().get(identity, pid) != pid
+        return self.engine.pids().get(identity, pid) != pid
 
 
 def plan_faults(

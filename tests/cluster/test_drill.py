@@ -91,7 +91,9 @@ def run_drill(
         max_restarts=faults,
         startup_timeout_s=120,
     )
-    config = launch(DrillConfig(), cluster=cluster, pipeline=PipelineConfig(PipelineName(pipeline)), **sections)
+    # the guard would rest: for models this small, speculation does not pay
+    chosen = PipelineConfig(PipelineName(pipeline), adaptive=False)
+    config = launch(DrillConfig(), cluster=cluster, pipeline=chosen, **sections)
     config = replace(config, target=replace(config.target, tp=tp))
     before = shared_memory(), {child.pid for child in psutil.Process().children(recursive=True)}
     with Engine(config, log_dir=log_dir) as engine:
@@ -126,9 +128,10 @@ def test_a_handful_of_faults(launch, tmp_path):
     assert {(fault.kind, fault.signal) for fault in drill.faults} == {
         (kind, name) for kind in ("coordinator", "draft", "target") for name in SIGNALS
     }
-    killed = [fault for fault in drill.faults if fault.signal == "SIGKILL"]
-    frozen = [fault for fault in drill.faults if fault.signal == "SIGSTOP"]
-    assert all(fault.noticed_s < 1.5 for fault in killed) and all(1.5 < fault.noticed_s < 10 for fault in frozen)
+    causes = {fault.signal: set() for fault in drill.faults}
+    for fault, incident in zip(drill.faults, drill.engine.supervisor.incidents, strict=True):
+        causes[fault.signal].add(incident.cause == "hung and was ended")
+    assert causes == {"SIGKILL": {False}, "SIGSTOP": {True}}, "a death is told, a silence is noticed"
 
 
 @pytest.mark.ray

@@ -40,8 +40,8 @@ LAYOUTS = {
     "model-tp2": dict(drafter="model", tp=2),
     "ngram-tp2": dict(drafter="ngram", tp=2),
     "tree": dict(drafter="tree"),
-    "branches": dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches)),
-    "pingpong": dict(drafter="ngram", pipeline=PipelineConfig(PipelineName.pingpong)),
+    "branches": dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches, adaptive=False)),
+    "pingpong": dict(drafter="ngram", pipeline=PipelineConfig(PipelineName.pingpong, adaptive=False)),
 }
 
 
@@ -105,7 +105,8 @@ def test_greedy_tokens_are_those_of_transformers_in_any_layout(open_layout, expe
     assert [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)] == expected_tokens
     counters = engine.report().counters
     assert counters["num_spec_steps"] > 0
-    assert counters["num_accepted_tokens"] > 0 or LAYOUTS[layout]["drafter"] == "ngram", "the test shows nothing"
+    may_be_none = LAYOUTS[layout]["drafter"] == "ngram" or layout == "branches"  # a miss may not be worth the wait
+    assert counters["num_accepted_tokens"] > 0 or may_be_none, "the test shows nothing"
     assert counters["num_tokens"] == sum(map(len, expected_tokens))
     assert counters["num_stale"] == 0 or layout == "branches", "only where nobody waits do answers come too late"
 

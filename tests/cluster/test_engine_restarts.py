@@ -65,7 +65,7 @@ FAULTS = {
     "drafter": (dict(drafter="model"), ModelDrafter, "propose", (9, 30), "draft-0"),
     "lookup": (dict(drafter="ngram"), NgramDrafter, "propose", (9,), "draft-0"),
     "branches": (
-        dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches)),
+        dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches, adaptive=False)),
         ModelDrafter,
         "_with_room",
         (9,),

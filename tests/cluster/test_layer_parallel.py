@@ -84,7 +84,7 @@ def complete(open_engine, deep_drafter):
         engine = open_engine(
             config,
             tp=tp,
-            pipeline=PipelineConfig(PipelineName(pipeline)),
+            pipeline=PipelineConfig(PipelineName(pipeline), adaptive=False),
             placement=PlacementConfig(PlacementName(placement)),
         )
         return [completion.token_ids for completion in engine.generate(PROMPTS, SAMPLING)], engine

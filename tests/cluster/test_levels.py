@@ -151,7 +151,8 @@ def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
 
     monkeypatch.setattr(ModelDrafter, "propose", fail_later)
     common = ["drafter=cascade", "drafter.levels=[model,model]", "drafter.placement=separate", "sampling.max_tokens=40"]
-    with Engine(load_config([*common, "cluster=inprocess", "cluster.oversubscribe=true"])) as engine:
+    common += ["cluster=inprocess", "cluster.oversubscribe=true", "pipeline.adaptive=false"]
+    with Engine(load_config(common)) as engine:
         drafted = engine.generate(["def median(values):"])
         accepted = engine.report().counters["num_accepted_tokens"]
         plain = engine.generate(["def median(values):"], speculate=False)

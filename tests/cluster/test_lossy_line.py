@@ -80,7 +80,7 @@ def weather(monkeypatch):
     ("pipeline", "drafter"), [*((name, "model") for name in PipelineName), (PipelineName.pingpong, "ngram")]
 )
 def test_tokens_are_those_of_plain_decoding(open_engine, weather, pipeline, drafter):
-    engine = open_engine(drafter, pipeline=PipelineConfig(pipeline))
+    engine = open_engine(drafter, pipeline=PipelineConfig(pipeline, adaptive=False))
     plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, speculate=False)]
     weather.is_calm = False
     for _ in range(2):

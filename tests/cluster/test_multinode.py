@@ -122,6 +122,7 @@ def expected(target) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def driver(hosts, target) -> Iterator[Driver]:
     cluster = [*target, "cluster=existing", f"cluster.address={hosts[0].address}:{PORT}", "cluster.nodes=2"]
+    cluster.append("pipeline.adaptive=false")  # speculation does not pay for models this small
     driver = Driver(hosts[0], cluster)
     yield driver
     driver.end()
