@@ -26,13 +26,14 @@ class Registry:
         self.values: dict[tuple[str, ...], float] = defaultdict(float)
         self.observed: dict[str, list[float]] = defaultdict(list)
         self.described: dict[str, str] = {}
+        self.labels: dict[str, tuple[str, ...]] = {}
 
     def counter(self, name, text, labels):
         def increment(amount, values):
             assert amount > 0 and set(values) == set(labels)
             self.values[self.key(name, values)] += amount
 
-        self.described[name] = text
+        self.described[name], self.labels[name] = text, labels
         return increment
 
     def gauge(self, name, text, labels):
@@ -40,7 +41,7 @@ class Registry:
             assert set(values) == set(labels)
             self.values[self.key(name, values)] = amount
 
-        self.described[name] = text
+        self.described[name], self.labels[name] = text, labels
         return set_to
 
     def histogram(self, name, text, labels, boundaries):
@@ -49,7 +50,7 @@ class Registry:
             self.observed[name].append(amount)
 
         assert list(boundaries) == sorted(set(boundaries))
-        self.described[name] = text
+        self.described[name], self.labels[name] = text, labels
         return observe
 
     def key(self, name, values):

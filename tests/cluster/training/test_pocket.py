@@ -37,7 +37,13 @@ def pair() -> dict[str, LlamaForCausalLM]:
 @pytest.fixture(scope="module")
 def held_out_rows() -> torch.Tensor:
     stream = pack(load_tokenizer(pocket.TARGET), load_corpus(seed=0, test_megabytes=0.0).held_out)
-    return spread_rows(stream, length=512, num_tokens=8192)
+    return spread_rows(stream, length=512, num_tokens=4096)
+
+
+@pytest.fixture(scope="module")
+def losses(pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor) -> dict[str, float]:
+    """Mean loss per role on held-out text."""
+    return {role: mean_loss(model, held_out_rows) for role, model in pair.items()}
 
 
 @pytest.mark.parametrize("role", FOLDERS)
@@ -70,18 +76,9 @@ def test_weights_fit_the_byte_budget():
     assert (pocket.TARGET.parent / "loss.png").stat().st_size < 60_000
 
 
-@pytest.mark.parametrize("role", FOLDERS)
-def test_held_out_perplexity_is_that_of_a_trained_model(
-    role: str, pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor
-):
-    assert math.exp(mean_loss(pair[role], held_out_rows)) < WORST_PERPLEXITY[role]
-
-
-@pytest.mark.parametrize("role", ["drafter", "deep"])
-def test_target_is_better_than_its_drafters(
-    role: str, pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor
-):
-    assert mean_loss(pair["target"], held_out_rows) < mean_loss(pair[role], held_out_rows)
+def test_held_out_perplexity_is_that_of_trained_models(losses: dict[str, float]):
+    assert all(math.exp(loss) < WORST_PERPLEXITY[role] for role, loss in losses.items())
+    assert losses["target"] == min(losses.values()), "it is better than its drafters"
 
 
 @pytest.mark.parametrize("role", ["drafter", "deep"])
@@ -92,7 +89,7 @@ def test_drafters_imitate_the_target(role: str, pair: dict[str, LlamaForCausalLM
 @pytest.mark.parametrize("role", ["drafter", "deep"])
 def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCausalLM]):
     tokenizer = load_tokenizer(pocket.TARGET)
-    lines = pocket.PROMPTS.read_text(encoding="utf-8").splitlines()[::6]
+    lines = pocket.PROMPTS.read_text(encoding="utf-8").splitlines()[::12]
     prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
     matches = [greedy_matches(pair["target"], pair[role], prompt, 64) for prompt in prompts]
     assert acceptance_length(matches, 5) > LOWEST_ACCEPTANCE_LENGTH
