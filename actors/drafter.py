@@ -48,12 +48,13 @@ class Context:
     prompt_len: int
     sampling: SamplingParams
     prefix_hash: int = HASH_SEED
+    admission: int = 0  # tells this time of being told of the request from those before
     num_cuts: int = 0  # how often provisional text was taken back
 
     @property
     def step(self) -> int:
         """Key of this draft's own noise: positions that are drafted again never meet the same numbers."""
-        return self.epoch << 48 | self.num_cuts << 32 | len(self.token_ids)
+        return extend_hash(HASH_SEED, (self.admission, self.epoch, self.num_cuts, len(self.token_ids)))
 
     def cut(self, length: int) -> None:
         """Take back what stands behind the first `length` tokens."""
@@ -261,6 +262,7 @@ class DraftRole:
                 admit.prompt_len,
                 _readable_sampling(admit.sampling, self.drafter.vocab_size),
                 extend_hash(HASH_SEED, admit.token_ids),
+                admit.admission,
             )
             self.contexts[admit.request_id] = context
             self.drafter.open(context)

@@ -33,8 +33,10 @@ class Ledger:
                 tuple(sequence.token_ids),
                 sequence.prompt_len,
                 sequence.request.sampling,
+                sequence.num_admissions,
             )
         )
+        sequence.num_admissions += 1
 
     def commit(self, record: Commit) -> None:
         if record.request_id not in self._known:

@@ -158,13 +158,17 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A role learns of a request (again): all committed tokens so far, the first `prompt_len` of them the prompt."""
+    """A role learns of a request (again): all committed tokens so far, the first `prompt_len` of them the prompt.
+
+    `admission` differs from admission to admission, within an epoch too, so that no draw is made twice.
+    """
 
     request_id: int
     epoch: int
     token_ids: tuple[int, ...]
     prompt_len: int
     sampling: SamplingParams
+    admission: int = 0
 
 
 @dataclass(frozen=True, slots=True)

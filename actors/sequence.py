@@ -29,6 +29,7 @@ class Sequence:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
+    num_admissions: int = 0  # that the roles were told of
     acceptance_histogram: list[int] = field(default_factory=list)
     arrived_at: float = 0.0  # times are written by the coordinator, which has the clock
     admitted_at: float | None = None
@@ -39,6 +40,7 @@ class Sequence:
         max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
         sequence = Sequence(request, max_len, [*request.prompt, *request.generated])
         sequence.prefix_hash = extend_hash(HASH_SEED, sequence.token_ids)
+        sequence.num_admissions = len(request.generated) << 16  # apart from those before a restart of the coordinator
         return sequence
 
     @property

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from actors.drafter import Context, Drafter, DraftRole
 from actors.messages import Admit, Commit, DraftBatch, DraftOrder, LevelWork, Proposal, ProposalBatch
+from actors.noise import Stream as NoiseStream
+from actors.noise import noise_key
 
 
 class LevelPort(Protocol):
@@ -60,7 +62,8 @@ class LocalLevel:
 class _Told:
     """What the level beneath knows of one request: `length` tokens, of which the first `valid` still stand.
 
-    `path` is what this level accepted of its last draft; `asked` says that it was asked at this very text.
+    `path` is what this level accepted of its last draft; `asked` says that it was asked at this very text;
+    `num_admissions` counts how often it was told of the request from the start.
     """
 
     context: Context
@@ -68,6 +71,7 @@ class _Told:
     valid: int = 0
     path: tuple[int, ...] = ()
     asked: bool = False
+    num_admissions: int = 0
 
 
 class Beneath:
@@ -162,8 +166,10 @@ class Beneath:
         """The record that brings the level beneath from what it was told to `text`."""
         context = told.context
         if not told.length:
+            admission = noise_key(context.admission, NoiseStream.DRAFT, told.num_admissions)
+            told.num_admissions += 1
             record: Admit | Commit | None = Admit(
-                context.request_id, context.epoch, tuple(text), context.prompt_len, context.sampling
+                context.request_id, context.epoch, tuple(text), context.prompt_len, context.sampling, admission
             )
         else:
             start, path = told.length, told.path

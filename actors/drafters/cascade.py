@@ -100,9 +100,7 @@ class CascadeDrafter:
         self._settle()
         if self._decides:
             self._lengths.ordered()
-        asked = [
-            (self._streams[context.request_id], budget) for context, budget in zip(contexts, budgets, strict=True)
-        ]
+        asked = [(self._streams[context.request_id], budget) for context, budget in zip(contexts, budgets, strict=True)]
         missed = [(stream, budget) for stream, budget in asked if not self.prepared(stream.context)]
         for stream, budget in missed:
             stream.share = max(1, budget - self._tail - self._merge)
@@ -236,6 +234,7 @@ class CascadeDrafter:
             proposal.prefix_len == len(stream.text)
             and proposal.tree.token_ids[0] == stream.text[-1]
             and proposal.tree.num_draft_tokens <= num_tokens
+            and _largest_token(proposal) < self.vocab_size  # families pad their vocabularies differently
         )
         num_fed = len(stream.text) - self.runner.cached_len(stream.request_id)
         context = stream.context
@@ -244,10 +243,14 @@ class CascadeDrafter:
         )
 
     def _coins(self, subject: Subject) -> Coins:
-        """New for every review of every level: positions that are drafted again must not meet the same numbers."""
+        """New for every review of every level, also after the request was forgotten and told again in one epoch.
+
+        Positions that are drafted again must not meet the same numbers.
+        """
         stream = self._streams[subject.seq_id]
         stream.num_reviews += 1
-        seed = noise_key(subject.sampling.seed, NoiseStream.DRAFT, self._level, stream.context.epoch)
+        context = stream.context
+        seed = noise_key(subject.sampling.seed, NoiseStream.DRAFT, self._level, context.epoch, context.admission)
         return self._make_coins(seed, stream.num_reviews)
 
     def _keep(self, stream: Stream, subject: Subject, ruling: Ruling) -> None:
@@ -325,3 +328,7 @@ class CascadeDrafter:
                 return
             self.runner.forward([Span(stream.request_id, len(chunk), num_logits=0)], chunk)
             self.runner.commit(stream.request_id, range(len(chunk)))
+
+
+def _largest_token(proposal: Proposal) -> int:
+    return max(*proposal.tree.token_ids, *(max(law.token_ids) for law in proposal.laws if law is not None), 0)

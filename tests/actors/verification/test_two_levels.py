@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from actors.drafter import Context, IdleDrafter
 from actors.drafter import Draft as Guess
@@ -23,7 +21,7 @@ from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
 from actors.verification import RULES, rejection
 from actors.verification.enumeration import Draft, emission, total_variation
 from actors.verification.laws import Residual
-from parallel.runner import Output
+from tests.actors.verification.toy_levels import ToyRunner
 
 VOCAB, PROMPT = 3, [0, 0]
 EXACT = 1e-12
@@ -72,50 +70,6 @@ def every_run(run: Callable[[Tape], object]) -> Iterator[tuple[float, object]]:
         script = tape.successor()
 
 
-class ToyRunner:
-    """Rows are tokens; the logits behind a row are the logarithm of a conditional law of the text up to it."""
-
-    config = SimpleNamespace(max_positions=99, vocab_size=None)
-    decoder = SimpleNamespace(group=SimpleNamespace(size=1))
-
-    def __init__(self, law) -> None:
-        self._law = law
-        self._kept: list[int] = []
-        self._pending: list[tuple[int, int]] = []
-
-    def open(self, seq_id) -> None:
-        self._kept, self._pending = [], []
-
-    def can_reserve(self, num_rows: int) -> bool:
-        return True
-
-    def cached_len(self, seq_id) -> int:
-        return len(self._kept)
-
-    def truncate(self, seq_id, length: int) -> None:
-        assert length <= len(self._kept)
-        self._kept, self._pending = self._kept[:length], []
-
-    def commit(self, seq_id, keep) -> None:
-        self._kept += [self._pending[row][0] for row in keep]
-        self._pending = []
-
-    def forward(self, spans, token_ids) -> Output:
-        (span,) = spans
-        parents = span.parents if span.parents is not None else range(-1, span.num_tokens - 1)
-        self._pending = list(zip(token_ids, parents, strict=True))
-        rows = [self._law(tuple(self._text(row)[len(PROMPT) :])) for row in range(len(token_ids))]
-        logits = torch.tensor(np.log(np.maximum(rows, 1e-300)), dtype=torch.float64)
-        return Output(logits[len(rows) - span.num_logits :], logits, ())
-
-    def _text(self, row: int) -> list[int]:
-        path = []
-        while row >= 0:
-            token, row = self._pending[row]
-            path.append(token)
-        return self._kept + path[::-1]
-
-
 class Sampler(IdleDrafter):
     """The level beneath: a chain drawn from `law` as the tape says."""
 
@@ -143,7 +97,7 @@ class Sampler(IdleDrafter):
 
 def level(law, below, tape: Tape, lengths: tuple[int, ...], number: int, rule: str, tail: int = 0) -> CascadeDrafter:
     return CascadeDrafter(
-        ToyRunner(law),
+        ToyRunner(law, VOCAB, len(PROMPT)),
         Beneath(LocalLevel(below), str(number - 1), lengths[number - 1]),
         level=number,
         name=str(number),

@@ -1,0 +1,117 @@
+"""Several rounds of a cascade with the production coins, as enumeration cannot see them: no coin is met twice.
+
+Told of a request again, in the same epoch, a level starts afresh; what it draws then must not be what it drew before.
+Both ways of meeting a coin twice are made on purpose too, and must be found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from actors.drafter import Context, Draft, DraftRole, IdleDrafter
+from actors.drafters.beneath import Beneath, LocalLevel
+from actors.drafters.cascade import CascadeDrafter
+from actors.ledger import Ledger
+from actors.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
+from actors.sequence import Sequence
+from actors.verification import RULES
+from actors.verification.coins import Coins, HashCoins
+from tests.actors.verification.toy_levels import ToyRunner
+
+VOCAB, LENGTH, COUNT = 2, 4, 400
+TARGET, LEVEL = np.array([0.5, 0.5]), np.array([0.4, 0.6])
+
+
+class Lookup(IdleDrafter):
+    """Says the same token again and again."""
+
+    def open(self, context) -> None: ...
+
+    def prepare(self, contexts) -> None: ...
+
+    def observe(self, context, commit) -> None: ...
+
+    def release(self, request_id) -> None: ...
+
+    def propose(self, contexts, budgets) -> list[Draft]:
+        return [
+            Draft.chosen(TokenTree.chain(context.token_ids[-1], [1] * budget))
+            for context, budget in zip(contexts, budgets, strict=True)
+        ]
+
+
+def role(rule: str, make_coins: Callable[[int, int], Coins]) -> DraftRole:
+    level = CascadeDrafter(
+        ToyRunner(lambda text: LEVEL, VOCAB, 1),
+        Beneath(LocalLevel(Lookup()), "0", 1),
+        level=1,
+        name="1",
+        rule=rule,
+        law_size=VOCAB,
+        eos_token_ids=(),
+        prefill_chunk=99,
+        make_coins=make_coins,
+    )
+    return DraftRole(level)
+
+
+def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_coins) -> tuple[int, ...]:
+    """The first tokens of one request; a role that `forgets` is told of it again before every round."""
+    request = Request(1, (0,), SamplingParams(temperature=1.0, seed=seed, max_tokens=99))
+    sequence, ledger, draft = Sequence.start(request, 999), Ledger(), role(rule, make_coins)
+    ledger.admit(sequence)
+    for round_ in range(1, LENGTH + 1):
+        if forgets and round_ > 1:
+            draft.forget()
+            ledger = Ledger()
+            ledger.admit(sequence)
+        admits, commits, releases = ledger.flush()
+        if not told_apart:
+            admits = tuple(replace(admit, admission=0) for admit in admits)
+        (answer,) = draft.answer(DraftBatch(round_, admits, commits, releases, (DraftOrder(1, 2),)))
+        (proposal,) = answer.proposals
+        coins = HashCoins(seed, sequence.prefix_len)
+        path, token = RULES[rule](proposal.tree, proposal.draws, proposal.laws, lambda node: TARGET, coins)
+        verdict = Verdict(1, sequence.epoch, sequence.prefix_len, path, token)
+        ledger.commit(sequence.commit(verdict, proposal, frozenset()))
+        if sequence.num_generated >= LENGTH:
+            break
+    return tuple(sequence.token_ids[1 : LENGTH + 1])
+
+
+def excess(rule: str, *, forgets: bool = False, told_apart: bool = True, make_coins=HashCoins) -> float:
+    """Chi-square of the joint of all tokens, in standard deviations above its mean."""
+    options = dict(forgets=forgets, told_apart=told_apart, make_coins=make_coins)
+    counts = Counter(text(seed, rule, **options) for seed in range(COUNT))
+    cells, expected = VOCAB**LENGTH, COUNT / VOCAB**LENGTH
+    missed = (cells - len(counts)) * expected
+    squares = sum((count - expected) ** 2 / expected for count in counts.values()) + missed
+    return (squares - (cells - 1)) / (2 * (cells - 1)) ** 0.5
+
+
+@pytest.mark.parametrize("rule, forgets", [("rejection", False), ("traversal", False), ("traversal", True)])
+def test_rounds_emit_the_targets_joint_law(rule, forgets):
+    assert abs(excess(rule, forgets=forgets)) < 4
+
+
+def test_coins_that_every_review_meets_again_are_found():
+    assert excess("traversal", make_coins=lambda seed, step: HashCoins(seed, 0)) > 6
+
+
+def test_coins_that_come_back_when_a_request_is_told_again_are_found():
+    assert excess("traversal", forgets=True, told_apart=False) > 6
+
+
+def test_a_level_beneath_that_came_back_draws_anew():
+    """The upper level tells it of the same text in the same epoch, and the coordinator of a request it knew."""
+    steps = {
+        Context(1, 0, [0, 0], 1, SamplingParams(), admission=admission, num_cuts=cuts).step
+        for admission in range(4)
+        for cuts in range(3)
+    }
+    assert len(steps) == 12
