@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from actors import openmp
 from actors.drafter import DraftRole
 from actors.drafters import build_drafter, build_levels
 from actors.drafters.remote import Mailbox, RemoteLevel
@@ -90,7 +91,7 @@ def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> 
     """The role object of this rank and the facts it reports; a level above another needs its `mailbox`."""
     started = time.monotonic()
     role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group, mailbox)
-    place = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores)}
+    place = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores), "openmp": openmp.in_effect()}
     return role, {**place, "load_s": time.monotonic() - started, **facts}
 
 

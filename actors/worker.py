@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import ray
 
+from actors import openmp
 from actors.conductor import Conductor, CoordinatorSpec, Watch
 from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
 from actors.orders import RankSpec
@@ -34,14 +35,16 @@ def _open_logs(name: str, spec: LogSpec) -> None:
 
 
 class RankWorker:
-    """The process of one target or draft rank. The dashboard and log prefixes show it as `title`."""
+    """The process of one target or draft rank, which has this `share` of its device. Dashboard and log prefixes show
+    it as `title`."""
 
-    def __init__(self, identity: str, title: str = "", logs: LogSpec | None = None) -> None:
+    def __init__(self, identity: str, title: str = "", logs: LogSpec | None = None, share: float = 1.0) -> None:
         self._identity = identity
         self._title = title or identity
         self._status = "starting"
         if logs is not None:
             _open_logs(identity, logs)
+        openmp.settle(shared=share < 1)
         # Loads PyTorch: neither with the class, in the driver's process, nor only when the coordinator has an address.
         from actors.roles import serve
 

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from actors import openmp
 from actors.logs import dump_stacks_on_signal
 from cluster.config import LaunchConfig, register, typed_config
 from cluster.errors import describe
@@ -82,6 +83,8 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
 
 
 def _run(config: LaunchConfig, run_dir: Path) -> None:
+    if config.cluster.name == "inprocess":  # this process will hold all ranks
+        openmp.settle(shared=config.placement.name == "colocated")
     job = importlib.import_module(f"cluster.jobs.{config.job.name}")
     job.run(config.job if isinstance(config.job, TrainConfig) else config, run_dir)
 

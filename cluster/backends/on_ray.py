@@ -227,7 +227,7 @@ class RayBackend:
 
     def _create_rank(self, identity: str, incarnation: int) -> None:
         place = self._places[identity]
-        arguments = (identity, self.title(place), self._logs)
+        arguments = (identity, self.title(place), self._logs, place.share)
         self._create(identity, incarnation, RankActor, *arguments, **self._reservation.options(place))
 
     def _create(

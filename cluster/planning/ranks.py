@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from actors import openmp
 from actors.orders import RankSpec
 from actors.roles import SWITCH_INTERVAL_S
 from cluster.backends.orders import rank_spec
@@ -94,12 +95,21 @@ class Crew:
     work: Work
 
 
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank of a crew, and what part of its cores is its own."""
+
+    spec: RankSpec
+    work: Work
+    share: float
+
+
 def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...], *, in_turn: bool = False) -> list[Any]:
     """What the lead of each crew brought back; two crews work at the same time or `in_turn`. Raises what the first
     rank that failed had raised."""
     store = host_store(_LOOPBACK)
     ranks = [
-        (rank_spec(crew.config, place, "", _LOOPBACK, eos_token_ids), crew.work)
+        _Rank(rank_spec(crew.config, place, "", _LOOPBACK, eos_token_ids), crew.work, place.share)
         for crew in crews
         for place in crew.places
     ]
@@ -112,17 +122,17 @@ def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...], *, in_turn:
     if failures:
         # those who waited for the one that failed say less than it does
         raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
-    return [result for (spec, _), result in zip(ranks, results, strict=True) if spec.rank == 0]
+    return [result for rank, result in zip(ranks, results, strict=True) if rank.spec.rank == 0]
 
 
-def _in_threads(ranks: Sequence[tuple[RankSpec, Work]], meeting: Meeting) -> list[Any]:
+def _in_threads(ranks: Sequence[_Rank], meeting: Meeting) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
 
-    def run(index: int, spec: RankSpec, work: Work) -> None:
-        results[index] = _serve(spec, work, meeting)
+    def run(index: int, rank: _Rank) -> None:
+        results[index] = _serve(rank.spec, rank.work, meeting)
 
     before, interval, cores = torch.get_num_threads(), sys.getswitchinterval(), os.sched_getaffinity(0)
-    threads = [threading.Thread(target=run, args=(i, *rank), daemon=True) for i, rank in enumerate(ranks)]
+    threads = [threading.Thread(target=run, args=(i, rank), daemon=True) for i, rank in enumerate(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -134,17 +144,18 @@ def _in_threads(ranks: Sequence[tuple[RankSpec, Work]], meeting: Meeting) -> lis
 
 
 def _in_processes(
-    ranks: Sequence[tuple[RankSpec, Work]], meeting: Meeting, context: multiprocessing.context.SpawnContext
+    ranks: Sequence[_Rank], meeting: Meeting, context: multiprocessing.context.SpawnContext
 ) -> list[Any]:
     started = []
     try:
-        for spec, work in ranks:
+        for rank in ranks:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_answer, args=(theirs, spec, work, meeting), daemon=True)
-            process.start()
+            process = context.Process(target=_answer, args=(theirs, rank.spec, rank.work, meeting), daemon=True)
+            with openmp.inherited(shared=rank.share < 1):
+                process.start()
             theirs.close()
             started.append((process, ours))
-        return [_received(connection, spec) for (_, connection), (spec, _) in zip(started, ranks, strict=True)]
+        return [_received(connection, rank.spec) for (_, connection), rank in zip(started, ranks, strict=True)]
     finally:
         for process, _ in started:
             process.terminate()

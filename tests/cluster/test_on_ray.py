@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from actors import openmp
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
 from actors.params import SamplingParams
 from cluster.config import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
@@ -106,6 +107,8 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)) == names
     pids = {name: pid_of(name) for name in names}
     assert len(set(pids.values()) | {os.getpid()}) == 5, "a process each"
+    settings = {place.identity: openmp.waiting(shared=place.share < 1) for place in engine.places}
+    assert {identity: ready.facts["openmp"] for identity, ready in engine.ready.items()} == settings
     assert answers(engine) == expected
 
     running = engine.submit(PROMPTS[0], LONG)

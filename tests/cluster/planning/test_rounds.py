@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from actors import openmp
 from actors.messages import SamplingParams
 from actors.options import ModelDrafterConfig
 from actors.roles import build_role
@@ -168,10 +169,15 @@ def test_the_rank_that_failed_says_why(tiny_launch, one_free_thread):
 
 def test_ranks_may_be_processes(tiny_launch):
     config = tiny_launch(PlanConfig(), cluster=ClusterConfig(ClusterName.local))
-    target, _ = crews(config, add_ranks)
-    assert run_crews([target], ()) == [(3.0, "target")]
+    target, _ = crews(config, add_ranks_and_tell)
+    assert run_crews([target], ()) == [(3.0, openmp.waiting(shared=target.places[0].share < 1))]
+    alone = [place for place in lay_out(config, Devices((0, 1))) if place.role == "target"]
     with pytest.raises(RuntimeError, match="died while it measured"):
-        run_crews([replace(target, work=partial(leave, 3))], ())
+        run_crews([Crew(config, tuple(alone), partial(leave, 3))], ())
+
+
+def add_ranks_and_tell(spec, group, meeting):
+    return add_ranks(spec, group, meeting)[0], openmp.in_effect()
 
 
 def leave(code, spec, group, meeting):
