@@ -197,7 +197,7 @@ class Coordinator:
     def _straddling(self, batch: ProposalBatch) -> float:
         """Seconds of this round that went into a pass of draft-ahead which was under way when the verdict came."""
         since = self._round_started if self._round_started is not None else 0.0
-        return sum(max(0.0, finished - max(started, since)) for started, finished in batch.ahead)
+        return sum(max(0.0, finished - max(started, since)) for started, finished, _ in batch.ahead)
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
         if self._verifying is None or batch.round != self._verify_round:

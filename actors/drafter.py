@@ -152,8 +152,8 @@ class Drafter(Protocol):
     works_ahead: bool
     """Whether this drafter uses the time while the target verifies."""
 
-    def work(self) -> None:
-        """One short step of draft-ahead, about one pass."""
+    def work(self) -> bool:
+        """One short step of draft-ahead, about one pass; True if it also read committed text exactly again."""
 
 
 class IdleDrafter:
@@ -167,7 +167,7 @@ class IdleDrafter:
     def prepared(self, context: Context) -> bool:
         return False
 
-    def work(self) -> None:
+    def work(self) -> bool:
         assert False, "nothing was wanted"
 
     def outlooks(self) -> Sequence[Outlook]:
@@ -192,7 +192,7 @@ class DraftRole:
     drafter: Drafter
     clock: Callable[[], float] = time.monotonic
     contexts: dict[int, Context] = field(default_factory=dict)
-    _ahead: list[tuple[float, float]] = field(default_factory=list)
+    _ahead: list[tuple[float, float, bool]] = field(default_factory=list)
     _patience: Patience = field(default_factory=Patience)
 
     @property
@@ -201,9 +201,10 @@ class DraftRole:
 
     def work(self) -> None:
         started = self.clock()
-        self.drafter.work()
-        self._ahead.append((started, self.clock()))
-        self._patience.stepped(*self._ahead[-1])
+        glued = self.drafter.work()
+        finished = self.clock()
+        self._ahead.append((started, finished, glued))
+        self._patience.stepped(started, finished)
 
     def pause_s(self) -> float:
         """Seconds to wait for the next record before another step, which might keep it waiting, or lead nowhere."""

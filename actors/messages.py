@@ -236,7 +236,8 @@ class ProposalBatch:
     """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host.
 
     `num_missing` orders are still being drafted for; another batch follows. `ahead` is the draft-ahead work since the
-    last batch, as (started, finished) of its passes; `levels` tells what the levels of a cascade did since then.
+    last batch, as (started, finished, glued) of its passes, where `glued` says that a pass also read committed text
+    exactly again; `levels` tells what the levels of a cascade did since then.
     """
 
     round: int
@@ -244,7 +245,7 @@ class ProposalBatch:
     started: float
     finished: float
     num_missing: int = 0
-    ahead: tuple[tuple[float, float], ...] = ()
+    ahead: tuple[tuple[float, float, bool], ...] = ()
     levels: tuple[LevelWork, ...] = ()
 
 
@@ -300,13 +301,17 @@ class VerifyBatch:
 
 @dataclass(frozen=True, slots=True)
 class VerdictBatch:
-    """Target lead to coordinator, sent before anything else is done with the result."""
+    """Target lead to coordinator, sent before anything else is done with the result.
+
+    `started` is when the batch was taken up, `committed` when all that it told of the round before was carried out.
+    """
 
     round: int
     verdicts: tuple[Verdict, ...]
     started: float
     finished: float
     num_tokens: int = 0
+    committed: float = 0.0
 
 
 # --- between a client and the coordinator ----------------------------------------------------------------------------

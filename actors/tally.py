@@ -109,9 +109,9 @@ class Tally:
     def drafted(self, batch: ProposalBatch, num_taken: int = 0) -> None:
         """An answer of the drafter; `num_taken` proposals of its round had been read off an outlook before."""
         self.draft_busy_s += batch.finished - batch.started
-        for started, finished in batch.ahead:
+        for started, finished, glued in batch.ahead:
             self.draft_busy_s += finished - started
-            self.spans.append(("draft", "ahead", started, finished, {"round": batch.round}))
+            self.spans.append(("draft", "glue" if glued else "ahead", started, finished, {"round": batch.round}))
         hits = num_taken + sum(proposal.prepared is True for proposal in batch.proposals)
         self.num_foreseen += num_taken
         self.num_branch_hits += hits
@@ -139,9 +139,11 @@ class Tally:
         self.num_rounds += 1
         name = "verify" if speculated else "prefill" if batch.num_tokens > len(batch.verdicts) else "decode"
         tokens = sum(len(verdict.path) + 1 for verdict in batch.verdicts)
-        self._span(
-            "target", name, batch, {"rows": batch.num_tokens, "requests": len(batch.verdicts), "tokens": tokens}
-        )
+        asked = {"round": batch.round, "rows": batch.num_tokens, "requests": len(batch.verdicts), "tokens": tokens}
+        committed = max(batch.started, batch.committed)
+        if committed > batch.started:
+            self.spans.append(("target", "commit", batch.started, committed, {"round": batch.round}))
+        self.spans.append(("target", name, committed, batch.finished, asked))
 
     def sent(self, name: str, round: int, left: float, arrived: float) -> None:
         """A record was on its way, or waited to be read. Clocks of two hosts may differ: then nothing is known."""
@@ -196,7 +198,7 @@ class Tally:
         counters["window_s"] = now - self.since
         return Report(counters, tuple(self.spans))
 
-    def _span(self, lane: str, name: str, batch: ProposalBatch | VerdictBatch, arguments: dict[str, object]) -> None:
+    def _span(self, lane: str, name: str, batch: ProposalBatch, arguments: dict[str, object]) -> None:
         self.spans.append((lane, name, batch.started, batch.finished, {"round": batch.round, **arguments}))
 
 

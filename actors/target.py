@@ -49,13 +49,14 @@ class TargetRole:
             self._admit(admit)
         for commit in batch.commits:
             self._commit(commit)
+        committed = time.monotonic()
         verdicts, num_rows = (), 0
         if batch.items:
             subjects = [self._subject(item) for item in batch.items]
             logits, num_rows = self._verifier.forward(subjects)
             verdicts = self._judge(subjects, logits) if self._is_lead else ()
             self._keep_chunks(subjects)
-        yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows)
+        yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows, committed)
 
     def forget(self) -> None:
         """Drop every request and its rows."""

@@ -31,6 +31,8 @@ _COLOURS = {
     "ahead": "#f0c27f",
     "prefill": "#b9b4a9",
     "draft": "#e08a2e",
+    "glue": "#c98a1b",
+    "commit": "#1f4468",
 }
 _MARKS = {"hit": "v", "miss": "X"}
 """Below their bar, which is often too short to be seen."""
@@ -45,6 +47,8 @@ _MEANINGS = {
     "ahead": "draft-ahead, one pass each",
     "prefill": "reading text",
     "draft": "drafting",
+    "glue": "draft-ahead that calibrates",
+    "commit": "keeping the last verdict's rows",
 }
 _ANSWERS = {"order": "verdict", "verify": "proposal"}
 """What reaches a role -> the record that caused it."""
@@ -168,7 +172,7 @@ def _draw_work(axes: Axes, work: Sequence[Span], lanes: Sequence[str], origin: f
         axes.barh(row, length, left=left, height=0.56, color=colour, edgecolor="white", linewidth=0.6, zorder=2)
         if name in _MARKS:
             axes.plot(left, row + 0.37, marker=_MARKS[name], color=colour, markersize=7, clip_on=False, zorder=4)
-        if lane == LANES[0] and length > 0.03 * width_ms:
+        if "rows" in arguments and length > 0.03 * width_ms:
             label = f"{arguments['rows']} → {arguments['tokens']}" if "tokens" in arguments else str(arguments["rows"])
             axes.text(left + length / 2, row, label, ha="center", va="center", color="white", fontsize=9, zorder=3)
 

@@ -136,14 +136,14 @@ class AheadDrafter(ModelDrafter):
     def wants_work(self) -> bool:
         return any(future.in_flight for future in self._futures.values())
 
-    def work(self) -> None:
-        """One pass of draft-ahead over all requests whose verdict is awaited."""
+    def work(self) -> bool:
+        """One pass of draft-ahead over all requests whose verdict is awaited; one that calibrates glues."""
         busy = [future for future in self._futures.values() if future.in_flight]
         width = max(1, self._width // len(busy))
         uncalibrated = [future for future in busy if self._lacks_rows(future)]
         if uncalibrated:
             self._feed_again(uncalibrated, width)
-            return
+            return True
         chosen = []
         for future in busy:
             nodes = self._choose(future.tree, width, min(self._length, future.budget))
@@ -158,6 +158,7 @@ class AheadDrafter(ModelDrafter):
         else:
             for future, _ in chosen:
                 future.in_flight = False
+        return False
 
     # --- passes -------------------------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ class Beneath:
             return None
         self._awaited = None
         for batch in answer or ():
-            spans = ((batch.started, batch.finished), *batch.ahead)
+            spans = ((batch.started, batch.finished), *(span[:2] for span in batch.ahead))
             seconds = sum(finished - started for started, finished in spans)
             shown = spans if self._port.has_own_lane else ()
             if batch.levels:

@@ -170,7 +170,7 @@ class CascadeDrafter:
     def waits(self) -> bool:
         return self._beneath.is_silent
 
-    def work(self) -> None:
+    def work(self) -> bool:
         """Ask the level beneath, or review what it has sent; about one pass."""
         if not self._beneath.is_awaited:
             # What is offered, the token the target adds, and one more proposal behind them.
@@ -184,9 +184,10 @@ class CascadeDrafter:
                 stream.in_flight = stream in able and stream.num_drafted < want
             short = [(stream, want - stream.num_drafted) for stream, want in wanting if stream.in_flight]
             if not short:
-                return
+                return False
             self._ask(short)
         self._review(wait=False)
+        return False
 
     def _settle(self) -> None:
         """Hear the level beneath out, and use what it says, before it is told anything else."""

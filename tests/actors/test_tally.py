@@ -57,6 +57,14 @@ def test_spans_say_what_a_pass_was(speculated, rows, verdicts, name):
     assert tally.target_busy_s == 0.5 and tally.num_rounds == 1
 
 
+def test_keeping_the_rows_of_the_last_verdict_is_a_span_of_its_own():
+    tally = Tally()
+    tally.judged(VerdictBatch(3, (), 1.0, 1.5, 4, committed=1.1), speculated=True)
+    (lane, name, start, end, _), (_, _, begun, ended, _) = tally.spans
+    assert (lane, name, start, end, begun, ended) == ("target", "commit", 1.0, 1.1, 1.1, 1.5)
+    assert tally.target_busy_s == 0.5, "both are work"
+
+
 def test_a_prepared_draft_is_a_hit_and_any_that_was_not_a_miss():
     tally = Tally()
     prepared, late = replace(CHAIN, prepared=True), replace(CHAIN, prepared=False)
