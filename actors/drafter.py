@@ -50,6 +50,12 @@ class Context:
     prefix_hash: int = HASH_SEED
     admission: int = 0  # tells this time of being told of the request from those before
     num_cuts: int = 0  # how often provisional text was taken back
+    settled_len: int | None = None  # tokens that are known to stay; None: all
+
+    @property
+    def num_returned(self) -> int:
+        """Tokens that a request which comes back, as after a preemption, had said before; read when it is opened."""
+        return len(self.token_ids) if len(self.token_ids) > self.prompt_len else 0
 
     @property
     def step(self) -> int:
@@ -264,6 +270,7 @@ class DraftRole:
                 _readable_sampling(admit.sampling, self.drafter.vocab_size),
                 extend_hash(HASH_SEED, admit.token_ids),
                 admit.admission,
+                settled_len=admit.prompt_len,
             )
             self.contexts[admit.request_id] = context
             self.drafter.open(context)
@@ -299,6 +306,7 @@ class DraftRole:
             self.drafter.truncate(context)
         self.drafter.observe(context, commit)
         context.extend(commit.token_ids, self.drafter.vocab_size)
+        context.settled_len = len(context.token_ids) if commit.settled_len is None else commit.settled_len
 
 
 def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal:

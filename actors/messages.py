@@ -176,7 +176,8 @@ class Commit:
     """What became of the last proposal: KV rows of `path` are kept and `token_ids` follow the first `prefix_len`.
 
     Text from a level of a cascade is provisional: a commit to the level beneath may name a `prefix_len` below the
-    length of its text, and then what came behind it is taken back, `path` being empty.
+    length of its text, and then what came behind it is taken back, `path` being empty. `settled_len` tokens of it are
+    the target's own and stay; None: all are.
     """
 
     request_id: int
@@ -184,6 +185,7 @@ class Commit:
     prefix_len: int
     path: tuple[int, ...]
     token_ids: tuple[int, ...]
+    settled_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,8 @@ class MaxgramDrafterConfig(DrafterConfig):
     """Draft tokens a round, at most."""
     max_places: int = 64
     """Earlier places of the last token that are compared, the latest ones."""
+    shared_bigrams: bool = True
+    """Bigrams of finished requests help where a request's own end; false = requests share nothing."""
 
 
 @dataclass(frozen=True, slots=True)

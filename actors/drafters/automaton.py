@@ -3,7 +3,8 @@
 A state stands for the strings of the text that end at the same places; from any state the text can be read on, so that
 the longest match of what was read last, and what followed it how often, are there without a search. Transitions lie in
 five flat arrays, where the likeliest follower of every state has its own cell; only states with several followers have
-a dictionary as well. It must not know requests or drafts.
+a dictionary as well. The latest tokens can be taken back: what each of them changed is kept. It must not know requests
+or drafts.
 
 Sources: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); its use for drafting is
 SAM-Decoding's (arXiv 2411.10666), followers by frequency are SuffixDecoding's (arXiv 2411.04975).
@@ -13,18 +14,37 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
 
 _NONE = -1
 _COUNTED = 32
 """Suffixes whose counts follow a token; a periodic text has one per period, the others differ by little."""
 
+_Change = tuple[MutableSequence[int] | MutableMapping[int, object], int, object]
+"""A cell that a token changed: of which array or dictionary, which one, and what was there; None: nothing."""
+
+
+@dataclass(slots=True)
+class _Token:
+    """What `extend` changed, and how it was before."""
+
+    last: int
+    num_states: int
+    changes: list[_Change] = field(default_factory=list)
+
 
 class SuffixAutomaton:
-    """State 0 is the empty string. `match` is the longest suffix of the latest text that occurred before."""
+    """State 0 is the empty string. `match` is the longest suffix of the latest text that occurred before.
 
-    def __init__(self) -> None:
+    Of the latest `num_revocable` tokens it knows how to take them back; that costs about half as much time again.
+    """
+
+    def __init__(self, num_revocable: int = 0) -> None:
         self.num_tokens = 0
+        self._revocable: deque[_Token] = deque(maxlen=num_revocable)
+        self._changes: list[_Change] | None = None  # of the token that is being entered, if it can be taken back
         self._link = array("i", [_NONE])  # longest suffix that ends at more places
         self._length = array("i", [0])  # of the longest string of the state
         self._count = array("i", [0])  # how often its strings occurred
@@ -66,7 +86,7 @@ class SuffixAutomaton:
         total = count[state] - (state == self._link[self._last]) or 1
         found = [(min(1.0, count[follower] / total), token, follower)]
         if width > 1 and (others := self._others.get(state)):
-            ranked = heapq.nlargest(width - 1, others.items(), key=lambda other: count[other[1]])
+            ranked = heapq.nlargest(width - 1, others.items(), key=lambda other: (count[other[1]], other[1]))
             found += [(min(1.0, count[behind] / total), other, behind) for other, behind in ranked]
         return found
 
@@ -82,9 +102,37 @@ class SuffixAutomaton:
     def extend(self, token: int) -> None:
         """The latest text goes on. Amortised constant, at most a fixed number of suffixes are counted."""
         before = self._last
+        if self._revocable.maxlen:
+            self._revocable.append(_Token(before, self.num_states))
+            self._changes = self._revocable[-1].changes
         self._last = self._grow(before, token)
         self.num_tokens += 1
         self._count_suffixes(before, token)
+
+    def take_back(self, num_tokens: int) -> bool:
+        """Be as before the latest `num_tokens`; False, and unchanged, if that is not known any more."""
+        if num_tokens > len(self._revocable):
+            return False
+        for _ in range(num_tokens):
+            token = self._revocable.pop()
+            for cells, key, before in reversed(token.changes):
+                if before is None:
+                    del cells[key]
+                else:
+                    cells[key] = before
+            for state in range(token.num_states, self.num_states):
+                self._others.pop(state, None)
+            for cells in (self._link, self._length, self._count, self._token, self._next):
+                del cells[token.num_states :]
+            self._last = token.last
+            self.num_tokens -= 1
+        return True
+
+    def _set(self, cells: MutableSequence[int] | MutableMapping[int, object], key: int, value: object) -> None:
+        """Change a cell of a state that an earlier token may have made."""
+        if self._changes is not None:
+            self._changes.append((cells, key, cells.get(key) if isinstance(cells, dict) else cells[key]))
+        cells[key] = value
 
     def _grow(self, last: int, token: int) -> int:
         """The state of the text with `token` behind it."""
@@ -95,9 +143,12 @@ class SuffixAutomaton:
         suffix = last
         while suffix != _NONE and (behind := self._follow(suffix, token)) == _NONE:
             if self._token[suffix] == _NONE:
-                self._token[suffix], self._next[suffix] = token, state
+                self._set(self._token, suffix, token)
+                self._set(self._next, suffix, state)
             else:
-                self._others.setdefault(suffix, {})[token] = state
+                if suffix not in self._others:
+                    self._set(self._others, suffix, {})
+                self._set(self._others[suffix], token, state)
             suffix = self._link[suffix]
         self._link[state] = 0 if suffix == _NONE else self._exact(suffix, token, behind)
         return state
@@ -112,29 +163,34 @@ class SuffixAutomaton:
         self._token[clone], self._next[clone] = self._token[behind], self._next[behind]
         if behind in self._others:
             self._others[clone] = self._others[behind].copy()
-        self._link[behind] = clone
+        self._set(self._link, behind, clone)
         while suffix != _NONE and self._follow(suffix, token) == behind:
             if self._token[suffix] == token:
-                self._next[suffix] = clone
+                self._set(self._next, suffix, clone)
             else:
-                self._others[suffix][token] = clone
+                self._set(self._others[suffix], token, clone)
             suffix = self._link[suffix]
         return clone
 
     def _count_suffixes(self, suffix: int, token: int) -> None:
         """Every suffix of the text occurred once more, and so did `token` behind what came before it."""
-        counted = _NONE
+        counted, count, changes = _NONE, self._count, self._changes
         for _ in range(_COUNTED):
             behind = self._follow(suffix, token)
             if behind != counted:
-                self._count[behind] += 1
+                if changes is not None:
+                    changes.append((count, behind, count[behind]))
+                count[behind] += 1
                 counted = behind
             favourite = self._token[suffix]
-            if favourite != token and self._count[behind] >= self._count[self._next[suffix]]:
+            if favourite != token and count[behind] >= count[self._next[suffix]]:
                 others = self._others[suffix]
+                if changes is not None:
+                    changes.append((others, token, others[token]))
                 del others[token]
-                others[favourite] = self._next[suffix]
-                self._token[suffix], self._next[suffix] = token, behind
+                self._set(others, favourite, self._next[suffix])
+                self._set(self._token, suffix, token)
+                self._set(self._next, suffix, behind)
             suffix = self._link[suffix]
             if suffix == _NONE:
                 return

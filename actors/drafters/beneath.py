@@ -179,7 +179,7 @@ class Beneath:
                 if not told.asked:
                     return None
                 start, path = told.length - 1, ()  # its root again: a draft that nobody ruled on is taken back
-            record = Commit(context.request_id, context.epoch, start, path, tuple(text[start:]))
+            record = Commit(context.request_id, context.epoch, start, path, tuple(text[start:]), context.settled_len)
         told.length = told.valid = len(text)
         told.path = ()
         return record

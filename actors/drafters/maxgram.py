@@ -1,26 +1,80 @@
 """`drafter=maxgram`: the longest match wins, however long, and something is always said.
 
-Of all earlier places where the last token stands, those survive that agree furthest to the left; the leftmost survivor
-is copied from. Behind its end the draft goes on by bigrams: what last followed each token in any text seen so far.
-Base drafter of Cascade Speculative Drafting (arXiv 2312.11462), whose bigrams come from a corpus instead. No model.
+Of the latest earlier places where the last token stands, those survive that agree furthest to the left; the leftmost
+survivor is copied from. Behind its end the draft goes on by bigrams: what last followed each token in this request, or
+else in finished ones. Places are found through a chain per token and compared in strides, so that a proposal costs the
+same behind any text, periodic ones too. Base drafter of Cascade Speculative Drafting (arXiv 2312.11462), whose bigrams
+come from a corpus instead. No model.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from actors.drafter import Context, Draft, IdleDrafter
 from actors.messages import Commit, TokenTree
 from actors.options import MaxgramDrafterConfig
 
+_LONGEST = 64
+"""Tokens of agreement behind which a longer one tells nothing more; in a periodic text they would never end."""
+_NOWHERE = -1
+
 
 @dataclass(slots=True)
-class _Places:
-    """Where each token of a request's text stands, up to `indexed_len`."""
+class _Text:
+    """A request's text, and where its tokens stand: the latest place of each, and for every place the one before it."""
 
-    of_token: dict[int, list[int]] = field(default_factory=dict)
-    indexed_len: int = 0
+    context: Context
+    shared_len: int  # of a request that comes back: what it left in the shared bigrams before
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    latest: dict[int, int] = field(default_factory=dict)
+    before: array[int] = field(default_factory=lambda: array("i"))
+
+    def extend(self) -> None:
+        token_ids = self.context.token_ids
+        for place in range(len(self.tokens), len(token_ids)):
+            token = token_ids[place]
+            self.tokens.append(token)
+            self.before.append(self.latest.get(token, _NOWHERE))
+            self.latest[token] = place
+
+    def take_back(self, length: int) -> None:
+        """Only the first `length` tokens of the text stand."""
+        while len(self.tokens) > length:
+            token, before = self.tokens.pop(), self.before.pop()
+            if before == _NOWHERE:
+                del self.latest[token]
+            else:
+                self.latest[token] = before
+
+    def survivor(self, max_places: int) -> int:
+        """The leftmost of the latest places of the last token behind which most tokens agree."""
+        tokens, last = self.tokens, len(self.tokens) - 1
+        alive, place = [], self.before[last]
+        while place != _NOWHERE and len(alive) < max_places:
+            alive.append(place)
+            place = self.before[place]
+        length, stride, grows = 1, 1, True  # strides double while somebody agrees, then halve: the exact length
+        while len(alive) > 1 and stride and length < _LONGEST:
+            reach = length + stride
+            wanted = tokens[last + 1 - reach : last + 1 - length]
+            behind = ((place, place + 1 - reach) for place in alive)
+            longer = [place for place, start in behind if start >= 0 and tokens[start : start + stride] == wanted]
+            if longer:
+                alive, length = longer, reach
+            grows = grows and bool(longer)
+            stride = 2 * stride if grows else stride // 2
+        return alive[-1] if alive else _NOWHERE
+
+    def follower(self, token: int) -> int | None:
+        """What last followed it here."""
+        place = self.latest.get(token, _NOWHERE)
+        if place == len(self.tokens) - 1:
+            place = self.before[place]
+        return None if place == _NOWHERE else self.tokens[place + 1]
 
 
 class MaxgramDrafter(IdleDrafter):
@@ -28,15 +82,16 @@ class MaxgramDrafter(IdleDrafter):
 
     def __init__(self, config: MaxgramDrafterConfig) -> None:
         self._max_places = config.max_places
-        self._places: dict[int, _Places] = {}
+        self._shares = config.shared_bigrams
+        self._texts: dict[int, _Text] = {}
         self._next_of: dict[int, int] = {}
 
     def open(self, context: Context) -> None:
-        self._places[context.request_id] = _Places()
+        self._texts[context.request_id] = _Text(context, context.num_returned)
 
     def prepare(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
-            self._index(context)
+            self._texts[context.request_id].extend()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
@@ -45,47 +100,24 @@ class MaxgramDrafter(IdleDrafter):
         """Nothing to do: places are read off the text itself."""
 
     def truncate(self, context: Context) -> None:
-        """Places in text that was taken back are forgotten where they are met."""
-        places = self._places[context.request_id]
-        places.indexed_len = min(places.indexed_len, len(context.token_ids))
+        self._texts[context.request_id].take_back(len(context.token_ids))
 
     def release(self, request_id: int) -> None:
-        del self._places[request_id]
+        text = self._texts.pop(request_id)
+        if self._shares:
+            start, context = max(0, text.shared_len - 1), text.context
+            self._next_of.update(pairwise(context.token_ids[start : context.settled_len]))
 
     def _propose(self, context: Context, budget: int) -> Draft:
-        self._index(context)
-        tokens = context.token_ids
-        draft = self._copy(tokens, self._survivor(tokens, self._places[context.request_id]), budget)
+        text = self._texts[context.request_id]
+        text.extend()
+        place = text.survivor(self._max_places)
+        draft = [] if place == _NOWHERE else context.token_ids[place + 1 : place + 1 + budget]
+        token = draft[-1] if draft else context.token_ids[-1]
         while len(draft) < budget:
-            following = self._next_of.get((draft or tokens)[-1])
-            if following is None:
+            following = text.follower(token)
+            token = self._next_of.get(token) if following is None else following
+            if token is None:
                 break
-            draft.append(following)
-        return Draft.chosen(TokenTree.chain(tokens[-1], draft))
-
-    def _survivor(self, tokens: list[int], places: _Places) -> int | None:
-        """The leftmost of the earlier places of the last token behind which most tokens agree."""
-        last = len(tokens) - 1
-        alive = [at for at in places.of_token.get(tokens[last], ()) if at < last and tokens[at] == tokens[last]]
-        alive, length = alive[-self._max_places :], 1
-        while len(alive) > 1:
-            longer = [place for place in alive if place >= length and tokens[place - length] == tokens[last - length]]
-            if not longer:
-                break
-            alive, length = longer, length + 1
-        return alive[0] if alive else None
-
-    @staticmethod
-    def _copy(tokens: list[int], place: int | None, budget: int) -> list[int]:
-        return [] if place is None else tokens[place + 1 : place + 1 + budget]
-
-    def _index(self, context: Context) -> None:
-        places, tokens = self._places[context.request_id], context.token_ids
-        for place in range(places.indexed_len, len(tokens)):
-            known = places.of_token.setdefault(tokens[place], [])
-            while known and known[-1] >= place:
-                known.pop()  # it stood in text that was taken back
-            known.append(place)
-            if place:
-                self._next_of[tokens[place - 1]] = tokens[place]
-        places.indexed_len = len(tokens)
+            draft.append(token)
+        return Draft.chosen(TokenTree.chain(context.token_ids[-1], draft))

@@ -7,6 +7,7 @@ proposal costs a few dictionary look-ups whatever the length of the text. Source
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,10 +18,34 @@ from actors.options import NgramDrafterConfig
 
 @dataclass(slots=True)
 class _Table:
-    """Where each n-gram of a request's text last ended, *before* its current end."""
+    """Where each n-gram of a text last ended, *before* its current end; every entry knows the one it replaced."""
 
+    sizes: range
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    indexed_len: int = 0
+    _replaced: array[int] = field(default_factory=lambda: array("i"))  # by end and size; 0: the n-gram was new
+    _token_ids: array[int] = field(default_factory=lambda: array("i"))  # all that was entered, the text but its last
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Enter every n-gram that ends before the last token; the last one has no continuation yet."""
+        for end in range(len(self._token_ids) + 1, len(token_ids)):
+            self._token_ids.append(token_ids[end - 1])
+            for size in self.sizes:
+                if size <= end:
+                    ngram = tuple(token_ids[end - size : end])
+                    self._replaced.append(self.ends.get(ngram, 0))
+                    self.ends[ngram] = end
+
+    def take_back(self, length: int) -> None:
+        """Only the first `length` tokens of the text stand."""
+        while (end := len(self._token_ids)) >= max(1, length):
+            for size in reversed(self.sizes):
+                if size <= end:
+                    ngram = tuple(self._token_ids[end - size : end])
+                    if before := self._replaced.pop():
+                        self.ends[ngram] = before
+                    else:
+                        del self.ends[ngram]
+            self._token_ids.pop()
 
 
 class NgramDrafter(IdleDrafter):
@@ -31,11 +56,11 @@ class NgramDrafter(IdleDrafter):
         self._tables: dict[int, _Table] = {}
 
     def open(self, context: Context) -> None:
-        self._tables[context.request_id] = _Table()
+        self._tables[context.request_id] = _Table(self._sizes)
 
     def prepare(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
-            self._index(context)
+            self._tables[context.request_id].extend(context.token_ids)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
@@ -44,37 +69,20 @@ class NgramDrafter(IdleDrafter):
         """Nothing to do: the table is extended from the text itself."""
 
     def truncate(self, context: Context) -> None:
-        """Entries from text that was taken back stay until they are met: `_end` looks whether they still hold."""
-        table = self._tables[context.request_id]
-        table.indexed_len = min(table.indexed_len, len(context.token_ids))
+        """Take entries back one by one: text that the level above tried out leaves no trace."""
+        self._tables[context.request_id].take_back(len(context.token_ids))
 
     def release(self, request_id: int) -> None:
         self._tables.pop(request_id)
 
     def _propose(self, context: Context, budget: int) -> Draft:
-        self._index(context)
-        tokens, ends = context.token_ids, self._tables[context.request_id].ends
+        table, tokens = self._tables[context.request_id], context.token_ids
+        table.extend(tokens)
         for size in self._sizes:
-            end = _end(tokens, size, ends)
+            end = table.ends.get(tuple(tokens[-size:]))
             if end is not None:
                 # An occurrence close to the end repeats itself: read on through the draft.
                 period = len(tokens) - end
                 draft = [tokens[end + i % period] for i in range(budget)]
                 return Draft.chosen(TokenTree.chain(tokens[-1], draft))
         return Draft.nothing(context)
-
-    def _index(self, context: Context) -> None:
-        """Enter every n-gram that ends before the last token; the last one has no continuation yet."""
-        table, tokens = self._tables[context.request_id], context.token_ids
-        for end in range(max(1, table.indexed_len), len(tokens)):
-            for size in self._sizes:
-                if size <= end:
-                    table.ends[tuple(tokens[end - size : end])] = end
-        table.indexed_len = len(tokens)
-
-
-def _end(tokens: list[int], size: int, ends: dict[tuple[int, ...], int]) -> int | None:
-    """Where the last `size` tokens ended before, if they did."""
-    ngram = tuple(tokens[-size:])
-    end = ends.get(ngram) if size <= len(tokens) else None
-    return end if end is not None and end < len(tokens) and tuple(tokens[end - size : end]) == ngram else None

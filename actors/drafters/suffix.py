@@ -21,8 +21,8 @@ from actors.options import SuffixDrafterConfig
 _REACH = 32
 """Tokens that a match in another text is looked for with."""
 
-_HELD_BACK = 16
-"""Tokens at the end of a text that may be taken back: they are matched, but not yet part of its automaton."""
+_REVOCABLE = 32
+"""Tokens an automaton can take back once any were; twice as many whenever it was not enough."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,8 @@ class _Text:
     """A request's text as an automaton, and where it stands in the others."""
 
     context: Context
-    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    own: SuffixAutomaton
+    shared_len: int  # tokens that are no news to other requests: the prompt, or what was said before it came back
     places: dict[SuffixAutomaton, _Place] = field(default_factory=dict)
 
 
@@ -68,12 +69,14 @@ class SuffixDrafter(IdleDrafter):
         self._config = config
         self._texts: dict[int, _Text] = {}
         self._history = History(config.shared_tokens)
+        self._num_revocable = 0
         self._corpus = SuffixAutomaton()
         for token_ids in corpus:
             self._corpus.add_text(token_ids)
 
     def open(self, context: Context) -> None:
-        self._texts[context.request_id] = _Text(context)
+        own = SuffixAutomaton(self._num_revocable)
+        self._texts[context.request_id] = _Text(context, own, context.num_returned or context.prompt_len)
 
     def prepare(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
@@ -86,15 +89,18 @@ class SuffixDrafter(IdleDrafter):
         """Nothing to do: the automaton is extended from the text itself."""
 
     def truncate(self, context: Context) -> None:
-        """An automaton only grows: one that holds what was taken back is built again, once for nearly every text."""
+        """An automaton that cannot go back so far is built again, with a longer memory."""
         text = self._texts[context.request_id]
-        if text.own.num_tokens > len(context.token_ids):
-            text.own = SuffixAutomaton()
+        if not text.own.take_back(max(0, text.own.num_tokens - len(context.token_ids))):
+            self._num_revocable = max(_REVOCABLE, 2 * self._num_revocable)
+            text.own = SuffixAutomaton(self._num_revocable)
         text.places = {}
 
     def release(self, request_id: int) -> None:
-        context = self._texts.pop(request_id).context
-        self._history.add(context.token_ids[max(0, context.prompt_len - _REACH) :])
+        text = self._texts.pop(request_id)
+        said = text.context.token_ids[: text.context.settled_len]
+        if len(said) > text.shared_len:
+            self._history.add(said[max(0, text.shared_len - _REACH) :])
 
     def facts(self) -> dict[str, object]:
         return {"corpus_tokens": self._corpus.num_tokens}
@@ -135,8 +141,6 @@ class SuffixDrafter(IdleDrafter):
     def _matches(self, text: _Text) -> list[tuple[int, SuffixAutomaton, int]]:
         """(length, source, state) of the match in every source, the longest first; at home before elsewhere."""
         state, matched = text.own.match
-        for token in text.context.token_ids[text.own.num_tokens :]:
-            state, matched = text.own.read(state, matched, token)
         matches = [(matched, text.own, state)]
         matches += [(place.matched, source, place.state) for source, place in text.places.items()]
         return sorted(matches, key=itemgetter(0), reverse=True)
@@ -144,7 +148,7 @@ class SuffixDrafter(IdleDrafter):
     def _follow(self, context: Context) -> _Text:
         """Bring the request's automaton and its places in the others up to the text."""
         text, token_ids = self._texts[context.request_id], context.token_ids
-        for position in range(text.own.num_tokens, len(token_ids) - (_HELD_BACK if context.num_cuts else 0)):
+        for position in range(text.own.num_tokens, len(token_ids)):
             text.own.extend(token_ids[position])
         sources = [source for source in (*self._history.generations, self._corpus) if source.num_tokens]
         text.places = {source: text.places.get(source) or _Place() for source in sources}

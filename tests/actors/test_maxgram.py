@@ -48,8 +48,11 @@ def test_the_place_is_the_one_found_by_trying_all(seed):
 def test_bigrams_of_any_text_go_on_where_the_copy_ends():
     drafter = MaxgramDrafter(MaxgramDrafterConfig())
     draft(drafter, open_text(drafter, [5, 6, 7, 8], request_id=1))
+    assert draft(drafter, open_text(drafter, [1, 5], request_id=2)) == [], "a running request is nobody's else"
+    drafter.release(1)
     assert draft(drafter, open_text(drafter, [1, 5], request_id=2)) == [6, 7, 8]
     assert draft(drafter, open_text(drafter, [1, 9], request_id=3)) == []
+    assert draft(drafter, open_text(drafter, [7, 9, 5, 7, 2, 7, 2], request_id=4))[:3] == [7, 2, 7], "its own win"
 
 
 def test_text_that_was_taken_back_is_not_copied_from():

@@ -32,6 +32,14 @@ def drafted(drafter, token_ids, budget=8, request_id=1):
     return list(propose(drafter, token_ids, budget, request_id).tree.token_ids[1:])
 
 
+def answer(drafter, token_ids, request_id=50):
+    """A request that says all but the first of these, and ends."""
+    context = context_of(token_ids[:1], request_id)
+    drafter.open(context)
+    context.extend(token_ids[1:])
+    drafter.release(request_id)
+
+
 def make(corpus=(), **config) -> SuffixDrafter:
     return SuffixDrafter(SuffixDrafterConfig(**config), corpus)
 
@@ -76,8 +84,9 @@ def test_a_tree_tries_the_likeliest_followers_first():
 
 def test_finished_requests_are_drafted_from_and_running_ones_are_not():
     drafter = make()
-    first = context_of([9, 9, 1, 2, 3, 4, 5, 6], prompt_len=2)
+    first = context_of([9, 9], prompt_len=2)
     drafter.open(first)
+    first.extend([1, 2, 3, 4, 5, 6])
     drafter.propose([first], [4])
     assert drafted(drafter, [8, 8, 1, 2], request_id=2) == []
     drafter.release(1)
@@ -86,16 +95,14 @@ def test_finished_requests_are_drafted_from_and_running_ones_are_not():
 
 def test_requests_share_nothing_if_told_so():
     drafter = make(shared_tokens=0)
-    drafter.open(context_of([1, 2, 3, 4]))
-    drafter.release(1)
+    answer(drafter, [1, 2, 3, 4])
     assert drafted(drafter, [8, 1, 2], request_id=2) == []
 
 
 def test_shared_text_is_bounded_and_the_oldest_goes_first():
     drafter = make(shared_tokens=200)
     for request in range(40):
-        drafter.open(context_of(range(request * 100, request * 100 + 30), request))
-        drafter.release(request)
+        answer(drafter, range(request * 100, request * 100 + 30))
         assert sum(source.num_tokens for source in drafter._history.generations) <= 200
     assert drafted(drafter, [7, 3900, 3901], request_id=90) == [3902, 3903, 3904, 3905]
     assert drafted(drafter, [7, 0, 1], request_id=91) == []
@@ -103,8 +110,7 @@ def test_shared_text_is_bounded_and_the_oldest_goes_first():
 
 def test_an_answer_longer_than_the_store_leaves_its_end():
     drafter = make(shared_tokens=40)
-    drafter.open(context_of(range(100)))
-    drafter.release(1)
+    answer(drafter, range(100))
     assert drafter._history.generations[0].num_tokens == 20
     assert drafted(drafter, [7, 90, 91], request_id=2) == [92, 93, 94, 95]
 
@@ -125,15 +131,13 @@ def test_following_token_by_token_equals_starting_anew(seed):
     followed.open(context)
     for number in range(12):
         if number == 6:
-            other = context_of([choose.randrange(4) for _ in range(30)], 2)
-            followed.open(other)
-            followed.release(2)
+            other = [choose.randrange(4) for _ in range(30)]
+            answer(followed, other)
         context.token_ids += [choose.randrange(4) for _ in range(choose.choice((1, 2, 50)))]
         (draft,) = followed.propose([context], [6])
         fresh = make(corpus)
         if number >= 6:
-            fresh.open(other)
-            fresh.release(2)
+            answer(fresh, other)
         assert draft == propose(fresh, context.token_ids, 6)
 
 

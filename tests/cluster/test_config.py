@@ -44,7 +44,7 @@ PUBLIC_CHOICES = {
 
 PUBLIC_KEYS = {
     "target": "name path tp dtype device stretch max_model_len kv_slots",
-    **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places"},
+    **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams"},
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
