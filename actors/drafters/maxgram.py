@@ -1,4 +1,4 @@
-"""`drafter=maxgram`: the longest match wins, however long, and something is always said.
+"""`drafter=maxgram`: the longest match wins, and something is said wherever a bigram is known.
 
 Of the latest earlier places where the last token stands, those survive that agree furthest to the left; the leftmost
 survivor is copied from. Behind its end the draft goes on by bigrams: what last followed each token in this request, or
