@@ -86,10 +86,12 @@ def _measured(config: LaunchConfig, terminal: Terminal) -> Plan:
         say("comparing layer-parallel drafts with exact ones")
         device = "cuda:0" if on_gpus else "cpu"
         drafter = replace(config.drafter, num_draft_tokens=max(job.draft_lengths))
-        fidelity = compare(drafter, seen.texts, seen.sampling, POLICIES if job.ablation else POLICIES[:1], device)
-        acceptance: dict[int, tuple[float, ...]] = {}
+        policies = POLICIES if job.ablation else POLICIES[:1]
+        planned = dict.fromkeys(layout.shape.partition for layout in layouts if layout.shape)
+        fidelity = compare(drafter, seen.texts, seen.sampling, policies, device, filter(None, planned))
+        acceptance = {(): fidelity[0].acceptance}
         for one in fidelity:
-            acceptance.setdefault(one.layer_group, one.acceptance)  # as the engine would: the others only compare
+            acceptance.setdefault(one.partition, one.acceptance)  # calibrated every round: the others only compare
         measurer = Measurer(config, seen.texts, seen.sampling)
         found, refused = measure_all(layouts, measurer, config, devices, say)
         costs = derive_costs(found, num_devices, seen.hop_s, acceptance)

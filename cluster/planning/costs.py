@@ -106,7 +106,9 @@ def _target_entry(cost: TargetCost) -> dict[str, object]:
 
 def _shape_entry(shape: Shape) -> dict[str, object]:
     entry: dict[str, object] = {"parallel": str(shape.parallel), "ranks": shape.ranks}
-    return entry | ({"layer_group": shape.layer_group, "mlp": shape.mlp} if shape.parallel == "layer" else {})
+    if shape.parallel == "layer":
+        entry |= {"layer_group": shape.layer_group, "mlp": shape.mlp}
+    return entry | ({"partition": list(shape.partition)} if shape.partition else {})
 
 
 def _draft_entry(cost: DraftCost) -> dict[str, object]:
@@ -151,7 +153,7 @@ def _costs(content: Mapping[str, object]) -> Costs:
 
 KEYS = ("devices", "link_ms", "coordinator_ms", "acceptance", "runners_up", "target", "drafter")
 PASS_KEYS = ("ranks", "pass_ms", "cores", "beside")
-SHAPE_KEYS = ("parallel", "ranks", "layer_group", "mlp")
+SHAPE_KEYS = ("parallel", "ranks", "layer_group", "mlp", "partition")
 TARGET_KEYS = (*PASS_KEYS, "with")
 DRAFT_KEYS = (*SHAPE_KEYS, *PASS_KEYS, "exact_ms", "acceptance", "target_ranks")
 
@@ -190,7 +192,12 @@ def _shape(entry: Mapping[str, object], where: str) -> Shape:
     mlp = entry.get("mlp", "replicated")
     if mlp not in ("replicated", "tensor"):
         raise ValueError(f"{where}.mlp: must be replicated or tensor, not {mlp}")
-    return Shape(parallel, ranks, _count(entry.get("layer_group", 1), f"{where}.layer_group"), mlp)
+    partition = entry.get("partition", [])
+    if not isinstance(partition, list):
+        raise ValueError(f"{where}.partition: must be a list of sizes, not {partition}")
+    sizes = tuple(_count(size, f"{where}.partition") for size in partition)
+    width = _count(entry.get("layer_group", max(sizes, default=1)), f"{where}.layer_group")
+    return Shape(parallel, ranks, width, mlp, sizes)
 
 
 def _place(entry: Mapping[str, object], where: str) -> tuple[int, bool | None]:

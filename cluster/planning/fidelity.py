@@ -7,7 +7,7 @@ nearness is taken there too, over as many fuzzy rows as gather between two calib
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -183,18 +183,20 @@ def compare(
     sampling: SamplingParams,
     policies: Sequence[Calibrating],
     device: str = "cpu",
+    planned: Iterable[tuple[int, ...]] = (),
 ) -> list[Fidelity]:
-    """Every width under every policy; the first is exact drafting. With several policies also the widths that the
-    engine's own partition of this model does not reach."""
+    """Every partition under every policy, each once; the first is exact drafting. Those that are `planned` are among
+    them, and with several policies also the widths that the engine's own partition of this model does not reach."""
     num_layers = DecoderConfig.from_hf(Path(config.path)).num_layers
     widths = widths_of(config)
-    tried = [(width, engine_sizes(num_layers, width)) for width in widths]
+    tried = [tuple(engine_sizes(num_layers, width)) for width in widths] + list(planned)
     if len(policies) > 1:
-        tried += [(width, sizes) for width in widths if (sizes := full_sizes(num_layers, width)) != dict(tried)[width]]
+        tried += [tuple(full_sizes(num_layers, width)) for width in widths]
     num_slots = max(len(text.token_ids) for text in texts) + 1
     found: list[Fidelity] = []
     exact_accepted = 0.0
-    for width, sizes in tried:
+    for sizes in dict.fromkeys(tried):
+        width = max(sizes)
         nearness = Nearness(config, sizes, num_slots, device)
         for policy in policies if width > 1 else [Calibrating()]:
             acceptance, accepted = measure_acceptance(config, sizes, policy, texts, sampling, device)
@@ -203,7 +205,7 @@ def compare(
             found.append(
                 Fidelity(
                     width,
-                    tuple(sizes),
+                    sizes,
                     policy.describe() if width > 1 else "exact",
                     acceptance,
                     accepted + 1,

@@ -6,15 +6,17 @@ configuration. What a layout costs is the business of `costs.py` and `prediction
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.branches import AHEAD
-from actors.options import MlpParallel, ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineName
+from actors.drafters.loading import layer_partition
+from actors.options import Calibration, MlpParallel, ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineName
 from cluster.config import LaunchConfig, PlacementConfig, PlacementName
 from cluster.planning.config import PlanConfig
 from parallel.config import DecoderConfig
+from parallel.partition import default_partition
 
 FEWEST_LAYERS = 3
 """With the first and the last layer alone, so many leave none to run side by side."""
@@ -29,12 +31,21 @@ class Shape:
     layer_group: int = 1
     mlp: str = "replicated"
     """Of layer-parallel ranks: replicated or tensor."""
+    partition: tuple[int, ...] = ()
+    """Hyper-layers by their sizes; empty where only their width is known."""
+
+    @property
+    def has_own_partition(self) -> bool:
+        """Whether its hyper-layers are not those that the engine would make of the width."""
+        return bool(self.partition) and self.partition != default_sizes(sum(self.partition), self.layer_group)
 
     def describe(self) -> str:
         if self.parallel == "single":
             return "single"
-        group = f" N={self.layer_group} mlp {self.mlp}" if self.parallel == "layer" else ""
-        return f"{self.parallel} {self.ranks}{group}"
+        if self.parallel == "tensor":
+            return f"tensor {self.ranks}"
+        width = "+".join(map(str, self.partition)) if self.has_own_partition else f"N={self.layer_group}"
+        return f"layer {self.ranks} {width} mlp {self.mlp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,10 @@ class Layout:
         words = [f"pipeline={self.pipeline}", f"placement={self.placement}", f"target.tp={self.target_ranks}"]
         words += [f"drafter.parallel={shape.parallel}", f"drafter.ranks={shape.ranks}"]
         if shape.parallel == Parallel.layer:
-            words += [f"drafter.layer_group={shape.layer_group}", f"drafter.mlp_parallel={shape.mlp}"]
+            sizes = f"[{','.join(map(str, shape.partition))}]"
+            own = shape.has_own_partition
+            words += [f"drafter.layer_partition={sizes}" if own else f"drafter.layer_group={shape.layer_group}"]
+            words += [f"drafter.mlp_parallel={shape.mlp}"]
         return [*words, f"drafter.num_draft_tokens={num_draft_tokens}"]
 
     def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
@@ -84,7 +98,11 @@ class Layout:
             layer_partition=[],
         )
         if shape.parallel == Parallel.layer:
-            drafter = replace(drafter, layer_group=shape.layer_group, mlp_parallel=MlpParallel(shape.mlp))
+            drafter = replace(drafter, mlp_parallel=MlpParallel(shape.mlp))
+            if shape.has_own_partition:
+                drafter = replace(drafter, layer_partition=list(shape.partition))
+            else:
+                drafter = replace(drafter, layer_group=shape.layer_group)
         placement = PlacementConfig(PlacementName(self.placement))
         return replace(config, target=target, drafter=drafter, pipeline=pipeline, placement=placement)
 
@@ -128,15 +146,35 @@ def local_layouts(config: LaunchConfig, num_devices: int) -> list[Layout]:
     target = DecoderConfig.from_hf(Path(config.target.path))
     drafter = DecoderConfig.from_hf(Path(config.drafter.path))
     ranks = [size for size in job.target_ranks or sizes if _divides(target, size)]
+    widths = _partitions(config.drafter, drafter, job.layer_groups) if "layer" in job.parallels else {}
+    splits_mlps = config.drafter.calibration is not Calibration.broadcast  # there one rank needs whole ones
     shapes = [Shape()] * ("single" in job.parallels)
     for size in (size for size in job.draft_ranks or sizes if size > 1):
         divides = _divides(drafter, size)
         shapes += [Shape("tensor", size)] * ("tensor" in job.parallels and divides)
-        if "layer" in job.parallels and drafter.num_layers > FEWEST_LAYERS:
-            widths = [width for width in job.layer_groups if 1 < width <= size]
-            mlps = ["replicated"] + ["tensor"] * divides
-            shapes += [Shape("layer", size, width, mlp) for width in widths for mlp in mlps]
+        mlps = ["replicated"] + ["tensor"] * (divides and splits_mlps)
+        fitting = [(width, partition) for partition, width in widths.items() if max(partition) <= size]
+        shapes += [Shape("layer", size, width, mlp, partition) for width, partition in fitting for mlp in mlps]
     return list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
+
+
+def _partitions(
+    config: ModelDrafterConfig, model: DecoderConfig, widths: Iterable[int]
+) -> Mapping[tuple[int, ...], int]:
+    """Hyper-layers -> their width: the user's, or one partition for each width that makes a different one."""
+    if config.layer_partition:
+        sizes = tuple(map(len, layer_partition(replace(config, ranks=1), model)))
+        return {sizes: max(sizes)} if max(sizes) > 1 else {}
+    partitions: dict[tuple[int, ...], int] = {}
+    for width in widths:
+        if width > 1 and model.num_layers > FEWEST_LAYERS:
+            partitions.setdefault(default_sizes(model.num_layers, width), width)
+    return partitions
+
+
+def default_sizes(num_layers: int, width: int) -> tuple[int, ...]:
+    """The engine's own hyper-layers, by their sizes."""
+    return tuple(map(len, default_partition(num_layers, width)))
 
 
 def simplest(layouts: Iterable[Layout]) -> Layout:

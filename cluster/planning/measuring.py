@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -39,6 +39,11 @@ SETTLING = 0.15
 """Part of a measurement at its start that does not count."""
 FEWEST = 3
 """Passes of a number of rows without which nothing is said about it."""
+ENOUGH = 20
+"""Passes of a number of rows whose mean says something."""
+
+Acceptance = Mapping[tuple[int, ...], tuple[float, ...]]
+"""Hyper-layers by their sizes -> acceptance by distance from the committed text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,29 +173,29 @@ def _in_parts(
 
 
 def derive_costs(
-    measured: Sequence[Measured], num_devices: int, hop_s: float, acceptance: Mapping[int, tuple[float, ...]]
+    measured: Sequence[Measured], num_devices: int, hop_s: float, acceptance: Acceptance
 ) -> Costs:
-    """Medians by rows; `acceptance` by layers side by side, 1 of them being exact drafting."""
+    """Seconds by rows; `acceptance` by hyper-layers, none being exact drafting."""
     target, drafter = [], []
     for one in measured:
         subject = one.subject
         cores = len(subject.target[0].cores)
-        passes = _cost(one.target.passes)
+        passes = pass_cost(one.target.passes)
         target.append(TargetCost(len(subject.target), passes, cores, subject.overlaps, subject.shape))
         if one.draft is not None:
             drafter.append(_draft_cost(one, acceptance))
-    return Costs(num_devices, tuple(target), tuple(drafter), hop_s, 0.0, acceptance[1])
+    return Costs(num_devices, tuple(target), tuple(drafter), hop_s, 0.0, acceptance[()])
 
 
-def _draft_cost(one: Measured, acceptance: Mapping[int, tuple[float, ...]]) -> DraftCost:
+def _draft_cost(one: Measured, acceptance: Acceptance) -> DraftCost:
     subject, passes = one.subject, one.draft.passes
     exact, own = None, ()
     if subject.shape.parallel == "layer":
-        exact = _cost([each for each in passes if not each.fuzzy])
+        exact = pass_cost([each for each in passes if not each.fuzzy])
         passes = [each for each in passes if each.fuzzy]
-        own = acceptance[subject.shape.layer_group]
+        own = acceptance[subject.shape.partition]
     place = (len(subject.draft[0].cores), subject.overlaps, len(subject.target))
-    return DraftCost(subject.shape, _cost(passes), exact, own, *place)
+    return DraftCost(subject.shape, pass_cost(passes), exact, own, *place)
 
 
 def parts_of(measured: Sequence[Measured]) -> list[dict[str, object]]:
@@ -212,12 +217,19 @@ def parts_of(measured: Sequence[Measured]) -> list[dict[str, object]]:
     ]
 
 
-def _cost(passes: Sequence[TimedPass]) -> PassCost:
+def pass_cost(passes: Sequence[TimedPass]) -> PassCost:
+    """Means by rows, for a round takes as long as its passes do, slow ones included. Where passes of so many rows are
+    few, one slow one would decide: there the median, and what slow ones cost is spread over all such passes."""
     by_rows: dict[int, list[float]] = defaultdict(list)
     for one in passes[int(len(passes) * SETTLING) :]:
         by_rows[one.rows].append(one.seconds)
     fewest = min(FEWEST, max(map(len, by_rows.values())))
-    return PassCost.table({rows: median(times) for rows, times in by_rows.items() if len(times) >= fewest})
+    by_rows = {rows: times for rows, times in by_rows.items() if len(times) >= fewest}
+    few = {rows: times for rows, times in by_rows.items() if len(times) < ENOUGH}
+    slower = sum(map(sum, few.values())) / sum(median(times) * len(times) for times in few.values()) if few else 1.0
+    return PassCost.table(
+        {rows: slower * median(times) if rows in few else fmean(times) for rows, times in by_rows.items()}
+    )
 
 
 def measure_all(

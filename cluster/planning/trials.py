@@ -85,10 +85,13 @@ def try_out(
 
 
 def worth_trying(predictions: Sequence[Prediction], count: int) -> list[Prediction]:
-    """The best of every pipeline and placement, fastest first: neighbours of the best would teach little."""
-    best: dict[tuple[str, str], Prediction] = {}
+    """The best of every pipeline, placement and way to share the drafter, fastest first: neighbours of the best would
+    teach little."""
+    best: dict[tuple[str, str, str], Prediction] = {}
     for prediction in predictions:
-        best.setdefault((prediction.layout.pipeline, prediction.layout.placement), prediction)
+        layout = prediction.layout
+        parallel = layout.shape.parallel if layout.shape else ""
+        best.setdefault((layout.pipeline, layout.placement, parallel), prediction)
     return list(best.values())[:count]
 
 

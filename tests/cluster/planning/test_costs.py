@@ -33,7 +33,7 @@ def test_a_short_file_is_enough(write):
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):
-    layer = Shape("layer", 2, 2, "tensor")
+    layer = Shape("layer", 2, 2, "tensor", (1, 2, 1, 2))
     costs = Costs(
         2,
         (
@@ -92,6 +92,7 @@ def test_the_examples_are_costs(path: Path):
         ("target: [{pass_ms: 1}]\ndrafter: [{parallel: wide, pass_ms: 1}]", r"drafter\[0\].parallel: must be single"),
         ("target: [{pass_ms: 1}]\ndrafter: [{mlp: half, pass_ms: 1}]", r"drafter\[0\].mlp: must be replicated or"),
         ("target: [{pass_ms: 1, beside: 2}]", r"target\[0\].beside: must be true or false"),
+        ("target: [{pass_ms: 1}]\ndrafter: [{partition: 4, pass_ms: 1}]", r"drafter\[0\].partition: must be a list"),
         ("target: 3", "target: must be a list"),
     ],
 )

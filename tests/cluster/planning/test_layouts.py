@@ -24,6 +24,27 @@ def test_every_layout_that_fits_and_no_other():
     assert Layout(1, "pingpong", "separate", Shape()) in list(batched)
 
 
+def layer_shapes(overrides: list[str], num_devices: int) -> set[Shape]:
+    layouts = local_layouts(load_config(["job=plan", "job.parallels=[layer]", *overrides]), num_devices)
+    return {layout.shape for layout in layouts if layout.shape}
+
+
+def test_layers_are_shared_as_the_drafter_allows_and_in_each_way_once(tiny_checkpoint):
+    def pair(num_layers: int) -> list[str]:
+        path = tiny_checkpoint("Llama", num_hidden_layers=num_layers)
+        return [f"target.path={path}", f"drafter.path={path}"]
+
+    whole = {shape.mlp for shape in layer_shapes([*pair(6), "drafter.calibration=broadcast"], 2)}
+    assert whole == {"replicated"}, "one rank makes the exact rows and needs whole MLPs"
+    four = {(shape.layer_group, shape.partition) for shape in layer_shapes(pair(5), 4)}
+    assert four == {(2, (1, 1, 2, 1)), (3, (1, 3, 1))}, "4 side by side are the 3 that there are"
+    six = layer_shapes([*pair(8), "job.layer_groups=[3,4,6]"], 8)
+    assert {(shape.layer_group, shape.partition) for shape in six} == {(3, (1, 3, 3, 1)), (6, (1, 6, 1))}
+    own = layer_shapes([*pair(6), "drafter.parallel=layer", "drafter.layer_partition=[[0,1],[2,3],[4],[5]]"], 2)
+    assert {shape.partition for shape in own} == {(2, 2, 1, 1)}
+    assert "layer 2 2+2+1+1 mlp tensor" in {shape.describe() for shape in own}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -31,6 +52,7 @@ def test_every_layout_that_fits_and_no_other():
         Layout(1, "sync", "colocated", TENSOR),
         Layout(1, "branches", "separate", Shape()),
         Layout(2, "sync", "colocated", Shape("layer", 2, 2, "tensor")),
+        Layout(2, "sync", "colocated", Shape("layer", 2, 2, "replicated", (1, 2, 1, 1))),
     ],
     ids=Layout.describe,
 )
@@ -52,7 +74,9 @@ def test_a_model_is_only_split_where_it_can_be(tiny_checkpoint):
     assert simplest(layouts) == Layout(1, "sync", "separate", Shape())
     assert not [one for one in layouts if one.shape and one.shape.parallel == "layer"], "two layers are too few"
     deep = [pair[0], f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=6)}"]
-    shapes = {one.shape for one in local_layouts(load_config(["job=plan", "job.parallels=[layer]", *deep]), 2)}
-    assert shapes == {None, Shape("layer", 2, 2, "replicated"), Shape("layer", 2, 2, "tensor")}
+    assert layer_shapes(deep, 2) == {
+        Shape("layer", 2, 2, "replicated", (1, 2, 2, 1)),
+        Shape("layer", 2, 2, "tensor", (1, 2, 2, 1)),
+    }
     narrow = local_layouts(load_config(["job=plan", "job.parallels=[single]", "job.pipelines=[sync]", *pair]), 1)
     assert simplest(narrow) == Layout(1, "sync", "colocated", Shape()) and len(narrow) == 2

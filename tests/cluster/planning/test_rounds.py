@@ -108,7 +108,7 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     assert len(todo) == 1 and todo[0].draft and not todo[0].overlaps
     acceptance, accepted = measure_acceptance(config.drafter, [1, 1], Calibrating(), texts, SAMPLING)
     assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
-    costs = derive_costs([measurer.measure(subject) for subject in todo], 2, 1e-4, {1: acceptance})
+    costs = derive_costs([measurer.measure(subject) for subject in todo], 2, 1e-4, {(): acceptance})
     assert costs.acceptance == acceptance and costs.of_drafter(Shape(), 1, 2, beside=False) is not None
     assert [cost.cores for cost in costs.target] == [2] and costs.link_s == 1e-4
     transcript = record(config.drafter, "cpu", texts, SAMPLING, ())
