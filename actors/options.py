@@ -196,7 +196,8 @@ class ModelDrafterConfig(DrafterConfig):
     """parallel=layer: rounds from one calibration to the next."""
     strategy: Strategy = Strategy.chain
     """chain: one guess per position; tree: `width` children per node; best_first: a tree grown where it is likely;
-    dynamic: likewise, with one budget for the whole batch, and only while another pass pays."""
+    dynamic: likewise, with one budget for the whole batch, and only while another pass pays (asynchronous pipelines:
+    as best_first)."""
     num_draft_tokens: int = 5
     """Draft tokens a round, at most."""
     depth: int = 5
@@ -204,7 +205,8 @@ class ModelDrafterConfig(DrafterConfig):
     width: int = 2
     """Children per node of a tree; of a dynamic one, at most."""
     batch_nodes: int = 0
-    """strategy=dynamic: draft tokens of a round, over all requests; 0 = `num_draft_tokens` for each."""
+    """strategy=dynamic, pipeline=sync or pingpong: draft tokens of a round, over all requests; 0 = `num_draft_tokens`
+    for each."""
     fan_out: int = 6
     """Asynchronous pipelines: likely next tokens remembered behind every node."""
     ahead_width: int = 8

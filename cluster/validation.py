@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from actors.branches import AHEAD
-from actors.levels import CascadeDrafterConfig
+from actors.levels import CascadeDrafterConfig, LevelsPlacement
 from actors.messages import Draw
 from actors.options import (
     Calibration,
@@ -178,6 +178,22 @@ def _pipeline(config: LaunchConfig) -> Iterator[_Rule]:
     shortest, longest = config.pipeline.min_draft_tokens, getattr(config.drafter, "num_draft_tokens", None)
     fits = shortest >= 0 and (longest is None or shortest <= longest)
     yield "pipeline.min_draft_tokens", shortest, fits, f"must be from 0 to drafter.num_draft_tokens={longest}"
+    yield from _shared_budget(config)
+
+
+def _shared_budget(config: LaunchConfig) -> Iterator[_Rule]:
+    """One budget for all requests takes a moment at which all of their trees grow."""
+    drafter, pipeline = config.drafter, config.pipeline.name
+    where, works_ahead = "drafter", pipeline in AHEAD
+    if isinstance(drafter, CascadeDrafterConfig):
+        works_ahead = works_ahead and drafter.placement is LevelsPlacement.separate
+        where, drafter = "drafter.levels[0]", drafter.levels[0]
+    if isinstance(drafter, ModelDrafterConfig):
+        field, nodes = f"{where}.batch_nodes", drafter.batch_nodes
+        remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
+        yield field, nodes, drafter.strategy is Strategy.dynamic or not nodes, remedy
+        remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
+        yield field, nodes, not (works_ahead and nodes), remedy
 
 
 def draws_of(config: LaunchConfig) -> set[Draw]:

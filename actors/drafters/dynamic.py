@@ -4,7 +4,8 @@ Best first over all requests: a node's value is the probability that the target'
 that stand among the best so far are the only ones worth feeding, since no child is likelier than its parent. So a sure
 place gets one child and an unsure one several, and an easy request a deeper tree than a hard one. Growth ends when the
 next pass would bring fewer tokens for its time than the round as a whole does. Tokens are dropped by looking at them:
-exact only for draws that are not tested by ratio.
+exact only for draws that are not tested by ratio. A drafter that works ahead has no moment at which all trees grow: it
+drafts as `strategy=best_first` would.
 
 Sources: OPT-Tree (arXiv 2406.17276), DySpec (2410.11744); the stopping rule is DyTC's (2510.26843), for a tree.
 """
@@ -15,22 +16,41 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.drafters.growth import BestFirstGrowth, Candidate, GrowingTree
 from actors.messages import TokenTree
 
 _MEMORY = 0.9
 """Weight of the past in the running means: about the last ten rounds count."""
+_HICCUP = 2.0
+"""What takes longer than so many times the mean is counted as that: nobody asked for a while, or the machine paused."""
+_FIRST = 3
+"""Measurements of which the shortest counts: there is no mean yet to tell what is long."""
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Running mean of times, 0 before the first."""
+
+    seconds: float = 0.0
+    num_seen: int = 0
+
+    def saw(self, seconds: float) -> None:
+        self.num_seen += 1
+        if self.num_seen <= _FIRST:
+            self.seconds = min(seconds, self.seconds or seconds)
+        else:
+            self.seconds = _MEMORY * self.seconds + (1 - _MEMORY) * min(seconds, _HICCUP * self.seconds)
 
 
 @dataclass(slots=True)
 class PassPrice:
     """What a draft pass costs relative to a round, from the clock of the drafter; free until both are measured."""
 
-    pass_s: float = 0.0
-    round_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
+    _pass: _Mean = field(default_factory=_Mean)
+    _round: _Mean = field(default_factory=_Mean)
     _asked_at: float = 0.0
     _passed_at: float = 0.0
 
@@ -38,7 +58,7 @@ class PassPrice:
         """A draft was ordered: the time since the last order was one round."""
         now = self.clock()
         if self._asked_at:
-            self.round_s = _blend(self.round_s, now - self._asked_at)
+            self._round.saw(now - self._asked_at)
         self._asked_at = now
 
     def started(self) -> None:
@@ -48,13 +68,13 @@ class PassPrice:
     def passed(self) -> None:
         """One more pass of this draft is done."""
         now = self.clock()
-        self.pass_s = _blend(self.pass_s, now - self._passed_at)
+        self._pass.saw(now - self._passed_at)
         self._passed_at = now
 
     @property
     def share(self) -> float:
         """A pass as a part of a round."""
-        return self.pass_s / self.round_s if self.round_s else 0.0
+        return self._pass.seconds / self._round.seconds if self._round.seconds else 0.0
 
 
 class DynamicGrowth(BestFirstGrowth):
@@ -118,7 +138,3 @@ class DynamicGrowth(BestFirstGrowth):
         displaced = [0.0] * (room - len(standing)) + standing
         gain = sum(max(0.0, child - lost) for child, lost in zip(children, displaced))
         return gain > self._price() * (len(trees) + sum(standing))
-
-
-def _blend(mean: float, value: float) -> float:
-    return value if not mean else _MEMORY * mean + (1 - _MEMORY) * value

@@ -17,6 +17,7 @@ from actors.sampling import choose, top_children
 
 DYNAMIC = ModelDrafterConfig(strategy=Strategy.dynamic, num_draft_tokens=9, depth=4, width=3)
 SHARED = ModelDrafterConfig(strategy=Strategy.dynamic, num_draft_tokens=9, depth=4, width=3, batch_nodes=14)
+RUNS = [("sync", DYNAMIC), ("sync", SHARED), pytest.param("branches", DYNAMIC, marks=pytest.mark.slow)]
 SAMPLINGS = {
     "greedy": {},
     "T=1": dict(temperature=1.0),
@@ -111,6 +112,21 @@ def test_the_price_is_a_pass_over_a_round():
     assert price.share == pytest.approx(0.1)
 
 
+def test_idleness_and_pauses_do_not_make_passes_cheap():
+    """Rounds take 10 s, and before some of them nobody asks for a minute."""
+    now = 0.0
+    price = PassPrice(clock=lambda: now)
+    for number in range(30):
+        now += 60.0 if number in (1, 20, 29) else 0.0
+        price.asked()
+        price.started()
+        now += 1.0
+        price.passed()
+        now += 9.0
+        if number > 3:
+            assert price.share == pytest.approx(0.1, rel=0.2)
+
+
 def test_values_given_the_noise_tell_better_whom_the_target_draws():
     """Proper scoring: mean log-likelihood of the target's own draws, over draws by a drafter that is a little off."""
     torch.manual_seed(0)
@@ -128,8 +144,7 @@ def test_values_given_the_noise_tell_better_whom_the_target_draws():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("config", [DYNAMIC, SHARED], ids=["own budgets", "shared budget"])
-@pytest.mark.parametrize("pipeline", ["sync", pytest.param("branches", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("pipeline", "config"), RUNS, ids=["own budgets", "shared budget", "branches"])
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sampling, pipeline):
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
     plain = open_room(pipeline="plain").serve(requests)

@@ -77,6 +77,35 @@ def test_refusals(overrides, line):
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
+SHARED = "{name: model, strategy: dynamic, batch_nodes: 4}"
+AHEAD = "drafts of pipeline=branches are made one by one, ahead of time; use sync or pingpong, or drop it"
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (["drafter.batch_nodes=4"], "drafter.batch_nodes=4: is for trees that share a budget; add drafter.strategy"),
+        (
+            ["drafter.strategy=dynamic", "drafter.batch_nodes=4", "pipeline=branches"],
+            f"drafter.batch_nodes=4: {AHEAD}",
+        ),
+        (
+            ["drafter=cascade", f"drafter.levels=[{SHARED},model]", "drafter.placement=separate", "pipeline=branches"],
+            f"drafter.levels[0].batch_nodes=4: {AHEAD}",
+        ),
+        (["drafter.strategy=dynamic", "drafter.batch_nodes=4", "pipeline=pingpong"], None),
+        (["drafter=cascade", f"drafter.levels=[{SHARED},model]", "pipeline=branches"], None),
+    ],
+)
+def test_a_shared_budget_is_refused_where_nothing_would_share_it(overrides, line):
+    if line is None:
+        load_config(overrides)
+    else:
+        with pytest.raises(ValueError) as caught:
+            load_config(overrides)
+        assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
 # --- levels on ranks of their own -------------------------------------------------------------------------------------
 
 THREE = "drafter.levels=[ngram,{name: model, num_draft_tokens: 3},{name: model, num_draft_tokens: 5}]"
