@@ -68,31 +68,6 @@ class LayerParallelRunner(ModelRunner):
         self.truncate(seq_id, length)
         return True
 
-    @torch.inference_mode()
-    def share_rows(self, lengths: dict[SeqId, int], src: int = 0) -> None:
-        """Give every rank the first `lengths[s]` committed rows of each sequence s from rank `src`, in one message.
-
-        For a rank that was restarted, whose sequences are open and empty. Layers that `src` does not hold are left.
-        """
-        pool, decoder, group = self.pool, self.decoder, self.decoder.group
-        for seq_id, length in lengths.items():
-            if self.cached_len(seq_id) < length:
-                assert group.rank != src, f"rank {src} lacks the rows it is to share"
-                self.truncate(seq_id, 0)
-                self._is_fuzzy[pool.reserve(seq_id, length)] = False
-                pool.commit(seq_id, range(length))
-        slots = np.concatenate([pool.slots(seq_id)[:length] for seq_id, length in lengths.items()])
-        slots = torch.from_numpy(slots).to(decoder.device)
-        sent = decoder.layout.held(src)
-        if group.rank == src:
-            group.broadcast(torch.stack((pool.keys[:, slots], pool.values[:, slots])), src)
-            return
-        shape = (2, len(sent), len(slots), *pool.keys.shape[2:])
-        message = group.broadcast(torch.empty(shape, dtype=pool.keys.dtype, device=decoder.device), src)
-        for place, layer in enumerate(decoder.held):
-            if layer in sent:
-                pool.keys[place, slots], pool.values[place, slots] = message[:, sent.index(layer)]
-
     def _fuzzy_rows(self, seq_id: SeqId) -> np.ndarray:
         return self._is_fuzzy[self.pool.slots(seq_id)]
 

@@ -16,18 +16,18 @@ MlpParallel = Literal["replicated", "tensor"]
 Calibration = Literal["recompute", "owner", "broadcast"]
 
 
-def default_partition(num_layers: int, group: int, *, last_alone: bool = True) -> Partition:
+def default_partition(num_layers: int, group: int) -> Partition:
     """Hyper-layers of `group` layers, the first layer and the last by themselves.
 
     Where the layers between them do not divide evenly, the outermost hyper-layers are shorter, the first one first:
     32 layers by 4 are 1 3 4 4 4 4 4 4 3 1, 28 by 3 are 1 2 3 3 3 3 3 3 3 3 1.
     """
-    between = max(0, num_layers - 1 - last_alone)
+    between = max(0, num_layers - 2)
     sizes = [group] * -(-between // group)
     inwards = [end for i in range(-(-len(sizes) // 2)) for end in {i: None, len(sizes) - 1 - i: None}]
     for i in range(len(sizes) * group - between):
         sizes[inwards[i % len(inwards)]] -= 1
-    sizes = [1, *sizes, *[1] * (last_alone and num_layers > 1)]
+    sizes = [1, *sizes, *[1] * (num_layers > 1)]
     return partition_of(sizes, num_layers)
 
 

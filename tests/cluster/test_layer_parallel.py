@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from actors.messages import SamplingParams
 from actors.options import (
@@ -20,9 +22,11 @@ from actors.options import (
     Strategy,
 )
 from cluster.config import PlacementConfig, PlacementName
+from parallel.fuzzy import LayerParallelRunner
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 SAMPLING = SamplingParams(max_tokens=20, temperature=0.7, seed=5)
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 LAYOUTS = {  # pipeline, target ranks, placement, choices of the drafter
     "sync-colocated": ("sync", 2, "colocated", dict(ranks=2)),
@@ -43,7 +47,12 @@ LAYOUTS = {  # pipeline, target ranks, placement, choices of the drafter
         dict(ranks=2, strategy=Strategy.tree, calibration=Calibration.broadcast),
     ),
     "tree-never": ("tree", 1, "separate", dict(ranks=2, calibration_policy=CalibrationPolicy.never)),
-    "pearl-mismatch": ("pearl", 1, "separate", dict(ranks=2, calibration_policy=CalibrationPolicy.mismatch)),
+    "pearl-owner-mismatch": (
+        "pearl",
+        1,
+        "colocated",
+        dict(ranks=2, calibration=Calibration.owner, calibration_policy=CalibrationPolicy.mismatch),
+    ),
     "pingpong": ("pingpong", 1, "separate", dict(ranks=2, mlp_parallel=MlpParallel.tensor)),
 }
 
@@ -51,7 +60,6 @@ LAYOUTS = {  # pipeline, target ranks, placement, choices of the drafter
 @pytest.fixture(scope="session")
 def deep_drafter(tiny_checkpoint, tmp_path_factory) -> Path:
     """The tiny target with four layers put in its middle: of what it drafts some is accepted, and some is not."""
-    import torch
     from safetensors.torch import load_file, save_file
 
     path = tmp_path_factory.mktemp("deep")
@@ -76,7 +84,7 @@ def deep_drafter(tiny_checkpoint, tmp_path_factory) -> Path:
 def complete(open_engine, deep_drafter):
     """Tokens of every prompt under a layout, and the engine's report and ranks."""
 
-    def complete_(layout):
+    def complete_(layout, sampling=SAMPLING):
         pipeline, tp, placement, choices = LAYOUTS[layout]
         config = ModelDrafterConfig(
             path=str(deep_drafter), num_draft_tokens=5, device="cpu", parallel=Parallel.layer, **choices
@@ -87,7 +95,7 @@ def complete(open_engine, deep_drafter):
             pipeline=PipelineConfig(PipelineName(pipeline), adaptive=False),
             placement=PlacementConfig(PlacementName(placement)),
         )
-        return [completion.token_ids for completion in engine.generate(PROMPTS, SAMPLING)], engine
+        return [completion.token_ids for completion in engine.generate(PROMPTS, sampling)], engine
 
     return complete_
 
@@ -117,3 +125,37 @@ def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine,
         per_slot = fact["kv_bytes"] / fact["kv_slots"]
         held = {"recompute": 6, "owner": 3}.get(calibration)
         assert held is None or per_slot == held * 2 * 2 * 8 * 4, "layers, keys and values, heads, head_dim, float32"
+
+
+def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkeypatch):
+    """Under `broadcast` rank 0 alone reads the text again: its successor's rows are those of rank 0, to the bit."""
+    with open_engine("none", pipeline=PipelineConfig(PipelineName.plain)) as engine:
+        expected = [completion.token_ids for completion in engine.generate(PROMPTS, LONG)]
+    forward, drop_fuzzy = LayerParallelRunner.forward, LayerParallelRunner.drop_fuzzy
+    rows: dict[LayerParallelRunner, dict[tuple[int, int], dict[int, torch.Tensor]]] = {}
+    calls = Counter()
+
+    def break_on_rank_1(runner, *arguments, **options):
+        rank = runner.decoder.group.rank
+        calls[rank] += 1
+        if rank == 1 and calls[rank] == 20:
+            raise RuntimeError("the 20th pass broke")
+        return forward(runner, *arguments, **options)
+
+    def remember(runner, seq_id):
+        dropped, length = drop_fuzzy(runner, seq_id), runner.cached_len(seq_id)
+        slots = runner.pool.slots(seq_id)[:length]
+        held = {layer: runner.pool.keys[place, slots] for place, layer in enumerate(runner.decoder.held)}
+        rows.setdefault(runner, {})[seq_id, length] = held
+        return dropped
+
+    monkeypatch.setattr(LayerParallelRunner, "forward", break_on_rank_1)
+    monkeypatch.setattr(LayerParallelRunner, "drop_fuzzy", remember)
+    tokens, engine = complete("sync-broadcast", LONG)
+    assert tokens == expected
+    assert [incident.identity for incident in engine.supervisor.incidents] == ["draft-1"]
+    lead, _, successor, _ = sorted(rows, key=lambda runner: runner.decoder.group.rank)  # in order of appearance
+    assert 0 < len(successor.decoder.held) < len(lead.decoder.held) == 6 and len(rows[successor]) > 5
+    for at, held in rows[successor].items():
+        for layer, keys in held.items():
+            assert torch.equal(keys, rows[lead][at][layer]), (at, layer)

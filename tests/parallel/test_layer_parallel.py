@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from safetensors.torch import load_file
 from parallel.footprint import layer_kv_bytes_per_slot, layer_weight_bytes
 from parallel.fuzzy import open_layer_parallel
 from parallel.layers.weight import packs
+from parallel.mesh import Group
 from parallel.partition import LayerLayout, default_partition, partition_of
 from parallel.plan import Span
 from parallel.runner import open_model
@@ -272,23 +276,42 @@ def test_an_exact_pass_behind_fuzzy_rows_is_fuzzy_and_only_for_its_sequence(deep
     torch.testing.assert_close(output.logits[1:], plain.forward([Span("b", 3, num_logits=2)], [4, 5, 6]).logits)
 
 
-@pytest.mark.parametrize("calibration", ["recompute", "broadcast"])
-def test_a_restarted_rank_is_given_its_rows(deep_llama, on_ranks, calibration):
-    """Rank 0's rows in one message: rank 1, which knows only the lengths, then drafts what it would have."""
-    layout = layout_of(2, 2, calibration=calibration)
+class CountingGroup(Group):
+    """Notes every collective by its name."""
 
-    def restarted(group, *, loses):
-        runner = prefilled(deep_llama.path, layout, group)
-        if loses and group.rank == 1:
-            runner = open_layer_parallel(deep_llama.path, layout, group, num_slots=64)
-            runner.open("s")
-        runner.share_rows({"s": len(PROMPT)})
-        assert runner.exact_len("s") == runner.cached_len("s") == len(PROMPT)
-        return draft(runner)
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size, self.calls = group.rank, group.size, []
+        for name in ("all_reduce", "all_gather", "broadcast"):
+            setattr(self, name, partial(self._noted, name, getattr(group, name)))
 
-    untroubled = on_ranks(2, lambda group: restarted(group, loses=False))
-    for ours, theirs in zip(on_ranks(2, lambda group: restarted(group, loses=True)), untroubled, strict=True):
-        assert torch.equal(ours, theirs)
+    def _noted(self, name, collective, *arguments):
+        self.calls.append(name)
+        return collective(*arguments)
+
+
+@pytest.mark.parametrize(("mlp", "calibration"), WAYS)
+def test_how_often_ranks_wait_for_each_other(deep_llama, on_ranks, mlp, calibration):
+    """L = 8 layers in 5 hyper-layers, M = 3 of which have two; beside that the head's all-gather."""
+
+    def passes(group):
+        group = CountingGroup(group)
+        runner = prefilled(deep_llama.path, layout_of(2, 2, mlp=mlp, calibration=calibration), group)
+        group.calls.clear()
+        runner.forward([Span("s", 2, num_logits=2)], DRAFT[:2], fuzzy=True)
+        fuzzy = Counter(group.calls[:-1])
+        assert group.calls.pop() == "all_gather"
+        runner.commit("s", range(2))
+        runner.drop_fuzzy("s")
+        group.calls.clear()
+        runner.forward([Span("s", 2, num_logits=0)], DRAFT[:2])
+        return fuzzy, Counter(group.calls)
+
+    split = Counter(all_reduce=8 * (mlp == "tensor"))
+    alone = Counter(broadcast=2 * (calibration == "owner"))  # of the first and the last layer, from who has it
+    exact = {"recompute": Counter(), "owner": Counter(broadcast=8), "broadcast": Counter(broadcast=1)}[calibration]
+    for fuzzy, calibrated in on_ranks(2, passes):
+        assert fuzzy == Counter(all_gather=3) + split + alone
+        assert calibrated == exact + split
 
 
 @pytest.mark.parametrize(("mlp", "calibration"), WAYS)

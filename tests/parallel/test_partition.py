@@ -4,34 +4,31 @@ import pytest
 
 from parallel.partition import LayerLayout, default_partition, partition_of
 
-PUBLISHED = {  # layers, layers side by side, whether the last is alone -> sizes (EasySpec's shipped partitions)
-    (32, 4, True): [1, 3, 4, 4, 4, 4, 4, 4, 3, 1],  # Llama-3-8B, Llama-2-7B
-    (40, 4, True): [1, 3, 4, 4, 4, 4, 4, 4, 4, 4, 3, 1],  # Llama-2-13B
-    (28, 2, True): [1, *[2] * 13, 1],  # Llama-3.2-3B
-    (16, 2, True): [1, *[2] * 7, 1],  # Llama-3.2-1B
-    (22, 2, True): [1, *[2] * 10, 1],  # TinyLlama
-    (28, 4, True): [1, 3, 4, 4, 4, 4, 4, 3, 1],  # Qwen2-7B
-    (28, 4, False): [1, 3, 4, 4, 4, 4, 4, 4],  # Qwen2.5-7B
-    (28, 3, True): [1, 2, *[3] * 8, 1],  # Qwen2-1.5B
-    (24, 4, True): [1, 3, 4, 4, 4, 4, 3, 1],  # Qwen2-0.5B
+PUBLISHED = {  # layers, layers side by side -> sizes (EasySpec's shipped partitions)
+    (32, 4): [1, 3, 4, 4, 4, 4, 4, 4, 3, 1],  # Llama-3-8B, Llama-2-7B
+    (40, 4): [1, 3, 4, 4, 4, 4, 4, 4, 4, 4, 3, 1],  # Llama-2-13B
+    (28, 2): [1, *[2] * 13, 1],  # Llama-3.2-3B
+    (16, 2): [1, *[2] * 7, 1],  # Llama-3.2-1B
+    (22, 2): [1, *[2] * 10, 1],  # TinyLlama
+    (28, 4): [1, 3, 4, 4, 4, 4, 4, 3, 1],  # Qwen2-7B
+    (28, 3): [1, 2, *[3] * 8, 1],  # Qwen2-1.5B
+    (24, 4): [1, 3, 4, 4, 4, 4, 3, 1],  # Qwen2-0.5B
 }
 
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=str)
 def test_the_default_is_the_published_partition(case):
-    num_layers, group, last_alone = case
-    partition = default_partition(num_layers, group, last_alone=last_alone)
+    partition = default_partition(*case)
     assert [len(members) for members in partition] == PUBLISHED[case]
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("last_alone", [True, False])
-def test_any_depth_is_covered_in_order_by_groups_that_fit(group, last_alone):
+def test_any_depth_is_covered_in_order_by_groups_that_fit(group):
     for num_layers in range(1, 30):
-        partition = default_partition(num_layers, group, last_alone=last_alone)
+        partition = default_partition(num_layers, group)
         assert [layer for members in partition for layer in members] == list(range(num_layers))
         assert max(map(len, partition)) <= group and all(partition)
-        assert len(partition[0]) == 1 and (not last_alone or len(partition[-1]) == 1)
+        assert len(partition[0]) == len(partition[-1]) == 1
 
 
 def test_a_partition_may_be_written_as_sizes_or_as_layers():
