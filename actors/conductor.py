@@ -7,6 +7,7 @@ them, and waits for the client to ask again. It never loads a model, and torch i
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from actors.chronicle import Chronicle
 from actors.coordinator import Coordinator
 from actors.levels import role_above, role_beneath, role_name
-from actors.lifecycle import BEAT_S, Alive, Hello, RankLost, Ready, RoleBack, RoleLost, Silent, Stop, identity_of
+from actors.lifecycle import BEAT_S, Alive, Hello, RankLost, Ready, RoleBack, RoleLost, Stop, identity_of
 from actors.messages import (
     Abort,
     DraftBatch,
@@ -28,6 +29,7 @@ from actors.messages import (
 )
 from actors.muster import Muster
 from actors.options import SchedulerConfig
+from actors.pace import Pace
 from actors.pipelines import PIPELINES
 from actors.pipelines.control import make_control
 from actors.scheduler import Capacity, Load, Scheduler
@@ -56,7 +58,7 @@ class CoordinatorSpec:
     level_ranks: tuple[int, ...] = ()
     """Ranks of the levels of a cascade beneath the drafter, if they have their own: draft2, draft3, ..."""
     silence_s: float = 0.0
-    """A rank that is not heard of for so long hangs; 0 = never."""
+    """A rank that is not heard of for so long hangs; 0 = none ever does."""
     incarnation: int = 0
     adaptive: bool = False
     min_draft_tokens: int = 0
@@ -100,6 +102,7 @@ class Conductor:
         self._ordered: tuple[int, float] = (0, 0.0)  # the last pass: its round, and when it left
         first_epoch = spec.incarnation * EPOCHS + 1
         self._musters = {role: Muster(role, size, first_epoch) for role, size in spec.sizes.items()}
+        self._paces = {role: Pace() for role in self._musters}
         self._complete = dict.fromkeys(self._musters, False)
         self._greeted = False
         self._coordinator: Coordinator | None = None
@@ -151,10 +154,10 @@ class Conductor:
             "coordinator", 0, self._spec.incarnation, os.getpid(), waiting=self._coordinator is None, at_change=False
         )
         self._hub.send([CLIENT], alive)
-        for muster in self._musters.values():
-            for last in muster.silent(self._spec.silence_s, self._awake_s):
-                self._hub.send([CLIENT], Silent(last.role, last.rank, last.incarnation, last.pid))
-                muster.lose(last.rank, last.incarnation, self._awake_s)
+        limit_s = self._spec.silence_s
+        for role, muster in self._musters.items():
+            for silent in muster.silent(limit_s, self._awake_s, self._paces[role].limit_s if limit_s else math.inf):
+                self._hub.send([CLIENT], silent)
             self._attend(muster)
 
     # --- records ------------------------------------------------------------------------------------------------------
@@ -189,8 +192,12 @@ class Conductor:
         if isinstance(record, DraftBatch):
             beneath = role_beneath(role)
             if self._complete.get(beneath) and record.epoch == self._musters[beneath].epoch:
+                self._paces[beneath].ordered(record)
                 self._hub.send(self._names(beneath), record)
-        elif role in COUNTERPARTS:
+            return
+        if not isinstance(record, OutlookBatch):
+            self._paces[role].answered(record)
+        if role in COUNTERPARTS:
             self._tell(record)
         elif isinstance(record, ProposalBatch):
             self._hub.send(self._names(role_above(role)), record)
@@ -221,8 +228,10 @@ class Conductor:
         self._chronicle.sent(record)
         if isinstance(record, VerifyBatch):
             self._ordered = (record.round, time.monotonic())
+            self._paces["target"].ordered(record)
             self._hub.send(self._names("target"), record)
         elif isinstance(record, DraftBatch):
+            self._paces["draft"].ordered(record)
             self._hub.send(self._names("draft"), record)
         else:
             self._hub.send([CLIENT], record)

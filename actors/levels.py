@@ -107,11 +107,5 @@ def drafts(identity: str) -> bool:
     return identity.startswith(TOP)
 
 
-def is_spared(identity: str) -> bool:
-    """Whether a rank may die and nobody else need: a level beneath another, which then drafts by itself."""
-    role = identity.rpartition("-")[0]
-    return role.startswith(TOP) and role != TOP
-
-
 def _place(role: str) -> int:
     return int(role.removeprefix(TOP) or 1) - 1

@@ -75,6 +75,7 @@ class Ready:
     rank: int
     facts: dict[str, object]
     epoch: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,16 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The coordinator to who watches the processes: this rank has not been heard of for too long."""
+    """The coordinator to who watches the processes: this one hangs.
+
+    Without an `incarnation`: nobody who plays this rank was heard of for too long, since the coordinator began or the
+    last one was lost. That is said again and again while it lasts; who watches knows who is about to start.
+    """
 
     role: str
     rank: int
-    incarnation: int
-    pid: int
+    incarnation: int | None = None
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

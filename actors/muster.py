@@ -10,10 +10,11 @@ waits, join the next one. Everything it says is said again until it is followed,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from actors.lifecycle import Alive, Join, Ready, Recall
+from actors.lifecycle import BEAT_S, Alive, Join, Ready, Recall, Silent
 
 REPEAT_S = 0.3
 """How soon what was not followed is said again."""
@@ -34,9 +35,10 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Rank:
-    """What is known of one rank; `at` is when it was last heard of, `idle` counts beats that raise doubts.
+    """What is known of one rank; `at` is when it was last heard of, lost, or said to be silent.
 
-    `joined` is the last epoch its process was part of: that it waited before is old news.
+    `joined` is the last epoch its process was part of: that it waited before is old news. `idle` counts beats that
+    raise doubts, and `busy` those within one round, each behind the round they are about.
     """
 
     last: Alive | None = None
@@ -45,6 +47,7 @@ class _Rank:
     ready: Ready | None = None
     joined: int = 0
     idle: tuple[int, int] = (0, 0)
+    busy: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -88,6 +91,9 @@ class Muster:
         if alive.waiting and alive.epoch < rank.joined:
             return True
         rank.last = alive
+        if not alive.at_change:
+            round_before, beats = rank.busy
+            rank.busy = (alive.taken, beats + 1 if alive.busy and round_before == alive.taken else 0)
         has_left = alive.waiting and alive.epoch >= self.epoch
         if self.phase is not Phase.gathering and (is_new or has_left):
             self.scatter(now)
@@ -108,7 +114,7 @@ class Muster:
         lost = self._ranks[rank]
         if incarnation < lost.oldest:
             return
-        lost.last, lost.oldest = None, incarnation + 1
+        lost.last, lost.oldest, lost.at = None, incarnation + 1, now
         if self.phase is not Phase.gathering:
             self.scatter(now)
 
@@ -134,15 +140,29 @@ class Muster:
         busy = [i for i, rank in enumerate(self._ranks) if rank.last is not None and not rank.last.waiting]
         return [(busy, Recall(self.epoch))] if busy else []
 
-    def silent(self, limit_s: float, now: float) -> list[Alive]:
-        """Last words of ranks that hang: not heard of for `limit_s` (0: never mind), or recalled in vain."""
-        stuck = self.phase is Phase.gathering and now - self._since > RECALL_LIMIT_S
-        return [
-            rank.last
-            for rank in self._ranks
-            if rank.last is not None
-            and ((limit_s and now - rank.at > limit_s) or (stuck and not rank.last.waiting and rank.last.epoch))
-        ]
+    def silent(self, limit_s: float, now: float, round_limit_s: float = math.inf) -> list[Silent]:
+        """Who hangs; it is lost from now on, and of a rank that nobody plays it is said again every `limit_s`.
+
+        Ranks not heard of for `limit_s` (0: never mind), those whose round does not end within `round_limit_s`,
+        counted in their own heartbeats so that a starved process is not blamed, and those recalled in vain.
+        """
+        named = []
+        for number, rank in enumerate(self._ranks):
+            is_silent = bool(limit_s) and now - rank.at > limit_s
+            if rank.last is None and is_silent:
+                named.append(Silent(self.role, number))
+                rank.at = now
+            elif rank.last is not None and (is_silent or self._is_stuck(rank, now, round_limit_s)):
+                named.append(Silent(self.role, number, rank.last.incarnation, rank.last.pid))
+                self.lose(number, rank.last.incarnation, now)
+        return named
+
+    def _is_stuck(self, rank: _Rank, now: float, round_limit_s: float) -> bool:
+        """Whether the heart of this rank beats, and nothing else of it moves."""
+        if rank.busy[1] * BEAT_S > round_limit_s:
+            return True
+        is_recalled_in_vain = not rank.last.waiting and rank.last.epoch > 0
+        return self.phase is Phase.gathering and now - self._since > RECALL_LIMIT_S and is_recalled_in_vain
 
     def doubts(self, alive: Alive, awaited: int | None) -> bool:
         """Whether beat after beat this rank does not work on round `awaited`, for which everybody waits.

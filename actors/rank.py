@@ -171,7 +171,8 @@ class Rank:
             self._role.forget()
 
     def _say_ready(self) -> None:
-        self._link.send(Ready(self._pulse.role, self._pulse.rank, self._facts, self._pulse.epoch))
+        pulse = self._pulse
+        self._link.send(Ready(pulse.role, pulse.rank, self._facts, pulse.epoch, pulse.incarnation))
 
     # --- within an epoch ----------------------------------------------------------------------------------------------
 

@@ -113,9 +113,10 @@ class ClusterConfig:
     log_level: LogLevel = LogLevel.info
     """What the roles tell in `logs/` of the run's directory: error, warning, info, or debug with every round."""
     max_restarts: int = 3
-    """Times within an hour that each process is replaced when it dies; 0 = the first death ends the engine."""
+    """Times within an hour that each process is replaced when it dies; the next death of a target or coordinator ends
+    the engine, that of a drafter leaves it out. 0 = the first death ends the engine."""
     silence_s: float = 2.0
-    """A process that gives no sign of life for so long hangs: it is ended and replaced; 0 = never."""
+    """A process that gives no sign of life for so long hangs: it is ended and replaced; 0 = none ever is."""
 
 
 @dataclass(frozen=True, slots=True)

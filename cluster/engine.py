@@ -307,15 +307,14 @@ class Engine:
                     self._news.notify_all()
             case Ready():
                 identity = identity_of(record.role, record.rank)
-                self.supervisor.hear_ready(identity)
+                self.supervisor.hear_ready(record)
                 with self._news:
                     self.ready[identity] = record
                     self._news.notify_all()
             case Alive():
                 self._meet_coordinator(record)
             case Silent():
-                identity = identity_of(record.role, record.rank)
-                self.supervisor.end_hanging(identity, record.incarnation, record.pid)
+                self.supervisor.hear_silence(record)
 
     def _meet_coordinator(self, alive: Alive) -> None:
         """A successor of the coordinator knows nothing: greet it, and ask for everything again once it serves."""

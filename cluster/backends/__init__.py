@@ -35,8 +35,9 @@ class Backend(Protocol):
     def deaths(self, timeout_s: float) -> list[Death]:
         """What ended and should not have, each once; waits so long for the first."""
 
-    def kill(self, identity: str, pid: int) -> None:
-        """End a process that does not answer; its death is noticed like any other."""
+    def kill(self, identity: str, pid: int | None) -> None:
+        """End a process that does not answer; its death is noticed like any other. Without a `pid` it is too young to
+        have told it."""
 
     def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
         """Start a successor, without waiting for it, where the last one was or, if that node is gone, elsewhere.

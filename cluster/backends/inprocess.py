@@ -57,7 +57,7 @@ class InprocessBackend:
         return lay_out(self._config, Devices(tuple(cores), torch.cuda.device_count()))
 
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
-        self._coordinator = replace(coordinator, silence_s=0.0)
+        self._coordinator = coordinator if self.can_kill else replace(coordinator, silence_s=0.0)
         self._hub = Hub(_ANY_PORT)
         self.places, self.address = places, self._hub.address
         self._store = host_store(_LOOPBACK) if any(place.size > 1 for place in places) else None
@@ -75,7 +75,7 @@ class InprocessBackend:
         except queue.Empty:
             return []
 
-    def kill(self, identity: str, pid: int) -> None:
+    def kill(self, identity: str, pid: int | None) -> None:
         assert False, "a thread cannot be ended"
 
     def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:

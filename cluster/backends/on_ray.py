@@ -114,8 +114,8 @@ class RayBackend:
     def deaths(self, timeout_s: float) -> list[Death]:
         return self._actors.deaths(timeout_s)
 
-    def kill(self, identity: str, pid: int) -> None:
-        if self._is_local:
+    def kill(self, identity: str, pid: int | None) -> None:
+        if self._is_local and pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         else:

@@ -28,6 +28,7 @@ from actors.target import TargetRole
 from actors.wire import Hub, Link
 from parallel.mesh import SINGLE
 from parallel.runner import open_model
+from tests.actors.conductor_stage import Stage
 
 EOS = 1
 VOCAB_SIZE = 97
@@ -222,3 +223,17 @@ def open_link(hub):
     yield open_
     for link in links:
         link.close()
+
+
+@pytest.fixture
+def open_stage():
+    """Conductors in their threads; ended with the test."""
+    stages = []
+
+    def open_(*arguments, **options):
+        stages.append(Stage(*arguments, **options))
+        return stages[-1]
+
+    yield open_
+    for stage in stages:
+        stage.stop()

@@ -1,15 +1,12 @@
-"""The coordinator's loop behind its hub: who is gathered, greeted and sent to, who is missed, and how it ends."""
+"""The coordinator's loop behind its hub: who is gathered, greeted and sent to, and how it ends."""
 
 from __future__ import annotations
 
-import threading
 import time
 
-import pytest
-
-from actors.conductor import CLIENT, Conductor, CoordinatorSpec
+from actors.conductor import CLIENT
 from actors.coordinator import Coordinator
-from actors.lifecycle import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Silent, Stop
+from actors.lifecycle import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
 from actors.messages import (
     Abort,
     DraftBatch,
@@ -24,85 +21,8 @@ from actors.messages import (
     VerifyBatch,
 )
 from actors.scheduler import Load
-from actors.wire import Hub, Link
-
-FACTS = {"kv_slots": 400, "max_model_len": 50}
-WAIT_S = 10.0
-
-
-class Stage:
-    """A conductor in its thread, and a link for every part around it, spoken from the test."""
-
-    def __init__(self, target_ranks=1, draft_ranks=1, watches=(), **options) -> None:
-        pipeline = "sync" if draft_ranks else "plain"
-        spec = CoordinatorSpec(pipeline, 4, target_ranks, draft_ranks, (1,), **options)
-        self.hub = Hub("tcp://127.0.0.1:*")
-        self.ranks = [f"{role}-{rank}" for role, size in spec.sizes.items() for rank in range(size)]
-        self.links = {name: Link(self.hub.address, f"{name}#0") for name in self.ranks}
-        self.links[CLIENT] = Link(self.hub.address, CLIENT)
-        self.ended: list[object] = []
-        self.thread = threading.Thread(target=self.conduct, args=(Conductor(spec, self.hub, watches),))
-        self.thread.start()
-
-    def conduct(self, conductor) -> None:
-        try:
-            self.ended.append(conductor.run())
-        except Exception as error:
-            self.ended.append(error)
-
-    def say(self, name, record) -> None:
-        self.links[name].send(record)
-
-    def hear(self, name, timeout_s=WAIT_S, *, vitals=False):
-        """The next record; heartbeats of the coordinator only if `vitals`."""
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            record = self.links[name].receive(left)
-            if vitals or not isinstance(record, Alive):
-                return record
-
-    def beat(self, name, **state) -> None:
-        role, _, rank = name.partition("-")
-        self.say(name, Alive(role, int(rank), **{"incarnation": 0, "pid": 7} | state))
-
-    def join(self, *names) -> int:
-        """Play ranks that come together; returns the epoch."""
-        for name in names:
-            self.beat(name)
-        for name in names:
-            call = self.hear(name)
-            assert isinstance(call, Join)
-            role, _, rank = name.partition("-")
-            self.say(name, Ready(role, int(rank), FACTS, call.epoch))
-        return call.epoch
-
-    def get_ready(self) -> list[Ready]:
-        for role in ("target", "draft"):
-            if members := [name for name in self.ranks if name.startswith(role)]:
-                self.join(*members)
-        self.say(CLIENT, Hello())
-        return [self.hear(CLIENT) for _ in self.ranks]
-
-    def stop(self) -> None:
-        if self.thread.is_alive():
-            self.say(CLIENT, Stop("the test is over"))
-        self.thread.join(WAIT_S)
-        for link in self.links.values():
-            link.close()
-        self.hub.close()
-
-
-@pytest.fixture
-def open_stage():
-    stages = []
-
-    def open_(*arguments, **options):
-        stages.append(Stage(*arguments, **options))
-        return stages[-1]
-
-    yield open_
-    for stage in stages:
-        stage.stop()
+from actors.wire import Link
+from tests.actors.conductor_stage import FACTS, WAIT_S
 
 
 def test_the_client_hears_of_all_ranks_once_the_last_is_there(open_stage):
@@ -225,32 +145,6 @@ def test_what_a_replaced_process_still_says_is_nobodys_word(open_stage):
     assert stage.hear(CLIENT).token_ids == (7,)
 
 
-def test_a_lost_order_is_noticed_by_heartbeats_and_a_long_pass_is_not_mistaken_for_one(open_stage):
-    stage = open_stage(draft_ranks=0)
-    stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
-    batch = stage.hear("target-0")
-    for _ in range(10):
-        stage.beat("target-0", epoch=1, waiting=False, taken=batch.round, busy=True)
-    assert stage.hear("target-0", 0.2) is None, "it is at work"
-    for _ in range(3):
-        stage.beat("target-0", epoch=1, waiting=False, taken=batch.round - 1, busy=False)
-    assert stage.hear("target-0") == Recall(2)
-
-
-def test_a_silent_rank_is_told_of_and_its_role_goes_on_without_it(open_stage):
-    stage = open_stage(silence_s=1.0)
-    stage.get_ready()
-    started = time.monotonic()
-    heard = []
-    while len(heard) < 2 and time.monotonic() - started < WAIT_S:
-        stage.beat("target-0", epoch=1, waiting=False)
-        if isinstance(record := stage.hear(CLIENT, 0.1), Silent):
-            heard.append(record)
-            break
-    assert heard == [Silent("draft", 0, 0, 7)] and 0.7 < time.monotonic() - started < 5
-
-
 def test_a_successor_gathers_whom_it_hears_and_serves_without_a_drafter(open_stage):
     stage = open_stage(incarnation=1)
     stage.say(CLIENT, Hello())
@@ -268,16 +162,6 @@ def test_a_successor_gathers_whom_it_hears_and_serves_without_a_drafter(open_sta
     assert admit.token_ids == (3, 4, 5, 6) and admit.prompt_len == 2 and batch.after == call.round
     stage.say("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 4, (), 7),), 0.0, 0.0, 4))
     assert stage.hear(CLIENT) == Tokens(1, 2, (7,))
-
-
-def test_the_client_hears_the_heart_of_the_coordinator(open_stage):
-    stage = open_stage(draft_ranks=0)
-    stage.say(CLIENT, Hello())
-    before = stage.hear(CLIENT, vitals=True)
-    assert (before.identity, before.waiting) == ("coordinator", True)
-    stage.get_ready()
-    beats = [stage.hear(CLIENT, vitals=True) for _ in range(3)]
-    assert any(isinstance(beat, Alive) and not beat.waiting for beat in beats)
 
 
 def test_stop_ends_everyone(open_stage):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.lifecycle import Alive, Join, Ready, Recall
+from actors.lifecycle import BEAT_S, Alive, Join, Ready, Recall, Silent
 from actors.muster import DOUBTFUL_BEATS, RECALL_LIMIT_S, Muster, Phase
 
 
@@ -127,7 +127,41 @@ def test_the_word_of_a_replaced_process_counts_for_nothing():
 def test_silence_is_measured_and_can_be_allowed():
     muster = serving()
     muster.hear(Alive("target", 1, 0, 7, epoch=1, waiting=False), 3.0)
-    assert [last.rank for last in muster.silent(2.0, 3.5)] == [0] and muster.silent(0.0, 99.0) == []
+    assert muster.silent(0.0, 99.0) == [] and muster.silent(2.0, 3.5) == [Silent("target", 0, 0, 1)]
+
+
+def test_silence_is_told_again_until_a_successor_beats():
+    """The first word may be lost, and nothing that the process still says counts any more."""
+    muster = serving(1)
+    assert muster.silent(2.0, 3.0) == [Silent("target", 0, 0, 1)] and muster.silent(2.0, 4.0) == []
+    assert not muster.hear(Alive("target", 0, 0, 1), 4.5)
+    assert muster.silent(2.0, 5.5) == [Silent("target", 0)] and muster.silent(2.0, 6.0) == []
+    assert muster.silent(2.0, 8.0) == [Silent("target", 0)]
+    muster.hear(Alive("target", 0, 1, 2), 9.0)
+    assert muster.silent(2.0, 10.5) == []
+
+
+def test_who_was_never_heard_is_silent_too():
+    muster = Muster("target", 2)
+    for now in (0.0, 1.0, 2.0, 3.0):
+        muster.hear(Alive("target", 0, 0, 1), now)
+    assert muster.silent(0.0, 3.0) == [] and muster.silent(2.0, 3.0) == [Silent("target", 1)]
+
+
+def test_a_round_that_never_ends_is_counted_in_the_heartbeats_of_its_rank():
+    muster = serving(1)
+
+    def beats(count, **state):
+        for _ in range(count):
+            muster.hear(Alive("target", 0, 0, 7, epoch=1, waiting=False, **state), 1.0)
+
+    beats(9, taken=7, busy=True)
+    beats(9, taken=8, busy=True)
+    assert muster.silent(2.0, 1.0, round_limit_s=8 * BEAT_S) == [], "two rounds, and none that long"
+    beats(9, taken=8)
+    assert muster.silent(2.0, 1.0, round_limit_s=8 * BEAT_S) == [], "idle"
+    beats(10, taken=9, busy=True)
+    assert muster.silent(2.0, 1.0, round_limit_s=8 * BEAT_S) == [Silent("target", 0, 0, 7)]
 
 
 def test_a_rank_that_is_recalled_in_vain_is_stuck():
@@ -136,7 +170,7 @@ def test_a_rank_that_is_recalled_in_vain_is_stuck():
     late = 10.0 + RECALL_LIMIT_S + 1
     muster.hear(Alive("target", 0, 0, 7, epoch=1, waiting=False), late)
     muster.hear(Alive("target", 1, 0, 7, epoch=1, waiting=True), late)
-    assert [last.rank for last in muster.silent(2.0, late)] == [0]
+    assert muster.silent(2.0, late) == [Silent("target", 0, 0, 7)]
 
 
 def test_doubts_need_several_beats_about_one_round():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
 import pytest
 
+from actors import pace
 from actors.drafters.cascade import CascadeDrafter
 from actors.drafters.model import ModelDrafter
 from actors.drafters.ngram import NgramDrafter
@@ -15,6 +17,7 @@ from actors.messages import SamplingParams
 from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
 from actors.scheduler import Scheduler
 from actors.target import TargetRole
+from cluster.backends.inprocess import InprocessBackend
 from cluster.config import ClusterConfig, ClusterName
 from cluster.engine import EngineError
 
@@ -155,17 +158,58 @@ def test_ranks_beside_the_one_that_died_keep_their_weights(open_engine, break_at
         assert runner.pool.num_free == runner.pool.num_slots, "a KV slot leaked"
 
 
-def test_too_many_deaths_end_the_engine_with_the_reason(open_engine, break_at):
+def test_too_many_deaths_of_who_is_needed_end_the_engine_with_the_reason(open_engine, break_at):
     engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, max_restarts=2))
-    break_at(ModelDrafter, "propose", *range(5, 1000))
+    break_at(TargetRole, "answer", *range(5, 1000))
     with pytest.raises(EngineError) as caught:
         engine.submit("one", LONG).result(WAIT_S)
     assert str(caught.value) == (
-        "draft-0: RuntimeError: propose broke at call 7; replaced 2 times within the hour (cluster.max_restarts=2)"
+        "target-0: RuntimeError: answer broke at call 7; replaced 2 times within the hour (cluster.max_restarts=2)"
     )
     with pytest.raises(EngineError) as caught:
         engine.submit("two", LONG)
     assert "in wrong" in str(caught.value.__cause__), "where it broke is at hand"
+
+
+def test_a_drafter_that_dies_too_often_is_left_out_and_decoding_goes_on_plainly(open_engine, break_at, plain):
+    engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, max_restarts=1))
+    break_at(ModelDrafter, "propose", *range(5, 1000))
+    while len(engine.supervisor.incidents) < 2:  # its successor may join during any of them
+        assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    engine.report(reset=True)
+    assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLED)] == plain[0.8]
+    assert [(one.identity, one.replaced) for one in engine.supervisor.incidents] == [
+        ("draft-0", True),
+        ("draft-0", False),
+    ]
+    assert engine.report().counters["num_draft_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "owner, method, identity", [(TargetRole, "answer", "target-0"), (ModelDrafter, "propose", "draft-0")]
+)
+def test_a_rank_whose_pass_never_returns_is_replaced_and_the_tokens_are_the_same(
+    open_engine, plain, monkeypatch, owner, method, identity
+):
+    """Its heart goes on beating. Here a thread that is ended leaves its wait with an error."""
+    ended, calls, right = threading.Event(), itertools.count(1), getattr(owner, method)
+
+    def stick(self, *arguments):
+        if next(calls) == 9:
+            ended.wait()
+            raise RuntimeError("ended")
+        return right(self, *arguments)
+
+    monkeypatch.setattr(owner, method, stick)
+    monkeypatch.setattr(pace, "FLOOR_S", 1.0)
+    monkeypatch.setattr(InprocessBackend, "can_kill", True)
+    monkeypatch.setattr(InprocessBackend, "kill", lambda backend, who, pid: ended.set() if who == identity else None)
+    engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, silence_s=1000.0))
+    assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    until = time.monotonic() + WAIT_S
+    while not engine.supervisor.incidents and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [(one.identity, one.cause) for one in engine.supervisor.incidents] == [(identity, "hung and was ended")]
 
 
 def test_requests_that_come_or_are_aborted_during_an_outage_are_answered(open_engine, break_at, plain):

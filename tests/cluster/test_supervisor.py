@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.lifecycle import Alive, Death
+from actors.lifecycle import Alive, Death, RankLost, Ready, Silent
 from cluster import supervisor as module
 from cluster.config import ClusterConfig
 from cluster.relocation import NoRoom
 from cluster.supervisor import Supervisor
 
-FACTS = {"target-0": {}, "draft-0": {}}
+FACTS = {"target-0": {"pid": 11}, "draft-0": {"pid": 12}}
 WAIT_S = 10.0
 
 
@@ -29,7 +29,10 @@ class Cluster:
         self.next_address = self.address
         self.without_room: set[str] = set()
         self.lost: set[str] = set()
+        self.unable: set[str] = set()
         self.started: list[tuple[str, int]] = []
+        self.killed: list[tuple[str, int | None]] = []
+        self.told: list[RankLost] = []
         self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
 
     def end(self, identity: str) -> None:
@@ -44,9 +47,14 @@ class Cluster:
     def replace(self, identity: str, incarnation: int, facts: object) -> None:
         if identity in self.without_room:
             raise NoRoom(f"{identity}: node n2 is gone")
+        if identity in self.unable:
+            raise RuntimeError("no such actor")
         self.started.append((identity, incarnation))
         if identity == "coordinator":
             self.address = self.next_address
+
+    def kill(self, identity: str, pid: int | None) -> None:
+        self.killed.append((identity, pid))
 
     def stranded(self) -> set[str]:
         return set(self.lost)
@@ -68,10 +76,12 @@ def watch(cluster) -> Iterator:
         supervisor = Supervisor(
             cluster,
             ClusterConfig(**{"silence_s": 0.0} | limits),
-            on_lost=lambda lost: None,
+            on_lost=cluster.told.append,
             on_moved=moved.append,
             on_final=lambda line, trace: final.put(line),
         )
+        for identity, facts in FACTS.items():
+            supervisor.hear_ready(ready(identity, **facts))
         supervisor.begin_replacing(FACTS)
         supervisor.start()
         running.append(supervisor)
@@ -80,6 +90,11 @@ def watch(cluster) -> Iterator:
     yield begin
     for supervisor in running:
         supervisor.stop()
+
+
+def ready(identity: str, incarnation: int = 0, pid: int = 21) -> Ready:
+    role, _, rank = identity.partition("-")
+    return Ready(role, int(rank), {"pid": pid}, incarnation=incarnation)
 
 
 def until(condition) -> None:
@@ -122,7 +137,7 @@ def test_a_successor_whose_node_turns_out_to_be_gone_is_started_elsewhere(cluste
         cluster.end("target-0")
     until(lambda: ("target-0", 2) in cluster.started)
     cluster.lost.clear()
-    supervisor.hear_ready("target-0")
+    supervisor.hear_ready(ready("target-0", incarnation=2))
     count = len(cluster.started)
     time.sleep(0.1)
     assert len(cluster.started) == count and final.empty()
@@ -143,7 +158,7 @@ def test_a_successor_that_does_not_come_ends_the_engine(cluster, watch):
     for identity in ("target-0", "coordinator"):
         cluster.end(identity)
         until(lambda identity=identity: (identity, 1) in cluster.started)
-    supervisor.hear_ready("target-0")
+    supervisor.hear_ready(ready("target-0", incarnation=1))
     supervisor.hear_coordinator(Alive("coordinator", 0, 0, 7, waiting=False))  # the last words of who died
     assert final.get(timeout=WAIT_S) == (
         "coordinator: not ready again after 0 s; look at its log, or raise cluster.startup_timeout_s"
@@ -156,3 +171,87 @@ def test_nobody_is_looked_after_while_all_are_there(cluster, watch):
     cluster.lost.add("target-0")
     time.sleep(0.1)
     assert not cluster.started and not supervisor.incidents
+
+
+def test_a_drafter_that_dies_too_often_is_left_out_and_the_engine_goes_on(cluster, watch):
+    supervisor, final, _ = watch(max_restarts=2)
+    for incarnation in (1, 2):
+        cluster.end("draft-0")
+        until(lambda incarnation=incarnation: ("draft-0", incarnation) in cluster.started)
+        supervisor.hear_ready(ready("draft-0", incarnation))
+    cluster.end("draft-0")
+    until(lambda: len(supervisor.incidents) == 3)
+    assert [incident.replaced for incident in supervisor.incidents] == [True, True, False]
+    last = supervisor.incidents[-1]
+    assert last.cause == "its node died; replaced 2 times within the hour (cluster.max_restarts=2)"
+    until(lambda: len(cluster.told) == 3)
+    assert cluster.told == [RankLost("draft", 0, incarnation) for incarnation in range(3)]
+    cluster.next_address = "tcp://second:2"
+    cluster.end("coordinator")
+    until(lambda: ("target-0", 1) in cluster.started)
+    assert len(cluster.started) == 4 and final.empty(), "nor is it started where the coordinator went"
+
+
+def test_a_drafter_that_cannot_be_started_again_is_left_out(cluster, watch):
+    supervisor, final, _ = watch()
+    cluster.unable.add("draft-0")
+    cluster.end("draft-0")
+    until(lambda: len(supervisor.incidents) == 2)
+    last = supervisor.incidents[-1]
+    assert last.cause == "its successor cannot be started: RuntimeError: no such actor" and not last.replaced
+    assert final.empty()
+    cluster.unable.add("target-0")
+    cluster.end("target-0")
+    line = final.get(timeout=WAIT_S)
+    assert line == "target-0: its node died; and cannot be replaced: RuntimeError: no such actor"
+
+
+@pytest.mark.parametrize("identity, deaths", [("target-0", 3), ("coordinator", 3)])
+def test_who_is_needed_may_not_die_too_often(cluster, watch, identity, deaths):
+    _, final, _ = watch(max_restarts=deaths - 1)
+    for _ in range(deaths):
+        cluster.end(identity)
+    assert final.get(timeout=WAIT_S).endswith("replaced 2 times within the hour (cluster.max_restarts=2)")
+
+
+def test_whom_a_new_coordinator_never_heard_is_ended_unless_it_is_about_to_start(cluster, watch):
+    """A rank that froze while there was no coordinator: nobody has its last words."""
+    supervisor, _, _ = watch(silence_s=60.0, startup_timeout_s=120.0)
+    supervisor.hear_silence(Silent("draft", 0))
+    assert cluster.killed == [("draft-0", 12)]
+    cluster.end("draft-0")
+    until(lambda: cluster.started == [("draft-0", 1)])
+    supervisor.hear_silence(Silent("draft", 0))
+    supervisor.hear_ready(ready("draft-0", incarnation=0))
+    supervisor.hear_silence(Silent("draft", 0))
+    assert len(cluster.killed) == 1, "its successor has just been started, whatever the dead one still said"
+    supervisor.hear_ready(ready("draft-0", incarnation=1, pid=13))
+    supervisor.hear_silence(Silent("draft", 0))
+    assert cluster.killed[1:] == [("draft-0", 13)]
+    assert supervisor.incidents[0].cause == "hung and was ended"
+
+
+def test_a_successor_that_freezes_before_its_first_word_is_ended(cluster, watch):
+    supervisor, final, _ = watch(silence_s=60.0, startup_timeout_s=1.0)
+    cluster.end("draft-0")
+    until(lambda: cluster.started == [("draft-0", 1)])
+    supervisor.hear_silence(Silent("draft", 0))
+    assert not cluster.killed
+    until(lambda: supervisor.hear_silence(Silent("draft", 0)) or cluster.killed)
+    assert cluster.killed == [("draft-0", None)] and final.empty()
+
+
+def test_a_coordinator_that_freezes_before_its_first_word_is_ended(cluster, watch):
+    watch(silence_s=60.0, startup_timeout_s=2.0)
+    cluster.end("coordinator")
+    until(lambda: cluster.killed)
+    assert cluster.killed[0] == ("coordinator", None)
+
+
+def test_a_coordinator_is_not_blamed_for_the_target_it_waits_for(cluster, watch):
+    supervisor, final, _ = watch(startup_timeout_s=0.5)
+    cluster.end("coordinator")
+    until(lambda: ("coordinator", 1) in cluster.started)
+    time.sleep(0.3)
+    cluster.end("target-0")
+    assert final.get(timeout=WAIT_S).startswith("target-0: not ready again")
