@@ -8,8 +8,8 @@ import pytest
 from actors.drafter import Context, Draft, IdleDrafter
 from actors.drafters.beneath import Beneath, LocalLevel
 from actors.drafters.cascade import CascadeDrafter
+from actors.drafters.enumeration import ToyRunner
 from actors.messages import Draw, SamplingParams, SparseLaw, TokenTree
-from tests.actors.verification.toy_levels import ToyRunner
 
 VOCAB = 5
 

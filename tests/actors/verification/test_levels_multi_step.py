@@ -16,12 +16,12 @@ import pytest
 from actors.drafter import Context, Draft, DraftRole, IdleDrafter
 from actors.drafters.beneath import Beneath, LocalLevel
 from actors.drafters.cascade import CascadeDrafter
+from actors.drafters.enumeration import ToyRunner
 from actors.ledger import Ledger
 from actors.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
 from actors.sequence import Sequence
 from actors.verification import RULES
 from actors.verification.coins import Coins, HashCoins
-from tests.actors.verification.toy_levels import ToyRunner
 
 VOCAB, LENGTH, COUNT = 2, 4, 400
 TARGET, LEVEL = np.array([0.5, 0.5]), np.array([0.4, 0.6])

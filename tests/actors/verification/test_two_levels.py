@@ -1,133 +1,24 @@
 """Levels under a target, enumerated: what a cascade hands up was drawn from exactly the law that it reports.
 
-The production `CascadeDrafter` runs over a toy model; its coins and the level beneath read their decisions from a tape,
-and every tape is played. Its proposals, with their weights, then go through the production rule of the target. The
-known wrong variants of multi-level drafting are made on purpose and must be found.
+Its proposals, with their weights, go through the production rule of the target. The known wrong variants of multi-level
+drafting are made on purpose and must be found.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from actors.drafter import Context, IdleDrafter
+from actors.drafter import Context
 from actors.drafter import Draft as Guess
-from actors.drafters.beneath import Beneath, LocalLevel
-from actors.drafters.cascade import CascadeDrafter
-from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
+from actors.drafters.enumeration import PROMPT, VOCAB, Sampler, Tape, distance, every_run, guesses, level
+from actors.messages import Commit, SamplingParams, SparseLaw, TokenTree
 from actors.verification import RULES, rejection
-from actors.verification.enumeration import Draft, emission, total_variation
 from actors.verification.laws import Residual
-from tests.actors.verification.toy_levels import ToyRunner
 
-VOCAB, PROMPT = 3, [0, 0]
 EXACT = 1e-12
-
-
-class Tape:
-    """The decisions of one run: those of `script`, and the first possible one behind its end."""
-
-    def __init__(self, script: list[int]) -> None:
-        self.weight = 1.0
-        self._script = script
-        self._laws: list[np.ndarray] = []
-
-    def draw(self, weights) -> int:
-        law = np.asarray(weights, dtype=float) / np.sum(weights)
-        if len(self._laws) == len(self._script):
-            self._script.append(int(np.flatnonzero(law)[0]))
-        choice = self._script[len(self._laws)]
-        self._laws.append(law)
-        self.weight *= law[choice]
-        return choice
-
-    def accept(self, probability: float, node: int) -> bool:
-        return bool(self.draw([1 - probability, probability]))
-
-    def sample(self, weights: np.ndarray, node: int) -> int:
-        return self.draw(weights)
-
-    def successor(self) -> list[int] | None:
-        """The script of the next run, None after the last."""
-        script = self._script[: len(self._laws)]
-        while script:
-            later = [i for i in np.flatnonzero(self._laws[len(script) - 1]) if i > script[-1]]
-            if later:
-                return [*script[:-1], int(later[0])]
-            script.pop()
-        return None
-
-
-def every_run(run: Callable[[Tape], object]) -> Iterator[tuple[float, object]]:
-    script: list[int] | None = []
-    while script is not None:
-        tape = Tape(script)
-        result = run(tape)
-        yield tape.weight, result
-        script = tape.successor()
-
-
-class Sampler(IdleDrafter):
-    """The level beneath: a chain drawn from `law` as the tape says."""
-
-    def __init__(self, law, tape: Tape) -> None:
-        self._law, self._tape = law, tape
-
-    def open(self, context) -> None: ...
-
-    def prepare(self, contexts) -> None: ...
-
-    def observe(self, context, commit) -> None: ...
-
-    def release(self, request_id) -> None: ...
-
-    def propose(self, contexts, budgets) -> list[Guess]:
-        (context,), (budget,) = contexts, budgets
-        drawn, laws = [], []
-        for _ in range(budget):
-            row = self._law((*context.token_ids[len(PROMPT) :], *drawn))
-            laws.append(SparseLaw(tuple(range(VOCAB)), tuple(row)))
-            drawn.append(self._tape.draw(row))
-        tree = TokenTree.chain(context.token_ids[-1], drawn)
-        return [Guess(tree, (Draw.ROOT, *[Draw.IID] * budget), (*laws, None))]
-
-
-def level(law, below, tape: Tape, lengths: tuple[int, ...], number: int, rule: str, tail: int = 0) -> CascadeDrafter:
-    return CascadeDrafter(
-        ToyRunner(law, VOCAB, len(PROMPT)),
-        Beneath(LocalLevel(below), str(number - 1), lengths[number - 1]),
-        level=number,
-        name=str(number),
-        rule=rule,
-        law_size=VOCAB,
-        eos_token_ids=(),
-        prefill_chunk=99,
-        tail=tail,
-        make_coins=lambda seed, step: tape,
-    )
-
-
-def guesses(laws, lengths: tuple[int, ...], rule: str, tail: int = 0) -> list[tuple[float, Guess]]:
-    """Everything a cascade over these laws, the cheapest first, can propose."""
-
-    def run(tape: Tape) -> Guess:
-        drafter = Sampler(laws[0], tape)
-        for number, law in enumerate(laws[1:], 1):
-            drafter = level(law, drafter, tape, lengths, number, rule, tail)
-        context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
-        drafter.open(context)
-        return drafter.propose([context], [lengths[-1]])[0]
-
-    return list(every_run(run))
-
-
-def distance(p, proposed, rule: str) -> float:
-    drafts = (Draft(weight, guess.tree, guess.draws, guess.laws) for weight, guess in proposed)
-    length = max(guess.tree.num_draft_tokens for _, guess in proposed) + 1
-    return total_variation(emission(RULES[rule], drafts, p, length), p, length)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
