@@ -34,7 +34,7 @@ SWITCH_INTERVAL_S = 5e-4
 """Python's default of 5 ms lets one busy thread delay a waiting one by a whole draft pass."""
 
 MEETING_S = 5.0
-"""Whoever is called to a meeting is there, or dead: nobody need be waited for longer."""
+"""Whoever is called to a meeting is there, or dead, the store's host too: nobody need be waited for longer."""
 
 
 def serve(
@@ -74,7 +74,7 @@ def serve(
 
 
 def _meet(spec: RankSpec, call: Join) -> Group:
-    store = connect_store(*call.store) if spec.size > 1 else None
+    store = connect_store(*call.store, timeout_s=MEETING_S / 2) if spec.size > 1 else None  # it asks twice
     return join(
         store,
         spec.role,

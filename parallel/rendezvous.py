@@ -21,8 +21,14 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
-    """A client of a hosted store. One per rank: a client that waits for a key serves nobody else meanwhile."""
-    return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
+    """A client of a hosted store. One per rank: a client that waits for a key serves nobody else meanwhile.
+
+    PeerLost if the host does not answer: PyTorch asks for up to twice `timeout_s`.
+    """
+    try:
+        return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerLost(f"the store at {host}:{port} does not answer ({str(error).partition(chr(10))[0]})") from error
 
 
 def join(

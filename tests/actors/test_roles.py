@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 
+from actors import roles
 from actors.lifecycle import Alive, Join, Ready, Recall, Stop
 from actors.messages import (
     Admit,
@@ -222,6 +224,21 @@ def test_a_rank_called_twice_answers_twice_and_one_called_on_goes_there(open_ran
     assert ranks.hear().epoch == 1
     ranks.say(Join(3, 5))
     assert ranks.hear().epoch == 3
+
+
+def test_ranks_called_to_a_coordinator_that_is_gone_come_back_and_follow_its_successor(open_ranks, spec, monkeypatch):
+    """It died between its call and their meeting; the store, which it hosts, died with it."""
+    monkeypatch.setattr(roles, "MEETING_S", 0.5)
+    ranks = open_ranks(*(replace(spec, rank=rank, size=2) for rank in range(2)))
+    ranks.join()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = server.getsockname()
+    ranks.say(Join(2, 7, nobody))
+    ranks.wait_for(2, epoch=2, waiting=True)
+    readies = ranks.join(epoch=3, last_round=7)
+    assert [ready.epoch for ready in readies] == [3, 3] and not ranks.errors
+    ranks.say(replace(VERIFY, round=8, after=7))
+    assert ranks.hear().verdicts
 
 
 def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spec, monkeypatch):
