@@ -42,7 +42,8 @@ def main() -> None:
         codes.append(_launch(composed, shows_tracebacks))
 
     register()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     dump_stacks_on_signal()
     try:
         launch()
@@ -89,12 +90,14 @@ def _run(config: LaunchConfig, run_dir: Path) -> None:
     job.run(config.job if isinstance(config.job, TrainConfig) else config, run_dir)
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    """A polite end is the same as Ctrl-C: jobs write what they have on the way out, and are not disturbed in that.
+def _interrupt(number: int, frame: object) -> None:
+    """Ctrl-C and a polite end are one: jobs write what they have on the way out, and nothing more disturbs them then.
 
-    A batch system signals all processes of a job, and whoever started this one may pass the signal on once more.
+    Both may come, and more than once: a batch system signals all processes of a job, and whoever started this one may
+    pass the signal on. Only a third Ctrl-C kills.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda number, frame: signal.signal(signal.SIGINT, signal.SIG_DFL))
     raise KeyboardInterrupt
 
 

@@ -7,6 +7,7 @@ of time are of the time in which there was work.
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -282,7 +283,10 @@ def notes(config: LaunchConfig) -> list[str]:
 
 
 def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """All of it or nothing: whoever reads meanwhile, or after a death, finds a whole file."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

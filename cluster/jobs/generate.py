@@ -1,15 +1,19 @@
 """`job=generate`: complete prompts, show how speculation went, and time plain decoding of the same prompts beside it.
 
 Files: `completions.jsonl` grows by a line as each request ends; `report.json`, `timeline.json` and `timeline.png`
-follow at the end, also after Ctrl-C, of what there is by then. `job.resume=true` goes on from an earlier
-`completions.jsonl`; the report is then of the prompts of this run. `failure.txt` is the trace of what ended the engine.
+follow at the end, also after Ctrl-C, of what there is by then. Until then `report.json` is of the requests so far, and
+`interrupted`: who is killed writes no more. `job.resume=true` goes on from an earlier `completions.jsonl`; the report
+is then of the prompts of this run. `failure.txt` is the trace of what ended the engine.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +27,7 @@ from cluster.report import circumstances, figures, mean_draft_length, request_me
 from cluster.resume import take_up
 from cluster.workload import Run, Served, serve_prompts
 
+REPORT_EVERY_S = 5.0
 WARMUP_TOKENS = 16
 COMPLETIONS_SHOWN = 8
 
@@ -31,12 +36,15 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read, EngineError if a request failed, KeyboardInterrupt."""
     job: GenerateConfig = config.job
     prompts = read_prompts(Path(job.prompts), job.limit)
-    completions, terminal = run_dir / "completions.jsonl", Terminal()
+    completions, report_file, terminal = run_dir / "completions.jsonl", run_dir / "report.json", Terminal()
     finished = take_up(completions, prompts) if job.resume else set()
     indices = [index for index in range(len(prompts)) if index not in finished]
     if finished:
         terminal.line(f"{len(finished)} of {len(prompts)} prompts are already in {completions}")
     if not indices:
+        if not report_file.exists():  # whoever finished them was killed
+            nothing = {"num_resumed": len(finished), **figures(Run()), **circumstances(config, [], {})}
+            write_json(report_file, {"job": job.name, **nothing, "interrupted": False})
         return
     prompts = [prompts[index] for index in indices]
     with terminal.starting() as progress:
@@ -45,41 +53,57 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         sampling = config.sampling_params(engine.tokenizer)
         first_token_s = _warm_up(engine, prompts, sampling)
         num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
+        tell = partial(_report, engine, len(finished), first_token_s)
+        so_far, started, told_at = Run(interrupted=True), time.monotonic(), -math.inf
         with completions.open("a" if finished else "w", encoding="utf-8") as file:
 
             def record(served: Served) -> None:
+                nonlocal told_at
                 _append(file, completion_record(replace(served, index=indices[served.index]), num_spec_tokens))
+                so_far.requests.append(served)
+                so_far.wall_s = time.monotonic() - started
+                if so_far.wall_s > told_at + REPORT_EVERY_S:
+                    told_at = so_far.wall_s
+                    write_json(report_file, tell(so_far))
 
             speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
         plain = None
         if job.baseline and not speculative.interrupted:
+            write_json(report_file, {**tell(speculative), "interrupted": True})
             plain = _timed(engine, prompts, sampling, terminal, speculate=False, on_finished=lambda served: None)
-        report = {
-            "job": job.name,
-            "concurrency": job.concurrency,
-            "num_resumed": len(finished),
-            "startup_s": engine.startup.seconds(first_token_s),
-            **figures(speculative, plain),
-            "plain": figures(plain) if plain else None,
-            "incidents": [asdict(incident) for incident in engine.supervisor.incidents],
-            **circumstances(config, engine.places, engine.ready),
-        }
-        interrupted = speculative.interrupted or (plain is not None and plain.interrupted)
         # Before the engine ends: where all of a job's processes are told to stop at once, there may be no after.
-        write_json(run_dir / "report.json", {**report, "interrupted": interrupted})
+        report = tell(speculative, plain)
+        write_json(report_file, report)
         if engine.trace:
             (run_dir / "failure.txt").write_text(engine.trace)
         if job.trace and speculative.spans:
             _trace(engine, speculative, report, run_dir)
     _show(terminal, speculative)
     _summarise(terminal, report, run_dir)
-    if interrupted:
+    if report["interrupted"]:
         raise KeyboardInterrupt
     if speculative.failed:
         first, count = speculative.failed[0], len(speculative.failed)
         raise EngineError(
             f"{count} of {len(prompts)} requests failed; prompt {indices[first.index] + 1}: {first.error}"
         )
+
+
+def _report(
+    engine: Engine, num_resumed: int, first_token_s: float | None, speculative: Run, plain: Run | None = None
+) -> dict[str, object]:
+    job: GenerateConfig = engine.config.job
+    return {
+        "job": job.name,
+        "concurrency": job.concurrency,
+        "num_resumed": num_resumed,
+        "startup_s": engine.startup.seconds(first_token_s),
+        **figures(speculative, plain),
+        "plain": figures(plain) if plain else None,
+        "incidents": [asdict(incident) for incident in engine.supervisor.incidents],
+        **circumstances(engine.config, engine.places, engine.ready),
+        "interrupted": speculative.interrupted or (plain is not None and plain.interrupted),
+    }
 
 
 def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) -> float | None:

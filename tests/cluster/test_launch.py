@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -55,14 +54,15 @@ def launched(paths: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         monkeypatch.setenv(launch.FULL_ERROR, "0")
         flags_first = overrides and overrides[0].startswith("-")
         monkeypatch.setattr(sys, "argv", ["launch", *((*overrides, *paths) if flags_first else (*paths, *overrides))])
-        before = signal.getsignal(signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         GlobalHydra.instance().clear()
         try:
             with pytest.raises(SystemExit) as left:
                 launch.main()
         finally:
             GlobalHydra.instance().clear()
-            signal.signal(signal.SIGTERM, before)
+            for number, listener in before.items():
+                signal.signal(number, listener)
         return left.value.code, capsys.readouterr().err.splitlines()
 
     return run
@@ -223,17 +223,28 @@ def test_nothing_heavy_is_imported_before_a_job_starts():
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_job_write_what_it_has(number: signal.Signals, paths: list[str], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([signal.SIGTERM], 130),
+        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], 130),
+        ([signal.SIGINT] * 3, -signal.SIGINT),
+    ],
+    ids=["told once", "both", "both, the other way round", "told for the third time"],
+)
+def test_a_signal_lets_the_job_write_what_it_has(numbers: list[signal.Signals], code: int, paths: list[str], tmp_path):
+    """Those behind the first come while it writes."""
     program = f"""
-import sys, time, types, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import signal, sys, types
 job = types.ModuleType("cluster.jobs.generate")
 def run(config, run_dir):
+    first, *others = {list(map(int, numbers))}
     try:
-        (run_dir / "started").touch()
-        time.sleep(60)
+        signal.raise_signal(first)
     finally:
+        for number in others:
+            signal.raise_signal(number)
         (run_dir / "kept").touch()
 job.run = run
 sys.modules["cluster.jobs.generate"] = job
@@ -241,15 +252,9 @@ sys.argv = ["launch", *{paths!r}]
 from cluster.launch import main
 main()
 """
-    running = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "started").exists():
-        assert running.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    running.send_signal(number)
-    _, lines = running.communicate(timeout=30)
-    assert (running.returncode, lines) == (130, "interrupted\n")
-    assert (tmp_path / "run" / "kept").exists()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "interrupted\n" if code == 130 else "")
+    assert (tmp_path / "run" / "kept").exists() == (code == 130)
 
 
 # --- launch.sh ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from actors.options import NoDrafterConfig
 from cluster.completion import EngineError
 from cluster.config import GenerateConfig
 from cluster.jobs import generate
-from cluster.report import REPORT_FIELDS
+from cluster.report import REPORT_FIELDS, write_json
 from cluster.text import load_tokenizer
 
 FILES = {"completions.jsonl", "report.json", "timeline.json", "timeline.png", "logs"}
@@ -126,3 +126,26 @@ def test_a_resumed_run_completes_what_is_left_and_nothing_twice(tiny_launch, wri
     monkeypatch.setattr(generate, "Engine", None)  # with nothing left, none is started
     generate.run(config, tmp_path)
     assert read_lines(path) == lines
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    (tmp_path / "report.json").unlink()  # as if it had been killed before its first
+    generate.run(config, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["num_resumed"], report["num_requests"], report["interrupted"]) == (4, 0, False)
+
+
+def test_a_run_that_is_killed_has_a_report(tiny_launch, write_prompts, tmp_path, monkeypatch):
+    """At the moments of a kill: after each of three requests, and while plain decoding is timed."""
+    prompts = write_prompts(*({"prompt": f"prompt {number}"} for number in range(3)))
+    monkeypatch.setattr(generate, "REPORT_EVERY_S", 0.0)
+    seen = []
+
+    def written(path, content):
+        write_json(path, content)
+        seen.append(json.loads(path.read_text()))
+
+    monkeypatch.setattr(generate, "write_json", written)
+    generate.run(tiny_launch(GenerateConfig(prompts=prompts)), tmp_path)
+    assert [report["num_requests"] for report in seen] == [1, 2, 3, 3, 3]
+    assert [report["interrupted"] for report in seen] == [True, True, True, True, False]
+    assert all(report["tokens"] == 13 * report["num_requests"] and report["wall_s"] > 0 for report in seen)
+    assert [report["num_spec_steps"] is None for report in seen] == [True, True, True, False, False]
