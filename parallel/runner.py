@@ -101,6 +101,10 @@ class ModelRunner:
         """Forget committed rows from the first fuzzy one on; whether there were any. Here all rows are exact."""
         return False
 
+    def run_eagerly(self) -> None:
+        """From now on without captured passes: only the parts of eager ones can be told apart."""
+        self._passes = self.decoder
+
     # --- passes ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

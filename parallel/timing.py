@@ -29,6 +29,7 @@ class PassClock:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.spans: dict[str, int] = defaultdict(int)
         self._waits = torch.device(device).type == "cuda"
         self._open: list[str] = []
         self._since = 0.0
@@ -38,6 +39,7 @@ class PassClock:
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
         self._open.append(kind)
+        self.spans[kind] += 1
         self._since = now
 
     def leave(self) -> None:
@@ -46,8 +48,8 @@ class PassClock:
         self._since = now
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last take."""
-        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        """Seconds since the last take; what was counted in `spans` begins anew."""
+        seconds, self.seconds, self.spans = dict(self.seconds), defaultdict(float), defaultdict(int)
         return seconds
 
     def _now(self) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, mode
 
 import torch
 
@@ -26,7 +26,7 @@ from cluster.planning.costs import Costs, DraftCost, TargetCost
 from cluster.planning.layouts import Layout, Shape
 from cluster.planning.prediction import Cores
 from cluster.planning.ranks import Crew, Meeting, run_crews
-from cluster.planning.rounds import Played, Script, Stage, Text, TimedPass, play_drafts, play_verdicts
+from cluster.planning.rounds import Played, Script, Stage, Text, TimedPass, clock_of, play_drafts, play_verdicts
 from cluster.simulation import PassCost
 from cluster.text import read_eos_token_ids
 from parallel.mesh import Group
@@ -39,6 +39,8 @@ SETTLING = 0.15
 """Part of a measurement at its start that does not count."""
 FEWEST = 3
 """Passes of a number of rows without which nothing is said about it."""
+COLLECTIVES = 80
+"""Of each kind, timed one after the other."""
 ENOUGH = 20
 """Passes of a number of rows whose mean says something."""
 
@@ -63,12 +65,21 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
+class Findings:
+    """Of one role: its passes as they are, the same with every layer on the clock, and seconds of a collective."""
+
+    played: Played
+    watched: Played
+    collectives: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What the leads brought back."""
 
     subject: Subject
-    target: Played
-    draft: Played | None = None
+    target: Findings
+    draft: Findings | None = None
 
 
 def find_devices(config: LaunchConfig) -> Devices:
@@ -126,50 +137,66 @@ class Measurer:
 def measure_target(script: Script, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
     clock = PassClock(spec.device)
     role, _ = build_role(spec, TimedGroup(group, clock))
-    meeting.start()
-    played = play_verdicts(role, script, _stage(spec, group, meeting))
-    return _in_parts(played, role.runner, clock, partial(play_verdicts, role), script, _alone(spec, group), meeting)
+    return _play_twice(partial(play_verdicts, role), script, role.runner, clock, spec, group, meeting)
 
 
 def measure_drafter(script: Script, work_steps: int, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
     clock = PassClock(spec.device)
     role, _ = build_role(spec, TimedGroup(group, clock))
-    meeting.start()
     play = partial(play_drafts, role, work_steps=work_steps)
-    played = play(script, _stage(spec, group, meeting))
-    return _in_parts(played, role.drafter.runner, clock, play, script, _alone(spec, group), meeting)
+    return _play_twice(play, script, role.drafter.runner, clock, spec, group, meeting)
 
 
-def _stage(spec: RankSpec, group: Group, meeting: Meeting) -> Stage:
-    if not meeting.in_turn:
-        return Stage(group, spec.device)
-    take, give = partial(meeting.take_turn, spec.role), partial(meeting.give_turn, spec.role)
-    return Stage(group, spec.device, take, give)
-
-
-def _alone(spec: RankSpec, group: Group) -> Stage:
-    return Stage(group, spec.device)
-
-
-def _in_parts(
-    played: Played,
-    runner: ModelRunner,
-    clock: PassClock,
+def _play_twice(
     play: Callable[[Script, Stage], Played],
     script: Script,
-    stage: Stage,
+    runner: ModelRunner,
+    clock: PassClock,
+    spec: RankSpec,
+    group: Group,
     meeting: Meeting,
-) -> Played:
-    """Once more and shorter, with every layer on the clock, which slows it down: `played` says how long passes take,
-    this how their time divides. Captured passes cannot be taken apart."""
-    if runner.decoder.device.type == "cuda":
-        return played
+) -> Findings:
+    """The second time shorter, and with every layer on the clock, which slows it down: the first says how long passes
+    take, the second how their time divides. Then what the group's collectives take, with nothing between them."""
     meeting.start()
+    played = play(script, _stage(0, spec, group, meeting))
+    meeting.start()
+    runner.run_eagerly()
     watch(runner.decoder, clock)
-    clock.take()
-    watched = play(replace(script, seconds=script.seconds / 4), stage)
-    played.parts_ms = {kind: 1e3 * seconds / len(watched.passes) for kind, seconds in clock.take().items()}
-    return played
+    watched = play(replace(script, seconds=script.seconds / 4), replace(_stage(1, spec, group, meeting), clock=clock))
+    collectives: dict[str, float] = {}
+    for role in ("target", "draft"):
+        meeting.start()
+        if role == spec.role:
+            rows = mode(one.rows for one in played.passes)
+            collectives = time_collectives(group, runner, rows)
+    return Findings(played, watched, collectives)
+
+
+def _stage(act: int, spec: RankSpec, group: Group, meeting: Meeting) -> Stage:
+    if not meeting.in_turn:
+        return Stage(group, spec.device)
+    turns = meeting.acts[act]
+    return Stage(group, spec.device, partial(turns.take, spec.role), partial(turns.give, spec.role))
+
+
+@torch.inference_mode()
+def time_collectives(group: Group, runner: ModelRunner, rows: int) -> dict[str, float]:
+    """Median seconds of one collective over the hidden states of a pass, ranks in step; empty for one rank."""
+    if group.size == 1:
+        return {}
+    decoder = runner.decoder
+    hidden = torch.zeros(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    calls = {"all_gather": lambda: group.all_gather(hidden, 0), "all_reduce": lambda: group.all_reduce(hidden)}
+    now, found = clock_of(str(decoder.device)), {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(COLLECTIVES):
+            started = now()
+            call()
+            times.append(now() - started)
+        found[name] = median(times[COLLECTIVES // 4 :])
+    return found
 
 
 def derive_costs(
@@ -180,7 +207,7 @@ def derive_costs(
     for one in measured:
         subject = one.subject
         cores = len(subject.target[0].cores)
-        passes = pass_cost(one.target.passes)
+        passes = pass_cost(one.target.played.passes)
         target.append(TargetCost(len(subject.target), passes, cores, subject.overlaps, subject.shape))
         if one.draft is not None:
             drafter.append(_draft_cost(one, acceptance))
@@ -188,7 +215,7 @@ def derive_costs(
 
 
 def _draft_cost(one: Measured, acceptance: Acceptance) -> DraftCost:
-    subject, passes = one.subject, one.draft.passes
+    subject, passes = one.subject, one.draft.played.passes
     exact, own = None, ()
     if subject.shape.parallel == "layer":
         exact = pass_cost([each for each in passes if not each.fuzzy])
@@ -199,21 +226,24 @@ def _draft_cost(one: Measured, acceptance: Acceptance) -> DraftCost:
 
 
 def parts_of(measured: Sequence[Measured]) -> list[dict[str, object]]:
-    """How the time of a mean pass divides, by subject."""
+    """How the time of a mean pass divides, by subject; one block of attention, one MLP; one collective by itself."""
     return [
         {
             "role": role,
             "subject": one.subject.describe(),
             "cores": len(places[0].cores),
-            "pass_ms": 1e3 * sum(each.seconds for each in played.passes) / len(played.passes),
-            "parts_ms": played.parts_ms,
+            "pass_ms": 1e3 * fmean(each.seconds for each in findings.played.passes),
+            "watched_ms": 1e3 * fmean(each.seconds for each in findings.watched.passes),
+            "parts_ms": {kind: 1e3 * s / len(findings.watched.passes) for kind, s in findings.watched.parts.items()},
+            "block_ms": {k: 1e3 * findings.watched.parts[k] / n for k, n in findings.watched.blocks.items()},
+            "collective_ms": {name: 1e3 * seconds for name, seconds in findings.collectives.items()},
         }
         for one in measured
-        for role, played, places in (
+        for role, findings, places in (
             ("target", one.target, one.subject.target),
             ("draft", one.draft, one.subject.draft),
         )
-        if played is not None and played.parts_ms
+        if findings is not None
     ]
 
 

@@ -29,6 +29,8 @@ from parallel.rendezvous import connect_store, host_store, join
 
 _LOOPBACK = "127.0.0.1"
 _MEETING_S = 120.0
+ACTS = 2
+"""Times that two roles may play in turn."""
 
 
 class Primitives(Protocol):
@@ -39,8 +41,34 @@ class Primitives(Protocol):
     Semaphore: Callable[[int], Any]
 
 
+class Turns:
+    """The leads of two crews alternate until the first one's time is up."""
+
+    def __init__(self, primitives: Primitives, roles: Sequence[str]) -> None:
+        self._over = primitives.Event()
+        self._first = roles[0]
+        self._turns = {role: primitives.Semaphore(int(role == roles[0])) for role in roles}
+
+    def take(self, role: str, until: float) -> bool:
+        """Wait until the other lead is through; False if it is over, which the first crew decides by the clock."""
+        self._turns[role].acquire()
+        if role == self._first and time.monotonic() >= until:
+            self.end()
+        return not self._over.is_set()
+
+    def give(self, role: str) -> None:
+        for other, turn in self._turns.items():
+            if other != role:
+                turn.release()
+
+    def end(self) -> None:
+        self._over.set()
+        for turn in self._turns.values():
+            turn.release()
+
+
 class Meeting:
-    """Where the ranks of all crews wait for each other, and where the leads of two crews take turns.
+    """Where the ranks of all crews wait for each other, and what they do in turn, act by act.
 
     `store_port` is that of the store at which the ranks of a crew form their group.
     """
@@ -50,36 +78,18 @@ class Meeting:
     ) -> None:
         self.in_turn = in_turn
         self.store_port = store_port
+        self.acts = tuple(Turns(primitives, roles) for _ in range(ACTS))
         self._barrier = primitives.Barrier(num_ranks)
-        self._over = primitives.Event()
-        self._first = roles[0]
-        self._turns = {role: primitives.Semaphore(int(role == roles[0])) for role in roles}
 
     def start(self) -> None:
         """Wait until the last rank is ready."""
         self._barrier.wait(_MEETING_S)
 
-    def take_turn(self, role: str, until: float) -> bool:
-        """Wait until the other lead is through; False if it is over, which the first crew decides by the clock."""
-        self._turns[role].acquire()
-        if role == self._first and time.monotonic() >= until:
-            self._end()
-        return not self._over.is_set()
-
-    def give_turn(self, role: str) -> None:
-        for other, turn in self._turns.items():
-            if other != role:
-                turn.release()
-
     def abort(self) -> None:
         """Nobody waits any longer."""
         self._barrier.abort()
-        self._end()
-
-    def _end(self) -> None:
-        self._over.set()
-        for turn in self._turns.values():
-            turn.release()
+        for turns in self.acts:
+            turns.end()
 
 
 Work = Callable[[RankSpec, Group, Meeting], Any]

@@ -8,6 +8,7 @@ to.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from actors.target import TargetRole
 from actors.verification.coupled import verify_coupled
 from parallel.mesh import SINGLE, Group
 from parallel.plan import Span
+from parallel.timing import PassClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,22 @@ class Played:
     drafted: list[int] = field(default_factory=list)
     """Proposals that reached each position."""
     accepted: list[int] = field(default_factory=list)
-    parts_ms: dict[str, float] = field(default_factory=dict)
-    """Of a mean pass: attention, mlp, communication, rest; empty where they cannot be told apart."""
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of all passes by kind, where a clock runs: attention, mlp, communication, and rest for all else."""
+    blocks: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """How many of each kind there were."""
+
+    def note(self, passes: Sequence[TimedPass], clock: PassClock | None) -> None:
+        """Passes that are through, and what the clock shows of them."""
+        self.passes += passes
+        if clock is None:
+            return
+        for kind, count in clock.spans.items():
+            self.blocks[kind] += count
+        seconds = clock.take()
+        for kind, spent in seconds.items():
+            self.parts[kind] += spent
+        self.parts["rest"] += sum(one.seconds for one in passes) - sum(seconds.values())
 
     def acceptance(self) -> tuple[float, ...]:
         """By distance from the committed text, given that everything in front was accepted."""
@@ -118,6 +134,14 @@ class Stage:
     device: str = "cpu"
     take_turn: Callable[[float], bool] | None = None
     give_turn: Callable[[], None] | None = None
+    clock: PassClock | None = None
+    """Of the model that is watched, if it is."""
+
+    def start(self, now: Callable[[], float]) -> float:
+        """A moment from which on passes count."""
+        if self.clock is not None:
+            self.clock.take()
+        return now()
 
 
 class _Reader:
@@ -180,19 +204,19 @@ def play_drafts(role: DraftRole, script: Script, stage: Stage, work_steps: int =
     for round_number in reader.rounds(stage):
         length = script.lengths[round_number % len(script.lengths)]
         runner.starts.clear()
-        started = now()
+        started = stage.start(now)
         proposals: list[Proposal] = []
         orders = tuple(DraftOrder(i, length) for i in reader.live)
         for answer in role.answer(DraftBatch(round_number, commits=tuple(commits), orders=orders)):
             proposals += answer.proposals
-        _note(played, runner, started, now())
+        played.note(_passes(runner, started, now()), stage.clock)
         for _ in range(work_steps):
             if not role.wants_work:
                 break
             runner.starts.clear()
-            started = now()
+            started = stage.start(now)
             role.work()
-            _note(played, runner, started, now())
+            played.note(_passes(runner, started, now()), stage.clock)
         commits = [_judge(played, reader, proposal) for proposal in proposals]
         played.num_rounds += 1
         ended, begun = reader.turn()
@@ -224,10 +248,10 @@ def play_verdicts(role: TargetRole, script: Script, stage: Stage) -> Played:
             commits = [_first(reader, i) for i in begun]
         length = lengths[round_number % len(lengths)]
         items = tuple(VerifyItem(i, 1, _right_draft(reader, i, length)) for i in reader.live)
-        started = now()
+        started = stage.start(now)
         for answer in role.answer(VerifyBatch(round_number, commits=tuple(commits), items=items)):
             rows = answer.num_tokens
-        played.passes.append(TimedPass(rows, False, now() - started))
+        played.note([TimedPass(rows, False, now() - started)], stage.clock)
         played.num_rounds += 1
         num_accepted = round_number % (length + 1)
         commits = [_commit(reader, i, tuple(range(1, num_accepted + 1)), num_accepted + 1) for i in reader.live]
@@ -239,11 +263,11 @@ def play_verdicts(role: TargetRole, script: Script, stage: Stage) -> Played:
     return played
 
 
-def _note(played: Played, runner: TimedRunner, started: float, ended: float) -> None:
+def _passes(runner: TimedRunner, started: float, ended: float) -> list[TimedPass]:
     """A pass lasts until the next one starts; the first also has what came before it."""
     starts = [started, *(at for at, _, _ in runner.starts[1:]), ended]
-    for (_, rows, fuzzy), begin, end in zip(runner.starts, starts, starts[1:], strict=False):
-        played.passes.append(TimedPass(rows, fuzzy, end - begin))
+    spans = zip(runner.starts, starts, starts[1:], strict=False)
+    return [TimedPass(rows, fuzzy, end - begin) for (_, rows, fuzzy), begin, end in spans]
 
 
 def _judge(played: Played, reader: _Reader, proposal: Proposal) -> Commit:

@@ -87,7 +87,8 @@ def trial_table(entries: Sequence[Entry]) -> Table | None:
 
 
 def parts_table(parts: Sequence[Entry]) -> Table | None:
-    """How the time of a pass divides; shares are of what was on the clock."""
+    """How the time of a pass divides, and the method's costs: an attention block a, an MLP m, and by themselves an
+    all-gather g and an all-reduce ar."""
     if not parts:
         return None
     kinds = ("attention", "mlp", "communication", "rest")
@@ -96,9 +97,12 @@ def parts_table(parts: Sequence[Entry]) -> Table | None:
         shares = part["parts_ms"]
         total = sum(shares.values())
         cells = [percent(shares.get(kind, 0.0) / total) for kind in kinds]
+        costs = [part["block_ms"].get("attention"), part["block_ms"].get("mlp")]
+        costs += [part["collective_ms"].get("all_gather"), part["collective_ms"].get("all_reduce")]
+        cells += [figure(cost, 3) for cost in costs]
         name = f"{part['role']}: {part['subject']}"
         rows.append([name, str(part["cores"] or ABSENT), figure(part["pass_ms"]), *cells])
-    return ["a pass of", "cores a rank", "ms", *kinds], rows
+    return ["a pass of", "cores a rank", "ms", *kinds, "a, ms", "m, ms", "g, ms", "ar, ms"], rows
 
 
 def fidelity_table(found: Sequence[Entry]) -> Table | None:

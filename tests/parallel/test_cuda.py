@@ -6,6 +6,7 @@ import torch
 from parallel.plan import Span
 from parallel.rendezvous import connect_store, host_store, nccl_group
 from parallel.runner import open_model
+from parallel.timing import PassClock, watch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOKENS = list(range(30))
@@ -51,6 +52,20 @@ def test_passes_of_one_bucket_share_a_graph(llama):
         model.forward([Span(0, size)], TOKENS[:size])
         model.commit(0, range(size))
     assert len(model._passes._captured) == 1
+
+
+def test_a_captured_model_can_be_taken_apart(llama):
+    """A captured pass shows nothing of its layers; run eagerly it is the same pass."""
+    model, clock, seen = open_model(llama.path, device="cuda", num_slots=64), PassClock("cuda"), []
+    watch(model.decoder, clock)
+    for seq_id in range(3):
+        if seq_id == 2:
+            model.run_eagerly()
+        model.open(seq_id)
+        clock.take()
+        seen.append(model.forward([Span(seq_id, 5)], TOKENS[:5]).logits)
+    assert clock.spans["attention"] == clock.spans["mlp"] == model.config.num_layers
+    torch.testing.assert_close(seen[2], seen[1], atol=1e-3, rtol=0)
 
 
 def test_an_nccl_group_of_one():

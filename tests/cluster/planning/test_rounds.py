@@ -7,6 +7,8 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +24,13 @@ from cluster.placement import Devices, lay_out
 from cluster.planning.config import PlanConfig
 from cluster.planning.fidelity import Calibrating, measure_acceptance
 from cluster.planning.layouts import Layout, Shape
-from cluster.planning.measuring import Measurer, derive_costs, subjects
+from cluster.planning.measuring import Measurer, derive_costs, parts_of, subjects, time_collectives
 from cluster.planning.prediction import Workload, predict
 from cluster.planning.ranks import Crew, run_crews
 from cluster.planning.recording import record
 from cluster.planning.rounds import Script, Stage, Text, play_drafts, play_verdicts
+from parallel.config import DecoderConfig
+from parallel.decoder import Decoder
 from parallel.mesh import SINGLE
 
 SAMPLING = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -108,7 +112,15 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     assert len(todo) == 1 and todo[0].draft and not todo[0].overlaps
     acceptance, accepted = measure_acceptance(config.drafter, [1, 1], Calibrating(), texts, SAMPLING)
     assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
-    costs = derive_costs([measurer.measure(subject) for subject in todo], 2, 1e-4, {(): acceptance})
+    measured = measurer.measure(todo[0])
+    rounds = [one.num_rounds for one in (measured.target.watched, measured.draft.watched)]
+    assert min(rounds) > 0 and max(rounds) - min(rounds) <= 1, "also watched they take turns"
+    for part, one in zip(parts_of([measured]), (measured.target, measured.draft), strict=True):
+        assert {"attention", "mlp", "rest"} <= set(part["parts_ms"]) and min(part["parts_ms"].values()) > 0
+        assert sum(part["parts_ms"].values()) == pytest.approx(part["watched_ms"]), "a pass and nothing else"
+        assert one.watched.blocks["attention"] == one.watched.blocks["mlp"] == 2 * len(one.watched.passes)
+        assert part["collective_ms"] == {}, "one rank"
+    costs = derive_costs([measured], 2, 1e-4, {(): acceptance})
     assert costs.acceptance == acceptance and costs.of_drafter(Shape(), 1, 2, beside=False) is not None
     assert [cost.cores for cost in costs.target] == [2] and costs.link_s == 1e-4
     transcript = record(config.drafter, "cpu", texts, SAMPLING, ())
@@ -118,6 +130,16 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def time_on_ranks(spec, group, meeting):
+    runner = SimpleNamespace(decoder=Decoder(DecoderConfig.from_hf(Path(spec.target.path)), group))
+    return time_collectives(group, runner, 3)
+
+
+def test_collectives_are_timed_on_the_group_itself(tiny_launch, one_free_thread):
+    (found, *_) = run_crews(crews(tiny_launch(PlanConfig()), time_on_ranks), ())
+    assert set(found) == {"all_gather", "all_reduce"} and min(found.values()) > 0
 
 
 def add_ranks(spec, group, meeting):
@@ -145,21 +167,24 @@ def test_ranks_of_both_roles_meet_in_groups_of_their_own(tiny_launch, one_free_t
 
 
 def count_turns(spec, group, meeting):
-    meeting.start()
-    turns = []
-    while meeting.take_turn(spec.role, time.monotonic() if len(turns) == 3 else math.inf):
-        turns.append(time.monotonic())
-        meeting.give_turn(spec.role)
-    return turns
+    times = []
+    for turns in meeting.acts:
+        meeting.start()
+        taken = []
+        while turns.take(spec.role, time.monotonic() if len(taken) == 3 else math.inf):
+            taken.append(time.monotonic())
+            turns.give(spec.role)
+        times.append(taken)
+    return times
 
 
 def test_two_leads_take_turns(tiny_launch, one_free_thread):
     config = tiny_launch(PlanConfig())
     places = lay_out(config, Devices((0, 1)))
     alternating = [Crew(config, (place,), count_turns) for place in places]
-    first, second = run_crews(alternating, (), in_turn=True)
-    assert len(first) == len(second) == 3
-    assert sorted(first + second) == [at for pair in zip(first, second, strict=True) for at in pair]
+    for first, second in zip(*run_crews(alternating, (), in_turn=True), strict=True):
+        assert len(first) == len(second) == 3
+        assert sorted(first + second) == [at for pair in zip(first, second, strict=True) for at in pair]
 
 
 def test_the_rank_that_failed_says_why(tiny_launch, one_free_thread):
