@@ -259,6 +259,7 @@ def _drill(config: LaunchConfig) -> Iterator[_Rule]:
     yield "cluster.silence_s", config.cluster.silence_s, config.cluster.silence_s > 0, "must be above 0 for job=drill"
     yield "job.concurrency", job.concurrency, job.concurrency >= 1, "must be at least 1"
     yield "job.faults", job.faults, job.faults >= 1, "must be at least 1"
+    yield "job.pairs", job.pairs, 0 <= job.pairs <= 1, "must be from 0 to 1"
     known = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "SIGABRT")
     right = bool(job.signals) and set(job.signals) <= set(known)
     yield "job.signals", job.signals, right, f"must be some of {', '.join(known)}"

@@ -20,7 +20,9 @@ class DrillConfig:
     concurrency: int = 4
     """Requests in flight."""
     faults: int = 8
-    """Processes to kill or freeze, one after the other: every kind with every signal, in random order."""
+    """Times that a process is killed or frozen, one after the other: every kind with every signal, in random order."""
+    pairs: float = 0.0
+    """Share of the faults that strike two processes of different roles at the same moment, from 0 to 1."""
     signals: list[str] = field(default_factory=lambda: ["SIGKILL", "SIGSTOP"])
     """What is sent to them: SIGKILL ends a process, SIGSTOP freezes it."""
     spacing_s: float = 1.0

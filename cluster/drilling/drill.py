@@ -1,4 +1,4 @@
-"""The drill: a load that never rests, faults one after the other, and the clock on how soon each is got over.
+"""The drill: a load that never rests, faults of one process or two, and the clock on how soon each is got over.
 
 Every request that runs meanwhile must end with the tokens of plain decoding, which the same engine gave before the
 first fault. Knows an engine from outside: its processes, their ids, and what its clients see. This machine only.
@@ -6,12 +6,13 @@ first fault. Knows an engine from outside: its processes, their ids, and what it
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.messages import SamplingParams
@@ -19,26 +20,47 @@ from cluster.completion import Completion, EngineError
 from cluster.drilling.config import DrillConfig
 from cluster.engine import Engine
 from cluster.prompts import Prompt
+from cluster.supervisor import Incident
 
 _POLL_S = 0.005
 _LIMIT_S = 90.0
 """A fault that is not got over by then never will be."""
 
 
+Strike = tuple[str, str]
+"""The identity of a process, and the name of the signal that it is sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was done to whom, and the seconds from then on until others noticed (`noticed_s`), until clients got tokens
-    again (`stalled_s`) and until a successor had taken the place of the process (`replaced_s`)."""
+    """What was done to whom at one moment, and seconds from then on: until all of it was noticed (`noticed_s`), and
+    until successors had taken their places (`replaced_s`). `stalled_s` is the longest time without a token for any
+    client from that moment until the first token after it was all over."""
 
-    identity: str
-    signal: str
+    strikes: tuple[Strike, ...]
     noticed_s: float
     stalled_s: float
     replaced_s: float
 
     @property
     def kind(self) -> str:
-        return self.identity.partition("-")[0]
+        return "+".join(_role(identity) for identity, _ in self.strikes)
+
+    @property
+    def signal(self) -> str:
+        return "+".join(name for _, name in self.strikes)
+
+
+@dataclass(slots=True)
+class _Pause:
+    """The longest time between two moments of a stream, from `since` on."""
+
+    since: float
+    longest: float = 0.0
+
+    def end(self, at: float) -> None:
+        if at > self.since:
+            self.since, self.longest = at, max(self.longest, at - self.since)
 
 
 @dataclass(slots=True)
@@ -65,19 +87,28 @@ class Drill:
         self._lock = threading.Lock()
         self._turn = 0
         self._live: dict[int, Completion] = {}
+        self._news_at = 0.0  # when a client last got tokens, as far as it has ended
         self.load = Load()
         self.faults: list[Fault] = []
 
-    def run(self, job: DrillConfig, on_fault: Callable[[Fault], None] = lambda fault: None) -> None:
-        """All faults, one after the other; then what is in flight ends. Raises EngineError if one is not got over."""
+    def run(
+        self,
+        plan: Sequence[tuple[Strike, ...]],
+        job: DrillConfig,
+        on_fault: Callable[[Fault], None] = lambda fault: None,
+    ) -> None:
+        """The whole plan, one fault after the other; then what is in flight ends.
+
+        Raises EngineError if one is not got over.
+        """
         choose = random.Random(job.seed)
         clients = [threading.Thread(target=self._ask, name=f"client-{i}") for i in range(job.concurrency)]
         for client in clients:
             client.start()
         try:
-            for identity, name in plan_faults(sorted(self.engine.pids()), job.signals, job.faults, choose):
+            for strikes in plan:
                 time.sleep(choose.uniform(0, 2 * job.spacing_s))
-                self.faults.append(self._inflict(identity, name))
+                self.faults.append(self._inflict(strikes))
                 on_fault(self.faults[-1])
         finally:
             self._over.set()
@@ -100,51 +131,72 @@ class Drill:
                 return
             with self._lock:
                 del self._live[completion.request_id]
+                self._news_at = max(self._news_at, completion.news_at or 0.0)
                 self.load.num_requests += 1
                 self.load.num_tokens += len(token_ids)
                 if token_ids != self._expected[index]:
                     self.load.unequal.append(index)
 
-    def _inflict(self, identity: str, name: str) -> Fault:
+    def _inflict(self, strikes: tuple[Strike, ...]) -> Fault:
         incidents = self.engine.supervisor.incidents
-        known, pid = len(incidents), self.engine.pids()[identity]
+        known, pids = len(incidents), self.engine.pids()
         started = time.monotonic()
-        os.kill(pid, getattr(signal, name))
-        noticed = self._until(identity, name, lambda: _noticed_at(incidents[known:], identity))
-        stalled = self._until(identity, name, lambda: self._first_news(noticed))
-        replaced = self._until(identity, name, lambda: time.monotonic() if self._replaced(identity, pid) else None)
-        return Fault(identity, name, noticed - started, stalled - started, replaced - started)
+        for identity, name in strikes:
+            os.kill(pids[identity], getattr(signal, name))
+        pause = _Pause(started)
+        identities = [identity for identity, _ in strikes]
+        noticed = self._until(strikes, pause, lambda: _noticed_at(incidents[known:], identities))
+        replaced = self._until(strikes, pause, lambda: self._replaced_at(identities, pids))
+        self._until(strikes, pause, lambda: pause.since if pause.since > replaced else None)
+        return Fault(strikes, noticed - started, pause.longest, replaced - started)
 
-    def _until(self, identity: str, name: str, happened: Callable[[], float | None]) -> float:
+    def _until(self, strikes: tuple[Strike, ...], pause: _Pause, happened: Callable[[], float | None]) -> float:
+        """When it `happened`; meanwhile, `pause` hears of every token."""
         deadline = time.monotonic() + _LIMIT_S
         while time.monotonic() < deadline and not self.load.failed:
+            pause.end(self._last_news())
             if (at := happened()) is not None:
                 return at
             time.sleep(_POLL_S)
         why = self.load.failed[0] if self.load.failed else f"not got over after {_LIMIT_S:.0f} s"
-        raise EngineError(f"job=drill: {name} to {identity}: {why}")
+        struck = " and ".join(f"{name} to {identity}" for identity, name in strikes)
+        raise EngineError(f"job=drill: {struck}: {why}")
 
-    def _first_news(self, since: float) -> float | None:
-        """When a request that is in flight got its first tokens after this moment."""
+    def _last_news(self) -> float:
+        """When any client last got tokens."""
         with self._lock:
-            heard = [one.news_at for one in self._live.values() if one.news_at is not None and one.news_at > since]
-        return min(heard, default=None)
+            return max(self._news_at, *(one.news_at or 0.0 for one in self._live.values()), 0.0)
 
-    def _replaced(self, identity: str, pid: int) -> bool:
-        return self.engine.pids().get(identity, pid) != pid
+    def _replaced_at(self, identities: Sequence[str], before: Mapping[str, int]) -> float | None:
+        now = self.engine.pids()
+        are_there = all(now.get(identity, before[identity]) != before[identity] for identity in identities)
+        return time.monotonic() if are_there else None
 
 
 def plan_faults(
-    identities: Sequence[str], signals: Sequence[str], count: int, choose: random.Random
-) -> list[tuple[str, str]]:
-    """`count` pairs of a process and a signal: every pair as often as every other, or once more, in random order."""
-    pairs = [(identity, name) for identity in identities for name in signals]
-    planned: list[tuple[str, str]] = []
-    while len(planned) < count:
-        choose.shuffle(pairs)
-        planned += pairs
-    return planned[:count]
+    identities: Sequence[str], signals: Sequence[str], count: int, choose: random.Random, *, pairs: float = 0.0
+) -> list[tuple[Strike, ...]]:
+    """`count` faults in random order, a share of them `pairs`: any of each as often as any other, or once more."""
+    strikes = [(identity, name) for identity in identities for name in signals]
+    both = [(a, b) for a, b in itertools.combinations(strikes, 2) if _role(a[0]) != _role(b[0])]
+    num_pairs = round(count * pairs) if both else 0
+    planned = _deal([(strike,) for strike in strikes], count - num_pairs, choose) + _deal(both, num_pairs, choose)
+    choose.shuffle(planned)
+    return planned
 
 
-def _noticed_at(incidents, identity: str) -> float | None:
-    return next((incident.noticed_at for incident in incidents if incident.identity == identity), None)
+def _deal(choices: Sequence[tuple[Strike, ...]], count: int, choose: random.Random) -> list[tuple[Strike, ...]]:
+    dealt: list[tuple[Strike, ...]] = []
+    while len(dealt) < count:
+        dealt += choose.sample(choices, len(choices))
+    return dealt[:count]
+
+
+def _role(identity: str) -> str:
+    return identity.partition("-")[0]
+
+
+def _noticed_at(incidents: Sequence[Incident], identities: Sequence[str]) -> float | None:
+    """When the last of these was noticed to have ended."""
+    noticed = {incident.identity: incident.noticed_at for incident in reversed(incidents)}
+    return max(noticed[identity] for identity in identities) if noticed.keys() >= set(identities) else None

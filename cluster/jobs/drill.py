@@ -5,23 +5,26 @@ Files: `drill.json` with every fault. A request that fails or differs ends the j
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
 from cluster.config import DrillConfig, LaunchConfig
 from cluster.console import Terminal, figure
-from cluster.drilling.drill import Drill, Fault, Load
+from cluster.drilling.drill import Drill, Fault, Load, plan_faults
 from cluster.engine import Engine
 from cluster.prompts import read_prompts
 from cluster.report import circumstances, write_json
+
+TIMES = ("noticed_s", "replaced_s", "stalled_s")
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read, EngineError if a fault is not got over or tokens differ."""
     job: DrillConfig = config.job
     prompts = read_prompts(Path(job.prompts), job.limit)
-    restarts = max(config.cluster.max_restarts, job.faults)
+    restarts = max(config.cluster.max_restarts, 2 * job.faults)
     config = replace(config, cluster=replace(config.cluster, max_restarts=restarts))
     terminal = Terminal()
     with terminal.starting() as progress:
@@ -32,9 +35,11 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             contents = [prompt.content for prompt in prompts]
             plain = engine.generate(contents, sampling, speculate=False, on_finished=lambda _: bar.advance())
         drill = Drill(engine, prompts, sampling, [one.token_ids for one in plain])
+        choose = random.Random(job.seed)
+        plan = plan_faults(sorted(engine.pids()), job.signals, job.faults, choose, pairs=job.pairs)
         try:
             with terminal.counting("killing and freezing", job.faults) as bar:
-                drill.run(job, lambda fault: bar.advance())
+                drill.run(plan, job, lambda fault: bar.advance())
             counters = engine.report().counters
         finally:
             facts = circumstances(config, engine.places, engine.ready)
@@ -56,7 +61,7 @@ def _summary(faults: list[Fault], load: Load) -> dict[str, object]:
         "tokens": load.num_tokens,
         "num_failed": len(load.failed),
         "num_unequal_requests": len(load.unequal),
-        "faults": [asdict(fault) for fault in faults],
+        "faults": [{"kind": fault.kind, "signal": fault.signal, **asdict(fault)} for fault in faults],
         "kinds": [_of_kind(kind, name, members) for (kind, name), members in sorted(_by_kind(faults).items())],
     }
 
@@ -69,7 +74,7 @@ def _by_kind(faults: list[Fault]) -> dict[tuple[str, str], list[Fault]]:
 
 
 def _of_kind(kind: str, name: str, faults: list[Fault]) -> dict[str, object]:
-    times = {field: [getattr(one, field) for one in faults] for field in ("noticed_s", "stalled_s", "replaced_s")}
+    times = {field: [getattr(one, field) for one in faults] for field in TIMES}
     summary = {field: {"median": median(values), "max": max(values)} for field, values in times.items()}
     return {"kind": kind, "signal": name, "num_faults": len(faults), **summary}
 
@@ -77,9 +82,9 @@ def _of_kind(kind: str, name: str, faults: list[Fault]) -> dict[str, object]:
 def _show(terminal: Terminal, faults: list[Fault], load: Load, run_dir: Path) -> None:
     rows = []
     for one in _summary(faults, load)["kinds"]:
-        times = (one[field][which] for field in ("noticed_s", "stalled_s", "replaced_s") for which in ("median", "max"))
+        times = (one[field][which] for field in TIMES for which in ("median", "max"))
         rows.append([one["kind"], one["signal"], str(one["num_faults"]), *(figure(value, 3) for value in times)])
-    columns = ("process", "signal", "faults", "noticed s", "max", "tokens again s", "max", "replaced s", "max")
+    columns = ("process", "signal", "faults", "noticed s", "max", "replaced s", "max", "without tokens s", "max")
     terminal.table("Faults", columns, rows)
     differ = f"{len(load.unequal)} with other tokens, {len(load.failed)} failed"
     terminal.line(f"{load.num_requests} requests, {load.num_tokens} tokens while it went on: {differ}")

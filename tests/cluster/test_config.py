@@ -66,7 +66,7 @@ PUBLIC_KEYS = {
     "draft_lengths contexts peers parallels",
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
-    "job=drill": "name prompts workload limit concurrency faults signals spacing_s seed",
+    "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
     "job=passes": "name models ranks layer_groups rows context repeats",
 }
 """Names that scripts of users rely on: add to these, rename or remove none."""
