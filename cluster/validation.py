@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from actors.branches import AHEAD
-from actors.levels import CascadeDrafterConfig, LevelsPlacement
-from actors.messages import Draw
+from actors.levels import CascadeDrafterConfig
 from actors.options import (
     Calibration,
     CalibrationPolicy,
@@ -28,6 +26,7 @@ from actors.options import (
     SuffixDrafterConfig,
     VerifyRule,
 )
+from cluster.drawing import drafts_first, draws_of
 from cluster.levels import cascade_rules
 
 if TYPE_CHECKING:
@@ -183,29 +182,14 @@ def _pipeline(config: LaunchConfig) -> Iterator[_Rule]:
 
 def _shared_budget(config: LaunchConfig) -> Iterator[_Rule]:
     """One budget for all requests takes a moment at which all of their trees grow."""
-    drafter, pipeline = config.drafter, config.pipeline.name
-    where, works_ahead = "drafter", pipeline in AHEAD
-    if isinstance(drafter, CascadeDrafterConfig):
-        works_ahead = works_ahead and drafter.placement is LevelsPlacement.separate
-        where, drafter = "drafter.levels[0]", drafter.levels[0]
+    pipeline, (drafter, works_ahead) = config.pipeline.name, drafts_first(config)
+    where = "drafter" if drafter is config.drafter else "drafter.levels[0]"
     if isinstance(drafter, ModelDrafterConfig):
         field, nodes = f"{where}.batch_nodes", drafter.batch_nodes
         remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
         yield field, nodes, drafter.strategy is Strategy.dynamic or not nodes, remedy
         remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
         yield field, nodes, not (works_ahead and nodes), remedy
-
-
-def draws_of(config: LaunchConfig) -> set[Draw]:
-    """How the chosen drafter would draw for a ratio test."""
-    match config.drafter:
-        case NoDrafterConfig():
-            return set()
-        case CascadeDrafterConfig():
-            return {Draw.IID}
-        case ModelDrafterConfig(strategy=Strategy.chain | Strategy.tree) if config.pipeline.name not in AHEAD:
-            return {Draw.IID if config.verify.rule is VerifyRule.kseq else Draw.WITHOUT_REPLACEMENT}
-    return {Draw.DETERMINISTIC}
 
 
 def _scheduler(config: LaunchConfig) -> Iterator[_Rule]:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from tokenizers import Tokenizer
 
+from actors.levels import CascadeDrafterConfig
 from actors.messages import Draw, SamplingParams
 from actors.options import DrafterConfig, ModelDrafterConfig, Strategy, VerifyConfig, VerifyRule
 from actors.sampling import is_greedy
@@ -97,7 +98,8 @@ def scheme_of(verify: VerifyConfig, drafter: DrafterConfig, kind: Draw) -> Schem
 def kinds_of(verify: VerifyConfig, drafter: DrafterConfig, kinds: set[Draw]) -> list[Draw]:
     """How the drafter draws; under the coupled rule a model's tokens share the target's noise."""
     if verify.rule is VerifyRule.coupled:
-        return [Draw.COUPLED if isinstance(drafter, ModelDrafterConfig) else Draw.DETERMINISTIC]
+        models = ModelDrafterConfig | CascadeDrafterConfig
+        return [Draw.COUPLED if isinstance(drafter, models) else Draw.DETERMINISTIC]
     return sorted(kinds) or [Draw.DETERMINISTIC]
 
 

@@ -114,6 +114,7 @@ def _rounding(check: Check) -> str:
 _FINDINGS = {
     "token identity": _identity,
     "exact enumeration": _exact,
+    "exact enumeration of levels": _exact,
     "law at the model's vocabulary": _law,
     "rounding": _rounding,
 }

@@ -7,10 +7,12 @@ with an error, so that scripts notice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
+from actors.levels import CascadeDrafterConfig
 from actors.messages import SamplingParams
+from actors.options import DrafterConfig, SamplingConfig, VerifyRule
 from actors.sampling import is_greedy
 from cluster.certify.checks import (
     Check,
@@ -25,16 +27,17 @@ from cluster.certify.checks import (
 from cluster.certify.draws import CHUNK
 from cluster.certify.exact import check_exactness
 from cluster.certify.identity import Output, complete, settings
+from cluster.certify.levels import check_levels
 from cluster.certify.reader import Reader
 from cluster.certify.rounding import Scorer, fit_ranks
 from cluster.certify.summary import check_rows, page, verdict
 from cluster.config import CertifyConfig, LaunchConfig
 from cluster.console import Bar, Terminal
+from cluster.drawing import draws_of, first_draw
 from cluster.engine import Engine
 from cluster.prompts import Prompt, read_prompts
 from cluster.report import versions, write_json
 from cluster.text import load_tokenizer, read_eos_token_ids
-from cluster.validation import draws_of
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -89,9 +92,11 @@ def _check(
     rounding = check_rounding(scorer.movement(first), outputs, scorer, target)
     bar.advance()
     bar.say("enumerating")
-    exact = check_exactness(rule, draws_of(config))
+    exact = [check_exactness(rule, draws_of(config))]
+    if isinstance(config.drafter, CascadeDrafterConfig) and rule is not VerifyRule.coupled:
+        exact.append(check_levels(rule, config.drafter, first_draw(config)))
     bar.advance()
-    checks = [check_identity(outputs, rule, scorer, tokenizer, rounding["tie_below"]), exact]
+    checks = [check_identity(outputs, rule, scorer, tokenizer, rounding["tie_below"]), *exact]
     sampled = _tempered(params)
     draft = _draft_reader(config, num_slots) if sampled else None
     if sampled:
@@ -126,12 +131,34 @@ def _num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_promp
 
 def _subject(config: LaunchConfig) -> dict[str, object]:
     """What the certificate is about, in a few lines."""
-    drafter = config.drafter
+    job, usual = config.job, SamplingConfig()
+    own = {"temperature", "seed", "max_tokens"}
+    changed = {
+        item.name: getattr(config.sampling, item.name)
+        for item in fields(usual)
+        if item.name not in own and getattr(config.sampling, item.name) != getattr(usual, item.name)
+    }
     return {
         "target": f"{config.target.path}, tp={config.target.tp}",
-        "drafter": f"{drafter.name} {getattr(drafter, 'path', '') or ''}".rstrip(),
-        "rule": str(config.verify.rule),
+        "drafter": _drafter(config.drafter),
+        "rule": f"{config.verify.rule}, law_size={config.verify.law_size}",
         "pipeline": str(config.pipeline.name),
-        "temperatures": ", ".join(f"{temperature:g}" for temperature in config.job.temperatures),
-        "prompts": f"{config.job.prompts}, {config.sampling.max_tokens} tokens each at most",
+        "temperatures": ", ".join(f"{temperature:g}" for temperature in job.temperatures),
+        "seeds": ", ".join(str(seed) for seed in job.seeds),
+        "sampling": ", ".join(f"{name}={value}" for name, value in changed.items()) or "no further processors",
+        "prompts": f"{job.prompts}, {config.sampling.max_tokens} tokens each at most",
     }
+
+
+def _drafter(drafter: DrafterConfig) -> str:
+    """Family, model and shape; of a cascade those of every level, the cheapest first."""
+    if not isinstance(drafter, CascadeDrafterConfig):
+        parts = [drafter.name, getattr(drafter, "path", ""), str(getattr(drafter, "strategy", ""))]
+        length = getattr(drafter, "num_draft_tokens", 0)
+        return " ".join(part for part in parts if part) + f", {length} draft tokens" * bool(length)
+    levels = "; ".join(f"{level}: {_drafter(one)}" for level, one in enumerate(drafter.levels))
+    tails = "/".join(str(tail) for tail in drafter.tails) or "none"
+    return (
+        f"cascade of {len(drafter.levels)} levels ({levels}), tails {tails}, merge {drafter.merge}, "
+        f"lengths {drafter.lengths}, {drafter.placement}, {drafter.num_draft_tokens} draft tokens"
+    )

@@ -8,12 +8,14 @@ from functools import partial
 import pytest
 
 import actors.verifier
+from actors.levels import CascadeDrafterConfig
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, SamplingConfig, Strategy, VerifyConfig, VerifyRule
 from actors.verification import RULES
 from cluster.certify import rounding
 from cluster.config import CertifyConfig, load_config
 from cluster.jobs import certify
 
+LEVELS = "exact enumeration of levels"
 LAW, IDENTITY, EXACT, ROUNDING = (
     "law at the model's vocabulary",
     "token identity",
@@ -74,6 +76,22 @@ def test_lookups_and_trees_are_certified(run_certify, drafter, half_agreeing_dra
         drafter = drafter(path=str(half_agreeing_drafter), device="cpu")
     certificate, error = run_certify("rejection", drafter)
     assert error is None and certificate["passed"]
+
+
+def test_a_cascade_is_certified_level_by_level(run_certify, half_agreeing_drafter, tmp_path):
+    """Its levels are enumerated as well; with tails, tokens of the lookup reach the target as they are."""
+    path = str(half_agreeing_drafter)
+    levels = (NgramDrafterConfig(min_ngram=1), ModelDrafterConfig(path=path, num_draft_tokens=2, device="cpu"))
+    drafter = CascadeDrafterConfig(levels=levels, tails=(0, 2), num_draft_tokens=4)
+    certificate, error = run_certify("rejection", drafter, draws=400)
+    assert error is None and certificate["passed"]
+    through = check(certificate, LEVELS)
+    assert through["draws"] == ["DETERMINISTIC"] and through["num_levels"] == 2 and through["num_enumerations"] == 12
+    assert check(certificate, EXACT)["draws"] == ["DETERMINISTIC", "IID"]
+    page = (tmp_path / "certificate.md").read_text()
+    said = f"cascade of 2 levels (0: ngram, 5 draft tokens; 1: model {path} chain, 2 draft tokens), tails 0/2"
+    assert said in page and "- seeds: 0, 1" in page and "- sampling: ignore_eos=True" in page
+    assert "| exact enumeration of levels | passed |" in page
 
 
 # --- what must fail ---------------------------------------------------------------------------------------------------
