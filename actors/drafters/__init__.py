@@ -52,7 +52,7 @@ def _maxgram(config, verify, pipeline, scheduler, group, device, eos_token_ids):
 
 
 def _model(config, verify, pipeline, scheduler, group, device, eos_token_ids):
-    runner, facts = open_draft_model(config, scheduler, group, device)
+    runner, facts = open_draft_model(config, scheduler, group, device, pipeline)
     options = {
         "rule": verify.rule,
         "law_size": verify.law_size,

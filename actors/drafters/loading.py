@@ -11,6 +11,7 @@ from actors.options import (
     MlpParallel,
     ModelDrafterConfig,
     Parallel,
+    PipelineName,
     SchedulerConfig,
     Strategy,
 )
@@ -28,10 +29,14 @@ _WIDEST_BY_DEFAULT = 4
 
 
 def open_draft_model(
-    config: ModelDrafterConfig, scheduler: SchedulerConfig, group: Group, device: str
+    config: ModelDrafterConfig,
+    scheduler: SchedulerConfig,
+    group: Group,
+    device: str,
+    pipeline: str = PipelineName.sync,
 ) -> tuple[ModelRunner, dict[str, object]]:
     """This rank's part of the draft model, and the facts it reports."""
-    layout = layer_layout(config, group, device) if config.parallel is Parallel.layer else None
+    layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
     fit = fit_slots(
         config.path,
         group,
@@ -52,16 +57,25 @@ def open_draft_model(
     return runner, fit.facts() | facts
 
 
-def layer_layout(config: ModelDrafterConfig, group: Group, device: str) -> LayerLayout:
-    """The layout the user asked for; MLPs on `auto` are measured, here and now, on all ranks."""
+def layer_layout(
+    config: ModelDrafterConfig, group: Group, device: str, pipeline: str = PipelineName.sync
+) -> LayerLayout:
+    """The layout the user asked for; MLPs on `auto` are measured, here and now, on all ranks, over as many rows as the
+    pipeline has most fuzzy passes feed."""
     model = DecoderConfig.from_hf(resolve_checkpoint(config.path))
     mlp = str(config.mlp_parallel)
     if config.mlp_parallel is MlpParallel.auto:
-        rows = 1 if config.strategy is Strategy.chain else config.width
         whole = config.calibration is Calibration.broadcast
         dtype = choose_dtype(config.dtype, device)
-        mlp = "replicated" if whole else faster_mlp(model, group, device, dtype, rows)
+        mlp = "replicated" if whole else faster_mlp(model, group, device, dtype, _rows_fed(config, pipeline))
     return LayerLayout(layer_partition(config, model), group.size, mlp, str(config.calibration))
+
+
+def _rows_fed(config: ModelDrafterConfig, pipeline: str) -> int:
+    """Of one request, in most fuzzy passes."""
+    if pipeline in (PipelineName.branches, PipelineName.tree):
+        return config.ahead_width
+    return 1 if config.strategy is Strategy.chain else config.width
 
 
 def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partition:

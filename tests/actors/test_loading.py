@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from actors.drafters import build_drafter, loading
 from actors.drafters.loading import layer_layout, layer_partition, open_draft_model
-from actors.options import Calibration, MlpParallel, ModelDrafterConfig, Parallel, SchedulerConfig
+from actors.options import Calibration, MlpParallel, ModelDrafterConfig, Parallel, SchedulerConfig, Strategy, VerifyConfig
 from parallel.config import DecoderConfig
 from parallel.fuzzy import LayerParallelRunner
 from parallel.mesh import SINGLE
@@ -86,6 +87,24 @@ def test_the_facts_of_a_layer_parallel_drafter(models):
     assert (facts["mlp_parallel"], facts["calibration"]) == ("replicated", "owner")
     runner, facts = open_draft_model(ModelDrafterConfig(path=str(models["deep"])), SchedulerConfig(), SINGLE, "cpu")
     assert not isinstance(runner, LayerParallelRunner) and "layer_groups" not in facts
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "strategy", "rows"),
+    [
+        ("sync", Strategy.chain, 1),
+        ("sync", Strategy.tree, 3),
+        ("pearl", Strategy.chain, 1),
+        ("branches", Strategy.chain, 7),
+        ("tree", Strategy.tree, 7),
+    ],
+)
+def test_mlps_are_measured_over_the_rows_they_will_mostly_see(models, monkeypatch, pipeline, strategy, rows):
+    measured = []
+    monkeypatch.setattr(loading, "faster_mlp", lambda *asked: measured.append(asked[-1]) or "replicated")
+    config = config_of(path=str(models["deep"]), layer_group=2, strategy=strategy, width=3, ahead_width=7)
+    build_drafter(config, VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", ())
+    assert measured == [rows]
 
 
 def test_broadcast_keeps_whole_mlps_whatever_is_faster(models):
