@@ -175,6 +175,8 @@ class ModelDrafterConfig(DrafterConfig):
     """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
     ranks: int = 1
     """Ranks that share the draft model."""
+    num_threads: int = 0
+    """CPU: threads of a rank, at most; 0 = one for every core that it has."""
     parallel: Parallel = Parallel.single
     """How they share it: single (one rank), tensor (every layer is split), or layer (the attention of several layers
     runs side by side on nearly right inputs: EasySpec)."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config import LaunchConfig, PlacementName
-from cluster.placement import Devices, RankPlacement, lay_out
+from cluster.placement import Devices, RankPlacement, lay_out, with_fewer_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class Node:
 
 def over_nodes(config: LaunchConfig, nodes: Sequence[Node]) -> list[RankPlacement]:
     """Every rank with the `host` it belongs on, ranks in the order of the nodes. ValueError where there is no room."""
+    return with_fewer_threads(config, _with_hosts(config, nodes))
+
+
+def _with_hosts(config: LaunchConfig, nodes: Sequence[Node]) -> list[RankPlacement]:
     _check_named(config, nodes)
     if len(nodes) == 1:
         return _on(nodes[0], lay_out(config, nodes[0].devices))

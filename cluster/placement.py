@@ -6,9 +6,10 @@ Knows counts of devices, not what runs on them. Ray and the in-process backend b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.levels import level_roles
+from actors.options import ModelDrafterConfig
 from cluster.config import LaunchConfig
 
 
@@ -51,8 +52,8 @@ class RankPlacement:
 def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
     """Target ranks, then draft ranks, level by level. ValueError where there are more ranks than devices."""
     roles = {"target": (config.target.tp, _kind(config.target.device, "target.device", devices))}
-    for role, size, wanted in _draft_roles(config):
-        roles[role] = (size, _kind(wanted, "drafter.device", devices))
+    for role, model in _draft_roles(config):
+        roles[role] = (model.ranks, _kind(model.device, "drafter.device", devices))
     colocated = config.placement.name == "colocated"
     if colocated and len({kind for _, kind in roles.values()}) > 1:
         drafter = next(kind for role, (_, kind) in roles.items() if kind != roles["target"][1])
@@ -69,16 +70,24 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
     speculates = config.drafter.name != "none" and config.pipeline.name != "plain"
     if speculates and len(roles) == 1:  # a lookup drafter needs no device of its own
         places.append(RankPlacement("draft", 0, 1, "cpu", (), 1, 0.0))
-    return places
+    return with_fewer_threads(config, places)
 
 
-def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, int, str]]:
-    """Role, ranks and device of every part of the drafter that has a model."""
+def with_fewer_threads(config: LaunchConfig, places: Sequence[RankPlacement]) -> list[RankPlacement]:
+    """Draft models may be told to leave some of their cores to others."""
+    most = {role: model.num_threads for role, model in _draft_roles(config) if model.num_threads}
+    return [
+        replace(place, num_threads=min(place.num_threads, most.get(place.role, place.num_threads))) for place in places
+    ]
+
+
+def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, ModelDrafterConfig]]:
+    """Every part of the drafter that has a model, and the model."""
     if config.pipeline.name == "plain" or not hasattr(config.drafter, "ranks"):
         return
     for role, levels in level_roles(config.drafter).items():
         model = config.drafter.levels[levels[-1]] if hasattr(config.drafter, "levels") else config.drafter
-        yield role, model.ranks, model.device
+        yield role, model
 
 
 def _kind(wanted: str, field: str, devices: Devices) -> str:

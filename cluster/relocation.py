@@ -109,6 +109,9 @@ def _settle(node: Node, moving: list[list[RankPlacement]], places: Layout) -> li
         else:
             count = max(1, min(len(ranks[0].cores), node.num_cores // len(moving)))
             cores = tuple(range(core, core + count))
-            settled += [replace(place, host=node.host, cores=cores, num_threads=count) for place in ranks]
+            settled += [
+                replace(place, host=node.host, cores=cores, num_threads=min(count, place.num_threads))
+                for place in ranks
+            ]
             core += count
     return settled

@@ -140,6 +140,8 @@ def _model_drafter(drafter: ModelDrafterConfig) -> Iterator[_Rule]:
     alone = drafter.parallel is not Parallel.single or drafter.ranks == 1
     remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
     yield "drafter.ranks", drafter.ranks, alone, remedy
+    threads = drafter.num_threads
+    yield "drafter.num_threads", threads, threads >= 0, "must be 0 (one for every core of a rank) or above"
     yield from _layers(drafter)
     yield "drafter.depth", drafter.depth, drafter.depth >= 1, "must be at least 1"
     yield "drafter.width", drafter.width, drafter.width >= 1, "must be at least 1"

@@ -81,7 +81,7 @@ def _measured(config: LaunchConfig, terminal: Terminal) -> Plan:
         devices = find_devices(config)
         on_gpus = uses_gpus(config, devices)
         num_devices = devices.num_gpus if on_gpus else len(devices.cores)
-        layouts = local_layouts(config, num_devices)
+        layouts = local_layouts(config, num_devices, threads=not on_gpus)
         seen = probe(config, simplest(layouts), prompts, say)
         say("comparing layer-parallel drafts with exact ones")
         device = "cuda:0" if on_gpus else "cpu"

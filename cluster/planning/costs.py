@@ -108,7 +108,8 @@ def _shape_entry(shape: Shape) -> dict[str, object]:
     entry: dict[str, object] = {"parallel": str(shape.parallel), "ranks": shape.ranks}
     if shape.parallel == "layer":
         entry |= {"layer_group": shape.layer_group, "mlp": shape.mlp}
-    return entry | ({"partition": list(shape.partition)} if shape.partition else {})
+    entry |= {"partition": list(shape.partition)} if shape.partition else {}
+    return entry | ({"threads": shape.threads} if shape.threads else {})
 
 
 def _draft_entry(cost: DraftCost) -> dict[str, object]:
@@ -153,7 +154,7 @@ def _costs(content: Mapping[str, object]) -> Costs:
 
 KEYS = ("devices", "link_ms", "coordinator_ms", "acceptance", "runners_up", "target", "drafter")
 PASS_KEYS = ("ranks", "pass_ms", "cores", "beside")
-SHAPE_KEYS = ("parallel", "ranks", "layer_group", "mlp", "partition")
+SHAPE_KEYS = ("parallel", "ranks", "layer_group", "mlp", "partition", "threads")
 TARGET_KEYS = (*PASS_KEYS, "with")
 DRAFT_KEYS = (*SHAPE_KEYS, *PASS_KEYS, "exact_ms", "acceptance", "target_ranks")
 
@@ -197,7 +198,7 @@ def _shape(entry: Mapping[str, object], where: str) -> Shape:
         raise ValueError(f"{where}.partition: must be a list of sizes, not {partition}")
     sizes = tuple(_count(size, f"{where}.partition") for size in partition)
     width = _count(entry.get("layer_group", max(sizes, default=1)), f"{where}.layer_group")
-    return Shape(parallel, ranks, width, mlp, sizes)
+    return Shape(parallel, ranks, width, mlp, sizes, int(_number(entry.get("threads", 0), f"{where}.threads")))
 
 
 def _place(entry: Mapping[str, object], where: str) -> tuple[int, bool | None]:

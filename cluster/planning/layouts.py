@@ -33,6 +33,8 @@ class Shape:
     """Of layer-parallel ranks: replicated or tensor."""
     partition: tuple[int, ...] = ()
     """Hyper-layers by their sizes; empty where only their width is known."""
+    threads: int = 0
+    """Of a rank, at most; 0: as the drafter's options say."""
 
     @property
     def has_own_partition(self) -> bool:
@@ -41,7 +43,7 @@ class Shape:
 
     def describe(self) -> str:
         if self.parallel == "single":
-            return "single"
+            return f"single, {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else "single"
         if self.parallel == "tensor":
             return f"tensor {self.ranks}"
         width = "+".join(map(str, self.partition)) if self.has_own_partition else f"N={self.layer_group}"
@@ -74,6 +76,7 @@ class Layout:
         shape = self.shape
         words = [f"pipeline={self.pipeline}", f"placement={self.placement}", f"target.tp={self.target_ranks}"]
         words += [f"drafter.parallel={shape.parallel}", f"drafter.ranks={shape.ranks}"]
+        words += [f"drafter.num_threads={shape.threads}"] * (shape.threads > 0)
         if shape.parallel == Parallel.layer:
             sizes = f"[{','.join(map(str, shape.partition))}]"
             own = shape.has_own_partition
@@ -93,6 +96,7 @@ class Layout:
             config.drafter,
             parallel=Parallel(shape.parallel),
             ranks=shape.ranks,
+            num_threads=shape.threads or config.drafter.num_threads,
             num_draft_tokens=num_draft_tokens,
             layer_group=0,
             layer_partition=[],
@@ -139,8 +143,9 @@ def described_layouts(
     return list(enumerate_layouts(ranks, wanted, num_devices, job.pipelines, job.batch))
 
 
-def local_layouts(config: LaunchConfig, num_devices: int) -> list[Layout]:
-    """What the models can be split into on so many devices, within the job's axes."""
+def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = False) -> list[Layout]:
+    """What the models can be split into on so many devices, within the job's axes; `threads` where devices are cores,
+    of which a drafter may leave some idle."""
     job: PlanConfig = config.job
     sizes = [1 << i for i in range(num_devices.bit_length()) if 1 << i <= num_devices]
     target = DecoderConfig.from_hf(Path(config.target.path))
@@ -155,7 +160,19 @@ def local_layouts(config: LaunchConfig, num_devices: int) -> list[Layout]:
         mlps = ["replicated"] + ["tensor"] * (divides and splits_mlps)
         fitting = [(width, partition) for partition, width in widths.items() if max(partition) <= size]
         shapes += [Shape("layer", size, width, mlp, partition) for width, partition in fitting for mlp in mlps]
-    return list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
+    layouts = list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
+    return layouts + [_with_one_thread(layout) for layout in layouts if threads and _has_cores(layout, num_devices)]
+
+
+def _has_cores(layout: Layout, num_cores: int) -> bool:
+    """Whether a drafter of one rank would compute on several."""
+    if layout.shape is None or layout.shape.parallel != Parallel.single:
+        return False
+    return num_cores // (1 if layout.placement == "colocated" else layout.target_ranks + 1) > 1
+
+
+def _with_one_thread(layout: Layout) -> Layout:
+    return replace(layout, shape=replace(layout.shape, threads=1))
 
 
 def _partitions(

@@ -85,13 +85,13 @@ def try_out(
 
 
 def worth_trying(predictions: Sequence[Prediction], count: int) -> list[Prediction]:
-    """The best of every pipeline, placement and way to share the drafter, fastest first: neighbours of the best would
-    teach little."""
-    best: dict[tuple[str, str, str], Prediction] = {}
+    """The best of every pipeline, placement and way to share the drafter, its threads included, fastest first:
+    neighbours of the best would teach little."""
+    best: dict[tuple[object, ...], Prediction] = {}
     for prediction in predictions:
         layout = prediction.layout
-        parallel = layout.shape.parallel if layout.shape else ""
-        best.setdefault((layout.pipeline, layout.placement, parallel), prediction)
+        shared = (layout.shape.parallel, layout.shape.threads) if layout.shape else ()
+        best.setdefault((layout.pipeline, layout.placement, *shared), prediction)
     return list(best.values())[:count]
 
 

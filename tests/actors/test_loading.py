@@ -6,7 +6,15 @@ import pytest
 
 from actors.drafters import build_drafter, loading
 from actors.drafters.loading import layer_layout, layer_partition, open_draft_model
-from actors.options import Calibration, MlpParallel, ModelDrafterConfig, Parallel, SchedulerConfig, Strategy, VerifyConfig
+from actors.options import (
+    Calibration,
+    MlpParallel,
+    ModelDrafterConfig,
+    Parallel,
+    SchedulerConfig,
+    Strategy,
+    VerifyConfig,
+)
 from parallel.config import DecoderConfig
 from parallel.fuzzy import LayerParallelRunner
 from parallel.mesh import SINGLE

@@ -49,8 +49,8 @@ PUBLIC_KEYS = {
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
-    "drafter=model": "name path ranks parallel layer_group strategy num_draft_tokens depth width fan_out ahead_width "
-    "batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every "
+    "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width fan_out "
+    "ahead_width batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every "
     "kv_slots",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",

@@ -129,6 +129,9 @@ def test_threads_are_the_cores_of_a_rank_and_ranks_know_their_size():
     assert [(place.rank, place.size, place.num_threads) for place in places] == [(0, 2, 1), (1, 2, 1), (0, 1, 2)]
     assert places[2].describe() == "draft-0: cpu cores 2,3, 2 threads"
     assert lay_out(config_of(), GPUS)[0].describe() == "target-0: cuda:0, 1 thread"
+    narrow = replace(config_of(colocated=True), drafter=ModelDrafterConfig(num_threads=3))
+    assert [place.num_threads for place in lay_out(narrow, FOUR)] == [4, 3], "it leaves one of its cores"
+    assert [place.num_threads for place in lay_out(narrow, ONE)] == [1, 1]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from actors.options import ModelDrafterConfig
 from cluster.backends.ray_reservation import device_bundles
 from cluster.nodes import Node, over_nodes
 from cluster.relocation import NoRoom, relocate
@@ -78,6 +79,10 @@ def test_cores_are_as_many_as_there_were_or_fit():
     for free, cores in ((8, (0, 1, 2, 3)), (2, (0, 1))):
         found = relocate(config, places, places, left(N3, cores=free), "target")
         assert (found["target-0"].cores, found["target-0"].num_threads) == (cores, len(cores))
+    shared = replace(config_of(colocated=True), drafter=ModelDrafterConfig(num_threads=1))
+    places = layout(shared, CPUS[:1])
+    found = relocate(shared, places, places, left(N2, cores=8), "target")
+    assert [found[identity].num_threads for identity in ("target-0", "draft-0")] == [len(CPUS[0].devices.cores), 1]
 
 
 def test_who_takes_turns_finds_room_anywhere():

@@ -41,7 +41,10 @@ def test_what_is_written_is_read_back(tmp_path: Path):
             TargetCost(1, PassCost.flat(0.007), 1, True),
             TargetCost(1, PassCost.flat(0.004), 2, False, layer),
         ),
-        (DraftCost(layer, PassCost.flat(0.001), PassCost.flat(0.002), (0.7, 0.5), 1, False, 2),),
+        (
+            DraftCost(layer, PassCost.flat(0.001), PassCost.flat(0.002), (0.7, 0.5), 1, False, 2),
+            DraftCost(Shape(threads=1), PassCost.flat(0.003)),
+        ),
         0.0002,
         0.0001,
         (0.8, 0.7),

@@ -45,12 +45,29 @@ def test_layers_are_shared_as_the_drafter_allows_and_in_each_way_once(tiny_check
     assert "layer 2 2+2+1+1 mlp tensor" in {shape.describe() for shape in own}
 
 
+def test_a_drafter_on_several_cores_may_leave_them_to_others(tiny_checkpoint):
+    path = tiny_checkpoint("Llama")
+    axes = ["job.parallels=[single,tensor]", "job.pipelines=[sync]", "job.target_ranks=[1]"]
+    config = load_config(["job=plan", f"target.path={path}", f"drafter.path={path}", *axes])
+    one = Shape(threads=1)
+
+    def one_threaded(num_cores: int) -> set[tuple[str, Shape]]:
+        layouts = local_layouts(config, num_cores, threads=True)
+        assert simplest(layouts).shape == Shape()
+        return {(layout.placement, layout.shape) for layout in layouts if layout.shape and layout.shape.threads}
+
+    assert one_threaded(1) == set() and one_threaded(2) == {("colocated", one)}
+    assert one_threaded(4) == {("colocated", one), ("separate", one)}
+    assert not [layout for layout in local_layouts(config, 2) if layout.shape and layout.shape.threads]
+
+
 @pytest.mark.parametrize(
     "layout",
     [
         Layout(2, "plain", "separate"),
         Layout(1, "sync", "colocated", TENSOR),
         Layout(1, "branches", "separate", Shape()),
+        Layout(2, "sync", "colocated", Shape(threads=1)),
         Layout(2, "sync", "colocated", Shape("layer", 2, 2, "tensor")),
         Layout(2, "sync", "colocated", Shape("layer", 2, 2, "replicated", (1, 2, 1, 1))),
     ],
