@@ -95,11 +95,15 @@ def _readable_sampling(sampling: SamplingParams, vocab_size: int | None) -> Samp
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A guess: the tree, how each node was drawn, and the law behind each node's children (None if not random)."""
+    """A guess: the tree, how each node was drawn, and the law behind each node's children (None if not random).
+
+    `parts` as in a `Proposal`.
+    """
 
     tree: TokenTree
     draws: tuple[int, ...] = ()
     laws: tuple[SparseLaw | None, ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
 
     @staticmethod
     def nothing(context: Context) -> Draft:
@@ -319,4 +323,5 @@ def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal
         tuple(int(draw) for draw in draft.draws),
         draft.laws,
         prepared,
+        draft.parts,
     )

@@ -38,14 +38,16 @@ class CascadeDrafterConfig(DrafterConfig):
     """Set by the choice `drafter=`."""
     levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
     """The cheapest first; each a family's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
-    first may be of any family, the others are models. `num_draft_tokens`: what a level hands to the next at a time."""
+    first may be of any family, the others are models. `num_draft_tokens`: what a level hands to the next at a time; 0 =
+    it passes on what the one before it says, as if it were not there."""
     num_draft_tokens: int = 0
     """Draft tokens a round, at most; 0 = those of the last level, its tail and `merge`."""
     tails: list[int] = field(default_factory=list)
     """For each level, tokens that the one before it adds unverified behind the level's own; empty = none."""
     lengths: LevelLengths = LevelLengths.fixed
-    """fixed: `num_draft_tokens` as given; auto: at most so many, chosen by measured costs and acceptance, and none of a
-    level that does not pay. auto needs drafter.placement=together."""
+    """fixed: `num_draft_tokens` as given; auto: at most so many, and 0 of a level that does not pay, be it the last:
+    the best of all cascades that can be made of the levels, by measured costs and acceptance. auto needs
+    drafter.placement=together, pipeline=sync, and neither tails nor merge."""
     merge: int = 0
     """Draft tokens of the last level but one that are added beside the last level's, where the two differ."""
     placement: LevelsPlacement = LevelsPlacement.together

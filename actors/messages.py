@@ -74,7 +74,8 @@ class Proposal:
 
     `draws[i]` says how node i was drawn; `laws[i]` is the law from which the *children* of node i were drawn, None
     where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared` tells a branch hit
-    (the draft was there before the verdict it follows) from a miss; None if the drafter does not work ahead.
+    (the draft was there before the verdict it follows) from a miss; None if the drafter does not work ahead. `parts`
+    names the levels of a cascade and how many of the nodes, in order, each has drafted; empty if they have one drafter.
     """
 
     request_id: int
@@ -85,6 +86,7 @@ class Proposal:
     draws: tuple[int, ...] = ()
     laws: tuple[SparseLaw | None, ...] = ()
     prepared: bool | None = None
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, get_origin, get_type_hints
 
 from actors.levels import CascadeDrafterConfig, LevelLengths, LevelsPlacement
-from actors.options import DrafterConfig, ModelDrafterConfig, Strategy
+from actors.options import DrafterConfig, ModelDrafterConfig, PipelineName, Strategy
 from cluster.errors import unknown_key
 
 
@@ -22,7 +22,8 @@ def with_typed_levels(drafter: CascadeDrafterConfig, families: Mapping[str, type
         raise ValueError(f"drafter.levels={drafter.levels}: must be at least two, the cheapest first, as [ngram,model]")
     if drafter.tails and len(drafter.tails) != len(levels):
         raise ValueError(f"drafter.tails={drafter.tails}: give one for each of the {len(levels)} levels, or none")
-    length = drafter.num_draft_tokens or levels[-1].num_draft_tokens + drafter.tail(len(levels) - 1) + drafter.merge
+    last = next((level.num_draft_tokens for level in reversed(levels) if level.num_draft_tokens), 0)
+    length = drafter.num_draft_tokens or last + drafter.tail(len(levels) - 1) + drafter.merge
     return replace(drafter, levels=tuple(levels), tails=tuple(drafter.tails), num_draft_tokens=length)
 
 
@@ -58,7 +59,7 @@ def _value(value: Any, wanted: type, where: str) -> Any:
     return value
 
 
-def cascade_rules(drafter: CascadeDrafterConfig, rule: str) -> Iterator[tuple[str, object, bool, str]]:
+def cascade_rules(drafter: CascadeDrafterConfig, rule: str, pipeline: str) -> Iterator[tuple[str, object, bool, str]]:
     """Field, its value, whether that is good, and what is wrong otherwise together with the remedy."""
     for i, level in enumerate(drafter.levels[1:], 1):
         yield (
@@ -81,11 +82,44 @@ def cascade_rules(drafter: CascadeDrafterConfig, rule: str) -> Iterator[tuple[st
             alike = (level.ranks, level.device) in ((1, "auto"), (drafter.ranks, drafter.device))
             otherwise = "needs the last level's ranks and device; use drafter.placement=separate for its own"
             yield f"drafter.levels[{i}]", level.name, alike, otherwise
-    together = drafter.placement is LevelsPlacement.together
-    otherwise = "needs all levels in one place; add drafter.placement=together"
-    yield "drafter.lengths", drafter.lengths, together or drafter.lengths is LevelLengths.fixed, otherwise
+    yield from _length_rules(drafter, rule, pipeline)
     coupled = rule == "coupled"
     yield "drafter.merge", drafter.merge, drafter.merge >= 0, "must be 0 (nothing is merged) or above"
     yield "drafter.merge", drafter.merge, coupled or not drafter.merge, "is exact with verify=coupled only; drop it"
     deterministic = rule == "kseq" and any(drafter.tails)
     yield "drafter.tails", drafter.tails, not deterministic, "are not drawn as verify=kseq needs; take another rule"
+
+
+def _length_rules(drafter: CascadeDrafterConfig, rule: str, pipeline: str) -> Iterator[tuple[str, object, bool, str]]:
+    """What chosen lengths, and a level that passes on what is beneath it, can be combined with."""
+    fixed = drafter.lengths is LevelLengths.fixed
+    in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
+    alone = not (any(drafter.tails) or drafter.merge)
+    drawn = rule != "kseq" or isinstance(drafter.levels[0], ModelDrafterConfig)
+    for good, otherwise in (
+        (
+            drafter.placement is LevelsPlacement.together,
+            "needs all levels in one place; add drafter.placement=together",
+        ),
+        (in_turn, "needs levels and target to work in turn, to measure what each takes; use pipeline=sync"),
+        (alone, "chooses among levels without tails; drop drafter.tails and drafter.merge"),
+        (drawn, "may pass on a lookup, which is not drawn as verify=kseq needs; take another rule"),
+    ):
+        yield "drafter.lengths", drafter.lengths, fixed or good, otherwise
+    for i, level in enumerate(drafter.levels):
+        name, length = f"drafter.levels[{i}].num_draft_tokens", level.num_draft_tokens
+        drafts = length > 0
+        yield (
+            name,
+            length,
+            drafts or (length == 0 and i > 0),
+            "must be at least 1; 0 only behind the first level",
+        )
+        yield name, length, drafts or fixed, "is the most that drafter.lengths=auto may choose; it must be at least 1"
+        yield name, length, drafts or alone, "cannot have tails; drop drafter.tails and drafter.merge"
+        yield (
+            name,
+            length,
+            drafts or drawn,
+            "passes on a lookup, which is not drawn as verify=kseq needs; take another rule",
+        )

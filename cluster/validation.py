@@ -99,8 +99,9 @@ def _drafter(config: LaunchConfig) -> Iterator[_Rule]:
     if isinstance(drafter, CascadeDrafterConfig):
         for i, level in enumerate(drafter.levels):
             for name, *rest in _family(level):
-                yield name.replace("drafter", f"drafter.levels[{i}]", 1), *rest
-        yield from cascade_rules(drafter, config.verify.rule)
+                if name != "drafter.num_draft_tokens":
+                    yield name.replace("drafter", f"drafter.levels[{i}]", 1), *rest
+        yield from cascade_rules(drafter, config.verify.rule, config.pipeline.name)
 
 
 def _family(drafter: DrafterConfig) -> Iterator[_Rule]:

@@ -13,7 +13,7 @@ from actors.drafters.ahead import AheadDrafter
 from actors.drafters.beneath import Beneath, LevelPort, LocalLevel
 from actors.drafters.cascade import CascadeDrafter
 from actors.drafters.corpus import read_corpus
-from actors.drafters.lengths import LengthControl
+from actors.drafters.lengths import FixedLengths, LengthControl
 from actors.drafters.loading import open_draft_model
 from actors.drafters.maxgram import MaxgramDrafter
 from actors.drafters.model import ModelDrafter
@@ -86,7 +86,8 @@ def build_levels(
     Only the last of them, which others listen to, works ahead.
     """
     facts: dict[str, object] = {"weight_bytes": 0, "kv_bytes": 0}
-    control = _length_control(config, group, device) if config.lengths is LevelLengths.auto else None
+    lengths = _lengths(config, group, device)
+    most = [one.num_draft_tokens + config.tail(level) for level, one in enumerate(config.levels)]
     drafter: Drafter | None = None
     for level in levels:
         model, is_last = config.levels[level], level == levels[-1]
@@ -98,25 +99,30 @@ def build_levels(
             port, below = (LocalLevel(drafter) if drafter is not None else beneath), config.levels[level - 1]
             drafter = CascadeDrafter(
                 runner,
-                Beneath(port, level_name(level - 1, below), below.num_draft_tokens + config.tail(level - 1)),
+                Beneath(port, level_name(level - 1, below), max(most[:level])),
                 level=level,
                 name=level_name(level, model),
                 rule=verify.rule,
                 law_size=verify.law_size,
                 eos_token_ids=eos_token_ids,
                 prefill_chunk=scheduler.prefill_chunk,
+                lengths=lengths,
                 tail=config.tail(level),
                 merge=config.merge if level == len(config.levels) - 1 else 0,
+                is_last=level == len(config.levels) - 1,
                 works_ahead=pipeline in AHEAD and is_last,
-                lengths=control,
             )
         summed = {name: facts[name] + held.get(name, 0) for name in ("weight_bytes", "kv_bytes")}
         facts = {**facts, **held, **summed}
     return drafter, facts
 
 
-def _length_control(config: CascadeDrafterConfig, group: Group, device: str) -> LengthControl:
-    """One for all levels; ranks of a group go by the first one's clock."""
+def _lengths(config: CascadeDrafterConfig, group: Group, device: str) -> FixedLengths | LengthControl:
+    """One for all levels; where they are chosen, ranks of a group go by the first one's clock."""
+    handed = [one.num_draft_tokens + config.tail(level) for level, one in enumerate(config.levels[:-1])]
+    bounds = (*handed, config.num_draft_tokens if config.levels[-1].num_draft_tokens else 0)
+    if config.lengths is LevelLengths.fixed:
+        return FixedLengths(bounds)
 
     def agree(lengths: tuple[int, ...]) -> tuple[int, ...]:
         if group.size == 1:
@@ -124,7 +130,7 @@ def _length_control(config: CascadeDrafterConfig, group: Group, device: str) -> 
         return tuple(group.broadcast(torch.tensor(lengths, device=device)).tolist())
 
     names = [level_name(level, one) for level, one in enumerate(config.levels)]
-    bounds = [one.num_draft_tokens for one in config.levels[:-1]] + [config.num_draft_tokens]
+    bounds = tuple(min(bound, config.num_draft_tokens) for bound in bounds)
     return LengthControl(names, bounds, drafts_at_once=not hasattr(config.levels[0], "path"), agree=agree)
 
 

@@ -78,9 +78,9 @@ class Beneath:
     """Keeps the level beneath up to date, asks it, and counts its work under its `name`."""
 
     def __init__(self, port: LevelPort, name: str, num_draft_tokens: int) -> None:
+        self.name = name
         self.num_draft_tokens = num_draft_tokens
         self._port = port
-        self._name = name
         self._round = 0
         self._awaited: int | None = None
         self._life = port.life
@@ -103,10 +103,9 @@ class Beneath:
         told.valid = min(told.valid, length)
         told.path = told.path[: max(0, length - told.length)]
 
-    def accepted(self, request_id: int, path: tuple[int, ...], num_draft_tokens: int) -> None:
+    def accepted(self, request_id: int, path: tuple[int, ...]) -> None:
         """This level's ruling on the last draft, whose tokens now follow the text it was made for."""
         self._told[request_id].path = path
-        self._work.append(LevelWork(self._name, 0, 0.0, 1, num_draft_tokens, len(path)))
 
     def post(self, asked: Iterable[tuple[int, Sequence[int], int]]) -> None:
         """Tell and ask, as (request, its text, draft tokens wanted); none wanted only brings it up to date."""
@@ -144,9 +143,9 @@ class Beneath:
             shown = spans if self._port.has_own_lane else ()
             if batch.levels:
                 self._work += batch.levels
-                self._work.append(LevelWork(self._name, spans=shown))
+                self._work.append(LevelWork(self.name, spans=shown))
             elif batch.proposals:
-                self._work.append(LevelWork(self._name, len(spans), seconds, spans=shown))
+                self._work.append(LevelWork(self.name, len(spans), seconds, spans=shown))
         return {proposal.request_id: proposal for batch in answer or () for proposal in batch.proposals}
 
     @property

@@ -5,7 +5,8 @@
 Vertically a level asks the one beneath, verifies what it gets, adds a token of its own and asks again, until it has
 the draft tokens it was ordered; horizontally it lets the level beneath add a `tail` behind its own tokens. To the
 level beneath it is a target whose text may be taken back, to the level above an ordinary drafter, so levels nest to
-any depth; one whose lower level is silent drafts by itself, token by token.
+any depth; one whose lower level is silent drafts by itself, token by token, and one whose length is 0 passes on what
+the level beneath says, as a tail behind no tokens of its own.
 
 Under the coupled rule nothing more is needed. Under a ratio rule a token that was accepted, recovered or added
 follows this level's own law m, whatever the level beneath drew from; m (cut to its likeliest tokens, and verified
@@ -20,10 +21,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from actors.drafter import Context, Draft
+from actors.drafters.account import Account
 from actors.drafters.beneath import Beneath
-from actors.drafters.lengths import LengthControl
+from actors.drafters.lengths import FixedLengths, LengthControl
 from actors.drafters.merging import merge_trees
 from actors.drafters.stream import Stream, common_prefix
 from actors.messages import Commit, Draw, LevelWork, Outlook, Proposal, TokenTree
@@ -39,6 +42,7 @@ class CascadeDrafter:
     """`level` numbers the levels from 0, the cheapest; `tail` tokens of a draft come unverified from beneath.
 
     `merge` nodes of what the level beneath said first are added beside this level's own tokens, where they differ.
+    `is_last` says that the target judges it, and not another level, which keeps account of that itself.
     """
 
     def __init__(
@@ -52,10 +56,11 @@ class CascadeDrafter:
         law_size: int,
         eos_token_ids: Sequence[int],
         prefill_chunk: int,
+        lengths: FixedLengths | LengthControl,
         tail: int = 0,
         merge: int = 0,
+        is_last: bool = True,
         works_ahead: bool = False,
-        lengths: LengthControl | None = None,
         make_coins: Callable[[int, int], Coins] = HashCoins,
     ) -> None:
         self.runner = runner
@@ -72,11 +77,12 @@ class CascadeDrafter:
         self._tail = tail
         self._merge = merge
         self._lengths = lengths
-        self._decides = lengths is not None and level == len(lengths.lengths) - 1
+        self._is_last = is_last
+        self._control = lengths if is_last and isinstance(lengths, LengthControl) else None
         self._make_coins = make_coins
         self._streams: dict[int, Stream] = {}
         self._asked: list[tuple[Stream, int, int]] = []  # stream, its version, draft tokens asked of the level beneath
-        self._work: list[LevelWork] = []
+        self._account = Account(name, level, beneath.name, lengths if isinstance(lengths, LengthControl) else None)
 
     # --- the drafter's contract ---------------------------------------------------------------------------------------
 
@@ -84,6 +90,8 @@ class CascadeDrafter:
         self.runner.open(context.request_id)
         self._streams[context.request_id] = Stream(context, list(context.token_ids))
         self._beneath.open(context)
+        if self._control is not None:
+            self._control.interrupted()
 
     def prepare(self, contexts: Sequence[Context]) -> None:
         self._settle()
@@ -98,22 +106,20 @@ class CascadeDrafter:
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         self._settle()
-        if self._decides:
-            self._lengths.ordered()
+        if self._control is not None:
+            self._control.ordered({context.request_id: len(context.token_ids) for context in contexts})
         asked = [(self._streams[context.request_id], budget) for context, budget in zip(contexts, budgets, strict=True)]
         missed = [(stream, budget) for stream, budget in asked if not self.prepared(stream.context)]
         for stream, budget in missed:
-            stream.share = max(1, budget - self._tail - self._merge)
-            if self._lengths is not None:
-                stream.share = min(stream.share, max(1, self._lengths.lengths[self._level]))
+            stream.share = min(max(1, budget - self._tail - self._merge), self._lengths.lengths[self._level])
         able = self._with_room([(stream, stream.share) for stream, _ in missed])
         while short := [(stream, stream.share - stream.num_drafted) for stream in able if not stream.is_full]:
             self._ask(short)
             self._review()
         tails = self._draw_tails([(stream, budget - self._merge) for stream, budget in missed if stream in able])
         drafts = [self._offer(stream, budget, tails.get(stream.request_id)) for stream, budget in asked]
-        if self._decides:
-            self._lengths.answered()
+        if self._control is not None:
+            self._control.answered(sum(draft.tree.num_draft_tokens for draft in drafts) / len(drafts))
         return drafts
 
     def outlooks(self) -> Sequence[Outlook]:
@@ -125,9 +131,9 @@ class CascadeDrafter:
     def observe(self, context: Context, commit: Commit) -> None:
         stream, token_ids = self._streams[context.request_id], list(commit.token_ids)
         own, tail = stream.num_offered, stream.num_tail
-        if own + tail:
-            accepted = min(len(commit.path), len(token_ids))
-            self._work.append(LevelWork(self._name, 0, 0.0, 1, own + tail, accepted))
+        if self._is_last:
+            told = token_ids if self._coupled or is_greedy(context.sampling) else ()
+            self._account.verified(stream, self._lengths.source(self._level), commit.path[: len(token_ids)], told)
         base = len(context.token_ids)
         drafted = stream.text[base:]
         # A ratio rule has looked at every token it was offered: none of them may be offered again.
@@ -140,7 +146,7 @@ class CascadeDrafter:
             self._take_back(stream, base + agreed, token_ids[agreed:])
             if tail and agreed == own:
                 path = tuple(node - own for node in commit.path if own < node <= own + tail)
-                self._beneath.accepted(stream.request_id, path, tail)
+                self._beneath.accepted(stream.request_id, path)
         stream.num_offered, stream.num_tail, stream.in_flight = 0, 0, False
 
     def truncate(self, context: Context) -> None:
@@ -154,11 +160,10 @@ class CascadeDrafter:
         self._beneath.release(request_id)
 
     def account(self) -> tuple[LevelWork, ...]:
-        work, self._work = self._work, []
-        work = [*work, *self._beneath.account()]
-        if self._decides:
-            self._lengths.saw(work)
-        return tuple(work)
+        work = self._account.close(self._beneath.account())
+        if self._control is not None:
+            self._control.saw(work)
+        return work
 
     # --- working ahead: as if the whole proposal were going to be accepted --------------------------------------------
 
@@ -198,8 +203,7 @@ class CascadeDrafter:
 
     def _ask(self, short: list[tuple[Stream, int]]) -> None:
         """Order drafts for streams that lack so many tokens; this level adds the last of them itself."""
-        longest = self._beneath.num_draft_tokens if self._lengths is None else self._lengths.lengths[self._level - 1]
-        wanted = [(stream, min(longest, missing - 1)) for stream, missing in short]
+        wanted = [(stream, min(self._lengths.longest(self._level), missing - 1)) for stream, missing in short]
         self._asked = [(stream, stream.version, num_tokens) for stream, num_tokens in wanted]
         orders = [(stream.request_id, stream.text, num_tokens) for stream, num_tokens in wanted if num_tokens]
         if orders:
@@ -212,11 +216,12 @@ class CascadeDrafter:
             return
         asked, self._asked = self._asked, []
         started = time.monotonic()
-        subjects, streams = [], []
+        subjects, streams, orders = [], [], []
         for stream, version, num_tokens in asked:
             if self._streams.get(stream.request_id) is stream and stream.version == version:
                 self._catch_up(stream, leave=self._prefill_chunk)
                 streams.append(stream)
+                orders.append(num_tokens)
                 subjects.append(self._subject(stream, proposals.get(stream.request_id), num_tokens))
         if not subjects:  # every text that was asked about has changed meanwhile
             return
@@ -226,9 +231,10 @@ class CascadeDrafter:
             return
         logits, _ = self._verifier.forward(subjects)
         rulings = self._verifier.judge(subjects, logits, self._coins)
-        for stream, subject, ruling in zip(streams, subjects, rulings, strict=True):
+        for stream, subject, ruling, num_tokens in zip(streams, subjects, rulings, orders, strict=True):
+            self._account.reviewed(subject, self._lengths.source(self._level), num_tokens, ruling.path)
             self._keep(stream, subject, ruling)
-        self._work.append(LevelWork(self._name, 1, time.monotonic() - started))
+        self._account.passed(time.monotonic() - started)
 
     def _subject(self, stream: Stream, proposal: Proposal | None, num_tokens: int) -> Subject:
         fits = proposal is not None and (
@@ -262,14 +268,17 @@ class CascadeDrafter:
         stream.text += [*(tree.token_ids[node] for node in ruling.path), ruling.next_token]
         stream.laws += ruling.laws
         if tree.num_draft_tokens:
-            self._beneath.accepted(stream.request_id, ruling.path, tree.num_draft_tokens)
+            self._beneath.accepted(stream.request_id, ruling.path)
 
     # --- what goes up -------------------------------------------------------------------------------------------------
 
     def _draw_tails(self, asked: list[tuple[Stream, int]]) -> dict[int, Proposal]:
         """Later positions of one draft, from the level beneath as they are."""
-        orders = [(s.request_id, s.text, budget - s.num_drafted) for s, budget in asked if budget > s.num_drafted]
-        if not self._tail or not orders:
+        for stream, budget in asked:
+            most = self._tail if stream.share else self._lengths.longest(self._level)
+            stream.num_ordered = max(0, min(most, budget - stream.num_drafted))
+        orders = [(stream.request_id, stream.text, stream.num_ordered) for stream, _ in asked if stream.num_ordered]
+        if not orders:
             return {}
         self._beneath.post(orders)
         return self._beneath.collect() or {}
@@ -278,23 +287,26 @@ class CascadeDrafter:
         base = len(stream.context.token_ids)
         own = stream.text[base : base + max(1, budget - self._merge)]
         tree = TokenTree.chain(stream.text[base - 1], own)
+        stream.parts = ((self._name, len(own)),) if own else ()
         if tail is not None and 0 < tail.tree.num_draft_tokens <= budget - len(own):
             below = tail.tree
             parents = (*tree.parents, *(parent + len(own) for parent in below.parents[1:]))
             tree = TokenTree((*tree.token_ids, *below.token_ids[1:]), parents)
+            stream.parts += self._account.parts_from_beneath(tail)
         else:
             tail = None
         stream.num_offered, stream.num_tail = len(own), tree.num_draft_tokens - len(own)
         if self._merge and stream.first_guess is not None:
             tree = merge_trees(tree, stream.first_guess, min(self._merge, budget - tree.num_draft_tokens))
+        stream.num_merged = tree.num_draft_tokens - stream.num_offered - stream.num_tail
         stream.in_flight = self.works_ahead and bool(own)
         if self._coupled:
-            return Draft(tree)
+            return Draft(tree, parts=stream.parts)
         if is_greedy(stream.context.sampling):
-            return Draft.chosen(tree)
+            return replace(Draft.chosen(tree), parts=stream.parts)
         draws = (Draw.ROOT, *[Draw.IID] * len(own), *(tail.draws[1:] if tail else ()))
         laws = (*stream.laws[: len(own)], *(tail.laws if tail else (None,)))
-        return Draft(tree, draws, laws)
+        return Draft(tree, draws, laws, stream.parts)
 
     # --- keeping up with the text -------------------------------------------------------------------------------------
 

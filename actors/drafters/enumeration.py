@@ -17,6 +17,7 @@ import torch
 from actors.drafter import Context, Draft, IdleDrafter
 from actors.drafters.beneath import Beneath, LocalLevel
 from actors.drafters.cascade import CascadeDrafter
+from actors.drafters.lengths import FixedLengths
 from actors.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
 from actors.verification import RULES, enumeration
 from actors.verification.coins import Coins
@@ -174,17 +175,18 @@ def level(
     law_size: int = VOCAB,
     coins_of: CoinsOf = honest,
 ) -> CascadeDrafter:
-    """The level `number` of a cascade in which level i hands up `lengths[i]` tokens."""
+    """The level `number` of a cascade in which level i hands up `lengths[i]` tokens, 0 to pass on others."""
     runner = ToyRunner(law, VOCAB, len(PROMPT))
     return CascadeDrafter(
         runner,
-        Beneath(LocalLevel(below), str(number - 1), lengths[number - 1]),
+        Beneath(LocalLevel(below), str(number - 1), max(lengths[:number])),
         level=number,
         name=str(number),
         rule=rule,
         law_size=law_size,
         eos_token_ids=(),
         prefill_chunk=_LONGEST,
+        lengths=FixedLengths(lengths),
         tail=tail,
         make_coins=lambda seed, step: coins_of(tape, runner),
     )
@@ -207,7 +209,7 @@ def guesses(
             drafter = level(law, drafter, tape, lengths, number, rule, tail, law_size, coins_of)
         context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
         drafter.open(context)
-        return drafter.propose([context], [lengths[-1]])[0]
+        return drafter.propose([context], [lengths[-1] or max(lengths)])[0]
 
     return list(every_run(run))
 

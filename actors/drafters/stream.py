@@ -13,9 +13,10 @@ from actors.messages import SparseLaw, TokenTree
 class Stream:
     """One request at this level: committed text and, behind it, the tokens this level has drafted with their laws.
 
-    `num_offered` of them and `num_tail` tokens of the level beneath are in the proposal whose verdict is awaited;
-    `share` is how many of its own tokens it was last ordered to have; `in_flight` says that draft-ahead has something
-    left to do. `version` counts the times that text was taken back.
+    `num_offered` of them and `num_tail` tokens of the level beneath, of `num_ordered` that it was asked for, are in
+    the proposal whose verdict is awaited; `parts` says who drafted them, `num_merged` how many stand beside them.
+    `share` is how many of its own tokens it was last ordered to have, none if it only passes on what the level beneath
+    says; `in_flight` says that draft-ahead has something left to do. `version` counts how often text was taken back.
     """
 
     context: Context
@@ -23,6 +24,9 @@ class Stream:
     laws: list[SparseLaw] = field(default_factory=list)
     num_offered: int = 0
     num_tail: int = 0
+    num_ordered: int = 0
+    num_merged: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
     share: int = 1
     in_flight: bool = False
     version: int = 0

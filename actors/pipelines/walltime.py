@@ -9,9 +9,8 @@ Source: Chen et al., Cascade Speculative Drafting (arXiv 2312.11462), section 3 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -112,21 +111,68 @@ def tokens_per_s(levels: Sequence[LevelCost], verify_s: float) -> float:
     return tokens_per_round(acceptance, length) / (verify_s + (draft_s(levels, length) if levels else 0.0))
 
 
-def best_lengths(levels: Sequence[LevelCost], verify_s: float, bounds: Sequence[int]) -> tuple[int, ...]:
+UNSEEN = 0.9
+"""Acceptance that is expected of a level before it was tried: it is worth a trial, but not at any cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeCosts:
+    """Of all cascades that can be made of some levels, which are numbered from the cheapest, 0.
+
+    `pass_s`: seconds of a pass of a level, by whether another drafts for it: then it feeds several rows; of the first
+    level seconds of a token, or, if it `drafts_at_once`, of a draft. `acceptance`: how likely a level's token is taken
+    by another, or by the target, -1; of what is not there, `UNSEEN`.
+    """
+
+    pass_s: Mapping[tuple[int, bool], float]
+    acceptance: Mapping[tuple[int, int], float]
+    drafts_at_once: bool
+
+
+def best_lengths(costs: CascadeCosts, verify_s: Callable[[int], float], bounds: Sequence[int]) -> tuple[int, ...]:
     """Tokens each level should hand up, at most `bounds`, by trying all; a level that is not worth asking gets 0.
 
-    The last level drafts at least one token: whether to speculate at all is decided elsewhere.
+    Some level drafts at least one token: whether to speculate at all is decided elsewhere. `verify_s` is what the
+    target takes for a draft of a length, all between two drafts included.
     """
     best, best_speed = tuple(bounds), 0.0
-    for lengths in itertools.product(*(range(bound + 1) for bound in bounds)):
-        unused = any(below and not above or below > above for below, above in itertools.pairwise(lengths))
-        if unused or not lengths[-1]:
-            continue  # a level is never asked for more than the one above lacks
-        chosen = [replace(level, num_draft_tokens=length) for level, length in zip(levels, lengths, strict=True)]
-        speed = tokens_per_s(chosen, verify_s)
-        if speed > best_speed:
-            best, best_speed = lengths, speed
+    for level in range(len(bounds)):
+        rate = costs.acceptance.get((level, -1), UNSEEN)
+        for lengths, seconds in _drafting(costs, level, bounds):
+            tokens = 1.0
+            for length in range(1, bounds[level] + 1):
+                tokens += rate**length
+                speed = tokens / (verify_s(length) + seconds[length])
+                if speed > best_speed and length > max(lengths, default=0):
+                    best, best_speed = (*lengths, length, *[0] * (len(bounds) - level - 1)), speed
     return best
+
+
+def _drafting(costs: CascadeCosts, level: int, bounds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
+    """Every way to draft up to a level: lengths of those beneath, and seconds for 0, 1, 2, ... tokens of its own."""
+    alone = costs.pass_s[level, False]
+    at_once = level == 0 and costs.drafts_at_once
+    yield (0,) * level, [alone * (min(length, 1) if at_once else length) for length in range(bounds[level] + 1)]
+    for below in range(level):
+        rate = costs.acceptance.get((below, level), UNSEEN)
+        for lengths, seconds in _drafting(costs, below, bounds):
+            for handed in range(1, min(bounds[below], bounds[level] - 1) + 1):
+                if handed > max(lengths, default=0):
+                    drafting = _reviewing(costs.pass_s[level, True], rate, handed, seconds, bounds[level])
+                    yield (*lengths, handed, *[0] * (level - below - 1)), drafting
+
+
+def _reviewing(pass_s: float, rate: float, handed: int, below_s: Sequence[float], longest: int) -> list[float]:
+    """Expected seconds for drafts of 0 to `longest` tokens by reviews of `handed` tokens that are taken with `rate`."""
+    seconds = [0.0]
+    for length in range(1, longest + 1):
+        asked = min(handed, length - 1)
+        total, chance = pass_s + below_s[asked], 1.0
+        for accepted in range(asked):
+            total += chance * (1 - rate) * seconds[length - accepted - 1]
+            chance *= rate
+        seconds.append(total + chance * seconds[length - asked - 1])
+    return seconds
 
 
 def acceptance_of(num_accepted: float, num_draft_tokens: float, num_drafts: float) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from actors.drafter import Draft
 from actors.drafters.enumeration import VOCAB, Tape, ToyRunner, distance, guesses
-from actors.levels import CascadeDrafterConfig
+from actors.levels import CascadeDrafterConfig, LevelLengths
 from actors.messages import Draw, SparseLaw, TokenTree
 from actors.options import VerifyRule
 from actors.verification.enumeration import Law
@@ -28,12 +28,15 @@ Weighed = list[tuple[float, Draft]]
 
 
 def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Draw) -> dict[str, object]:
-    """As deep as the user's up to three levels, with a tail if it has one, over a first level that draws as `kind`."""
+    """As deep as the user's up to three levels, with a tail or a level passed over if it may have one, over a first
+    level that draws as `kind`."""
     shapes = [((1, 2), 0), ((2, 3), 0)]
     if len(drafter.levels) >= _DEEPEST:
         shapes.append(((1, 2, 2), 0))
     if any(drafter.tails):
         shapes.append(((1, 3), 1))
+    if drafter.lengths is LevelLengths.auto or not all(level.num_draft_tokens for level in drafter.levels):
+        shapes.append(((2, 0), 0))
     found = [
         float(distance(target, guesses(laws, lengths, rule, tail, kind=kind), rule))
         for lengths, tail in shapes

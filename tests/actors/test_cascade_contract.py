@@ -88,6 +88,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     work = room.tally.levels
     assert sorted(work) == [f"{i}-{level.name}" for i, level in enumerate(config.levels)]
     assert all(count["num_passes"] and count["num_drafts"] for count in work.values())
+    assert all(count["num_accepted_tokens"] <= count["num_draft_tokens"] for count in work.values())
     # The verdict that ends a request is not told to its drafter.
     assert 0 < work[max(work)]["num_accepted_tokens"] <= room.tally.num_accepted_tokens
 

@@ -17,6 +17,7 @@ from actors.drafter import Context, Draft, DraftRole, IdleDrafter
 from actors.drafters.beneath import Beneath, LocalLevel
 from actors.drafters.cascade import CascadeDrafter
 from actors.drafters.enumeration import ToyRunner
+from actors.drafters.lengths import FixedLengths
 from actors.ledger import Ledger
 from actors.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
 from actors.sequence import Sequence
@@ -55,6 +56,7 @@ def role(rule: str, make_coins: Callable[[int, int], Coins]) -> DraftRole:
         law_size=VOCAB,
         eos_token_ids=(),
         prefill_chunk=99,
+        lengths=FixedLengths((1, 2)),
         make_coins=make_coins,
     )
     return DraftRole(level)

@@ -31,6 +31,28 @@ def test_two_levels_are_exact(random_law, rule, lengths, tail):
     assert distance(p, proposed, rule) < EXACT
 
 
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("lengths", [(2, 0), (1, 0, 2), (1, 2, 0), (2, 0, 0)])
+def test_a_level_that_passes_on_what_is_beneath_it_is_exact(random_law, rule, lengths):
+    """At any place of a cascade: the law of what it hands up is that of the level which drafted it."""
+    p, *laws = (random_law(VOCAB, seed) for seed in range(1, len(lengths) + 2))
+    proposed = guesses(laws, lengths, rule)
+    assert distance(p, proposed, rule) < EXACT
+    nearest = next(place for place in reversed(range(len(lengths))) if lengths[place])
+    for _, guess in proposed:
+        assert dict(guess.parts) == {str(nearest): lengths[nearest]}
+        law = guess.laws[0]
+        assert dict(zip(law.token_ids, law.probs)) == pytest.approx(dict(enumerate(laws[nearest](()))))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+def test_the_cut_law_is_the_one_that_is_verified_against_and_reported(random_law, rule):
+    p, m, s = (random_law(VOCAB, seed) for seed in (1, 2, 3))
+    proposed = guesses([s, m], (1, 2), rule, law_size=2)
+    assert all(len(law.probs) == 2 for _, guess in proposed for law in guess.laws if law is not None)
+    assert distance(p, proposed, rule) < EXACT
+
+
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("traversal", marks=pytest.mark.slow)])
 def test_three_levels_are_exact(random_law, rule):
     p, m, s, r = (random_law(VOCAB, seed) for seed in (1, 2, 3, 4))
