@@ -78,23 +78,11 @@ setup() {
     ) 9>"$root/.venv.lock"
 }
 
-# Inside a job, but not inside one of its steps; a `cluster=` of the user's own decides otherwise.
+# Inside a job: in its batch script or the shell that `salloc` opens on its first node (a step with a number of its own),
+# but not inside any other step; a `cluster=` of the user's own decides otherwise.
 is_slurm_job() {
     [[ " $* " == *" cluster=slurm "* ]] && return
-    [[ -n ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_ID:-} && " $* " != *" cluster="* ]]
-}
-
-# -P: a folder named `conf` or `cluster` where the user happens to stand must not be imported.
-run() {
-    local command=("$venv/bin/python" -P -m)
-    if is_slurm_job "$@"; then
-        export PATH=$venv/bin:$PATH  # for `ray`
-        exec "${command[@]}" cluster.slurm_job "$@"  # which gets Slurm's signals in place of this shell
-    elif [[ ${1:-} == --dry-run ]]; then
-        echo "${command[@]} cluster.launch${2:+ ${*:2}}"
-    else
-        exec "${command[@]}" cluster.launch "$@"
-    fi
+    [[ -n ${SLURM_JOB_ID:-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 && " $* " != *" cluster="* ]]
 }
 
 run_tests() {
@@ -103,9 +91,22 @@ run_tests() {
 }
 
 [[ -n ${SPECDEC_VENV:-} ]] && export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-setup
+# -P: a folder named `conf` or `cluster` where the user happens to stand must not be imported.
+command=("$venv/bin/python" -P -m)
 if [[ ${1:-} == --test ]]; then
+    setup
     run_tests "${@:2}"
+elif is_slurm_job "$@"; then
+    setup
+    export PATH=$venv/bin:$PATH  # for `ray`
+    exec "${command[@]}" cluster.slurm_job "$@"  # which gets Slurm's signals in place of this shell
+elif [[ " $* " == *" --dry-run "* ]]; then
+    for word in "$@"; do
+        [[ $word == --dry-run ]] || overrides+=("$word")
+    done
+    printf -v line '%q ' "${command[@]}" cluster.launch ${overrides[@]+"${overrides[@]}"}
+    echo "${line% }"
 else
-    run "$@"
+    setup
+    exec "${command[@]}" cluster.launch "$@"
 fi

@@ -41,8 +41,13 @@ class RankPlacement:
     def identity(self) -> str:
         return f"{self.role}-{self.rank}"
 
+    @property
+    def bound_to(self) -> tuple[int, ...]:
+        """Cores it shall run on: none on the nodes of a cluster, of which only the number of free cores is known."""
+        return () if self.host else self.cores
+
     def describe(self) -> str:
-        cores = f" cores {','.join(map(str, self.cores))}" if self.cores else ""
+        cores = f" cores {','.join(map(str, self.bound_to))}" if self.bound_to else ""
         node = f"{self.host} " if self.host else ""
         shared = ", shared" if 0 < self.share < 1 else ""
         threads = f"{self.num_threads} thread{'s' * (self.num_threads != 1)}"

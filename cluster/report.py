@@ -259,7 +259,7 @@ def circumstances(
 def layout(places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> dict[str, object]:
     """Where every rank is, and what its role holds in memory."""
     return {
-        "layout": [{"identity": place.identity, **asdict(place)} for place in places],
+        "layout": [{"identity": place.identity, **asdict(place), "cores": place.bound_to} for place in places],
         "bytes_per_role": bytes_per_role(ready),
     }
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SYMMETRIC, EXPLICIT = "symmetric", "explicit"
-LAUNCH_PID = "launch.pid"
-"""In the job's folder on the first node: the process id of a launch that is part of a step."""
+WISHES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_NTASKS_PER_GPU")
+WISHES += ("SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU")
+"""What `sbatch` was asked for, which `srun` would ask once more for a step on one node."""
+STOP = signal.SIGUSR2
+"""What ends Ray on a node: one of the signals that `srun` passes on to its step."""
 _FIRST_PORT, _PORTS_PER_JOB, _NUM_BLOCKS = 20000, 8, 1596
 """Above the ports Ray's workers use by default, below those the system gives to whoever asks for any."""
 
@@ -92,24 +96,19 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Commands in the order they are started. `rays` maps a node to the command that runs Ray there until it ends.
+    """Commands in the order they are started. `rays` are those that run Ray until `STOP`, by the name of their log.
 
-    With `ray symmetric-run` there are none: `launch` then starts and stops Ray itself.
+    A command that begins with `srun` is a step of the job; the others run where the batch script does.
     """
 
     environment: dict[str, str]
     rays: dict[str, list[str]]
     launch: list[str]
 
-    @property
-    def launch_pid(self) -> str:
-        """File with the process id of the launch, where `launch` is the `srun` of a step; else empty."""
-        return f"{self.environment['RAY_TMPDIR']}/{LAUNCH_PID}" if self.launch[0] == "srun" else ""
-
     def describe(self) -> str:
         """As lines a shell would understand."""
         lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        lines += [f"{shlex.join(command)} &" for command in self.rays.values()]
+        lines += [f"unset {' '.join(WISHES)}", *(f"{shlex.join(command)} &" for command in self.rays.values())]
         return "\n".join([*lines, shlex.join(self.launch)])
 
 
@@ -136,10 +135,15 @@ def make_plan(
     run_dir: str,
     bootstrap: str = EXPLICIT,
     dashboard: bool = True,
+    wait_s: float = 60.0,
+    devices: Mapping[str, str] = {},
     resumes: bool = False,
     tmp: str = "/tmp",
 ) -> Plan:
-    """The whole job. `addresses` maps its nodes to addresses that all of them can reach; `run_dir` is shared."""
+    """The whole job. `addresses` maps its nodes to addresses that all of them can reach; `run_dir` is shared.
+
+    `devices` is what a step on a node must ask for to have all that the job has there (`parse_devices`).
+    """
     ports, folder = Ports.of(allocation.job_id), f"{tmp}/specdec-{allocation.job_id}"
     head_address = f"{addresses[allocation.head]}:{ports.head}"
     environment = {
@@ -147,6 +151,7 @@ def make_plan(
         "RAY_AUTH_TOKEN_PATH": f"{run_dir}/ray-token",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # of 30, all that Slurm grants to a job it ends
+        "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the node stall a round
         "PYTHONUNBUFFERED": "1",
     }
     options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must not part overrides
@@ -157,48 +162,51 @@ def make_plan(
     launch += _nodes_of_roles(allocation, addresses, overrides)
     launch += overrides
     ray = python.rpartition("/")[0] + "/ray" if "/" in python else "ray"
+    options = [f"--dashboard-agent-listen-port={ports.agent}", "--min-worker-port=0", "--max-worker-port=0"]
+    options += ["--disable-usage-stats"]
+    of_head = [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={ports.dashboard}"]
+    of_head += [f"--ray-client-server-port={ports.client}"]
     if bootstrap == SYMMETRIC:
-        environment["RAY_TMPDIR"] = folder
-        # Nodes otherwise look for a head that is gone for a minute.
-        environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
         count = len(allocation.nodes)
         step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
-        start = [ray, "symmetric-run", "--address", head_address, "--min-nodes", str(count), "--disable-usage-stats"]
-        home = shlex.quote(folder)
-        noted = f"mkdir -p {home}; echo $$ >{home}/{LAUNCH_PID}; exec {shlex.join(launch)}"
-        return Plan(environment, {}, [*step, *_clearing_up([*start, "--", "bash", "-c", noted], folder)])
-    common = [f"--temp-dir={folder}", f"--dashboard-agent-listen-port={ports.agent}"]
-    common += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--block"]
+        start = [ray, "symmetric-run", "--address", head_address, "--min-nodes", str(count), *options]
+        script = _symmetrically(start, of_head, folder, wait_s)
+        return Plan(environment, {SYMMETRIC: [*step, "--label", "bash", "-c", script]}, launch)
     rays = {}
     for index, component in enumerate(allocation.components):
         for node, cpus in zip(component.nodes, component.cpus, strict=True):
-            here = [f"--node-ip-address={addresses[node]}", f"--num-cpus={cpus}", *common]
+            here = [f"--node-ip-address={addresses[node]}", f"--num-cpus={cpus}", f"--temp-dir={folder}", *options]
             if node == allocation.head:
-                start = [ray, "start", "--head", f"--port={ports.head}", *here]
-                start += [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={ports.dashboard}"]
-                start += [f"--ray-client-server-port={ports.client}"]
-                rays[node] = _until_stopped(start, folder)
+                start = [ray, "start", "--head", f"--port={ports.head}", *here, *of_head, "--block"]
+                step = []
             else:
+                start = [ray, "start", f"--address={head_address}", *here, "--block"]
                 step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", f"--nodelist={node}"]
+                step += [f"--gres={devices[node]}"] if node in devices else []
                 step += [f"--het-group={index}"] * (len(allocation.components) > 1)
-                start = [ray, "start", f"--address={head_address}", *here]
-                rays[node] = [*step, *_until_stopped(start, folder)]
+            script = f"{_until_told(shlex.join(start), 'kill -TERM $ray')}; rm -rf {shlex.quote(folder)}"
+            rays[node] = [*step, "bash", "-c", script]
     return Plan(environment, rays, launch)
 
 
-def _clearing_up(command: list[str], folder: str) -> list[str]:
-    """Clears up behind `ray symmetric-run`, once the launch has ended too, and has its exit code.
+def _symmetrically(start: Sequence[str], of_head: Sequence[str], folder: str, wait_s: float) -> str:
+    """A script that holds Ray on one node of a step. What `ray symmetric-run` started is left to `ray stop`."""
+    # A node otherwise looks for a head that is gone for a minute. Nobody but Ray's own may have such a short patience.
+    settings = f"RAY_TMPDIR={shlex.quote(folder)} RAY_gcs_rpc_server_reconnect_timeout_s=5 "
+    settings += f"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}"
+    options = f'[ "$SLURM_PROCID" != 0 ] || of_head="{shlex.join(of_head)}"'
+    command = f"{settings} {shlex.join(start)} $of_head -- sleep infinity"
+    ending = f"{shlex.quote(start[0])} stop; rm -rf {shlex.quote(folder)}"
+    return f"{options}; {_until_told(command, 'kill -KILL -$ray')}; {ending}"
 
-    Slurm's SIGTERM reaches every process of a step at once: `ray symmetric-run` ends then, the launch writes first.
+
+def _until_told(command: str, ends_it: str) -> str:
+    """Waits for the command. What Slurm signals may reach the shell alone: it has to pass `STOP` on.
+
+    SIGTERM, with which Slurm ends a job, is for the launch to hear: Ray goes when that has gone.
     """
-    launch_ends = f"while kill -0 $(cat {shlex.quote(folder)}/{LAUNCH_PID} 2>/dev/null) 2>/dev/null; do sleep 0.1; done"
-    ending = f"code=$?; {launch_ends}; rm -rf {shlex.quote(folder)}; exit $code"
-    return ["bash", "-c", f"trap : TERM; {shlex.join(command)}; {ending}"]
-
-
-def _until_stopped(command: list[str], folder: str) -> list[str]:
-    """Runs until SIGTERM has ended Ray, then clears up; the shell itself outlives the signal."""
-    return ["bash", "-c", f"trap : TERM; {shlex.join(command)}; rm -rf {shlex.quote(folder)}"]
+    hears = f"set -m; trap : TERM; trap '{ends_it}' {STOP.name.removeprefix('SIG')}"
+    return f"{hears}; {command} & ray=$!; while kill -0 $ray; do wait $ray; done 2>/dev/null"
 
 
 def _is_override(word: str) -> bool:
@@ -223,6 +231,12 @@ def parse_nodes(text: str) -> dict[str, NodeFacts]:
             address = words.get("NodeAddr", words["NodeName"])
             found[words["NodeName"]] = NodeFacts(address, int(words.get("CPUTot", "0")))
     return found
+
+
+def parse_devices(text: str) -> dict[str, str]:
+    """Out of `scontrol -d show job`: node -> its generic resources, such as `gpu:4`, in the words of `--gres`."""
+    found = re.findall(r"\bNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)", text)
+    return {node: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for node in expand_hostlist(nodes)}
 
 
 def expand_hostlist(text: str) -> list[str]:

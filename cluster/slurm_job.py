@@ -7,7 +7,6 @@ decided in `cluster/slurm.py`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -15,17 +14,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
-from cluster.config import LaunchConfig, load_config
-from cluster.slurm import Allocation, NodeFacts, Plan, choose_bootstrap, make_plan, parse_nodes
+from cluster.config import ClusterConfig, LaunchConfig, load_config
+from cluster.slurm import (
+    STOP,
+    WISHES,
+    Allocation,
+    NodeFacts,
+    Plan,
+    choose_bootstrap,
+    make_plan,
+    parse_devices,
+    parse_nodes,
+)
 
 LAUNCH_GRACE_S, RAY_GRACE_S = 20.0, 8.0
 """Together below Slurm's KillWait of 30 s, after which everything is killed."""
-WITHOUT_RAY_S = 5.0
 LOOK_S = 0.1
 
 
@@ -35,6 +43,8 @@ def main() -> None:
     overrides = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
     try:
         allocation = Allocation.of(os.environ)
+        if not dry_run:
+            _check_here(allocation)
         run_dir = run_directory(allocation, overrides)
         plan = plan_for(allocation, overrides, run_dir)
     except ValueError as error:
@@ -44,6 +54,16 @@ def main() -> None:
         sys.stdout.write(plan.describe() + "\n")
         sys.exit(0)
     sys.exit(Job(plan, run_dir, allocation).run())
+
+
+def _check_here(allocation: Allocation) -> None:
+    """`salloc` runs a command where it was called, often on a login node. ValueError then."""
+    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    if here != allocation.head:
+        raise ValueError(
+            f"this is {here}, and the job has to be run from its first node, {allocation.head}; use sbatch, or "
+            "`srun --pty --overlap --relative=0 --nodes=1 --ntasks=1 ./launch.sh cluster=slurm`"
+        )
 
 
 def run_directory(allocation: Allocation, overrides: Sequence[str]) -> Path:
@@ -58,6 +78,7 @@ def run_directory(allocation: Allocation, overrides: Sequence[str]) -> Path:
 def plan_for(allocation: Allocation, overrides: Sequence[str], run_dir: Path) -> Plan:
     """What to run here and now. ValueError, one line, for overrides that the launch would refuse."""
     asked = _config(overrides)
+    cluster = asked.cluster if asked is not None else ClusterConfig()
     known = parse_nodes(_ask("scontrol", "-o", "show", "node", ",".join(allocation.nodes)))
     facts = {node: known.get(node, NodeFacts(node, 0)) for node in allocation.nodes}
     whole = all(
@@ -75,7 +96,9 @@ def plan_for(allocation: Allocation, overrides: Sequence[str], run_dir: Path) ->
         python=sys.executable,
         run_dir=str(run_dir),
         bootstrap=choose_bootstrap(wanted, allocation, has_symmetric=has_symmetric, whole_nodes=whole),
-        dashboard=asked is None or asked.cluster.dashboard,
+        dashboard=cluster.dashboard,
+        wait_s=cluster.wait_s,
+        devices=parse_devices(_ask("scontrol", "-d", "show", "job", allocation.name)),
         resumes=hasattr(asked.job, "resume") if asked is not None else False,
         tmp=os.environ.get("SPECDEC_TMP", "/tmp"),
     )
@@ -117,28 +140,31 @@ class Job:
         self._plan = plan
         self._run_dir = run_dir
         self._allocation = allocation
-        self._environment = os.environ | plan.environment
+        self._environment = {name: value for name, value in os.environ.items() if name not in WISHES}
+        self._environment |= plan.environment
         self._rays: dict[str, subprocess.Popen] = {}
         self._asked_to_stop: signal.Signals | None = None
 
     def run(self) -> int:
         """The exit code of the launch."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        self._hear(self._note)
         self._write_token()
         try:
             self._start_rays()
             code = self._launch() if self._asked_to_stop is None else 128 + self._asked_to_stop
-        except ValueError as error:
-            sys.stderr.write(f"error: {error}\n")
-            code = 1
         finally:
+            self._hear(signal.SIG_IGN)  # it is ending
             self._stop_rays()
             Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"]).unlink(missing_ok=True)
         if self._asked_to_stop == signal.SIGUSR1 and os.environ.get("SPECDEC_REQUEUE") == "1":
             sys.stderr.write("the time limit is near: requeued, to go on from what is finished\n")
             _ask("scontrol", "requeue", self._allocation.name)
         return code
+
+    @staticmethod
+    def _hear(listener: Callable[[int, object], None] | signal.Handlers) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, listener)
 
     def _note(self, number: int, frame: object) -> None:
         """The first counts; the others are the same wish again. Said at once: the launch may have been told as well."""
@@ -156,9 +182,9 @@ class Job:
 
     def _start_rays(self) -> None:
         """All nodes at once: those that are early wait for the head."""
-        for node, command in self._plan.rays.items():
-            with (self._run_dir / f"ray-{node}.log").open("ab") as log:
-                self._rays[node] = subprocess.Popen(
+        for name, command in self._plan.rays.items():
+            with (self._run_dir / f"ray-{name}.log").open("ab") as log:
+                self._rays[name] = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -168,60 +194,33 @@ class Job:
                 )
 
     def _launch(self) -> int:
-        """Wait for the launch, or end it when asked: with time to write what it has, less where Ray is gone already."""
+        """Wait for the launch, or end it when asked, with time to write what it has."""
         launch = subprocess.Popen(self._plan.launch, env=self._environment)
-        gone_at: dict[str, float] = {}
+        running = dict(self._rays)
         asked_at: float | None = None
         while launch.poll() is None:
-            now = time.monotonic()
-            if self._asked_to_stop is not None and asked_at is None:
-                asked_at = now
-                self._end_politely(launch)
-            for node in [node for node, ray in self._rays.items() if ray.poll() is not None and node not in gone_at]:
-                gone_at[node] = now
-                if asked_at is None:
-                    sys.stderr.write(f"Ray on {node} has ended; see {self._run_dir}/ray-{node}.log\n")
-            if asked_at is not None:
-                head_gone_at = gone_at.get(self._allocation.head, now)
-                if now - asked_at > LAUNCH_GRACE_S or now - max(asked_at, head_gone_at) > WITHOUT_RAY_S:
-                    launch.kill()
             time.sleep(LOOK_S)
+            if self._asked_to_stop is not None and asked_at is None:
+                asked_at = time.monotonic()
+                launch.terminate()
+            elif asked_at is not None and time.monotonic() - asked_at > LAUNCH_GRACE_S:
+                launch.kill()
+            for name in [name for name, ray in running.items() if ray.poll() is not None]:
+                del running[name]
+                if asked_at is None:
+                    sys.stderr.write(f"Ray has ended; see {self._run_dir}/ray-{name}.log\n")
         return launch.returncode if launch.returncode >= 0 else 128 - launch.returncode
 
     def _stop_rays(self) -> None:
         """Politely on every node, so that each clears up; what is left after that is killed."""
-        steps = [ray for node, ray in self._rays.items() if node != self._allocation.head]
-        if any(ray.poll() is None for ray in steps):
-            self._tell_steps()
         for ray in self._rays.values():
-            if ray not in steps:
-                self._signal(ray, signal.SIGTERM)
+            ray.send_signal(STOP)  # unless it has ended
         deadline = time.monotonic() + RAY_GRACE_S
         for ray in self._rays.values():
             try:
                 ray.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._signal(ray, signal.SIGTERM if ray in steps else signal.SIGKILL)
-                ray.wait()
-
-    def _end_politely(self, launch: subprocess.Popen) -> None:
-        """SIGTERM to the launch and nobody else; if it is not yet there in its step, to all of that."""
-        if not self._plan.launch_pid:
-            launch.terminate()
-            return
-        try:
-            os.kill(int(Path(self._plan.launch_pid).read_text()), signal.SIGTERM)
-        except (FileNotFoundError, ProcessLookupError):
-            self._tell_steps()
-
-    def _tell_steps(self) -> None:
-        """SIGTERM to the steps of the job, not to this script. An `srun` that is told itself kills without asking."""
-        _ask("scancel", "--signal=TERM", self._allocation.name)
-
-    @staticmethod
-    def _signal(ray: subprocess.Popen, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(ray.pid, number)
+                ray.terminate()  # an `srun` kills all of its step then; a shell is left to Slurm
 
 
 if __name__ == "__main__":

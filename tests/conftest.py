@@ -45,9 +45,9 @@ def _missing(item: pytest.Item) -> str | None:
         if item.get_closest_marker(marker):
             absent = [program for program in programs if shutil.which(program) is None]
             if absent:
-                return f"{marker}: {', '.join(absent)} not installed"
+                return f"{marker}: {', '.join(absent)} not installed: apt-get install iproute2 munge slurm-wlm"
             if os.geteuid() != 0:
-                return f"{marker}: needs root"
+                return f"{marker}: needs root: sudo ./launch.sh --test -m {marker}"
     wanted = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
     if wanted:
         import torch

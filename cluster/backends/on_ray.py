@@ -75,6 +75,7 @@ class RayBackend:
             self._owns_ray = True
 
     def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
+        self._progress = progress
         if not self._is_local:
             await_head(self._config.cluster.address, self._config.cluster.wait_s, progress)
         self.connect()
@@ -91,7 +92,7 @@ class RayBackend:
         cluster = self._config.cluster
         conductor = self._create_conductor(0)
         bound = conductor.bind.remote(self._host, cluster.port, self._needs_store, cluster.interface)
-        self._reservation.take(places, cluster.startup_timeout_s)
+        self._reservation.take(places, cluster.startup_timeout_s, self._progress)
         for place in places:
             self._create_rank(place.identity, 0)
         try:
@@ -103,8 +104,6 @@ class RayBackend:
         if cluster.link_delay_ms:
             self._relay = Relay(self.address, cluster.link_delay_ms / 1e3, f"tcp://{_LOOPBACK}:*")
         for place in places:
-            if not self._is_local:
-                place = replace(place, cores=())  # they were counted over all nodes: no core of any one of them
             address = self._relay.address if self._relay and place.role != "target" else self.address
             spec = rank_spec(self._config, place, address, self._host, eos_token_ids)
             self._specs[place.identity] = spec
@@ -152,9 +151,10 @@ class RayBackend:
         self._actors.close(told=told)
         if self._relay is not None:
             self._relay.close()
-        self._reservation.release()
         if self._owns_ray:
-            ray.shutdown()
+            ray.shutdown()  # also gives back what was reserved; asked singly, a Ray that is gone is waited for a minute
+        else:
+            self._reservation.release()
 
     def _init(self) -> None:
         # Ray's defaults depend on what ran before on this host; say what is wanted.

@@ -41,7 +41,7 @@ def rank_spec(
         size=place.size,
         device=place.device,
         num_threads=place.num_threads,
-        cores=place.cores,
+        cores=place.bound_to,
         hub_address=hub_address,
         host=host,
         eos_token_ids=eos_token_ids,

@@ -6,9 +6,9 @@ taken apart, so that each can be given back when its node is lost too. Decides n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
-import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -17,6 +17,7 @@ from cluster.placement import RankPlacement
 Device = tuple[str, str | tuple[int, ...]]
 """The node ("" for this machine), and a GPU's name or the cores of a CPU rank."""
 
+_SAY_S = 5.0
 _ON_NODE = 0.001
 """Ray gives every node one of the resource `node:ADDRESS`; a trace of it ties a bundle or an actor to that node."""
 
@@ -28,18 +29,34 @@ class Reservation:
         self._groups: list[PlacementGroup] = []
         self._bundle_of: dict[Device, tuple[PlacementGroup, int]] = {}
 
-    def take(self, places: Sequence[RankPlacement], timeout_s: float, *, apart: bool = False) -> None:
-        """All devices of these places that are not held yet, or none: then ValueError. `apart`: a group for each."""
+    def take(
+        self,
+        places: Sequence[RankPlacement],
+        timeout_s: float,
+        progress: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """All devices of these places that are not held yet, or none: then ValueError. `apart`: a group for each.
+
+        Says every few seconds what it waits for.
+        """
         shares = {device: bundle for device, bundle in device_bundles(places).items() if device not in self._bundle_of}
         parts = [[device] for device in shares] if apart else [list(shares)] * bool(shares)
         groups = [placement_group([shares[device] for device in part], strategy="PACK") for part in parts]
-        if not all([group.wait(timeout_s) for group in groups]):
-            for group in groups:
-                remove_placement_group(group)
-            raise ValueError(
-                f"cluster: {list(shares.values())} asked, {ray.available_resources()} free; end other jobs or ask for "
-                "fewer ranks"
-            )
+        started, waiting = clock(), list(groups)
+        while waiting:
+            left_s = started + timeout_s - clock()
+            if waiting[0].wait(max(0.0, min(_SAY_S, left_s))):
+                del waiting[0]
+                continue
+            missing = f"{_in_words(shares)} asked, of which not all is free; end other jobs or ask for fewer ranks"
+            if left_s <= _SAY_S:
+                for group in groups:
+                    remove_placement_group(group)
+                raise ValueError(f"cluster: {missing}")
+            progress(f"waiting for {clock() - started:.0f} s: {missing}")
         self._groups += groups
         for group, part in zip(groups, parts, strict=True):
             self._bundle_of |= {device: (group, index) for index, device in enumerate(part)}
@@ -67,6 +84,15 @@ class Reservation:
             remove_placement_group(group)
         self._groups.clear()
         self._bundle_of.clear()
+
+
+def _in_words(shares: Mapping[Device, Mapping[str, float]]) -> str:
+    """`2 cores on 10.0.0.1, 1 GPU on 10.0.0.2`."""
+    said = []
+    for (host, _), bundle in shares.items():
+        noun, amount = ("GPU", bundle["GPU"]) if "GPU" in bundle else ("core", bundle["CPU"])
+        said.append(f"{amount:g} {noun}{'s' * (amount != 1)}" + f" on {host}" * bool(host))
+    return ", ".join(said)
 
 
 def device_bundles(places: Sequence[RankPlacement]) -> dict[Device, dict[str, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,8 @@ from tests.cluster.hosts import Host, network
 
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
 WAIT_S = 200
+# proctrack/pgid signals what Slurm itself started and little else, as proctrack/cgroup does and proctrack/linuxproc
+# does not, and at the end of a job it leaves alone what left its process group: nobody clears up behind us.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=switch({switch})
@@ -30,7 +33,7 @@ SlurmctldLogFile={directory}/slurmctld.log
 SlurmdSpoolDir={directory}/spool.%n
 SlurmdPidFile={directory}/slurmd.%n.pid
 SlurmdLogFile={directory}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -40,6 +43,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=1
 ReturnToService=2
 MpiDefault=none
+GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -60,14 +64,18 @@ class Slurm:
         options = {"cwd": self.directory, "env": {**self._environment, **environment}}
         return int(self.hosts[0].run("sbatch", "--parsable", *command, **options))
 
+    def state(self, job: int) -> str:
+        """Of the job, or of all tasks of an array: a word for each."""
+        return " ".join(self.ask("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").split())
+
     def is_over(self, job: int) -> bool:
         """Whether it ended and all its nodes are done with it."""
-        states = self.ask("squeue", "-h", "-j", job, "-t", "all", "-o", "%T").split()
-        return all(state in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT") for state in states)
+        return set(self.state(job).split()) <= {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT"}
 
     def outcome(self, job: int) -> str:
-        """How it ended, for the message of a test: the end of what it wrote."""
-        return self.output(job)[-3000:]
+        """How it ended, for the message of a test: the end of what it and its Ray wrote."""
+        logs = sorted((self.directory / "outputs" / "slurm" / str(job)).glob("ray-*.log"))
+        return "\n".join([f"job {job}:", self.output(job)[-3000:], *(log.read_text()[-1000:] for log in logs)])
 
     def output(self, job: int) -> str:
         path = self.directory / f"slurm-{job}.out"
@@ -76,7 +84,7 @@ class Slurm:
     def wait_for(self, job: int, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < deadline, f"job {job}: {self.outcome(job)}"
+            assert time.monotonic() < deadline, self.outcome(job)
             time.sleep(0.2)
 
 
@@ -90,10 +98,13 @@ def slurm(directory: Path, environment: Mapping[str, str]) -> Iterator[Slurm]:
         key, conf = directory / "munge.key", directory / "slurm.conf"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=1000" for host in hosts]
+        nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=1000 Gres=gpu:1" for host in hosts]
         conf.write_text(
             CONFIGURATION.format(switch=switch.address, directory=directory, nodes="\n".join([*nodes, ""]))
         )
+        gpu = directory / "gpu"  # Slurm looks whether it is there
+        os.mknod(gpu, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        (directory / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={gpu}\n")
         paths = [f"--{what}-file={directory}/munge.{what}" for what in ("pid", "log", "seed")]
         keyed = [f"--key-file={key}", f"--socket={directory}/munge.sock", *paths, "--force"]
         switch.run("munged", *keyed, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, capture_output=False)

@@ -302,6 +302,14 @@ def test_the_script_sets_up_once_and_passes_arguments_on(checkout: Path):
     assert calls == ["/|-P|-m|cluster.launch|--help|"]
 
 
+def test_a_dry_run_sets_nothing_up(checkout: Path):
+    done, calls = launch_script(checkout, "sampling.stop=[a b]", "--dry-run")
+    assert not calls and not (checkout / ".venv").exists()
+    assert done.stdout == f"{str(checkout).replace(' ', chr(92) + ' ')}/.venv/bin/python -P -m cluster.launch " + (
+        "sampling.stop=\\[a\\ b\\]\n"
+    )
+
+
 def test_the_script_runs_tests_in_the_checkout(checkout: Path):
     launch_script(checkout)
     _, calls = launch_script(checkout, "--test", "-k", "config")

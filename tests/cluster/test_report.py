@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -170,9 +171,10 @@ def test_bytes_are_summed_over_the_ranks_of_a_role():
 def test_circumstances_survive_json(tmp_path):
     config = launch_config(target=TargetConfig(stretch=4))
     place = RankPlacement("target", 0, 1, "cpu", (0, 1), 2, 1.0)
-    write_json(tmp_path / "report.json", circumstances(config, [place], {}))
+    write_json(tmp_path / "report.json", circumstances(config, [place, replace(place, host="10.0.0.1")], {}))
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["layout"][0]["identity"] == "target-0" and report["layout"][0]["cores"] == [0, 1]
+    assert report["layout"][0]["identity"] == "target-0"
+    assert [place["cores"] for place in report["layout"]] == [[0, 1], []], "in a cluster nobody is bound to a core"
     assert report["config"]["pipeline"]["name"] == "sync" and report["config"]["drafter"]["max_ngram"] == 4
     assert report["stretch"] == 4 and "change no token" in report["notes"][0]
 

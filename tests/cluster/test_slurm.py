@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import astuple
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from cluster.slurm import (
     EXPLICIT,
+    STOP,
     SYMMETRIC,
     Allocation,
     Component,
@@ -21,6 +23,7 @@ from cluster.slurm import (
     expand_counts,
     expand_hostlist,
     make_plan,
+    parse_devices,
     parse_nodes,
 )
 
@@ -79,6 +82,14 @@ def test_what_scontrol_says_of_nodes():
     assert (known["n2"].address, known["n2"].num_cpus) == ("n2", 4)
 
 
+def test_a_step_asks_for_all_devices_the_job_has_on_its_node():
+    said = "JobId=4711\n NodeList=n[1-3]\n Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n Nodes=n[2-3] CPU_IDs=0-1 Mem=0 "
+    devices = parse_devices(f"{said}GRES=gpu:a100:3(IDX:0-1,3),nic:1(CNT:1)\n   MinCPUsNode=1")
+    assert devices == {"n1": "gpu:1"} | dict.fromkeys(["n2", "n3"], "gpu:a100:3,nic:1")
+    assert parse_devices("Nodes=n1 CPU_IDs=0 Mem=0 GRES=\n   MinCPUsNode=1") == {}
+    assert "--gres=gpu:a100:3,nic:1" in plan_of(devices=devices).rays["n2"]
+
+
 def test_jobs_that_follow_each_other_share_no_port():
     taken = [port for job in range(4700, 4800) for port in astuple(Ports.of(job))]
     assert len(set(taken)) == len(taken) and 20000 <= min(taken) and max(Ports.of(1595).client, *taken) < 32768
@@ -92,7 +103,6 @@ def test_ray_is_started_on_every_node_and_the_launch_once_on_the_head():
     assert f"/env/bin/ray start --head --port={port} --node-ip-address=10.0.0.1 --num-cpus=8" in head[-1]
     assert f"/env/bin/ray start --address=10.0.0.1:{port} --node-ip-address=10.0.0.2 --num-cpus=4" in second[-1]
     for command in (head, second):
-        assert command[-1].startswith("trap : TERM; ") and command[-1].endswith("; rm -rf /tmp/specdec-4711")
         assert "--temp-dir=/tmp/specdec-4711" in command[-1]
     launch = plan.launch
     assert launch[:5] == ["/env/bin/python", "-P", "-m", "cluster.launch", "cluster=slurm"]
@@ -108,17 +118,50 @@ def test_a_job_of_two_parts_keeps_the_drafter_on_the_second():
     assert [word for word in own.launch if word.startswith("placement.nodes")] == ["placement.nodes={draft:[big2]}"]
 
 
-def test_symmetric_run_starts_ray_and_the_launch_in_one_step():
-    plan = plan_of(bootstrap=SYMMETRIC)
-    assert plan.rays == {} and plan.launch[0] == "srun" and plan.environment["RAY_TMPDIR"] == "/tmp/specdec-4711"
-    assert "--ntasks=2" in plan.launch and plan.launch_pid == "/tmp/specdec-4711/launch.pid"
-    script = plan.launch[-1]
-    assert script.startswith("trap : TERM; ") and script.endswith("; rm -rf /tmp/specdec-4711; exit $code")
-    start, launch = script.split(" -- ")
-    assert start.endswith("--min-nodes 2 --disable-usage-stats")
-    noted = shlex.split(launch.partition("; code=$?")[0])
-    assert noted[:2] == ["bash", "-c"] and shlex.split(noted[2].partition("; exec ")[2]) == plan_of().launch
-    assert not plan_of().launch_pid
+def test_symmetric_run_holds_ray_in_one_step_and_the_launch_is_the_same():
+    plan = plan_of(bootstrap=SYMMETRIC, dashboard=False, wait_s=90.0)
+    (step,) = plan.rays.values()
+    assert step[0] == "srun" and "--ntasks=2" in step and plan.launch == plan_of().launch
+    assert "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=90 /env/bin/ray symmetric-run --address 10.0.0.1:" in step[-1]
+    assert "--min-nodes 2 " in step[-1] and step[-1].endswith("/env/bin/ray stop; rm -rf /tmp/specdec-4711")
+    assert "RAY_gcs_rpc_server_reconnect_timeout_s=5" in step[-1], "for Ray's own, not for the launch"
+    assert not any("gcs_rpc" in name for name in plan.environment)
+
+
+FAKE_RAY = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[0]).parent
+told = lambda number, frame: sys.exit((folder / "stopped").touch())
+if sys.argv[1] == "stop":
+    (folder / "stopped").touch()
+else:
+    signal.signal(signal.SIGTERM, told)
+    (folder / "job" / "specdec-4711").mkdir(parents=True)
+    (folder / "told").write_text(" ".join(sys.argv[1:]))
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("bootstrap", [EXPLICIT, SYMMETRIC])
+@pytest.mark.parametrize("node", [0, 1])
+def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_told(tmp_path, bootstrap, node):
+    """As `proctrack/cgroup` does it: signals reach what Slurm itself started. SIGTERM is for the launch to hear."""
+    ray, folder, told = tmp_path / "ray", tmp_path / "job" / "specdec-4711", tmp_path / "told"
+    ray.write_text(f"#!{sys.executable}{FAKE_RAY}")
+    ray.chmod(0o755)
+    plan = plan_of(bootstrap=bootstrap, python=f"{tmp_path}/python", tmp=f"{tmp_path}/job")
+    command = list(plan.rays.values())[-1 if bootstrap == SYMMETRIC else node]
+    shell = subprocess.Popen(command[command.index("bash") :], env={**os.environ, "SLURM_PROCID": str(node)})
+    while not told.exists() or not told.read_text():
+        assert shell.poll() is None
+        time.sleep(0.01)
+    assert ("--include-dashboard=true" in told.read_text()) == (node == 0), "the others refuse that"
+    shell.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        shell.wait(0.2)
+    shell.send_signal(STOP)
+    assert shell.wait(60) == 0
+    assert (tmp_path / "stopped").exists() and not folder.exists()
 
 
 def test_options_of_the_command_line_stand_before_all_overrides():
@@ -156,10 +199,10 @@ def test_a_dry_run_prints_what_a_shell_would_understand():
     assert shlex.split(lines[-1]) == plan.launch and lines[-2] == shlex.join(plan.rays["n2"]) + " &"
 
 
-def dry_run(*overrides, **environment):
+def run_script(*arguments, **environment):
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return subprocess.run(
-        [ROOT / "launch.sh", "--dry-run", *overrides],
+        [ROOT / "launch.sh", *arguments],
         env={**outside, "SPECDEC_VENV": sys.prefix, **environment},
         capture_output=True,
         text=True,
@@ -172,18 +215,27 @@ def dry_run(*overrides, **environment):
     [
         (["drafter=ngram"], {}),
         (["cluster=local", "drafter=ngram"], {"SLURM_JOB_ID": "7"}),
-        (["drafter=ngram"], {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}),
+        (["drafter=ngram", "sampling.stop=[a b]"], {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}),
     ],
     ids=["on this machine", "as told", "inside a step"],
 )
 def test_the_script_stays_on_one_machine_unless_it_is_a_job(overrides, environment):
-    done = dry_run(*overrides, **environment)
-    assert done.stdout == f"{sys.prefix}/bin/python -P -m cluster.launch {' '.join(overrides)}\n", done.stderr
+    done = run_script(*overrides, "--dry-run", **environment)
+    assert shlex.split(done.stdout) == [f"{sys.prefix}/bin/python", "-P", "-m", "cluster.launch", *overrides]
+
+
+def test_a_job_is_run_from_its_first_node():
+    """`salloc` runs a command where it was called; its interactive step is on that node."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_ID": "4294967290"}
+    assert "ray start --head" in run_script("--dry-run", **job).stdout
+    done = run_script("drafter=ngram", **job, SLURMD_NODENAME="login")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: this is login, and the job has to be run from its first node, localhost; use")
 
 
 def test_a_mistake_in_a_job_is_one_line_before_anything_is_started():
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
     for override, line in (("target.tp=0", "target.tp=0: must be at least 1"), ("pipeline=x", "pipeline=x: no such")):
-        done = dry_run(override, **job)
+        done = run_script(override, "--dry-run", **job)
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {line}"), done.stderr
         assert done.stderr.count("\n") == 1

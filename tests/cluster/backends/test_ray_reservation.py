@@ -34,7 +34,6 @@ class Group:
 def made(monkeypatch) -> list[Group]:
     monkeypatch.setattr(ray_reservation, "placement_group", Group)
     monkeypatch.setattr(ray_reservation, "remove_placement_group", Group.remove)
-    monkeypatch.setattr(ray_reservation.ray, "available_resources", dict)
     monkeypatch.setattr(Group, "left", 10)
     monkeypatch.setattr(Group, "made", [])
     return Group.made
@@ -70,9 +69,18 @@ def test_what_was_taken_apart_is_given_back_singly_and_the_layout_of_the_start_i
 def test_all_devices_or_none(made, layout, apart):
     reservation = Reservation()
     Group.left = 2 if apart else 0
-    with pytest.raises(ValueError, match=r"^cluster: \[.*\] asked, .* free; end other jobs or ask for fewer ranks"):
+    asked = r"^cluster: 1 GPU on 10\.0\.0\.1, 1 GPU on .* asked, of which not all is free; end other jobs or ask for"
+    with pytest.raises(ValueError, match=asked):
         reservation.take(layout, 1.0, apart=apart)
     assert made and all(group.is_removed for group in made)
     Group.left = 10
     reservation.take(layout, 1.0)
     assert not made[-1].is_removed
+
+
+def test_says_what_it_waits_for(made, layout):
+    said, times = [], iter(range(0, 100, 5))
+    Group.left = 0
+    with pytest.raises(ValueError, match=r"^cluster: "):
+        Reservation().take(layout, 30.0, said.append, lambda: float(next(times)))
+    assert len(said) > 1 and said[0].startswith("waiting for 10 s: 1 GPU on 10.0.0.1, ")
