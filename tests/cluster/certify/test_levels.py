@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from actors.drafters.cascade import CascadeDrafter
-from actors.levels import CascadeDrafterConfig
+from actors.levels import CascadeDrafterConfig, LevelLengths
 from actors.messages import Draw, SparseLaw
-from actors.options import VerifyRule
+from actors.options import ModelDrafterConfig, VerifyRule
 from actors.verification import rejection
 from actors.verification.laws import Residual
 from cluster.certify import levels
 from cluster.certify.levels import check_levels
 
-TWO = CascadeDrafterConfig(levels=[0, 1])
-TAIL = CascadeDrafterConfig(levels=[0, 1], tails=[0, 2])
-THREE = CascadeDrafterConfig(levels=[0, 1, 2])
+MODEL = ModelDrafterConfig()
+TWO = CascadeDrafterConfig(levels=[MODEL] * 2)
+TAIL = CascadeDrafterConfig(levels=[MODEL] * 2, tails=[0, 2])
+THREE = CascadeDrafterConfig(levels=[MODEL] * 3)
+CHOSEN = CascadeDrafterConfig(levels=[MODEL] * 2, lengths=LevelLengths.auto)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ THREE = CascadeDrafterConfig(levels=[0, 1, 2])
         (VerifyRule.rejection, TAIL, Draw.WITHOUT_REPLACEMENT),
         (VerifyRule.rejection, THREE, Draw.DETERMINISTIC),
         (VerifyRule.traversal, TAIL, Draw.DETERMINISTIC),
-        (VerifyRule.kseq, TWO, Draw.IID),
+        (VerifyRule.kseq, CHOSEN, Draw.IID),
     ],
 )
 def test_right_levels_pass(rule, drafter, kind):
