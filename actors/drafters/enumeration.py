@@ -174,8 +174,12 @@ def level(
     tail: int = 0,
     law_size: int = VOCAB,
     coins_of: CoinsOf = honest,
+    make_coins: Callable[[int, int], Coins] | None = None,
 ) -> CascadeDrafter:
-    """The level `number` of a cascade in which level i hands up `lengths[i]` tokens, 0 to pass on others."""
+    """The level `number` of a cascade in which level i hands up `lengths[i]` tokens, 0 to pass on others.
+
+    Its coins are the tape's, as `coins_of` hands them out, or the production ones that `make_coins` makes.
+    """
     runner = ToyRunner(law, VOCAB, len(PROMPT))
     return CascadeDrafter(
         runner,
@@ -188,7 +192,7 @@ def level(
         prefill_chunk=_LONGEST,
         lengths=FixedLengths(lengths),
         tail=tail,
-        make_coins=lambda seed, step: coins_of(tape, runner),
+        make_coins=make_coins or (lambda seed, step: coins_of(tape, runner)),
     )
 
 

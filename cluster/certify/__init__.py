@@ -3,6 +3,7 @@
     identity    the engine's tokens against plain decoding's, on the user's prompts
     exact       the rule in use, enumerated on tiny vocabularies, beside broken ones that must be found out
     levels      a cascade like the user's, enumerated, beside the known mistakes of drafting in levels
+    rounds      several rounds of a cascade with the engine's coins, counted over toy models
     draws       seeded verifications at the model's own vocabulary, counted
     goodness    how counts are compared with a law, and the smallest bias that would have been seen
     rounding    how far logits move with the shape of a pass, and how many choices are closer than that

@@ -1,7 +1,8 @@
 """Cascades shaped like the user's, enumerated: what the levels hand up must be drawn from the law that they report.
 
 The engine's levels run over toy models, every draw and every coin is played, and the proposals go through the target's
-rule. Beside it stand the known mistakes of drafting in several levels, which must be found out.
+rule. What an enumeration cannot see, coins met twice in several rounds, is counted. Beside both stand known mistakes
+of drafting in several levels, which must be found out.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from actors.messages import Draw, SparseLaw, TokenTree
 from actors.options import VerifyRule
 from actors.verification.enumeration import Law
 from cluster.certify.exact import EXACT, FOUND_OUT, toy_law
+from cluster.certify.goodness import detectable_distance
+from cluster.certify.rounds import fit_rounds, repeats_every_review
 
 NUM_MODELS = 4
 _DEEPEST = 3
 """Levels of an enumerated cascade; a fourth would do to the third what that does to the second."""
 _UNLIKELY = 0.3
+_SIGNIFICANCE = 1e-4
+_POWER = 0.99
 
 Weighed = list[tuple[float, Draft]]
 
@@ -43,9 +48,11 @@ def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Draw) ->
         for target, *laws in (_models(seed, len(lengths)) for seed in range(NUM_MODELS))
     ]
     controls = {broken.__name__.strip("_"): _found_out(broken) for broken in _BROKEN}
+    rounds, repeating = fit_rounds(rule), fit_rounds(rule, repeats_every_review)
+    exact = max(found) < EXACT and min(controls.values()) > FOUND_OUT
     return {
         "name": "exact enumeration of levels",
-        "passed": max(found) < EXACT and min(controls.values()) > FOUND_OUT,
+        "passed": exact and repeating.p_value < _SIGNIFICANCE < rounds.p_value,
         "rule": str(rule),
         "num_levels": min(len(drafter.levels), _DEEPEST),
         "draws": [Draw(kind).name],
@@ -53,6 +60,10 @@ def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Draw) ->
         "largest_distance": max(found),
         "allowed_distance": EXACT,
         "broken_rules_found_at": controls,
+        "num_texts_of_rounds": rounds.num_draws,
+        "p_value_of_rounds": rounds.p_value,
+        "p_value_of_coins_met_twice": repeating.p_value,
+        "visible_bias_of_rounds": detectable_distance(rounds.num_draws, rounds.num_cells, _SIGNIFICANCE, _POWER),
     }
 
 

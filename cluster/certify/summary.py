@@ -95,6 +95,13 @@ def _exact(check: Check) -> str:
     )
 
 
+def _levels(check: Check) -> str:
+    return (
+        f"{_exact(check)}; {check['num_texts_of_rounds']} texts of several rounds: p-value "
+        f"{check['p_value_of_rounds']:.2f}, {check['p_value_of_coins_met_twice']:.0e} where coins are met twice"
+    )
+
+
 def _law(check: Check) -> str:
     least = check["smallest_p_value"]
     return (
@@ -114,7 +121,7 @@ def _rounding(check: Check) -> str:
 _FINDINGS = {
     "token identity": _identity,
     "exact enumeration": _exact,
-    "exact enumeration of levels": _exact,
+    "exact enumeration of levels": _levels,
     "law at the model's vocabulary": _law,
     "rounding": _rounding,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from actors.drafters.cascade import CascadeDrafter
@@ -9,15 +11,26 @@ from actors.levels import CascadeDrafterConfig, LevelLengths
 from actors.messages import Draw, SparseLaw
 from actors.options import ModelDrafterConfig, VerifyRule
 from actors.verification import rejection
+from actors.verification.coins import HashCoins
 from actors.verification.laws import Residual
 from cluster.certify import levels
+from cluster.certify.goodness import Fit
 from cluster.certify.levels import check_levels
+from cluster.certify.rounds import repeats_every_review
 
 MODEL = ModelDrafterConfig()
 TWO = CascadeDrafterConfig(levels=[MODEL] * 2)
 TAIL = CascadeDrafterConfig(levels=[MODEL] * 2, tails=[0, 2])
 THREE = CascadeDrafterConfig(levels=[MODEL] * 3)
 CHOSEN = CascadeDrafterConfig(levels=[MODEL] * 2, lengths=LevelLengths.auto)
+
+
+@pytest.fixture(autouse=True)
+def rounds_counted_before(monkeypatch):
+    """They do not depend on what is enumerated: tests of their own count them."""
+    found = {HashCoins: 0.5, repeats_every_review: 1e-9}
+    counted = partial(Fit, "rounds", 400, 16, 0.0, 0.05)
+    monkeypatch.setattr(levels, "fit_rounds", lambda rule, coins=HashCoins: counted(found[coins]))
 
 
 @pytest.mark.parametrize(
@@ -66,4 +79,9 @@ def test_an_enumeration_that_cannot_fail_proves_nothing(monkeypatch):
         return levels._two_levels(laws)
 
     monkeypatch.setattr(levels, "_BROKEN", (right,))
+    assert not check_levels(VerifyRule.rejection, TWO, Draw.IID)["passed"]
+
+
+def test_coins_that_are_met_twice_fail(monkeypatch):
+    monkeypatch.setattr(levels, "fit_rounds", lambda rule, coins=HashCoins: Fit("rounds", 400, 16, 0.0, 0.3, 1e-9))
     assert not check_levels(VerifyRule.rejection, TWO, Draw.IID)["passed"]
