@@ -143,7 +143,8 @@ class Beneath:
             shown = spans if self._port.has_own_lane else ()
             if batch.levels:
                 self._work += batch.levels
-                self._work.append(LevelWork(self.name, spans=shown))
+                if shown:
+                    self._work.append(LevelWork(self.name, spans=shown))
             elif batch.proposals:
                 self._work.append(LevelWork(self.name, len(spans), seconds, spans=shown))
         return {proposal.request_id: proposal for batch in answer or () for proposal in batch.proposals}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
 
+import pytest
+import torch
+
+from actors.drafters.cascade import CascadeDrafter
 from actors.levels import CascadeDrafterConfig
 from actors.options import (
     MaxgramDrafterConfig,
@@ -13,6 +17,7 @@ from actors.options import (
     Strategy,
     SuffixDrafterConfig,
 )
+from parallel.runner import Span, open_model
 
 NGRAM = NgramDrafterConfig(num_draft_tokens=3, min_ngram=1)
 MAXGRAM = MaxgramDrafterConfig(num_draft_tokens=3)
@@ -45,6 +50,8 @@ CASCADES = {
     "suffix-model-model": cascade(SuffixDrafterConfig(min_match=1), model("small", 3), model("drafter", 4)),
     "merged": cascade(TREE, model("drafter", 4), tails=(0, 2), merge=5),
     "deepest-first": cascade(model("drafter", 4), model("tiny", 4)),
+    "middle-passes-on": cascade(MAXGRAM, model("small", 0), model("drafter", 4)),
+    "last-passes-on": cascade(NGRAM, model("small", 4), model("drafter", 0), length=4),
 }
 QUICK = [
     ("ngram-model", "processed", "sync"),
@@ -53,7 +60,8 @@ QUICK = [
     ("tree-model", "T=1", "branches"),
     ("four", "greedy", "tree"),
     ("horizontal", "T=1", "pearl"),
-    ("horizontal", "greedy", "sync"),
+    ("middle-passes-on", "greedy", "branches"),
+    ("last-passes-on", "T=1", "sync"),
     ("suffix-model-model", "greedy", "branches"),
     ("merged", "T=1", "sync"),
     ("merged", "greedy", "branches"),
@@ -86,7 +94,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     assert (room.tokens, room.ends) == plain_tokens[sampling]
     assert room.tally.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
     work = room.tally.levels
-    assert sorted(work) == [f"{i}-{level.name}" for i, level in enumerate(config.levels)]
+    assert sorted(work) == [f"{i}-{level.name}" for i, level in enumerate(config.levels) if level.num_draft_tokens]
     assert all(count["num_passes"] and count["num_drafts"] for count in work.values())
     assert all(count["num_accepted_tokens"] <= count["num_draft_tokens"] for count in work.values())
     # The verdict that ends a request is not told to its drafter.
@@ -159,3 +167,36 @@ def test_merged_guesses_are_accepted_where_the_last_level_was_wrong(open_room, m
         tally = open_room(config).serve(requests).tally
         lengths[merge] = tally.num_accepted_tokens / tally.num_spec_steps
     assert lengths[4] > lengths[0] + 1
+
+
+@pytest.mark.parametrize(
+    "levels, pipeline",
+    [("horizontal", "sync"), ("four", "branches"), pytest.param("merged", "tree", marks=pytest.mark.slow)],
+)
+def test_kv_of_every_level_is_that_of_its_text(open_room, make_requests, models, levels, pipeline):
+    """After any round, the rows a level keeps are those of reading its text, committed and drafted, from scratch."""
+    fresh = {path: open_model(models[path], num_slots=256) for path in ("tiny", "small", "drafter")}
+    checked = Counter()
+
+    def compare(room):
+        level = room.draft.drafter
+        while isinstance(level, CascadeDrafter):
+            name = CASCADES[levels].levels[level._level].path
+            for request_id, stream in level._streams.items():
+                runner, read = level.runner, fresh[name]
+                cached_len = runner.cached_len(request_id)
+                if cached_len < 2 or checked[name] >= 12:
+                    continue
+                assert cached_len <= len(stream.text)
+                read.open("x")
+                read.forward([Span("x", cached_len)], stream.text[:cached_len])
+                ours, theirs = runner.pool.slots(request_id)[:cached_len], read.pool.slots("x")
+                for kept, anew in ((runner.pool.keys, read.pool.keys), (runner.pool.values, read.pool.values)):
+                    torch.testing.assert_close(kept[:, ours], anew[:, theirs], atol=2e-5, rtol=1e-4)
+                read.close("x")
+                checked[name] += 1
+            level = level._beneath._port._role.drafter
+
+    open_room(CASCADES[levels], pipeline=pipeline).serve(make_requests(3, max_tokens=30), compare)
+    models_above = [level.path for level in CASCADES[levels].levels[1:]]
+    assert all(checked[name] == 12 for name in models_above)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 
+from actors.branches import AHEAD as AHEAD_PIPELINES
 from actors.drafters.model import ModelDrafter
-from actors.levels import checkpoints
+from actors.levels import LevelLengths, checkpoints, level_roles
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy
 from cluster import pocket
 from cluster.config import load_config
@@ -46,6 +47,14 @@ def test_a_checked_configuration_can_be_checked_again():
     assert hash(replace(config.drafter, num_draft_tokens=9)) != hash(config.drafter)
 
 
+PASSING_ON = "drafter.levels=[{name: ngram, num_draft_tokens: 4},{name: model, num_draft_tokens: 0}]"
+
+
+def test_a_level_that_passes_on_what_is_beneath_it_may_be_written_by_hand():
+    assert cascade(PASSING_ON).num_draft_tokens == 4
+    assert cascade("drafter.lengths=auto", "pipeline=sync").lengths is LevelLengths.auto
+
+
 @pytest.mark.parametrize(
     "overrides, line",
     [
@@ -62,6 +71,20 @@ def test_a_checked_configuration_can_be_checked_again():
         (["drafter.tails=[1,0]"], "drafter.tails[0]=1: must be 0 or above, and 0 for the first"),
         (["drafter.tails=[0,2]", "verify=kseq"], "drafter.tails=(0, 2): are not drawn as verify=kseq needs"),
         (["drafter.lengths=auto", "drafter.placement=separate"], "drafter.lengths=auto: needs all levels in one"),
+        (
+            ["drafter.lengths=auto", "pipeline=branches"],
+            "drafter.lengths=auto: needs levels and target to work in",
+        ),
+        (["drafter.lengths=auto", "drafter.tails=[0,2]"], "drafter.lengths=auto: chooses among levels without tails"),
+        (["drafter.lengths=auto", "drafter.merge=2"], "drafter.lengths=auto: chooses among levels without tails"),
+        (["drafter.lengths=auto", "verify=kseq"], "drafter.lengths=auto: may pass on a lookup"),
+        (
+            ["drafter.levels=[{name: ngram, num_draft_tokens: 0},model]"],
+            "drafter.levels[0].num_draft_tokens=0: must be at least 1",
+        ),
+        ([PASSING_ON, "drafter.tails=[0,2]"], "drafter.levels[1].num_draft_tokens=0: cannot have tails"),
+        ([PASSING_ON, "drafter.lengths=auto"], "drafter.levels[1].num_draft_tokens=0: is the most that"),
+        ([PASSING_ON, "verify=kseq"], "drafter.levels[1].num_draft_tokens=0: passes on a lookup"),
         (["drafter.merge=2", "verify=rejection"], "drafter.merge=2: is exact with verify=coupled only"),
         (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: needs"),
         (
@@ -154,18 +177,28 @@ ON_LAYERS = f"[{{name: model, num_draft_tokens: 3, {LAYERS}}},{{name: model, num
 def test_an_engine_of_three_roles_and_more_gives_plain_decodings_tokens(overrides):
     prompts = ["def median(values):", "class Stack:"]
     common = ["drafter=cascade", "cluster=inprocess", "cluster.oversubscribe=true", "sampling.max_tokens=40"]
-    with Engine(load_config([*common, *overrides, "drafter.placement=separate", "pipeline.adaptive=false"])) as engine:
+    config = load_config([*common, *overrides, "drafter.placement=separate", "pipeline.adaptive=false"])
+    with Engine(config) as engine:
         drafted = engine.generate(prompts)
         report = engine.report()
         plain = engine.generate(prompts, speculate=False)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     levels = report.counters["levels"].values()
     assert all(work["num_passes"] for work in levels)
-    lanes = Counter(lane for lane, *_ in report.spans if lane not in ("target", "messages"))
-    assert len(lanes) >= 2, "each role has a lane in the timeline"
+    lanes = defaultdict(list)
+    for lane, _, started, finished, _ in report.spans:
+        lanes[lane].append((started, finished))
+    verifying, drafting = lanes.pop("target"), {lane: spans for lane, spans in lanes.items() if lane != "messages"}
+    assert len(drafting) == len(level_roles(config.drafter)), "each role has a lane in the timeline"
+    if config.pipeline.name in AHEAD_PIPELINES:
+        assert all(_overlap(spans, verifying) for spans in drafting.values()), "every level works while the target does"
     most = 3 * sum(work["num_passes"] + work["num_drafts"] for work in levels)
-    assert sum(lanes.values()) < most, "a level that waits for the one beneath steps in vain"
+    assert sum(map(len, drafting.values())) < most, "a level that waits for the one beneath steps in vain"
     assert not report.counters["num_role_losses"], "the ranks of a level took the same steps"
+
+
+def _overlap(ours, theirs):
+    return any(a < d and c < b for a, b in ours for c, d in theirs)
 
 
 def test_an_engine_goes_on_without_a_level_that_died(monkeypatch):
