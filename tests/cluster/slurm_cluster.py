@@ -56,8 +56,8 @@ class Slurm:
         self.directory, self.hosts = directory, hosts
         self._environment = {**environment, "SLURM_CONF": str(directory / "slurm.conf")}
 
-    def ask(self, *command: object) -> str:
-        return self.hosts[0].run(*command, cwd=self.directory, env=self._environment)
+    def ask(self, *command: object, host: int = 0) -> str:
+        return self.hosts[host].run(*command, cwd=self.directory, env=self._environment)
 
     def submit(self, *command: object, **environment: str) -> int:
         """`sbatch` with these arguments; the number of the job."""

@@ -172,13 +172,13 @@ def test_a_job_near_its_time_limit_requeues_itself_and_goes_on(cluster: Slurm, o
 def test_an_array_runs_a_job_for_each_point(cluster: Slurm, overrides):
     seed = "sampling.seed=${oc.env:SLURM_ARRAY_TASK_ID}"
     options = ["--nodes=2", "--cpus-per-task=1", "--array=3-4", "--output=array-%a.out"]
-    cluster.submit(*options, LAUNCH, *overrides, "job.limit=1", seed)
-
-    def seeds() -> set[int]:
-        reports = (cluster.directory / "outputs" / "slurm").glob("*/report.json")
-        return {json.loads(report.read_text())["config"]["sampling"]["seed"] for report in reports}
-
-    cluster.wait_for(0, lambda: {3, 4} <= seeds())
+    before = set((cluster.directory / "outputs" / "slurm").glob("*"))
+    array = cluster.submit(*options, LAUNCH, *overrides, "job.limit=1", seed)
+    cluster.wait_for(array, lambda: cluster.is_over(array))
+    made = set((cluster.directory / "outputs" / "slurm").glob("*")) - before
+    reports = [json.loads((run_dir / "report.json").read_text()) for run_dir in made]
+    assert sorted(report["config"]["sampling"]["seed"] for report in reports) == [3, 4]
+    assert not left_behind(cluster)
 
 
 @pytest.mark.slow
@@ -193,3 +193,17 @@ def test_a_dry_run_in_an_allocation_prints_every_command(cluster: Slurm, overrid
     said = cluster.ask("salloc", "--quiet", "--nodes=2", "--cpus-per-task=1", LAUNCH, "--dry-run", *overrides)
     lines = said.splitlines()
     assert "ray start --head" in lines[-3] and lines[-2].startswith("srun --overlap") and "cluster=slurm" in lines[-1]
+
+
+@pytest.mark.slow
+def test_an_allocation_runs_the_job_from_its_first_node_and_from_no_other(cluster: Slurm, overrides):
+    run_dir = cluster.directory / "salloc"
+    command = [LAUNCH, "cluster=slurm", *overrides, "job.limit=2", f"hydra.run.dir={run_dir}"]
+    salloc = ["salloc", "--quiet", "--nodes=2", "--cpus-per-task=1"]
+    first = ["srun", "--overlap", "--relative=0", "--nodes=1", "--ntasks=1"]
+    with pytest.raises(AssertionError, match="this is n2, and the job has to be run from its first node, n1; use"):
+        cluster.ask(*salloc, *command, host=1)
+    cluster.ask(*salloc, *first, *command, host=1)
+    assert json.loads((run_dir / "report.json").read_text())["interrupted"] is False
+    assert len(set(hosts_of(run_dir).values())) == 2
+    assert not left_behind(cluster)
