@@ -120,8 +120,10 @@ class Conductor:
 
     def _serve(self) -> Stop:
         while True:
-            received = self._hub.receive(timeout_s=BEAT_S)
-            if received is not None:
+            received = self._hub.receive(timeout_s=self._rest_s())
+            if received is None:
+                self._hurry()
+            else:
                 identity, record = received
                 if isinstance(record, ReportOrder):
                     self._look()
@@ -133,6 +135,17 @@ class Conductor:
                 self._tick()
             if time.monotonic() - self._watched >= 1.0:
                 self._look()
+
+    def _rest_s(self) -> float:
+        """How long to listen: the state machine may want to know when what it waits for has not come."""
+        ends = self._coordinator.patience_ends if self._coordinator is not None else None
+        return BEAT_S if ends is None else min(BEAT_S, max(0.0, ends - time.monotonic()))
+
+    def _hurry(self) -> None:
+        """Nothing has arrived; perhaps nothing need be waited for any more."""
+        if self._coordinator is not None:
+            for answer in self._coordinator.overdue(time.monotonic()):
+                self._send(answer)
 
     def _look(self) -> None:
         self._watched = time.monotonic()

@@ -5,7 +5,8 @@ ranks, `VerifyBatch` to the target ranks, the rest to the client). It holds no s
 own, so every interleaving of arrivals can be played in a test, and the simulator can drive the real thing.
 
 A role may be lost at any moment. Without a drafter, decoding goes on at once, plainly; without a target, every request
-waits with its committed tokens. A role that is back knows nothing and is told everything again.
+waits with its committed tokens. A role that is back knows nothing and is told everything again. One that is late, or
+hangs, is waited for until `patience_ends`; whoever has the clock then says that it is `overdue`.
 
     Request -> admit -> VerifyBatch(prompt)  --------------------> VerdictBatch
                      \\> DraftBatch(prompt)                             |
@@ -38,8 +39,9 @@ from actors.messages import (
     VerifyItem,
 )
 from actors.pipelines import Pipeline
-from actors.pipelines.control import Control, FixedControl, Offer, RoundSeen
-from actors.pipelines.cost import Costs
+from actors.pipelines.control import Control, FixedControl
+from actors.pipelines.cost import Costs, Standing
+from actors.rounds import Round, extent
 from actors.scheduler import Load, PassPlan, Scheduler
 from actors.sequence import Sequence
 from actors.tally import Tally
@@ -62,18 +64,20 @@ class Coordinator:
         self.tally = Tally(since=now)
         self._scheduler = scheduler
         self._pipeline = pipeline
-        self._draft = DraftSide(pipeline, control or FixedControl(), here=drafts, first_round=first_round)
+        self.patience_ends: float | None = None  # when to go on without what is awaited, on the clock of `now`
+        control, piece = control or FixedControl(), scheduler.limits.prefill_chunk
+        self._draft = DraftSide(pipeline, control, here=drafts, first_round=first_round, piece=piece)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._has_target = True
         self._lost_at: dict[str, float] = {}  # roles that have not answered anything since they were lost
         self._sequences: dict[int, Sequence] = {}
         self._target = Ledger()
-        self._costs = Costs()
+        self._costs = Costs(control.weighs_waiting, pipeline.longest_draft)
         self._verify_round = first_round  # of the last batch to the target; both sides of one round bear one number
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
-        self._round_started: float | None = None
-        self._waited_s = 0.0  # of this round, in which the target idled while the drafter worked
+        self._round: Round | None = None
         self._draft_sent = self._verify_sent = now
+        self._asked_at = now  # when the outstanding orders left, or their first answer came
         self._active_since: float | None = None
 
     @property
@@ -130,7 +134,6 @@ class Coordinator:
     def _submit(self, request: Request, now: float) -> list[Any]:
         known = self._sequences.get(request.request_id)
         if known is not None and replace(request, generated=known.request.generated) == known.request:
-            self.tally.num_stale += 1
             return known.news_since(len(request.generated))
         sequence = Sequence.start(request, self._scheduler.capacity.max_model_len)
         refusal = self._scheduler.refusal(sequence)
@@ -188,16 +191,15 @@ class Coordinator:
         self.tally.sent("order", batch.round, self._draft_sent, batch.started)
         self.tally.sent("proposal", batch.round, batch.finished, now)
         self._draft_sent = batch.finished  # of the second part of an answer
-        if self._verifying is None:
-            self._waited_s += batch.finished - batch.started + self._straddling(batch)
-        if not batch.num_missing and any(not proposal.prepared for proposal in batch.proposals):
-            self._costs.saw_draft(batch.finished - batch.started)
+        if self._verifying is None and self._round is not None:
+            self._round.waited(batch)
+        if self._draft.is_drafting:
+            self._costs.saw_answer(now - self._asked_at, rest=self._draft.heard)
+            self._asked_at = now
+        mode = self._draft.control.mode
         self.tally.num_stale += self._draft.take(batch, self._sequences)
-
-    def _straddling(self, batch: ProposalBatch) -> float:
-        """Seconds of this round that went into a pass of draft-ahead which was under way when the verdict came."""
-        since = self._round_started if self._round_started is not None else 0.0
-        return sum(max(0.0, finished - max(started, since)) for started, finished, _ in batch.ahead)
+        if mode is not self._draft.control.mode:  # a trial begins
+            self._costs.forget_delays()
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
         if self._verifying is None or batch.round != self._verify_round:
@@ -207,12 +209,10 @@ class Coordinator:
         self.tally.sent("verify", batch.round, self._verify_sent, batch.started)
         self.tally.sent("verdict", batch.round, batch.finished, now)
         offered, self._verifying = self._verifying, None
-        self._costs.saw_verify(batch.finished - batch.started)
         speculated = any(proposal is not None for proposal in offered.values())
         self.tally.judged(batch, speculated=speculated)
         news: list[Any] = []
-        offers: list[Offer] = []
-        num_rows = 0
+        round_ = self._round or Round(now)
         for verdict in batch.verdicts:
             if verdict.request_id not in offered:  # it was aborted meanwhile
                 self.tally.num_stale += 1
@@ -220,8 +220,7 @@ class Coordinator:
             sequence, proposal = self._sequences[verdict.request_id], offered[verdict.request_id]
             position = sequence.num_generated
             commit = sequence.commit(verdict, proposal, self._eos_token_ids)
-            offers.append(Offer(sequence.request_id, self._draft.ordered.get(sequence.request_id, 0), verdict.path))
-            num_rows += 1 + (proposal.tree.num_draft_tokens if proposal else 0)
+            round_.committed(commit, self._draft.ordered.get(sequence.request_id, 0), proposal)
             self._draft.forget_draft(sequence.request_id)
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
             self.tally.verified(proposal, commit)
@@ -235,48 +234,24 @@ class Coordinator:
                 self.tally.request_ended(sequence, now)
             stats = sequence.stats() if ended else None
             news.append(Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats))
-        if offers and self._round_started is not None:
-            num_tokens = sum(len(tokens.token_ids) for tokens in news)
-            self._teach(batch, offers, num_tokens, now - self._round_started, reads_prompt=batch.num_tokens > num_rows)
-        self._end_round(batch, now, speculated=speculated)
+        self._costs.saw_verify(batch.finished - batch.started, reads_prompt=round_.reads_prompt(batch))
+        if speculated:
+            self.tally.round_ended(now - round_.started, batch.finished - batch.started, round_.waited_s)
+        if round_.offers:
+            self._teach(round_, batch, now)
+        self._round = Round(now) if self.num_requests else None
         return news
 
-    def _teach(
-        self, batch: VerdictBatch, offers: list[Offer], num_tokens: int, seconds: float, *, reads_prompt: bool
-    ) -> None:
+    def _teach(self, round_: Round, batch: VerdictBatch, now: float) -> None:
         """Tell the control what this round was, before the next drafts are ordered."""
         running, control = self._scheduler.running, self._draft.control
-        num_running, mean_len = self._extent()
-        seen = RoundSeen(
-            seconds,
-            batch.finished - batch.started,
-            self._waited_s,
-            num_tokens,
-            len(offers),
-            num_running,
-            sum(self._draft.serves(sequence) for sequence in running),
-            mean_len,
-            reads_prompt,
-            offers,
-        )
+        seen = round_.seen(batch, now, running, sum(self._draft.serves(sequence) for sequence in running))
         if seen.num_willing:
-            self.tally.round_seen(control.mode, seconds, [offer.num_draft_tokens for offer in offers])
+            self.tally.round_seen(control.mode, seen.seconds, [offer.num_draft_tokens for offer in seen.offers])
         control.saw(seen)
-        for offer in offers:
+        for offer in seen.offers:
             if offer.request_id not in self._sequences:
                 control.forget(offer.request_id)
-
-    def _extent(self) -> tuple[int, float]:
-        """Sequences that run, at least one, and their mean length."""
-        running = self._scheduler.running
-        num_running = max(1, len(running))
-        return num_running, sum(sequence.prefix_len for sequence in running) / num_running
-
-    def _end_round(self, batch: VerdictBatch, now: float, *, speculated: bool) -> None:
-        if speculated and self._round_started is not None:
-            self.tally.round_ended(now - self._round_started, batch.finished - batch.started, self._waited_s)
-        self._round_started = now if self.num_requests else None
-        self._waited_s = 0.0
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
@@ -287,24 +262,41 @@ class Coordinator:
         self._target.release(sequence.request_id)
         self._draft.release(sequence.request_id)
 
-    def _advance(self, now: float) -> list[Any]:
-        """Order drafts, then start a target pass if the policy lets it."""
+    def overdue(self, now: float) -> list[Any]:
+        """Go on without what is awaited if patience has ended by `now`; what to send, as of `on`."""
+        if self.patience_ends is None or now < self.patience_ends:
+            return []
+        return self._advance(now, waits=False)
+
+    def _advance(self, now: float, *, waits: bool = True) -> list[Any]:
+        """Order drafts, then start a target pass if the policy lets it, or `waits` no longer."""
+        self.patience_ends = None
         if self._verifying is not None or not self._has_target:
-            return self._order_drafts(now) if self._pipeline.alternates else []
-        if self._round_started is None and self.num_requests:
-            self._round_started = now
+            reads = self._draft.must_read(self._scheduler.running, self._verify_round)
+            return self._order_drafts(now) if self._pipeline.alternates or reads else []
+        if self._round is None and self.num_requests:
+            self._round = Round(now)
         orders = self._order_drafts(now)
         expecting = self._draft.expecting(self._scheduler.running, ())
-        if not self._pipeline.may_verify(len(expecting), len(self._draft.proposals), self._draft.heard, self._costs):
+        standing = self._standing(len(expecting))
+        if waits and not self._pipeline.may_verify(standing, self._costs):
+            # What was waited for before this was asked for is lost either way.
+            since = max(self._round.started, self._asked_at) if self._round is not None else self._asked_at
+            self.patience_ends = since + self._costs.patience_s(standing)
             return orders
-        held = {sequence.request_id for sequence in expecting} if self._pipeline.alternates else set()
+        sits_out = self._pipeline.alternates and standing.num_ready
+        held = {sequence.request_id for sequence in expecting} if sits_out else set()
+        if expecting and not held:
+            self._draft.give_up()
+        if self._round is not None:
+            self._round.went_on = self._draft.given_up
         plan = self._scheduler.plan(self._draft.proposals, held)
         for sequence in plan.preempted:
             self._target.release(sequence.request_id)
             self._draft.release(sequence.request_id)
             self.tally.num_preemptions += 1
         if plan.admitted:
-            self._draft.control.approach(*self._extent())
+            self._draft.control.approach(*extent(self._scheduler.running))
         for sequence in plan.admitted:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
             self._target.admit(sequence)
@@ -317,8 +309,15 @@ class Coordinator:
         verifying = self._verifying if self._verifying is not None else ()
         least = self._verify_round + (self._verifying is None)
         orders = self._draft.order(self._scheduler.running, verifying, self._sequences, least)
-        self._draft_sent = now if orders else self._draft_sent
+        if orders:
+            self._draft_sent = self._asked_at = now
         return orders
+
+    def _standing(self, num_expecting: int) -> Standing:
+        running, num_ready = self._scheduler.running, len(self._draft.proposals)
+        num_free = min(len(self._scheduler.waiting), self._scheduler.limits.max_num_seqs - len(running))
+        num_plain = len(running) - num_expecting - num_ready + num_free
+        return Standing(num_expecting, num_ready, num_plain, self._draft.heard)
 
     def _start_pass(self, plan: PassPlan, now: float) -> list[VerifyBatch]:
         if not plan.rows:

@@ -51,18 +51,22 @@ class _Prepared:
 class DraftSide:
     """`here` is False where no drafter role exists, or none that lives."""
 
-    def __init__(self, pipeline: Pipeline, control: Control, *, here: bool, first_round: int) -> None:
+    def __init__(self, pipeline: Pipeline, control: Control, *, here: bool, first_round: int, piece: int) -> None:
         self.here = here
         self.control = control
         self.round = first_round  # of the last batch sent
         self.proposals: dict[int, Proposal] = {}
         self.ordered: dict[int, int] = {}  # draft tokens that were ordered for the present prefix
         self.heard = False  # the first answer to the outstanding orders has come, but not the last
+        self.given_up = False  # the target went on without the outstanding answer
         self._pipeline = pipeline
         self._ledger = Ledger()
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
         self._catching_up: set[int] = set()  # requests whose text is being read, with nobody waiting
+        self._read_in = first_round  # round in which such a text was last told of
+        self._piece = piece  # tokens of a text to read between two drafts
+        self._is_reading = False  # the outstanding answer comes after such a text
         self._outlooks: dict[int, _Prepared] = {}  # below the present prefix, whose verdict is awaited
         self._prepared: dict[int, _Prepared] = {}  # what of the last outlook lies behind the verdict
         self.num_taken = 0  # proposals of the outstanding orders that were read off outlooks
@@ -72,9 +76,25 @@ class DraftSide:
         """Whether an answer is still to come."""
         return self._drafting is not None
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the answer to come holds drafts."""
+        return bool(self._drafting)
+
+    def must_read(self, running: Collection[Sequence], round_: int) -> bool:
+        """Whether to let the drafter read on in this round, if it has time: one piece at most."""
+        if not self.control.weighs_waiting or self._read_in >= round_:
+            return False
+        return bool(self._ledger.unfinished or self._strangers(running))
+
+    def give_up(self) -> None:
+        """The target goes on without the answer that is awaited; nobody waits for another one until it is there."""
+        self.given_up = True
+
     def lose(self) -> None:
         """Nothing that was asked will be answered; what a drafter is told next is the whole of it."""
-        self.here, self._drafting, self.heard = False, None, False
+        self.here, self._drafting = False, None
+        self.heard = self.given_up = self._is_reading = False
         self._ledger = Ledger()
         for known in (self._answered, self._catching_up, self.ordered, self._outlooks, self._prepared):
             known.clear()
@@ -83,8 +103,8 @@ class DraftSide:
         return self.here and sequence.request.speculate
 
     def admit(self, sequence: Sequence) -> None:
-        """The request is about to run. At rest the drafter is not told: who is left out is enlisted later."""
-        if self.serves(sequence) and self.control.mode not in (Mode.rest, Mode.catch_up):
+        """The request is about to run. Where it would keep others waiting, the drafter is told when it has time."""
+        if self.serves(sequence) and not self.control.weighs_waiting:
             self._ledger.admit(sequence)
 
     def commit(self, record: Commit) -> None:
@@ -132,7 +152,8 @@ class DraftSide:
             answered = {proposal.request_id: proposal.prefix_len for proposal in batch.proposals}
             self.heard = True
         else:
-            answered, self._drafting, self.heard = self._drafting, None, False
+            answered, self._drafting = self._drafting, None
+            self.heard = self.given_up = self._is_reading = False
             self._caught_up()
         for request_id, prefix_len in answered.items():
             sequence = sequences.get(request_id)
@@ -142,6 +163,8 @@ class DraftSide:
 
     def expecting(self, running: Collection[Sequence], verifying: Collection[int]) -> list[Sequence]:
         """Who should have a draft before its next pass and has not been answered; `verifying` is with the target."""
+        if self.given_up or (self._is_reading and self.control.weighs_waiting):
+            return []
         return [
             sequence
             for sequence in running
@@ -155,13 +178,14 @@ class DraftSide:
     ) -> list[DraftBatch]:
         """Tell the drafter what happened and ask for what is missing, unless it is busy; `round_` is the least number.
 
-        Every sequence that only just came or is caught up with is ordered nothing: its text is read meanwhile.
+        Every sequence that only just came or is caught up with is ordered nothing: its text is read meanwhile, where
+        waiting is weighed not in one batch with drafts.
         """
         if self._drafting is not None:
             return []
-        late = self._enlist(running)
         chosen = self._pipeline.choose(self.expecting(running, verifying), len(running))
         orders = [self._order(sequence) for sequence in chosen]
+        late = [] if orders and self.control.weighs_waiting else self._enlist(running)
         if not orders and not late and not self._ledger.has_news:
             return []
         admits, commits, releases = self._ledger.flush()
@@ -170,7 +194,8 @@ class DraftSide:
         lengths = {order.request_id: order.num_draft_tokens for order in orders if order.num_draft_tokens}
         taken = {order.request_id for order in orders if order.taken is not None}
         self._drafting = {id_: sequences[id_].prefix_len for id_ in lengths if id_ not in taken}
-        self.num_taken = len(taken)
+        self.num_taken, self._is_reading = len(taken), bool(late or admits)
+        self._read_in = round_ if late else self._read_in
         self.ordered |= lengths
         after, self.round = self.round, max(self.round + 1, round_)
         return [DraftBatch(self.round, admits, commits, releases, tuple(_first_of_each(orders)), after)]
@@ -210,18 +235,27 @@ class DraftSide:
         if mode is Mode.rest:
             return []
         here = [sequence for sequence in running if self.serves(sequence)]
-        strangers = [sequence for sequence in here if not self._ledger.knows(sequence.request_id)]
+        strangers = self._strangers(running)
+        begun = [sequence for sequence in here if sequence.request_id in self._ledger.unfinished]
         for sequence in strangers:
-            self._ledger.admit(sequence)
-        behind = here if mode is Mode.catch_up else strangers
+            self._ledger.admit(sequence, self._piece)
+        for sequence in begun:
+            self._ledger.go_on(sequence, self._piece)
+        behind = here if mode is Mode.catch_up else strangers + begun
         late = [sequence.request_id for sequence in behind if sequence.request_id not in self.ordered]
         self._catching_up.update(late)
         return late
 
+    def _strangers(self, running: Collection[Sequence]) -> list[Sequence]:
+        return [
+            sequence for sequence in running if self.serves(sequence) and not self._ledger.knows(sequence.request_id)
+        ]
+
     def _caught_up(self) -> None:
-        if self._catching_up and self.control.mode is Mode.catch_up:
+        unfinished = self._catching_up & self._ledger.unfinished
+        if self._catching_up and not unfinished and self.control.mode is Mode.catch_up:
             self.control.caught_up()
-        self._catching_up.clear()
+        self._catching_up = unfinished
 
 
 def _first_of_each(orders: list[DraftOrder]) -> list[DraftOrder]:

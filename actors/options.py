@@ -240,10 +240,12 @@ class PipelineConfig:
     ahead on one chain, branches prepares every likely outcome, tree grows one tree that each verdict re-roots,
     pingpong alternates between two halves of the batch."""
     adaptive: bool = True
-    """Choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and decode plainly
-    while that measures faster; false: every draft is as long as the drafter's setting."""
+    """Choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, wait for a late
+    draft only while that pays, and decode plainly while that measures faster; false: every draft is as long as the
+    drafter's setting and waited for, up to ten seconds, after which the drafter must hang."""
     min_draft_tokens: int = 0
-    """Shortest draft that `adaptive` may choose; above 0 it never falls back to plain decoding."""
+    """Shortest draft that `adaptive` may choose; above 0 it waits for drafts and never falls back to plain
+    decoding."""
 
 
 @dataclass(frozen=True, slots=True)

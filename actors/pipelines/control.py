@@ -55,12 +55,16 @@ class RoundSeen:
     mean_len: float
     reads_prompt: bool
     offers: Series[Offer]
+    went_on: bool = False
+    """Drafts had been asked for, but the pass did not wait for them."""
 
 
 class Control(Protocol):
     """What the coordinator asks before it orders drafts, and tells after each pass."""
 
     mode: Mode
+    weighs_waiting: bool
+    """Whether a draft is only waited for while that costs less than it brings."""
 
     def length(self, request_id: int, most: int) -> int:
         """Draft tokens to order for a request, at most `most`; 0 for none."""
@@ -82,6 +86,7 @@ class FixedControl:
     """Always as many as asked for."""
 
     mode = Mode.speculate
+    weighs_waiting = False
 
     def length(self, request_id: int, most: int) -> int:
         return most
@@ -134,6 +139,11 @@ class AdaptiveControl:
         self._read_prompt = False
 
     @property
+    def weighs_waiting(self) -> bool:
+        """A user who rules out plain decoding waits for drafts."""
+        return self._shortest == 0
+
+    @property
     def mode(self) -> Mode:
         return self._load.guard.mode if self._shortest == 0 else Mode.speculate
 
@@ -164,7 +174,9 @@ class AdaptiveControl:
         elif not drafted:
             known = self._load.plain_verify_s
             self._load.plain_verify_s = seen.verify_s if known is None else 0.8 * known + 0.2 * seen.verify_s
-        self._load.guard.saw(seen.num_tokens, seen.seconds, speculated=bool(drafted), willing=seen.num_willing > 0)
+        speculated, willing = bool(drafted), seen.num_willing > 0
+        rate = seen.num_tokens, seen.seconds
+        self._load.guard.saw(*rate, speculated=speculated, willing=willing, went_on=seen.went_on)
         self._choose(seen.num_sequences)
 
     def caught_up(self) -> None:

@@ -1,41 +1,119 @@
-"""Running estimates of what a pass costs and what a draft brings, and the one decision they serve: to wait or not."""
+"""Running estimates of what a pass costs and what a draft brings, and the decision they serve: to wait, and how long.
+
+Drafts that are awaited cost the tokens the target would make meanwhile. For one request they are worth (E - 1) target
+passes, E being the tokens that a pass with a draft brings; in a batch less, since others are held up too. A drafter
+that is likely to need longer is not waited for at all, one that is late only for so long. Delays are measured where
+the decision is taken, from an order to its answer, so that they hold links and queues. Has no clock.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 _MEMORY = 0.9
 """Weight of the past in the running means: about the last ten rounds count."""
+_HICCUP = 2.0
+"""A pass that takes longer than so many times the mean is counted as that."""
+_WINDOW = 8
+"""Answers whose delay counts: so few that a drafter which was late is trusted again soon."""
+JITTER_S = 5e-3
+"""A drafter that is worth waiting for is given at least so long: for less a system may just have been busy."""
+HANG_S = 10.0
+"""Where waiting is not weighed, what takes longer is a drafter that hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a target pass that started now could hold, in requests.
+
+    `num_expecting` still wait for a draft, `num_ready` have one, `num_plain` go without; `answered` says that the
+    drafter has already sent what it had for the present orders.
+    """
+
+    num_expecting: int
+    num_ready: int = 0
+    num_plain: int = 0
+    answered: bool = False
 
 
 @dataclass(slots=True)
 class Costs:
-    """Means of recent rounds; zero until first measured. Times in seconds."""
+    """Means of recent rounds. Times in seconds.
 
+    Unless it `weighs`, the first answer to an order is worth waiting for whatever it costs.
+    """
+
+    weighs: bool = True
+    longest_draft: int = 1
+    """Draft tokens of a proposal, at most: what it may bring as long as nothing else was measured."""
     verify_s: float = 0.0
-    draft_s: float = 0.0
-    acceptance_len: float = 0.0
+    _tokens: float = 0.0
+    _weight: float = 0.0
+    _reads_s: float = 0.0  # of passes over prompts, which only stand in for those that decode
+    _first_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _rest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
-    def saw_verify(self, seconds: float) -> None:
-        self.verify_s = _blend(self.verify_s, seconds)
-
-    def saw_draft(self, seconds: float) -> None:
-        self.draft_s = _blend(self.draft_s, seconds)
+    def saw_verify(self, seconds: float, *, reads_prompt: bool) -> None:
+        if reads_prompt:
+            self._reads_s = seconds
+        else:
+            self.verify_s = _blend(self.verify_s, min(seconds, _HICCUP * self.verify_s or seconds))
 
     def saw_acceptance(self, length: int) -> None:
-        self.acceptance_len = _blend(self.acceptance_len, length)
+        self._tokens = _MEMORY * self._tokens + length
+        self._weight = _MEMORY * self._weight + 1
 
-    def worth_waiting(self, num_expecting: int, num_ready: int) -> bool:
-        """Whether `num_expecting` drafts, each worth acceptance_len - 1 more tokens, are worth stopping the target for.
+    def saw_answer(self, seconds: float, *, rest: bool) -> None:
+        """Seconds from an order to the first answer, or from that to the `rest` of it."""
+        (self._rest_s if rest else self._first_s).append(seconds)
 
-        For one request: wait while the delay is below (E - 1) target passes; in a batch the other rows' tokens are
-        what the wait costs.
+    def forget_delays(self) -> None:
+        """Drafts are tried again: what made them late may be over."""
+        self._first_s.clear()
+        self._rest_s.clear()
+
+    def worth_waiting(self, standing: Standing) -> bool:
+        """Whether it is cheaper to wait for the next part of an answer than to go on, were it as late as recent ones.
+
+        Of the first part this only says whether it could be worth it if all of it were accepted: what drafts bring at
+        other lengths than the present one, nobody measures by not waiting for them. That is the guard's to compare.
         """
-        if not self.verify_s or not self.draft_s or not self.acceptance_len:
-            return True
-        gain = num_expecting * (self.acceptance_len - 1)
-        going_rate = (num_ready * self.acceptance_len + num_expecting) / self.verify_s
-        return gain > going_rate * self.draft_s
+        if standing.answered:
+            return _saves(self._rest_s, self._bound_s(standing, self.acceptance_len))
+        return not self.weighs or _saves(self._first_s, self._bound_s(standing, self._hope))
+
+    def patience_s(self, standing: Standing) -> float:
+        """How long to wait if it is worth it: by what drafts bring lately, if they usually come so soon."""
+        if not self.weighs:
+            return HANG_S
+        delays = self._rest_s if standing.answered else self._first_s
+        bound_s = self._bound_s(standing, self.acceptance_len)
+        if not _saves(delays, bound_s):
+            bound_s = self._bound_s(standing, self._hope)
+        return max(bound_s, JITTER_S)
+
+    @property
+    def acceptance_len(self) -> float:
+        """Tokens of a pass with a draft, its own included; the hope counts as one observation, and is forgotten."""
+        hope = 1 - (1 - _MEMORY) * self._weight  # its weight: that of the others comes to 1 / (1 - _MEMORY)
+        return (hope * self._hope + self._tokens) / (hope + self._weight)
+
+    @property
+    def _hope(self) -> float:
+        return 1.0 + self.longest_draft
+
+    def _bound_s(self, standing: Standing, acceptance_len: float) -> float:
+        """Seconds in which the target would make as many tokens without the drafts that are awaited as they bring."""
+        gained = standing.num_expecting * (acceptance_len - 1)
+        ready, plain = standing.num_ready * acceptance_len, standing.num_expecting + standing.num_plain
+        return gained / (ready + plain) * (self.verify_s or self._reads_s)
+
+
+def _saves(delays: Collection[float], bound_s: float) -> bool:
+    """Whether waiting for at most `bound_s` would have saved time: all of it is lost where the delay was longer."""
+    return not delays or sum(bound_s - delay if delay <= bound_s else -bound_s for delay in delays) > 0
 
 
 def _blend(mean: float, value: float) -> float:

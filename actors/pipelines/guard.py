@@ -40,8 +40,10 @@ RETURN = 1.02
 """A trial must be this much faster to end a rest: else noise would toss it back and forth."""
 DEAR = 10
 """Rounds of rest, at least, for each round in which the drafter had to read what it missed."""
+LATE_ROUNDS = 8
+"""Rounds in a row whose drafts were late or worth no wait, after which speculation ends: it goes on in name only."""
 HOPELESS = 0.7
-"""A trial this much slower ends early."""
+"""A trial this much slower ends early, and the next one is further off."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class Guard:
     rest: int = MIN_REST
     _rounds: int = 0  # since the mode began
     _catch_up_rounds: int = 0
+    _late_rounds: int = 0  # in a row
 
     def like(self) -> Guard:
         """For a load that resembles this one: the same conclusion until its own rounds say otherwise."""
@@ -68,13 +71,19 @@ class Guard:
             return None
         return self.speculative.per_s / self.plain.per_s
 
-    def saw(self, num_tokens: int, seconds: float, *, speculated: bool, willing: bool) -> None:
-        """A decoding round. `willing`: some request of it would be speculated for if the mode allowed it."""
+    def saw(self, num_tokens: int, seconds: float, *, speculated: bool, willing: bool, went_on: bool = False) -> None:
+        """A decoding round. `willing`: some request of it would be speculated for if the mode allowed it.
+
+        `went_on`: drafts had been asked for, but the round did not wait for them.
+        """
         (self.speculative if speculated else self.plain).saw(num_tokens, seconds)
         if not willing:
             return
+        self._late_rounds = self._late_rounds + 1 if went_on else 0
         self._rounds += speculated == (self.mode in (Mode.speculate, Mode.trial))
         match self.mode:
+            case Mode.speculate if self._late_rounds >= LATE_ROUNDS:
+                self._enter(Mode.rest)
             case Mode.speculate:
                 self._judge_speculation()
             case Mode.probe if self._rounds >= PROBE_ROUNDS:
@@ -94,7 +103,7 @@ class Guard:
             self.speculative = Rate()
 
     def _enter(self, mode: Mode) -> None:
-        self.mode, self._rounds = mode, 0
+        self.mode, self._rounds, self._late_rounds = mode, 0, 0
 
     def _judge_speculation(self) -> None:
         if self._is_known() and self.gain < 1 - DOUBT / self.speculative.tokens**0.5:
@@ -112,9 +121,13 @@ class Guard:
         if self._rounds >= TRIAL_ROUNDS and pays:
             self._enter(Mode.speculate)
             self.interval, self.rest = MIN_INTERVAL, max(MIN_REST, self.rest // 2)
-        elif self._rounds >= TRIAL_ROUNDS or (self._rounds >= 2 and self.gain is not None and self.gain < HOPELESS):
+        elif (hopeless := self._is_hopeless()) or max(self._rounds, self._late_rounds) >= TRIAL_ROUNDS:
             self._enter(Mode.rest)
-            self.rest = min(max(2 * self.rest, DEAR * self._catch_up_rounds), MAX_REST)
+            longer = (4 if hopeless else 2) * self.rest
+            self.rest = min(max(longer, DEAR * self._catch_up_rounds), MAX_REST)
+
+    def _is_hopeless(self) -> bool:
+        return self._rounds >= 2 and self.gain is not None and self.gain < HOPELESS
 
     def _is_known(self) -> bool:
         return self.plain.weight > PROBE_ROUNDS - 1 and self.speculative.weight > FIRST_PROBE - 1

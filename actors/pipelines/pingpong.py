@@ -6,7 +6,7 @@ cost little more than a whole one. With a single request it is `sync`. Source: M
 
 from __future__ import annotations
 
-from actors.pipelines.cost import Costs
+from actors.pipelines.cost import Costs, Standing
 from actors.pipelines.policy import WholeBatch
 from actors.sequence import Sequence
 
@@ -19,5 +19,5 @@ class PingpongPipeline(WholeBatch):
     def choose(self, expecting: list[Sequence], num_running: int) -> list[Sequence]:
         return expecting[: (num_running + 1) // 2]
 
-    def may_verify(self, num_expecting: int, num_ready: int, answered: bool, costs: Costs) -> bool:
-        return num_ready > 0 or num_expecting == 0
+    def may_verify(self, standing: Standing, costs: Costs) -> bool:
+        return standing.num_ready > 0 or not standing.num_expecting or not costs.worth_waiting(standing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.pipelines.cost import Costs
+from actors.pipelines.cost import Costs, Standing
 from actors.pipelines.policy import WholeBatch
 from actors.sequence import Sequence
 
@@ -13,5 +13,5 @@ class PlainPipeline(WholeBatch):
     def num_draft_tokens(self, sequence: Sequence) -> int:
         return 0
 
-    def may_verify(self, num_expecting: int, num_ready: int, answered: bool, costs: Costs) -> bool:
+    def may_verify(self, standing: Standing, costs: Costs) -> bool:
         return True

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from actors.pipelines.cost import Costs
+from actors.pipelines.cost import Costs, Standing
 from actors.sequence import Sequence
 
 
 class Pipeline(Protocol):
     """The contract of a policy. It sees lengths and running means, never tensors, sockets or clocks."""
 
+    longest_draft: int
+    """Draft tokens that may be ordered for a sequence at most."""
     alternates: bool
     """Whether drafts are also ordered while the target is busy, and who has none sits a pass out."""
 
@@ -20,12 +22,8 @@ class Pipeline(Protocol):
     def choose(self, expecting: list[Sequence], num_running: int) -> list[Sequence]:
         """Whom of those without a proposal to order drafts for now."""
 
-    def may_verify(self, num_expecting: int, num_ready: int, answered: bool, costs: Costs) -> bool:
-        """Whether a target pass may start now.
-
-        `num_expecting` sequences still wait for a proposal, `num_ready` have one; `answered` says that the drafter has
-        already sent what it had for the present orders.
-        """
+    def may_verify(self, standing: Standing, costs: Costs) -> bool:
+        """Whether a target pass may start now. If not, this is asked again with every record, until patience ends."""
 
 
 class WholeBatch:
@@ -34,11 +32,14 @@ class WholeBatch:
     alternates = False
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self._num_draft_tokens = num_draft_tokens
+        self.longest_draft = num_draft_tokens
 
     def num_draft_tokens(self, sequence: Sequence) -> int:
         # The target adds one token of its own behind the path, so the last one is never worth drafting.
-        return max(0, min(self._num_draft_tokens, sequence.remaining - 1))
+        return max(0, min(self.longest_draft, sequence.remaining - 1))
 
     def choose(self, expecting: list[Sequence], num_running: int) -> list[Sequence]:
         return expecting
+
+    def may_verify(self, standing: Standing, costs: Costs) -> bool:
+        return not standing.num_expecting or not costs.worth_waiting(standing)

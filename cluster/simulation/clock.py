@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-ARRIVAL, STEP = 0, 1
-"""Of events at one instant, arrivals come first: a role that finishes a pass sees what has just arrived."""
+ARRIVAL, STEP, ALARM = 0, 1, 2
+"""Of events at one instant, arrivals come first: a role that finishes a pass sees what has just arrived. Alarms ring
+last, since what they warn of may have come."""
 
 
 class Clock:

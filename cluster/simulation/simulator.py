@@ -26,7 +26,7 @@ from actors.pipelines import PIPELINES, Pipeline
 from actors.pipelines.control import Control, make_control
 from actors.scheduler import Capacity, Scheduler
 from actors.tally import Span
-from cluster.simulation.clock import ARRIVAL, Clock, Lane, LaneTime
+from cluster.simulation.clock import ALARM, ARRIVAL, Clock, Lane, LaneTime
 from cluster.simulation.costs import PassCost
 from cluster.simulation.lanes import Shares, split_time
 from cluster.simulation.language import Language, Text
@@ -201,7 +201,13 @@ class _Run:
     def _decide(self, record: Any) -> None:
         if isinstance(record, VerdictBatch):
             self._num_verdicts += len(record.verdicts)
-        for answer in self._coordinator.on(record, self._clock.now):
+        self._send(self._coordinator.on(record, self._clock.now))
+
+    def _hurry(self) -> None:
+        self._send(self._coordinator.overdue(self._clock.now))
+
+    def _send(self, answers: Iterable[Any]) -> None:
+        for answer in answers:
             match answer:
                 case VerifyBatch():
                     self._deliver(self._target, answer, self._scenario.target_link_s)
@@ -210,6 +216,8 @@ class _Run:
                 case Tokens():
                     self._read(answer)
         self._watch()
+        if self._coordinator.patience_ends is not None:
+            self._clock.at(max(self._clock.now, self._coordinator.patience_ends), ALARM, self._hurry)
 
     def _deliver(self, lane: Lane, record: Any, delay: float) -> None:
         self._clock.at(self._clock.now + delay, ARRIVAL, lambda: lane.receive(record))

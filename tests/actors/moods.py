@@ -6,10 +6,11 @@ from actors.pipelines.guard import Mode
 
 
 class MoodyControl:
-    """Stays in a mode for a few rounds; lengths from 0 up to what is asked for."""
+    """Stays in a mode for a few rounds; lengths from 0 up to what is asked for. Mostly weighs whether to wait."""
 
     def __init__(self, choose) -> None:
         self.mode = Mode.speculate
+        self.weighs_waiting = choose.random() < 0.7
         self.seen = {mode: 0 for mode in Mode}
         self._choose = choose
         self._lengths: dict[int, int] = {}

@@ -19,8 +19,6 @@ from actors.messages import (
     OutlookBatch,
     Proposal,
     ProposalBatch,
-    Request,
-    SamplingParams,
     Tokens,
     TokenTree,
     Verdict,
@@ -31,25 +29,7 @@ from actors.messages import (
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
 from actors.scheduler import Capacity, Scheduler
-
-EOS = 1
-MAX_MODEL_LEN = 40
-
-
-def next_word(history) -> int:
-    """The language: what follows depends on all of the history, and is the end now and then."""
-    return extend_hash(HASH_SEED, history) % 11
-
-
-def oracle(request: Request) -> list[int]:
-    """Plain decoding, one word after the other."""
-    history, sampling = list(request.prompt), request.sampling
-    while len(history) < min(MAX_MODEL_LEN, len(request.prompt) + sampling.max_tokens):
-        history.append(next_word(history))
-        ends = history[-1] == EOS and not sampling.ignore_eos
-        if ends or history[-1] in sampling.stop_token_ids:
-            break
-    return history[len(request.prompt) :]
+from tests.actors.small_language import EOS, MAX_MODEL_LEN, next_word
 
 
 @dataclass
@@ -230,7 +210,9 @@ WHIMS = ("right", "wrong", "bushy", "missing", "stale", "twice", "unrooted", "st
 
 
 class World:
-    """Two roles and a client around one coordinator; `choose` decides whose record arrives next."""
+    """Two roles and a client around one coordinator; `choose` decides whose record arrives next, `tick_s` later."""
+
+    tick_s = 1.0
 
     def __init__(
         self,
@@ -243,9 +225,11 @@ class World:
         duplicates=0.0,
         splits=0.0,
         foresees=0.0,
+        lateness=0.0,
         control=None,
     ):
-        self.choose, self.duplicates = choose, duplicates
+        self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
+        self.weighs_waiting = control is not None and control.weighs_waiting
         self.coordinator = Coordinator(
             Scheduler(limits or SchedulerConfig(), Capacity(slots, MAX_MODEL_LEN)),
             PIPELINES[pipeline](4),
@@ -276,8 +260,16 @@ class World:
         self.tell(RoleBack(role))
 
     def tell(self, record) -> None:
-        self.clock += 1.0
-        answers = self.coordinator.on(record, self.clock)
+        self.clock += self.tick_s
+        self.post(self.coordinator.on(record, self.clock))
+
+    def hurry(self) -> None:
+        """Nothing arrives until the coordinator's patience ends."""
+        assert self.coordinator.overdue(self.clock - 1e9) == [], "it is not late yet"
+        self.clock = max(self.clock, self.coordinator.patience_ends)
+        self.post(self.coordinator.overdue(self.clock))
+
+    def post(self, answers) -> None:
         for_clients = [isinstance(answer, Tokens) for answer in answers]
         assert for_clients == sorted(for_clients), "a role waited for what a client merely reads"
         for answer in answers:
@@ -297,7 +289,9 @@ class World:
         self.check_orders(answers)
 
     def check_orders(self, answers) -> None:
-        """A draft for a sequence that is being verified would be stale before it is made."""
+        """A draft for a sequence that is verified would be stale before it is made, and tell at most how late it is."""
+        if self.weighs_waiting:
+            return
         for batch in answers:
             if isinstance(batch, DraftBatch) and self.answers["target"]:
                 ordered = {order.request_id for order in batch.orders if order.num_draft_tokens and not order.taken}
@@ -318,6 +312,11 @@ class World:
         ready = [queue for queue in self.answers.values() if queue]
         if not ready:
             return False
+        if self.coordinator.patience_ends is not None and self.choose.random() < self.lateness:
+            assert not self.answers["target"], "it waits while the target works"
+            self.hurry()
+            assert self.answers["target"], "time was up, and the target idles"
+            return True
         if self.past and self.choose.random() < self.duplicates:
             self.tell(self.choose.choice(self.past))
         record = self.choose.choice(ready).popleft()
@@ -331,18 +330,3 @@ class World:
             deliveries += 1
             assert deliveries < 5_000, "this never ends"
         assert self.coordinator.num_requests == 0, "a request was forgotten"
-
-
-def requests_of(choose: random.Random, count: int) -> list[Request]:
-    return [
-        Request(
-            i,
-            tuple(choose.randrange(2, 11) for _ in range(choose.randrange(1, 20))),
-            SamplingParams(
-                max_tokens=choose.randint(1, 25),
-                stop_token_ids=tuple(choose.sample(range(2, 11), choose.randint(0, 1))),
-            ),
-            speculate=choose.random() < 0.8,
-        )
-        for i in range(count)
-    ]

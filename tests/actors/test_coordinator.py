@@ -25,7 +25,8 @@ from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
 from actors.sequence import Sequence
 from tests.actors.moods import MoodyControl
-from tests.actors.scripted_roles import EOS, MAX_MODEL_LEN, World, oracle, requests_of
+from tests.actors.scripted_roles import World
+from tests.actors.small_language import EOS, MAX_MODEL_LEN, oracle, requests_of
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3))
 
@@ -39,11 +40,12 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
     duplicates=st.sampled_from([0.0, 0.3]),
     splits=st.sampled_from([0.0, 0.5]),
     foresees=st.sampled_from([0.0, 0.7]),
+    lateness=st.sampled_from([0.0, 0.4]),
     drafts=st.sampled_from([True, True, True, False]),
     moody=st.booleans(),
 )
 def test_every_interleaving_gives_the_tokens_of_the_language(
-    choose, pipeline, limits, slots, duplicates, splits, foresees, drafts, moody
+    choose, pipeline, limits, slots, duplicates, splits, foresees, lateness, drafts, moody
 ):
     control = MoodyControl(choose) if moody else None
     world = World(
@@ -55,6 +57,7 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         duplicates=duplicates,
         splits=splits,
         foresees=foresees,
+        lateness=lateness,
         control=control,
     )
     requests = requests_of(choose, choose.randint(1, 7))

@@ -13,7 +13,8 @@ from actors.messages import Abort, OutlookBatch, ReportOrder, Request, SamplingP
 from actors.options import SchedulerConfig
 from actors.pipelines import PIPELINES
 from tests.actors.moods import MoodyControl
-from tests.actors.scripted_roles import World, oracle, requests_of
+from tests.actors.scripted_roles import World
+from tests.actors.small_language import oracle, requests_of
 
 LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6))
 ROLES = ("target", "draft")
@@ -59,11 +60,12 @@ def corrupted(choose, answer):
     slots=st.sampled_from([40, 400]),
     splits=st.sampled_from([0.0, 0.5]),
     foresees=st.sampled_from([0.0, 0.5]),
+    lateness=st.sampled_from([0.0, 0.3]),
     moody=st.booleans(),
 )
-def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits, foresees, moody):
+def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits, foresees, lateness, moody):
     control = MoodyControl(choose) if moody else None
-    chances = {"duplicates": 0.3, "splits": splits, "foresees": foresees}
+    chances = {"duplicates": 0.3, "splits": splits, "foresees": foresees, "lateness": lateness}
     storm = Storm(choose, pipeline, limits=limits, slots=slots, control=control, **chances)
     requests = requests_of(choose, choose.randint(1, 6))
     coming, left = list(requests), 60

@@ -58,6 +58,20 @@ def test_speculation_that_does_not_pay_costs_next_to_nothing(pipeline, case):
     assert modes["rest"] > 0.8 * sum(modes.values())
 
 
+@pytest.mark.parametrize("pipeline", ["sync", "branches", "pingpong"])
+@pytest.mark.parametrize("link_s", [20e-3, 50e-3, 200e-3])
+def test_a_drafter_far_away_costs_next_to_nothing(pipeline, link_s):
+    """An exchange takes four passes or more; the first drafts, probes and trials included."""
+    far = replace(scenario(pipeline, (0.8, 1.5e-3, 10e-3, 0.0, 1), 500), draft_link_s=link_s, adaptive=True)
+    assert simulate(far).tokens_per_s > 0.93 * simulate(replace(far, pipeline="plain")).tokens_per_s
+
+
+def test_a_drafter_at_some_distance_is_waited_for():
+    """Where an exchange takes as long as a pass, waiting pays by far."""
+    near = replace(scenario("branches", (0.8, 1.5e-3, 10e-3, 0.0, 1), 500), draft_link_s=5e-3, adaptive=True)
+    assert simulate(near).tokens_per_s > 1.6 * simulate(replace(near, pipeline="plain")).tokens_per_s
+
+
 def test_a_text_that_becomes_easy_is_speculated_for_again():
     """The first requests are hopeless, the later ones easy; one control sees both."""
     hard = replace(scenario("sync", (0.05, 1.5e-3, 10e-3, 0.2e-3, 1)), adaptive=True)

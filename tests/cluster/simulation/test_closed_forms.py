@@ -95,8 +95,8 @@ def test_synchronous_tree():
 class NeverWaits(AheadPipeline):
     """A target that goes on without a draft whenever none is ready, as PEARL's does."""
 
-    def may_verify(self, num_expecting, num_ready, answered, costs):
-        return not num_expecting or answered
+    def may_verify(self, standing, costs):
+        return not standing.num_expecting or standing.answered
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.8, 0.9])
