@@ -50,7 +50,7 @@ class Round:
             num_running,
             num_willing,
             mean_len,
-            self.reads_prompt(batch),
+            batch.num_tokens - self._num_rows,
             self.offers,
             self.went_on,
         )

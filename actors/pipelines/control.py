@@ -53,7 +53,8 @@ class RoundSeen:
     num_running: int
     num_willing: int
     mean_len: float
-    reads_prompt: bool
+    num_prompt_rows: int
+    """Rows of prompts that the pass read beside."""
     offers: Series[Offer]
     went_on: bool = False
     """Drafts had been asked for, but the pass did not wait for them."""
@@ -105,12 +106,21 @@ class FixedControl:
 
 
 @dataclass(slots=True)
+class _Pace:
+    """What rounds cost."""
+
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    plain_verify_s: float | None = None
+
+
+@dataclass(slots=True)
 class _Load:
     """What is known of one kind of load: so many sequences of about such a length."""
 
-    costs: RoundCosts = field(default_factory=RoundCosts)
     guard: Guard = field(default_factory=Guard)
-    plain_verify_s: float | None = None
+    decoding: _Pace = field(default_factory=_Pace)
+    reading: _Pace = field(default_factory=_Pace)
+    """Of rounds that also read prompts: under steady traffic there may be no others."""
 
 
 @dataclass(slots=True)
@@ -163,21 +173,26 @@ class AdaptiveControl:
         drafted = [offer for offer in seen.offers if offer.num_draft_tokens]
         for offer in seen.offers:
             self._follow(offer)
-        steady = not seen.reads_prompt and not self._read_prompt  # a first draft also reads the prompt
-        self._read_prompt = seen.reads_prompt
-        if seen.reads_prompt:
-            return
-        if drafted and steady:
+        reads = seen.num_prompt_rows > 0
+        pace = self._load.reading if reads else self._load.decoding
+        # Where drafts are always waited for, the first one also reads the prompt.
+        is_first, self._read_prompt = not self.weighs_waiting and (reads or self._read_prompt), reads
+        if drafted and not is_first:
             longest = max(offer.num_draft_tokens for offer in drafted)
             mean = sum(offer.num_draft_tokens for offer in drafted) / seen.num_sequences
-            self._load.costs.saw(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
+            pace.costs.saw(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
         elif not drafted:
-            known = self._load.plain_verify_s
-            self._load.plain_verify_s = seen.verify_s if known is None else 0.8 * known + 0.2 * seen.verify_s
-        speculated, willing = bool(drafted), seen.num_willing > 0
-        rate = seen.num_tokens, seen.seconds
-        self._load.guard.saw(*rate, speculated=speculated, willing=willing, went_on=seen.went_on)
-        self._choose(seen.num_sequences)
+            known = pace.plain_verify_s
+            pace.plain_verify_s = seen.verify_s if known is None else 0.8 * known + 0.2 * seen.verify_s
+        self._load.guard.saw(
+            seen.num_tokens,
+            seen.seconds,
+            speculated=bool(drafted),
+            willing=seen.num_willing > 0,
+            went_on=seen.went_on,
+            num_prompt_rows=seen.num_prompt_rows,
+        )
+        self._choose(pace, seen.num_sequences)
 
     def caught_up(self) -> None:
         self._load.guard.caught_up()
@@ -224,11 +239,11 @@ class AdaptiveControl:
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, num_sequences: int) -> None:
-        costs = self._load.costs
+    def _choose(self, pace: _Pace, num_sequences: int) -> None:
+        costs = pace.costs
         if not costs.gap.weight:
             return
-        per_token = costs.rates(self._load.plain_verify_s)
+        per_token = costs.rates(pace.plain_verify_s)
         speeds = {
             length: self._survival.expected(length) / costs.seconds(length, per_token)
             for length in range(max(1, self._shortest), self._longest + 1)

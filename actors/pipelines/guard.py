@@ -47,12 +47,22 @@ HOPELESS = 0.7
 
 
 @dataclass(slots=True)
+class Rates:
+    """Tokens per second apart by how much of prompts a round read, in steps of twice as many rows."""
+
+    of: dict[int, Rate] = field(default_factory=dict)
+
+    def saw(self, num_tokens: int, seconds: float, num_prompt_rows: int) -> None:
+        self.of.setdefault(num_prompt_rows.bit_length(), Rate()).saw(num_tokens, seconds)
+
+
+@dataclass(slots=True)
 class Guard:
     """Mode of one kind of load, and the rates it follows from."""
 
     mode: Mode = Mode.speculate
-    speculative: Rate = field(default_factory=Rate)
-    plain: Rate = field(default_factory=Rate)
+    speculative: Rates = field(default_factory=Rates)
+    plain: Rates = field(default_factory=Rates)
     interval: int = FIRST_PROBE
     rest: int = MIN_REST
     _rounds: int = 0  # since the mode began
@@ -66,17 +76,30 @@ class Guard:
 
     @property
     def gain(self) -> float | None:
-        """Measured speed of speculation over plain decoding."""
-        if not self.speculative.seconds or not self.plain.seconds:
-            return None
-        return self.speculative.per_s / self.plain.per_s
+        """Measured speed of speculation over plain decoding, between rounds that read as much of prompts."""
+        both = self._both()
+        seconds = sum(rate.seconds for rate, _ in both)
+        return sum(rate.tokens / plain.per_s for rate, plain in both) / seconds if seconds else None
 
-    def saw(self, num_tokens: int, seconds: float, *, speculated: bool, willing: bool, went_on: bool = False) -> None:
-        """A decoding round. `willing`: some request of it would be speculated for if the mode allowed it.
+    def _both(self) -> list[tuple[Rate, Rate]]:
+        pairs = ((rate, self.plain.of.get(kind)) for kind, rate in self.speculative.of.items())
+        return [(rate, plain) for rate, plain in pairs if plain is not None]
+
+    def saw(
+        self,
+        num_tokens: int,
+        seconds: float,
+        *,
+        speculated: bool,
+        willing: bool,
+        went_on: bool = False,
+        num_prompt_rows: int = 0,
+    ) -> None:
+        """A round. `willing`: some request of it would be speculated for if the mode allowed it.
 
         `went_on`: drafts had been asked for, but the round did not wait for them.
         """
-        (self.speculative if speculated else self.plain).saw(num_tokens, seconds)
+        (self.speculative if speculated else self.plain).saw(num_tokens, seconds, num_prompt_rows)
         if not willing:
             return
         self._late_rounds = self._late_rounds + 1 if went_on else 0
@@ -100,17 +123,18 @@ class Guard:
         """The drafter has read what it missed."""
         if self.mode is Mode.catch_up:
             self._enter(Mode.trial)
-            self.speculative = Rate()
+            self.speculative = Rates()
 
     def _enter(self, mode: Mode) -> None:
         self.mode, self._rounds, self._late_rounds = mode, 0, 0
 
     def _judge_speculation(self) -> None:
-        if self._is_known() and self.gain < 1 - DOUBT / self.speculative.tokens**0.5:
+        tokens = sum(rate.tokens for rate, _ in self._both())
+        if self._is_known() and self.gain < 1 - DOUBT / tokens**0.5:
             stale = self._rounds > STALE
             self._enter(Mode.probe if stale else Mode.rest)
             if stale:
-                self.plain = Rate()
+                self.plain = Rates()
         elif self._rounds >= self.interval:
             clear = self._is_known() and self.gain > CLEAR
             self.interval = min(max(MIN_INTERVAL, 2 * self.interval * clear), MAX_INTERVAL)
@@ -130,4 +154,6 @@ class Guard:
         return self._rounds >= 2 and self.gain is not None and self.gain < HOPELESS
 
     def _is_known(self) -> bool:
-        return self.plain.weight > PROBE_ROUNDS - 1 and self.speculative.weight > FIRST_PROBE - 1
+        both = self._both()
+        plain, speculative = sum(plain.weight for _, plain in both), sum(rate.weight for rate, _ in both)
+        return plain > PROBE_ROUNDS - 1 and speculative > FIRST_PROBE - 1

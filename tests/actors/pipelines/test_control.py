@@ -13,15 +13,16 @@ from actors.pipelines.guard import Mode
 class Rounds:
     """Synchronous rounds: a draft token costs `draft_s`, a row of the target `row_s` on top of its 10 ms."""
 
-    def __init__(self, control, chances: dict[int, float], *, draft_s=0.0015, row_s=0.0, mean_len=100.0):
+    def __init__(self, control, chances: dict[int, float], *, draft_s=0.0015, row_s=0.0, mean_len=100.0, reads=None):
         self.control, self.chances = control, chances
         self.draft_s, self.row_s, self.mean_len = draft_s, row_s, mean_len
+        self.reads = reads or (lambda i: 0)  # prompt rows of a round, which cost as much as others
         self.draw = random.Random(0)
         self.seconds = self.tokens = 0
 
     def run(self, count: int, most: int = 8) -> dict[int, list[int]]:
         ordered = {request_id: [] for request_id in self.chances}
-        for _ in range(count):
+        for i in range(count):
             if self.control.mode is Mode.catch_up:
                 self.control.caught_up()
             lengths = {request_id: self.control.length(request_id, most) for request_id in self.chances}
@@ -33,12 +34,15 @@ class Rounds:
                     kept += 1
                 offers.append(Offer(request_id, length, range(1, kept + 1)))
             draft_s = self.draft_s * max(lengths.values())
-            verify_s = 0.01 + self.row_s * sum(1 + length for length in lengths.values())
+            prompt_rows = self.reads(i)
+            verify_s = 0.01 + self.row_s * (prompt_rows + sum(1 + length for length in lengths.values()))
             tokens = sum(1 + len(offer.path) for offer in offers)
             size = len(offers)
             self.seconds, self.tokens = self.seconds + draft_s + verify_s, self.tokens + tokens
             self.control.saw(
-                RoundSeen(draft_s + verify_s, verify_s, draft_s, tokens, size, size, size, self.mean_len, False, offers)
+                RoundSeen(
+                    draft_s + verify_s, verify_s, draft_s, tokens, size, size, size, self.mean_len, prompt_rows, offers
+                )
             )
         return ordered
 
@@ -53,6 +57,24 @@ def test_a_single_request_gets_the_length_that_pays(chance, best):
     rounds = Rounds(AdaptiveControl(0, 8), {1: chance})
     rounds.run(100)
     assert mean(rounds.run(400)[1]) == pytest.approx(best, abs=1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_under_steady_traffic_rounds_are_compared_that_read_as_much(every):
+    """Every so many rounds read a prompt of their own length, which costs more than drafting does."""
+    sizes = random.Random(1)
+
+    def reads(i):
+        return sizes.choice([200, 250, 30]) if i % every == 0 else 0
+
+    hopeless = Rounds(AdaptiveControl(0, 8), dict.fromkeys(range(4), 0.02), draft_s=0.004, row_s=2e-4, reads=reads)
+    hopeless.run(200)
+    ordered = hopeless.run(400)
+    assert sum(map(bool, ordered[0])) < 130, "it rests most of the time"
+    easy = Rounds(AdaptiveControl(0, 8), dict.fromkeys(range(4), 0.9), draft_s=0.001, row_s=1e-4, reads=reads)
+    easy.run(200)
+    ordered = easy.run(200)
+    assert sum(map(bool, ordered[0])) > 180 and mean(ordered[0]) > 4
 
 
 def test_what_never_passes_gets_next_to_nothing_while_its_neighbours_go_on():
