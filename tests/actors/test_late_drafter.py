@@ -10,9 +10,9 @@ from actors.messages import DraftBatch, ProposalBatch, Request, SamplingParams, 
 from actors.pipelines import PIPELINES
 from actors.pipelines.control import AdaptiveControl, FixedControl
 from actors.pipelines.cost import HANG_S, JITTER_S, Costs, Standing
+from tests.actors.conductor_stage import Stage
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import oracle
-from tests.actors.test_conductor import Stage
 
 DRAFTING = sorted(set(PIPELINES) - {"plain"})
 REQUEST = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
