@@ -134,13 +134,13 @@ class Measurer:
         return Measured(subject, *run_crews(crews, self._eos_token_ids, in_turn=in_turn))
 
 
-def measure_target(script: Script, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
+def measure_target(script: Script, spec: RankSpec, group: Group, meeting: Meeting) -> Findings:
     clock = PassClock(spec.device)
     role, _ = build_role(spec, TimedGroup(group, clock))
     return _play_twice(partial(play_verdicts, role), script, role.runner, clock, spec, group, meeting)
 
 
-def measure_drafter(script: Script, work_steps: int, spec: RankSpec, group: Group, meeting: Meeting) -> Played:
+def measure_drafter(script: Script, work_steps: int, spec: RankSpec, group: Group, meeting: Meeting) -> Findings:
     clock = PassClock(spec.device)
     role, _ = build_role(spec, TimedGroup(group, clock))
     play = partial(play_drafts, role, work_steps=work_steps)
