@@ -231,7 +231,7 @@ class Supervisor:
         if self._backend.address != address:
             # Whoever was told the old address of the coordinator is started again with the one it has now.
             self._on_moved(self._backend.address)
-            for rank in self._facts.keys() - self._left_out:
+            for rank in [rank for rank in self._facts if rank not in self._left_out]:
                 self._replace(rank, f"{rank}: the coordinator is elsewhere")
 
     def _look_after_awaited(self) -> None:
