@@ -249,6 +249,8 @@ class Coordinator:
         if seen.num_willing:
             self.tally.round_seen(control.mode, seen.seconds, [offer.num_draft_tokens for offer in seen.offers])
         control.saw(seen)
+        if control.guard is not None:
+            self.tally.guard = control.guard.findings()
         for offer in seen.offers:
             if offer.request_id not in self._sequences:
                 control.forget(offer.request_id)

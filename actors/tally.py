@@ -86,6 +86,7 @@ class Tally:
     orders_by_length: list[int] = field(default_factory=list)
     seconds_by_mode: dict[str, float] = field(default_factory=dict)
     num_by_mode: dict[str, int] = field(default_factory=dict)
+    guard: dict[str, str | float | None] | None = None
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
 
     def verified(self, proposal: Proposal | None, commit: Commit) -> None:

@@ -64,6 +64,7 @@ FIGURES = (
     "fallback_s",
     "num_probes",
     "num_trials",
+    "guard",
 )
 """Measured, per run."""
 
@@ -176,7 +177,8 @@ def waits(counters: Mapping[str, object]) -> dict[str, object]:
 def control(counters: Mapping[str, object]) -> dict[str, object]:
     """What adaptive control did: how often each draft length was ordered, from 0 on, and how often it looked around.
 
-    `fallback_s` is the time in which requests were decoded plainly although they might have been speculated for.
+    `fallback_s` is the time in which requests were decoded plainly although they might have been speculated for;
+    `guard` is what it measured last under the load there was: its mode, plain tokens per second, speculation's gain.
     """
     seconds, entered = counters.get("seconds_by_mode", {}), counters.get("num_by_mode", {})
     rested_s = seconds.get("rest", 0.0) + seconds.get("catch_up", 0.0)
@@ -185,6 +187,7 @@ def control(counters: Mapping[str, object]) -> dict[str, object]:
         "fallback_s": rested_s + counters.get("fallback_s", 0.0),
         "num_probes": entered.get("probe", 0),
         "num_trials": entered.get("trial", 0),
+        "guard": counters.get("guard"),
     }
 
 

@@ -64,6 +64,8 @@ class Control(Protocol):
     """What the coordinator asks before it orders drafts, and tells after each pass."""
 
     mode: Mode
+    guard: Guard | None
+    """Who compares speculation with plain decoding under the present load, if anybody does."""
     weighs_waiting: bool
     """Whether a draft is only waited for while that costs less than it brings."""
 
@@ -87,6 +89,7 @@ class FixedControl:
     """Always as many as asked for."""
 
     mode = Mode.speculate
+    guard = None
     weighs_waiting = False
 
     def length(self, request_id: int, most: int) -> int:
@@ -154,8 +157,12 @@ class AdaptiveControl:
         return self._shortest == 0
 
     @property
+    def guard(self) -> Guard | None:
+        return self._load.guard if self._shortest == 0 else None
+
+    @property
     def mode(self) -> Mode:
-        return self._load.guard.mode if self._shortest == 0 else Mode.speculate
+        return self.guard.mode if self.guard is not None else Mode.speculate
 
     def length(self, request_id: int, most: int) -> int:
         if self.mode not in (Mode.speculate, Mode.trial):

@@ -81,6 +81,15 @@ class Guard:
         seconds = sum(rate.seconds for rate, _ in both)
         return sum(rate.tokens / plain.per_s for rate, plain in both) / seconds if seconds else None
 
+    def findings(self) -> dict[str, str | float | None]:
+        """What it measured last and concluded from it; tokens per second of rounds that read no prompts."""
+        plain = self.plain.of.get(0)
+        return {
+            "mode": self.mode.value,
+            "plain_tokens_per_s": plain.per_s if plain is not None else None,
+            "gain": self.gain,
+        }
+
     def _both(self) -> list[tuple[Rate, Rate]]:
         pairs = ((rate, self.plain.of.get(kind)) for kind, rate in self.speculative.of.items())
         return [(rate, plain) for rate, plain in pairs if plain is not None]

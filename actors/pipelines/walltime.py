@@ -1,8 +1,7 @@
 """What a cascade should bring: expected tokens and time per round from acceptance rates and pass costs.
 
 Acceptance is taken to be independent from token to token (the usual simplification; real acceptance comes in runs).
-`improvement_*` are the published closed forms, as factors over plain decoding with costs relative to a target pass;
-`draft_s` follows this engine's cascade instead: a level reviews until it has the tokens it was ordered.
+`draft_s` follows this engine's cascade, not the published closed forms: a level reviews until it has what was ordered.
 
 Source: Chen et al., Cascade Speculative Drafting (arXiv 2312.11462), section 3 and theorem 4.
 """
@@ -18,37 +17,6 @@ from typing import Protocol
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
     """Expected tokens of a round, the target's own included: 1 + a + ... + a^k."""
     return sum(acceptance**i for i in range(num_draft_tokens + 1))
-
-
-def improvement_chain(acceptance: float, num_draft_tokens: int, cost: float) -> float:
-    """Plain speculative decoding (Leviathan et al., arXiv 2211.17192)."""
-    return tokens_per_round(acceptance, num_draft_tokens) / (1 + num_draft_tokens * cost)
-
-
-def improvement_vertical(
-    acceptance: float, below: float, num_reviews: int, num_below: int, cost: float, cost_below: float
-) -> float:
-    """A level that reviews `num_reviews` times, each time `num_below` tokens that it accepts with `below`."""
-    return vertical_tokens(acceptance, below, num_reviews, num_below) / (
-        1 + num_reviews * cost + num_reviews * num_below * cost_below
-    )
-
-
-def vertical_tokens(acceptance: float, below: float, num_reviews: int, num_below: int) -> float:
-    """Expected tokens of a round of a vertical cascade."""
-    if acceptance == 1:
-        return 1 + num_reviews * tokens_per_round(below, num_below)
-    drafted = 1 + (acceptance - 1) * tokens_per_round(below * acceptance, num_below)  # E[a^n], n tokens per review
-    return (1 - acceptance * drafted**num_reviews) / (1 - acceptance)
-
-
-def improvement_horizontal(
-    acceptance: float, tail_acceptance: float, length: int, tail: int, cost: float, tail_cost: float
-) -> float:
-    """The first `length` tokens of a draft from one drafter, `tail` more from a cheaper one."""
-    first = tokens_per_round(acceptance, length)
-    rest = acceptance**length * (tokens_per_round(tail_acceptance, tail) - 1)
-    return (first + rest) / (1 + length * cost + tail * tail_cost)
 
 
 @dataclass(frozen=True, slots=True)

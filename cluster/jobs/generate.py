@@ -225,7 +225,9 @@ def _control(report: dict) -> str:
     share = report["fallback_s"] / report["wall_s"] if report["wall_s"] else None
     chosen = f"{figure(mean_draft_length(report['draft_lengths']), 1)} ordered on average"
     fallback = f"plain decoding as a fallback {figure(report['fallback_s'], 1)} s ({percent(share)})"
-    return f"{chosen}; {fallback}, {report['num_probes']} probes, {report['num_trials']} trials"
+    guard = report["guard"] or {}
+    gain = f", speculation over plain decoding as it went {figure(guard['gain'], 2)}x" if guard.get("gain") else ""
+    return f"{chosen}; {fallback}, {report['num_probes']} probes, {report['num_trials']} trials{gain}"
 
 
 def _waiting(report: dict) -> str:

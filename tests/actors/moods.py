@@ -10,6 +10,7 @@ class MoodyControl:
 
     def __init__(self, choose) -> None:
         self.mode = Mode.speculate
+        self.guard = None
         self.weighs_waiting = choose.random() < 0.7
         self.seen = {mode: 0 for mode in Mode}
         self._choose = choose

@@ -13,46 +13,12 @@ from actors.pipelines.walltime import (
     acceptance_of,
     best_lengths,
     draft_s,
-    improvement_chain,
-    improvement_horizontal,
-    improvement_vertical,
     tokens_per_round,
     tokens_per_s,
-    vertical_tokens,
 )
-
-
-@pytest.mark.parametrize(
-    "values, tokens", [((0.8, 0.4, 3, 5), 3.591), ((0.7, 0.3, 2, 8), 2.436), ((0.9, 0.6, 4, 4), 6.448)]
-)
-def test_tokens_of_a_vertical_round(values, tokens):
-    assert vertical_tokens(*values) == pytest.approx(tokens, abs=5e-4)
-
-
-@pytest.mark.parametrize(
-    "acceptance, cost, chain, vertical, horizontal",
-    [
-        (0.7, 0.05, (2.35, 6), (2.48, 4, 2), (2.40, 5, 2)),
-        (0.7, 0.2, (1.58, 3), (1.76, 2, 3), (1.70, 2, 4)),
-        (0.8, 0.1, (2.47, 6), (2.75, 5, 2), (2.54, 5, 3)),
-        (0.8, 0.3, (1.55, 3), (1.82, 3, 3), (1.69, 2, 4)),
-        (0.9, 0.1, (3.43, 10), (4.01, 8, 3), (3.50, 9, 3)),
-        (0.9, 0.3, (1.87, 5), (2.33, 4, 4), (1.98, 4, 4)),
-    ],
-)
-def test_best_settings_of_a_free_lookup_under_a_draft_model(acceptance, cost, chain, vertical, horizontal):
-    """The lookup is taken by the draft model with 0.35, by the target with 0.30, and costs 0.002."""
-    wide = range(1, 13)
-    best = max((improvement_chain(acceptance, g, cost), g) for g in wide)
-    assert best == (pytest.approx(chain[0], abs=0.006), chain[1])
-    found = {(n, k): improvement_vertical(acceptance, 0.35, n, k, cost, 0.002) for n in wide for k in wide}
-    assert max(found.values()) == pytest.approx(vertical[0], abs=0.006) == found[vertical[1:]]
-    found = {(n, k): improvement_horizontal(acceptance, 0.30, n, k, cost, 0.002) for n in wide for k in wide}
-    assert max(found.values()) == pytest.approx(horizontal[0], abs=0.006) == found[horizontal[1:]]
 
 
 def test_a_perfect_drafter_has_no_pole():
-    assert vertical_tokens(1.0, 0.5, 2, 2) == pytest.approx(1 + 2 * 1.75)
     assert tokens_per_round(1.0, 4) == 5
 
 

@@ -55,6 +55,7 @@ COUNTERS = {
     "seconds_by_mode": {"speculate": 0.4, "rest": 0.75, "catch_up": 0.25},
     "num_by_mode": {"speculate": 2, "probe": 3, "trial": 1},
     "fallback_s": 0.5,
+    "guard": {"mode": "rest", "plain_tokens_per_s": 90.0, "gain": 0.8},
 }
 
 
@@ -197,7 +198,7 @@ def test_control_and_waits_are_reported():
     report = figures(a_run())
     assert report["draft_lengths"] == [5, 0, 0, 3, 1] and mean_draft_length(report["draft_lengths"]) == 13 / 4
     assert report["fallback_s"] == 1.5, "at rest, catching up, and without a drafter"
-    assert (report["num_probes"], report["num_trials"]) == (3, 1)
+    assert (report["num_probes"], report["num_trials"]) == (3, 1) and report["guard"]["gain"] == 0.8
     assert report["waits"] == {
         "target_for_drafter_s": 0.1,
         "target_for_messages_s": 0.02,

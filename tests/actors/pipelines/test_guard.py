@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from actors.pipelines.guard import MAX_REST, MIN_REST, PROBE_ROUNDS, TRIAL_ROUNDS, Guard, Mode
+from actors.pipelines.guard import LATE_ROUNDS, MAX_REST, MIN_REST, PROBE_ROUNDS, TRIAL_ROUNDS, Guard, Mode
 
 
 def run(guard: Guard, rounds: int, gain, *, noise: float = 0.0, seed: int = 0) -> dict[Mode, int]:
@@ -68,3 +68,31 @@ def test_a_load_like_another_starts_with_its_conclusion():
     guard = Guard()
     run(guard, 100, lambda i: 0.7)
     assert guard.like().mode is Mode.rest and Guard().like().mode is Mode.speculate
+
+
+def test_what_it_found_is_told():
+    guard = Guard()
+    assert guard.findings() == {"mode": "speculate", "plain_tokens_per_s": None, "gain": None}
+    run(guard, 100, lambda i: 0.7)
+    found = guard.findings()
+    assert found["mode"] == "rest" and abs(found["plain_tokens_per_s"] - 1000) < 1 and abs(found["gain"] - 0.7) < 0.01
+
+
+def test_rounds_are_compared_with_those_that_read_as_much():
+    """Plain rounds are seen beside long prompts, speculation beside short ones: nothing follows from that."""
+    guard = Guard()
+    for _ in range(20):
+        guard.saw(10, 0.05, speculated=False, willing=False, num_prompt_rows=500)
+        guard.saw(10, 0.01, speculated=True, willing=False, num_prompt_rows=20)
+    assert guard.gain is None
+    guard.saw(10, 0.02, speculated=True, willing=False, num_prompt_rows=400)
+    assert abs(guard.gain - 2.5) < 0.01
+
+
+def test_speculation_in_name_only_ends():
+    guard = Guard()
+    for _ in range(LATE_ROUNDS - 1):
+        guard.saw(10, 0.01, speculated=False, willing=True, went_on=True)
+    assert guard.mode is Mode.speculate
+    guard.saw(10, 0.01, speculated=False, willing=True, went_on=True)
+    assert guard.mode is Mode.rest
