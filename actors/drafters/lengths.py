@@ -21,9 +21,9 @@ from actors.pipelines.walltime import CascadeCosts, acceptance_of, best_lengths
 
 TARGET = -1
 """Who judges, where that is no level."""
-WINDOW = 4
+WINDOW = 2
 """Drafts between two choices."""
-_MEMORY = 0.98
+_MEMORY = 0.99
 """Weight of the past per window: about the last 200 drafts count."""
 _OPTIMISM = 1.0
 """Standard errors that acceptance is credited with."""

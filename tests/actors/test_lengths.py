@@ -122,8 +122,9 @@ def test_idle_time_is_not_the_targets():
     assert world.control._away.mean_y < 1.1 * world.verify_s
 
 
-def test_what_the_target_says_shows_what_a_level_beneath_would_have_been_worth():
+def test_what_the_target_says_shows_what_a_level_beneath_would_have_been_worth(monkeypatch):
     """A lookup that was only ever asked below a model is known to the control as well as the model is."""
+    monkeypatch.setattr(lengths, "WINDOW", 99)
     control = LengthControl(["0", "1"], (3, 5), drafts_at_once=True)
     control.ordered({7: 20})
     control.guessed(7, 20, 0, 3, TokenTree.chain(1, (4, 5, 6)))
