@@ -238,7 +238,8 @@ class DraftSide:
         strangers = self._strangers(running)
         begun = [sequence for sequence in here if sequence.request_id in self._ledger.unfinished]
         for sequence in strangers:
-            self._ledger.admit(sequence, self._piece)
+            # Drafters remember what a request that comes back had said: that text is told at once.
+            self._ledger.admit(sequence, None if sequence.num_generated else self._piece)
         for sequence in begun:
             self._ledger.go_on(sequence, self._piece)
         behind = here if mode is Mode.catch_up else strangers + begun
