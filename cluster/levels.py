@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any, get_origin, get_type_hints
 
+from actors.branches import AHEAD
 from actors.levels import CascadeDrafterConfig, LevelLengths, LevelsPlacement
 from actors.options import DrafterConfig, ModelDrafterConfig, PipelineName, Strategy
 from cluster.errors import unknown_key
@@ -106,6 +107,9 @@ def _length_rules(drafter: CascadeDrafterConfig, rule: str, pipeline: str) -> It
         (drawn, "may pass on a lookup, which is not drawn as verify=kseq needs; take another rule"),
     ):
         yield "drafter.lengths", drafter.lengths, fixed or good, otherwise
+    last, ahead = drafter.levels[-1].num_draft_tokens, pipeline in AHEAD
+    otherwise = "prepares nothing while the target verifies; leave that level out, or use pipeline=sync"
+    yield f"drafter.levels[{len(drafter.levels) - 1}].num_draft_tokens", last, last > 0 or not ahead, otherwise
     for i, level in enumerate(drafter.levels):
         name, length = f"drafter.levels[{i}].num_draft_tokens", level.num_draft_tokens
         drafts = length > 0

@@ -147,7 +147,7 @@ class LengthControl(Lengths):
 
     def guessed(self, request_id: int, length: int, level: int, num_tokens: int, tree: TokenTree) -> None:
         """What a level that was asked for `num_tokens` said behind a text of some length."""
-        if self._prefixes[request_id] == length:
+        if self._prefixes.get(request_id) == length:
             self._guesses[request_id].append((level, num_tokens, tree))
 
     def committed(self, request_id: int, token_ids: Sequence[int]) -> None:

@@ -84,6 +84,7 @@ def test_a_level_that_passes_on_what_is_beneath_it_may_be_written_by_hand():
         ),
         ([PASSING_ON, "drafter.tails=[0,2]"], "drafter.levels[1].num_draft_tokens=0: cannot have tails"),
         ([PASSING_ON, "drafter.lengths=auto"], "drafter.levels[1].num_draft_tokens=0: is the most that"),
+        ([PASSING_ON, "pipeline=tree"], "drafter.levels[1].num_draft_tokens=0: prepares nothing while the target"),
         ([PASSING_ON, "verify=kseq"], "drafter.levels[1].num_draft_tokens=0: passes on a lookup"),
         (["drafter.merge=2", "verify=rejection"], "drafter.merge=2: is exact with verify=coupled only"),
         (["drafter.levels=[{name: model, ranks: 2, parallel: tensor},model]"], "drafter.levels[0]=model: needs"),
