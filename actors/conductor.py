@@ -41,6 +41,8 @@ CLIENT = "client"
 GENERATION = 10**9
 """Rounds and epochs of one incarnation of the coordinator: its successor's numbers are all larger."""
 EPOCHS = 10**6
+IDLE_S = 2e-4
+"""A drafter that begins so long after its last pass was waiting for the order, and not the order for the pass."""
 COUNTERPARTS = ("target", "draft")
 """Roles the state machine works with; what is beneath works for the drafter."""
 
@@ -99,7 +101,7 @@ class Conductor:
         self._store = store
         self._watched = self._ticked = time.monotonic()
         self._awake_s = 0.0  # by its own clock: while this process itself stood still, nobody was silent
-        self._ordered: tuple[int, float] = (0, 0.0)  # the last pass: its round, and when it left
+        self._left: dict[str, tuple[int, float]] = {}  # by role, the order that is out: its round, and when it left
         first_epoch = spec.incarnation * EPOCHS + 1
         self._musters = {role: Muster(role, size, first_epoch) for role, size in spec.sizes.items()}
         self._paces = {role: Pace() for role in self._musters}
@@ -232,20 +234,28 @@ class Conductor:
         now = time.monotonic()
         if isinstance(record, ReportOrder):
             self._coordinator.tally.num_unreadable = self._hub.num_unreadable
-        if isinstance(record, VerdictBatch) and record.round == self._ordered[0]:
-            self._coordinator.tally.crossed(now - self._ordered[1], record.finished - record.started)
+        if isinstance(record, VerdictBatch):
+            self._cross("target", record, now)
+        elif isinstance(record, ProposalBatch):
+            self._cross("draft", record, now)
         for answer in self._coordinator.on(record, now):
             self._send(answer)
 
+    def _cross(self, role: str, answer: VerdictBatch | ProposalBatch, now: float) -> None:
+        """The first answer to an order measures the line, unless the order had to wait for a pass of draft-ahead."""
+        round_, left = self._left.pop(role, (0, 0.0))
+        ahead = answer.ahead if isinstance(answer, ProposalBatch) else ()
+        was_idle = not ahead or answer.started - ahead[-1][1] > IDLE_S
+        if answer.round == round_ and was_idle:
+            self._coordinator.tally.crossed(role, now - left, answer.finished - answer.started)
+
     def _send(self, record: object) -> None:
         self._chronicle.sent(record)
-        if isinstance(record, VerifyBatch):
-            self._ordered = (record.round, time.monotonic())
-            self._paces["target"].ordered(record)
-            self._hub.send(self._names("target"), record)
-        elif isinstance(record, DraftBatch):
-            self._paces["draft"].ordered(record)
-            self._hub.send(self._names("draft"), record)
+        role = "target" if isinstance(record, VerifyBatch) else "draft"
+        if isinstance(record, VerifyBatch | DraftBatch):
+            self._left[role] = (record.round, time.monotonic())
+            self._paces[role].ordered(record)
+            self._hub.send(self._names(role), record)
         else:
             self._hub.send([CLIENT], record)
 

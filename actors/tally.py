@@ -75,8 +75,8 @@ class Tally:
     spec_round_overhead_s: float = 0.0
     wait_for_draft_s: float = 0.0
     wait_for_messages_s: float = 0.0
-    num_link_trips: int = 0
-    link_s: float = 0.0
+    num_link_trips: dict[str, int] = field(default_factory=dict)
+    link_s: dict[str, float] = field(default_factory=dict)
     ended: deque[RequestTimes] = field(default_factory=lambda: deque(maxlen=ENDED_LIMIT))
     num_lost_records: int = 0
     num_unreadable: int = 0
@@ -173,10 +173,10 @@ class Tally:
             _grow(self.orders_by_length, length + 1)
             self.orders_by_length[length] += 1
 
-    def crossed(self, away_s: float, busy_s: float) -> None:
-        """A target pass was ordered and answered within `away_s`; what was not work was spent on the way."""
-        self.num_link_trips += 1
-        self.link_s += max(0.0, away_s - busy_s)
+    def crossed(self, role: str, away_s: float, busy_s: float) -> None:
+        """An order to `role` was answered within `away_s`; what was not work was spent on the way."""
+        self.num_link_trips[role] = self.num_link_trips.get(role, 0) + 1
+        self.link_s[role] = self.link_s.get(role, 0.0) + max(0.0, away_s - busy_s)
 
     def request_ended(self, sequence: Sequence, now: float) -> None:
         assert sequence.finish_reason is not None

@@ -110,8 +110,8 @@ COUNTERS = (
         "Seconds of such rounds in which neither role on their critical path computed",
         lambda t: t.spec_round_overhead_s,
     ),
-    Counted("link_trips_total", "Target passes ordered and answered", lambda t: t.num_link_trips),
-    Counted("link_seconds_total", "Seconds those orders and answers were on their way", lambda t: t.link_s),
+    Counted("link_trips_total", "Orders answered by a role's lead", lambda t: t.num_link_trips, "role"),
+    Counted("link_seconds_total", "Seconds those orders and answers were on their way", lambda t: t.link_s, "role"),
     Counted(
         "level_busy_seconds_total", "Seconds a level of a cascade computed", lambda t: _per_level(t, "busy_s"), "level"
     ),

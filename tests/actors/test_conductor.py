@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from actors.conductor import CLIENT
 from actors.coordinator import Coordinator
 from actors.lifecycle import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
@@ -229,4 +231,15 @@ def test_link_time_is_the_time_away_beside_the_pass(open_stage):
     assert stage.hear(CLIENT).token_ids == (7,)
     stage.say(CLIENT, ReportOrder())
     counters = stage.hear(CLIENT).counters
-    assert counters["num_link_trips"] == 1 and counters["link_s"] >= 0.04
+    assert counters["num_link_trips"] == {"target": 1} and counters["link_s"]["target"] >= 0.04
+
+
+@pytest.mark.parametrize(("idle_s", "trips"), [(0.5, {"draft": 1}), (0.0, {})])
+def test_an_order_that_waited_for_a_pass_does_not_measure_the_line(open_stage, idle_s, trips):
+    stage = open_stage()
+    stage.get_ready()
+    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
+    batch = stage.hear("draft-0")
+    stage.say("draft-0", ProposalBatch(batch.round, (), 2.0, 2.0, ahead=((1.0, 2.0 - idle_s, False),)))
+    stage.say(CLIENT, ReportOrder())
+    assert stage.hear(CLIENT).counters["num_link_trips"] == trips

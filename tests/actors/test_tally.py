@@ -125,9 +125,10 @@ def test_times_of_an_ended_request_count_from_its_arrival():
 
 def test_time_on_the_way_is_what_was_not_work():
     tally = Tally()
-    tally.crossed(0.75, 0.5)
-    tally.crossed(0.25, 0.5)  # clocks of two hosts
-    assert (tally.num_link_trips, tally.link_s) == (2, 0.25)
+    tally.crossed("target", 0.75, 0.5)
+    tally.crossed("target", 0.25, 0.5)  # clocks of two hosts
+    tally.crossed("draft", 1.5, 0.5)
+    assert (tally.num_link_trips, tally.link_s) == ({"target": 2, "draft": 1}, {"target": 0.25, "draft": 1.0})
 
 
 def test_old_spans_fall_out():
