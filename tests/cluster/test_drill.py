@@ -191,8 +191,7 @@ def test_many_faults(launch, tmp_path, pipeline, faults):
 @pytest.mark.timeout(1200)
 def test_every_level_of_a_cascade_may_die(launch, tmp_path, half_agreeing_drafter):
     levels = three_levels(half_agreeing_drafter)
-    # in `sync`, where the target, which is tiny, waits for them
-    drill = run_drill(launch, tmp_path, dealt(10), "sync", tp=1, spacing_s=0.5, drafter=levels)
+    drill = run_drill(launch, tmp_path, dealt(10), "branches", tp=1, spacing_s=0.5, drafter=levels)
     kinds = ("coordinator", "draft", "draft2", "draft3", "target")
     assert {(one.kind, one.signal) for one in drill.faults} == {(kind, name) for kind in kinds for name in SIGNALS}
     beneath = [fault for fault in drill.faults if fault.kind in ("draft2", "draft3")]
