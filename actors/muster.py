@@ -86,7 +86,7 @@ class Muster:
             return False
         is_new = rank.last is None or alive.incarnation > rank.last.incarnation
         if is_new:
-            rank.joined = 0
+            rank.joined, rank.busy = 0, (0, 0)
         rank.at, rank.oldest = now, alive.incarnation
         if alive.waiting and alive.epoch < rank.joined:
             return True

@@ -182,3 +182,13 @@ def test_doubts_need_several_beats_about_one_round():
     assert [muster.doubts(answered, 7) for _ in range(3)] == [False, False, True], "its answer was lost"
     busy = Alive("target", 1, 0, 7, epoch=1, waiting=False, taken=7)
     assert not any(muster.doubts(busy, 7) for _ in range(9)), "only the lead answers"
+
+
+def test_a_successor_is_not_blamed_for_the_round_that_its_forerunner_was_stuck_in():
+    """Its first word may come long before its first heartbeat."""
+    muster = serving(1)
+    for beat in range(20):
+        muster.hear(Alive("target", 0, 0, 1, epoch=1, waiting=False, taken=7, busy=True), beat * BEAT_S)
+    assert muster.silent(0.0, 5.0, round_limit_s=2.0) == [Silent("target", 0, 0, 1)]
+    muster.hear(Alive("target", 0, 1, 2, at_change=True), 5.1)
+    assert muster.silent(0.0, 5.2, round_limit_s=2.0) == []

@@ -159,7 +159,8 @@ def test_rounds_leave_nothing_behind(
         for i in range(len(owners)):
             assert min(look.held[i] for look in late) <= min(look.held[i] for look in early) + 10, owners[i]
         grown = min(look.blocks for look in late) - min(look.blocks for look in early)
-        assert grown < 200 + between // 4, "objects: less than one in four rounds"
+        learning = 3_000 if rounds < 1_000 else 200  # what adapts fills its windows in the first rounds
+        assert grown < learning + between // 4, "objects: less than one in four rounds"
         settling = 24 << 20 if rounds < 5_000 else 8 << 20  # allocators take some thousand rounds for 10 to 20 MiB
         assert min(look.memory for look in late) - min(look.memory for look in early) < settling
         assert coordinators[0].num_requests == 0 and not coordinators[0]._sequences

@@ -62,7 +62,7 @@ def test_an_engine_with_a_slow_line_commits_the_same_tokens_later(open_engine, p
     prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=16, ignore_eos=True)
     expected = [completion.token_ids for completion in open_engine("none").generate(prompts, sampling)]
     cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, link_delay_ms=DELAY_S * 1e3)
-    engine = open_engine("model", pipeline=PipelineConfig(pipeline), cluster=cluster)
+    engine = open_engine("model", pipeline=PipelineConfig(pipeline, adaptive=False), cluster=cluster)
     engine.report(reset=True)
     started = time.monotonic()
     assert [completion.token_ids for completion in engine.generate(prompts, sampling)] == expected
