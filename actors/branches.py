@@ -157,6 +157,12 @@ class HypothesisTree:
                 return None
         return node
 
+    def outcomes(self) -> list[float]:
+        """Probabilities of what the verdict on the proposal may be, likeliest first, as far as they are known."""
+        nodes = self.nodes
+        places = (child for node in nodes if node.offered for child in node.children if not nodes[child].offered)
+        return sorted((math.exp(nodes[place].value) for place in places), reverse=True)
+
     def path_to(self, node: int) -> list[int]:
         """Nodes from the first below the root to `node`."""
         path = []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from actors.breadth import Breadth
 from actors.messages import (
     HASH_SEED,
     Commit,
@@ -116,6 +117,15 @@ class Draft:
         return Draft(tree, (Draw.ROOT, *[Draw.DETERMINISTIC] * tree.num_draft_tokens), (None,) * len(tree.parents))
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of draft-ahead was: rows of its pass, 0 if there was none, and whether it read committed text exactly
+    again."""
+
+    num_rows: int = 0
+    glued: bool = False
+
+
 class Drafter(Protocol):
     """What a family of drafters implements."""
 
@@ -162,8 +172,11 @@ class Drafter(Protocol):
     works_ahead: bool
     """Whether this drafter uses the time while the target verifies."""
 
-    def work(self) -> bool:
-        """One short step of draft-ahead, about one pass; True if it also read committed text exactly again."""
+    def width(self, breadth: Breadth, time_s: float) -> int:
+        """Nodes for each request in the next step of draft-ahead, if what was measured should decide."""
+
+    def work(self, width: int = 0) -> Step:
+        """One short step of draft-ahead, about one pass; at most `width` nodes for each request, 0: as configured."""
 
 
 class IdleDrafter:
@@ -177,7 +190,10 @@ class IdleDrafter:
     def prepared(self, context: Context) -> bool:
         return False
 
-    def work(self) -> bool:
+    def width(self, breadth: Breadth, time_s: float) -> int:
+        return 0
+
+    def work(self, width: int = 0) -> Step:
         assert False, "nothing was wanted"
 
     def outlooks(self) -> Sequence[Outlook]:
@@ -201,20 +217,28 @@ class DraftRole:
 
     drafter: Drafter
     clock: Callable[[], float] = time.monotonic
+    adapts: bool = False  # the width of draft-ahead to what its passes cost
     contexts: dict[int, Context] = field(default_factory=dict)
     _ahead: list[tuple[float, float, bool]] = field(default_factory=list)
     _patience: Patience = field(default_factory=Patience)
+    _breadth: Breadth = field(default_factory=Breadth)
 
     @property
     def wants_work(self) -> bool:
         return self.drafter.wants_work
 
-    def work(self) -> None:
+    def width(self) -> int:
+        """Of the next step: its argument. What was measured here decides for all ranks of the role."""
+        return self.drafter.width(self._breadth, self._patience.distance_s) if self.adapts else 0
+
+    def work(self, width: int = 0) -> None:
         started = self.clock()
-        glued = self.drafter.work()
+        step = self.drafter.work(width)
         finished = self.clock()
-        self._ahead.append((started, finished, glued))
+        self._ahead.append((started, finished, step.glued))
         self._patience.stepped(started, finished)
+        if step.num_rows and not step.glued:
+            self._breadth.saw(step.num_rows, finished - started)
 
     def pause_s(self) -> float:
         """Seconds to wait for the next record before another step, which might keep it waiting, or lead nowhere."""

@@ -26,6 +26,7 @@ class RankSpec:
     verify: VerifyConfig
     pipeline: str
     scheduler: SchedulerConfig
+    adaptive: bool = False
     incarnation: int = 0
 
     @property

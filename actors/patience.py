@@ -26,6 +26,11 @@ class Patience:
         self._stepped = (0.0, 0.0)
         self._lead_s = 0.0  # by how much earlier than before the last step to tell what is prepared
 
+    @property
+    def distance_s(self) -> float:
+        """From an answer to the record that follows, as a rule; 0 until one came."""
+        return self._distance
+
     def answered(self, now: float) -> None:
         self._answered = now
 

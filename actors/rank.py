@@ -25,6 +25,10 @@ PATIENCE_S = 0.5
 """How long a rank listens before it looks whether anybody still wants it."""
 
 
+_ARRIVED = -1
+"""In place of the width of a step: a record has come, and there is none."""
+
+
 class Role(Protocol):
     """What a rank plays."""
 
@@ -32,7 +36,10 @@ class Role(Protocol):
 
     def answer(self, batch: Any) -> Any: ...
 
-    def work(self) -> None: ...
+    def width(self) -> int:
+        """Argument of the next step of work; the lead's is used by all ranks."""
+
+    def work(self, width: int) -> None: ...
 
     def pause_s(self) -> float:
         """Seconds to listen before the next step of work."""
@@ -212,10 +219,11 @@ class Rank:
         """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
         while self._role.wants_work:
             record = self._between_steps() if self._pulse.rank == 0 else None
-            arrived = torch.tensor([record is not None], dtype=torch.int64, device=self._device)
-            if self._group.broadcast(arrived).item():
+            width = self._role.width() if self._pulse.rank == 0 and record is None else _ARRIVED
+            told = torch.tensor([width], dtype=torch.int64, device=self._device)
+            if (width := int(self._group.broadcast(told).item())) == _ARRIVED:
                 return record if record is not None else self._news(wait=True)
-            self._role.work()
+            self._role.work(width)
             if self._pulse.rank == 0 and not self._role.wants_work:
                 self._foretell(last=True)
         return self._news(wait=True)

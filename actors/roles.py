@@ -121,4 +121,4 @@ def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple
         drafter, facts = build_levels(spec.drafter, levels, *options, beneath)
     else:
         drafter, facts = build_drafter(spec.drafter, *options)
-    return DraftRole(drafter), facts
+    return DraftRole(drafter, adapts=spec.adaptive), facts

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from actors.branches import AHEAD, AHEAD_WORTH, HypothesisTree, redraft
-from actors.drafter import Context, Draft
+from actors.breadth import Breadth
+from actors.drafter import Context, Draft, Step
 from actors.drafters.model import ModelDrafter
 from actors.messages import Commit, Outlook, TokenTree
 from actors.options import ModelDrafterConfig, Strategy
@@ -136,14 +137,19 @@ class AheadDrafter(ModelDrafter):
     def wants_work(self) -> bool:
         return any(future.in_flight for future in self._futures.values())
 
-    def work(self) -> bool:
+    def width(self, breadth: Breadth, time_s: float) -> int:
+        busy = [future for future in self._futures.values() if future.in_flight]
+        outcomes = [future.tree.outcomes() for future in busy]
+        length = max(min(self._length, future.budget) for future in busy)
+        return breadth.width(outcomes, length, time_s, self._width)
+
+    def work(self, width: int = 0) -> Step:
         """One pass of draft-ahead over all requests whose verdict is awaited; one that calibrates glues."""
         busy = [future for future in self._futures.values() if future.in_flight]
-        width = max(1, self._width // len(busy))
+        width = width or max(1, self._width // len(busy))
         uncalibrated = [future for future in busy if self._lacks_rows(future)]
         if uncalibrated:
-            self._feed_again(uncalibrated, width)
-            return True
+            return Step(self._feed_again(uncalibrated, width), glued=True)
         chosen = []
         for future in busy:
             nodes = self._choose(future.tree, width, min(self._length, future.budget))
@@ -155,10 +161,10 @@ class AheadDrafter(ModelDrafter):
                 future.in_flight = False
         if chosen and sum(future.tree.worth(nodes) for future, nodes in chosen) >= AHEAD_WORTH:
             self._feed(chosen)
-        else:
-            for future, _ in chosen:
-                future.in_flight = False
-        return False
+            return Step(sum(len(nodes) for _, nodes in chosen))
+        for future, _ in chosen:
+            future.in_flight = False
+        return Step()
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -181,8 +187,8 @@ class AheadDrafter(ModelDrafter):
         uncached = self.runner.cached_len(future.context.request_id) < len(future.context.token_ids)
         return uncached and not future.num_rows
 
-    def _feed_again(self, futures: list[_Future], width: int) -> None:
-        """Calibrate: one exact pass over the tokens without rows and, behind them, over what the trees know."""
+    def _feed_again(self, futures: list[_Future], width: int) -> int:
+        """Calibrate: one exact pass over the tokens without rows and, behind them, over what the trees know; its rows."""
         spans, token_ids, fed = [], [], []
         for future in futures:
             context, hypotheses = future.context, future.tree.nodes
@@ -203,6 +209,7 @@ class AheadDrafter(ModelDrafter):
             fed.append((future, [0, *nodes]))
         if fed:
             self._expand(self.runner.forward(spans, token_ids).logits, fed)
+        return len(token_ids)
 
     def _parent_row(self, future: _Future, node: int) -> int:
         parent = future.tree.nodes[node].parent

@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from actors.drafter import Context, Draft
+from actors.breadth import Breadth
+from actors.drafter import Context, Draft, Step
 from actors.drafters.account import Account
 from actors.drafters.beneath import Beneath
 from actors.drafters.lengths import FixedLengths, LengthControl
@@ -175,7 +176,10 @@ class CascadeDrafter:
     def waits(self) -> bool:
         return self._beneath.is_silent
 
-    def work(self) -> bool:
+    def width(self, breadth: Breadth, time_s: float) -> int:
+        return 0  # reviews are of chains
+
+    def work(self, width: int = 0) -> Step:
         """Ask the level beneath, or review what it has sent; about one pass."""
         if not self._beneath.is_awaited:
             # What is offered, the token the target adds, and one more proposal behind them.
@@ -189,10 +193,10 @@ class CascadeDrafter:
                 stream.in_flight = stream in able and stream.num_drafted < want
             short = [(stream, want - stream.num_drafted) for stream, want in wanting if stream.in_flight]
             if not short:
-                return False
+                return Step()
             self._ask(short)
         self._review(wait=False)
-        return False
+        return Step()
 
     def _settle(self) -> None:
         """Hear the level beneath out, and use what it says, before it is told anything else."""

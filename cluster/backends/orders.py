@@ -50,6 +50,7 @@ def rank_spec(
         verify=config.verify,
         pipeline=str(config.pipeline.name),
         scheduler=config.scheduler,
+        adaptive=config.pipeline.adaptive,
     )
 
 

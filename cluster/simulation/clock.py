@@ -55,7 +55,9 @@ class Role(Protocol):
 
     def answer(self, record: Any) -> Iterator[Any]: ...
 
-    def work(self) -> None: ...
+    def width(self) -> int: ...
+
+    def work(self, width: int) -> None: ...
 
     def pause_s(self) -> float: ...
 
@@ -94,7 +96,7 @@ class Lane:
             if pause_s > 0:
                 self._pause(pause_s)
                 return
-            self._role.work()
+            self._role.work(self._role.width())
             if not self._role.wants_work:
                 self._foretell(last=True)
         else:

@@ -150,11 +150,13 @@ class _Synchronous(ModelDrafter):
         ]
 
 
-def draft_role(pipeline: str, config: ModelDrafterConfig, runner: ScriptedRunner, time: LaneTime) -> DraftRole:
-    """The role as `actors/drafters` would build it for this pipeline."""
+def draft_role(
+    pipeline: str, config: ModelDrafterConfig, runner: ScriptedRunner, time: LaneTime, *, adapts: bool
+) -> DraftRole:
+    """The role as `actors/roles.py` would build it for this pipeline."""
     options = {"rule": "coupled", "law_size": 0, "eos_token_ids": (), "prefill_chunk": 512}
     if pipeline in AHEAD:
-        return DraftRole(_Ahead(runner, config, policy=pipeline, **options), clock=time)
+        return DraftRole(_Ahead(runner, config, policy=pipeline, **options), clock=time, adapts=adapts)
     return DraftRole(_Synchronous(runner, config, **options), clock=time)
 
 
@@ -185,7 +187,10 @@ class ScriptedTarget:
         verdicts = tuple(verdict for item in batch.items if (verdict := self._judge(item)) is not None)
         yield VerdictBatch(batch.round, verdicts, started, self._time.now, num_rows)
 
-    def work(self) -> None:
+    def width(self) -> int:
+        return 0
+
+    def work(self, width: int) -> None:
         assert False, "nothing was wanted"
 
     def _admit(self, admit: Admit) -> None:

@@ -187,7 +187,7 @@ class _Run:
         scenario, time, delay = self._scenario, LaneTime(), self._scenario.draft_link_s
         longest = scenario.prompt_len + scenario.max_tokens
         runner = ScriptedRunner(self._text, time, scenario.draft, longest, scenario.exact)
-        role = draft_role(scenario.pipeline, scenario.drafter, runner, time)
+        role = draft_role(scenario.pipeline, scenario.drafter, runner, time, adapts=scenario.adaptive)
         return Lane(self._clock, time, role, lambda record, sent: self._post(record, sent + delay))
 
     def _post(self, record: Any, arrives: float) -> None:

@@ -94,7 +94,7 @@ class Room:
         for _ in range(self.leisure.randrange(10)):
             if not self.draft.wants_work:
                 break
-            self.draft.work()
+            self.draft.work(self.leisure.randrange(4))  # any width may be chosen; 0 is the configured one
             self.draft.drafter.runner.pool.check()
         if self.leisure.random() < 0.7 and (outlook := self.draft.outlook(last=True)) is not None:
             assert not coordinator.on(outlook, next(clock))
