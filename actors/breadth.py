@@ -1,8 +1,8 @@
 """How many outcomes draft-ahead should continue at once: what wide passes reach against what they leave undone.
 
-A pass that continues more outcomes is likelier to hold the one that comes true, and slower, so that fewer tokens stand
-behind each when the verdict comes. What a row costs is measured: next to nothing where a device waits for memory, a good
-part of a pass on a CPU. Works on probabilities and seconds that others read; only speed depends on it.
+A pass that continues more outcomes is likelier to hold the one that comes true, and slower, so that fewer tokens
+stand behind each when the verdict comes. What a row costs is measured: next to nothing where a device waits for memory,
+a good part of a pass on a CPU. Works on probabilities and seconds that others read; only speed depends on it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ _KNOWN = 12.0
 _FIRST_WIDTH = 4
 _STIFFNESS = 0.5
 """Variance of rows at which their measured cost weighs as much as the belief that they are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of draft-ahead was: rows of its pass, 0 if there was none, and whether it read committed text exactly
+    again."""
+
+    num_rows: int = 0
+    glued: bool = False
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from actors.breadth import Breadth
+from actors.breadth import Breadth, Step
 from actors.messages import (
     HASH_SEED,
     Commit,
@@ -115,15 +115,6 @@ class Draft:
     def chosen(tree: TokenTree) -> Draft:
         """A tree whose tokens were chosen without randomness."""
         return Draft(tree, (Draw.ROOT, *[Draw.DETERMINISTIC] * tree.num_draft_tokens), (None,) * len(tree.parents))
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step of draft-ahead was: rows of its pass, 0 if there was none, and whether it read committed text exactly
-    again."""
-
-    num_rows: int = 0
-    glued: bool = False
 
 
 class Drafter(Protocol):

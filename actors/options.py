@@ -212,8 +212,8 @@ class ModelDrafterConfig(DrafterConfig):
     fan_out: int = 6
     """Asynchronous pipelines: likely next tokens remembered behind every node."""
     ahead_width: int = 8
-    """Asynchronous pipelines: nodes fed in one pass of draft-ahead. pipeline.adaptive=true: of each request, at most; how
-    many is chosen by what passes cost. false: always so many, over all requests."""
+    """Asynchronous pipelines: nodes fed in one pass of draft-ahead. pipeline.adaptive=true: of each request, at most;
+    how many is chosen by what passes cost. false: always so many, over all requests."""
     kv_slots: int = 0
     """As `target.kv_slots`."""
     dtype: str = "auto"
@@ -241,9 +241,10 @@ class PipelineConfig:
     ahead on one chain, branches prepares every likely outcome, tree grows one tree that each verdict re-roots,
     pingpong alternates between two halves of the batch."""
     adaptive: bool = True
-    """Choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and how many outcomes
-    are prepared for, at most `drafter.ahead_width` of each request; wait for a late draft only while that pays, and decode plainly while that measures faster; false: every draft is as long as the
-    drafter's setting and waited for, up to ten seconds, after which the drafter must hang."""
+    """Choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and how many
+    outcomes are prepared for, at most `drafter.ahead_width` of each request; wait for a late draft only while that pays,
+    and decode plainly while that measures faster. false: every draft is as long as the drafter's setting and waited
+    for, up to ten seconds, after which the drafter must hang."""
     min_draft_tokens: int = 0
     """Shortest draft that `adaptive` may choose; above 0 it waits for drafts and never falls back to plain
     decoding."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from actors.branches import AHEAD, AHEAD_WORTH, HypothesisTree, redraft
-from actors.breadth import Breadth
-from actors.drafter import Context, Draft, Step
+from actors.breadth import Breadth, Step
+from actors.drafter import Context, Draft
 from actors.drafters.model import ModelDrafter
 from actors.messages import Commit, Outlook, TokenTree
 from actors.options import ModelDrafterConfig, Strategy
@@ -188,7 +188,7 @@ class AheadDrafter(ModelDrafter):
         return uncached and not future.num_rows
 
     def _feed_again(self, futures: list[_Future], width: int) -> int:
-        """Calibrate: one exact pass over the tokens without rows and, behind them, over what the trees know; its rows."""
+        """Calibrate: an exact pass over tokens without rows and, behind them, what the trees know; returns its rows."""
         spans, token_ids, fed = [], [], []
         for future in futures:
             context, hypotheses = future.context, future.tree.nodes

@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from actors.breadth import Breadth
-from actors.drafter import Context, Draft, Step
+from actors.breadth import Breadth, Step
+from actors.drafter import Context, Draft
 from actors.drafters.account import Account
 from actors.drafters.beneath import Beneath
 from actors.drafters.lengths import FixedLengths, LengthControl
@@ -192,9 +192,8 @@ class CascadeDrafter:
             for stream, want in wanting:
                 stream.in_flight = stream in able and stream.num_drafted < want
             short = [(stream, want - stream.num_drafted) for stream, want in wanting if stream.in_flight]
-            if not short:
-                return Step()
-            self._ask(short)
+            if short:
+                self._ask(short)
         self._review(wait=False)
         return Step()
 
