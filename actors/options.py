@@ -242,7 +242,7 @@ class PipelineConfig:
     pingpong alternates between two halves of the batch."""
     adaptive: bool = True
     """Choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and how many
-    outcomes are prepared for, at most `drafter.ahead_width` of each request; wait for a late draft only while that pays,
+    outcomes are prepared for, at most `drafter.ahead_width` of each request; wait for a late draft only while it pays,
     and decode plainly while that measures faster. false: every draft is as long as the drafter's setting and waited
     for, up to ten seconds, after which the drafter must hang."""
     min_draft_tokens: int = 0
