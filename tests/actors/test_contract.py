@@ -65,7 +65,9 @@ def plain_tokens(request):
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(name, marks=[pytest.mark.slow] if "T=0.6" in name else []) for name in SAMPLINGS]
+)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_tokens, drafter, sampling, pipeline):
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])

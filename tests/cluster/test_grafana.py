@@ -132,6 +132,7 @@ def as_grafana_asks(expression: str) -> str:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_every_query_returns_data_and_counters_agree_with_the_report(
     prometheus, tiny_launch, half_agreeing_drafter, write_prompts, tmp_path
 ):

@@ -77,7 +77,11 @@ def weather(monkeypatch):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("pipeline", "drafter"), [*((name, "model") for name in PipelineName), (PipelineName.pingpong, "ngram")]
+    ("pipeline", "drafter"),
+    [
+        *((name, "model") for name in PipelineName),
+        pytest.param(PipelineName.pingpong, "ngram", marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_are_those_of_plain_decoding(open_engine, weather, pipeline, drafter):
     engine = open_engine(drafter, pipeline=PipelineConfig(pipeline, adaptive=False))
@@ -94,7 +98,8 @@ def test_tokens_are_those_of_plain_decoding(open_engine, weather, pipeline, draf
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("pipeline", [pytest.param(PipelineName.sync, marks=pytest.mark.slow), PipelineName.branches])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])
 def test_levels_of_a_cascade_find_back_to_each_other(open_engine, weather, half_agreeing_drafter, pipeline):
     """What a level and the one beneath it say to each other is lost and torn like anything else."""
     levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=length) for length in (2, 3, 4)]

@@ -133,7 +133,7 @@ def ask(driver) -> Ask:
     return driver.ask
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+@pytest.mark.parametrize("pipeline", [pytest.param("sync", marks=pytest.mark.slow), "branches"])
 def test_target_and_drafter_on_hosts_of_their_own(ask: Ask, hosts, drafter, expected, pipeline):
     said = ask(*drafter, f"pipeline={pipeline}", "placement.nodes={target:[n2],draft:[n1]}", "cluster.interface=eth0")
     assert said.get("error") is None and said["tokens"] == expected

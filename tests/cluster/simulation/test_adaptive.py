@@ -36,7 +36,7 @@ def scenario(pipeline, case, tokens_of_one=1000) -> Scenario:
     )
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches", "tree"])
+@pytest.mark.parametrize("pipeline", ["sync", "branches", pytest.param("tree", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
     """Probes, learning and all: within 7 % of a length that was tuned on the very same text of a few hundred rounds."""
