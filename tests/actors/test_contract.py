@@ -56,6 +56,7 @@ SAMPLINGS = {
     "T=0.6-processed": dict(temperature=0.6, **EVERY_PROCESSOR),
     "T=1-processed": dict(temperature=1.0, **EVERY_PROCESSOR),
 }
+USUAL = ("greedy", "T=1", "T=1-processed")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def plain_tokens(request):
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize(
-    "sampling", [pytest.param(name, marks=[pytest.mark.slow] if "T=0.6" in name else []) for name in SAMPLINGS]
+    "sampling", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.slow) for name in SAMPLINGS]
 )
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_tokens, drafter, sampling, pipeline):

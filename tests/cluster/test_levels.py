@@ -166,7 +166,7 @@ ON_LAYERS = f"[{{name: model, num_draft_tokens: 3, {LAYERS}}},{{name: model, num
     "overrides",
     [
         [THREE, "pipeline=branches", "sampling.temperature=0.8"],
-        [f"drafter.levels={ON_RANKS}", "target.tp=2", "pipeline=tree"],
+        pytest.param([f"drafter.levels={ON_RANKS}", "target.tp=2", "pipeline=tree"], marks=pytest.mark.slow),
         pytest.param([f"drafter.levels={ON_RANKS}", "pipeline=sync", "verify=rejection"], marks=pytest.mark.slow),
         pytest.param([f"drafter.levels={ON_LAYERS}", "pipeline=branches"], marks=pytest.mark.slow),
         pytest.param([f"drafter.levels={ON_LAYERS}", "target.tp=2", "pipeline=pearl"], marks=pytest.mark.slow),
