@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from actors.pipelines.estimates import Line
 
 _KNOWN = 12.0
-"""Passes that must have been seen; until then each request has"""
+"""Weight of passes that must have been seen before their cost decides."""
 _FIRST_WIDTH = 4
+"""Until then."""
 _STIFFNESS = 0.5
 """Variance of rows at which their measured cost weighs as much as the belief that they are free."""
 

@@ -178,8 +178,8 @@ class DraftSide:
     ) -> list[DraftBatch]:
         """Tell the drafter what happened and ask for what is missing, unless it is busy; `round_` is the least number.
 
-        Every sequence that only just came or is caught up with is ordered nothing: its text is read meanwhile, where
-        waiting is weighed not in one batch with drafts.
+        Every sequence that only just came or is caught up with is ordered nothing: its text is read meanwhile. Where
+        waiting is weighed, texts and drafts are never asked for in one batch.
         """
         if self._drafting is not None:
             return []

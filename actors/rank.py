@@ -23,8 +23,6 @@ from parallel.mesh import Group, PeerLost
 
 PATIENCE_S = 0.5
 """How long a rank listens before it looks whether anybody still wants it."""
-
-
 _ARRIVED = -1
 """In place of the width of a step: a record has come, and there is none."""
 

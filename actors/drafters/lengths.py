@@ -111,9 +111,7 @@ class LengthControl(Lengths):
     _left_at: float | None = None
     _num_left: float = 0.0
     _num_orders: int = 0
-    _prefixes: Mapping[int, int] = field(
-        default_factory=dict
-    )  # request -> tokens that were committed at the last order
+    _prefixes: Mapping[int, int] = field(default_factory=dict)  # request -> tokens committed at the last order
     _guesses: defaultdict[int, list[tuple[int, int, TokenTree]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from itertools import pairwise
 from typing import Protocol
 
 
@@ -53,23 +53,11 @@ def measured_cost(work: Work, num_draft_tokens: int, *, is_first: bool, drafts_a
 
 def draft_s(levels: Sequence[LevelCost], num_draft_tokens: int) -> float:
     """Expected seconds that a cascade, the cheapest level first, takes for a draft of so many tokens."""
-
-    @cache
-    def seconds(level: int, length: int) -> float:
-        if length == 0:
-            return 0.0
-        this = levels[level]
-        if level == 0:
-            return this.pass_s * (1 if this.drafts_at_once else length)
-        below = levels[level - 1]
-        asked = min(below.num_draft_tokens, length - 1)
-        total = this.pass_s + seconds(level - 1, asked)
-        for accepted in range(asked + 1):
-            chance = below.acceptance**accepted * (1 - below.acceptance if accepted < asked else 1)
-            total += chance * seconds(level, length - accepted - 1)
-        return total
-
-    return seconds(len(levels) - 1, num_draft_tokens)
+    first = levels[0]
+    seconds = _alone(first.pass_s, num_draft_tokens, at_once=first.drafts_at_once)
+    for below, this in pairwise(levels):
+        seconds = _reviewing(this.pass_s, below.acceptance, below.num_draft_tokens, seconds, num_draft_tokens)
+    return seconds[num_draft_tokens]
 
 
 def tokens_per_s(levels: Sequence[LevelCost], verify_s: float) -> float:
@@ -118,9 +106,8 @@ def best_lengths(costs: CascadeCosts, verify_s: Callable[[int], float], bounds: 
 
 def _drafting(costs: CascadeCosts, level: int, bounds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
     """Every way to draft up to a level: lengths of those beneath, and seconds for 0, 1, 2, ... tokens of its own."""
-    alone = costs.pass_s[level, False]
     at_once = level == 0 and costs.drafts_at_once
-    yield (0,) * level, [alone * (min(length, 1) if at_once else length) for length in range(bounds[level] + 1)]
+    yield (0,) * level, _alone(costs.pass_s[level, False], bounds[level], at_once=at_once)
     for below in range(level):
         rate = costs.acceptance.get((below, level), UNSEEN)
         for lengths, seconds in _drafting(costs, below, bounds):
@@ -128,6 +115,11 @@ def _drafting(costs: CascadeCosts, level: int, bounds: Sequence[int]) -> Iterato
                 if handed > max(lengths, default=0):
                     drafting = _reviewing(costs.pass_s[level, True], rate, handed, seconds, bounds[level])
                     yield (*lengths, handed, *[0] * (level - below - 1)), drafting
+
+
+def _alone(pass_s: float, longest: int, *, at_once: bool) -> list[float]:
+    """Seconds for drafts of 0 to `longest` tokens by a level that nobody drafts for."""
+    return [pass_s * (min(length, 1) if at_once else length) for length in range(longest + 1)]
 
 
 def _reviewing(pass_s: float, rate: float, handed: int, below_s: Sequence[float], longest: int) -> list[float]:
