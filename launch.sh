@@ -99,7 +99,7 @@ if [[ ${1:-} == --test ]]; then
 elif is_slurm_job "$@"; then
     setup
     export PATH=$venv/bin:$PATH  # for `ray`
-    exec "${command[@]}" cluster.slurm_job "$@"  # which gets Slurm's signals in place of this shell
+    exec "${command[@]}" cluster.slurm.job "$@"  # which gets Slurm's signals in place of this shell
 elif [[ " $* " == *" --dry-run "* ]]; then
     for word in "$@"; do
         [[ $word == --dry-run ]] || overrides+=("$word")

@@ -2,7 +2,7 @@
 
 One frozen record per choice, a docstring under each field; the defaults here are the defaults of the command line.
 Standard library only. It must not know Hydra, devices, files or how a choice is carried out; what may be combined
-with what is checked in `cluster/config.py`.
+with what is checked in `cluster/config/schema.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from actors.messages import SamplingParams
+from actors.protocol.messages import SamplingParams
 
 
 class Parallel(StrEnum):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
-from actors.messages import Request, RequestStats, Tokens
-from cluster.text import TextStream
+from actors.protocol.messages import Request, RequestStats, Tokens
+from cluster.io.text import TextStream
 
 
 class EngineError(RuntimeError):

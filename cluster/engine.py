@@ -20,20 +20,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.conductor import CLIENT
-from actors.levels import checkpoints
-from actors.lifecycle import Alive, Hello, Ready, Silent, Stop, identity_of
-from actors.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
-from actors.wire import Link
-from cluster.backends import make_backend
-from cluster.backends.orders import coordinator_spec
+from actors.coordinator.service import CLIENT
+from actors.protocol.membership import Alive, Hello, Ready, Silent, Stop, identity_of
+from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
+from actors.topology import checkpoints
+from actors.transport.channel import Link
 from cluster.completion import Completion, EngineError
-from cluster.config import LaunchConfig, load_config
-from cluster.memory import describe_layout, footprints
-from cluster.placement import RankPlacement
-from cluster.startup import StartUp
-from cluster.supervisor import Supervisor
-from cluster.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
+from cluster.config.schema import LaunchConfig, load_config
+from cluster.io.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
+from cluster.observability.startup_time import StartUp
+from cluster.placement.memory import describe_layout, footprints
+from cluster.placement.ranks import RankPlacement
+from cluster.runtime.backend import make_backend
+from cluster.runtime.specs import coordinator_spec
+from cluster.runtime.supervisor import Supervisor
 
 __all__ = ["Completion", "Engine", "EngineError"]
 

@@ -20,11 +20,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from actors import openmp
-from actors.logs import dump_stacks_on_signal
-from cluster.config import LaunchConfig, register, typed_config
-from cluster.errors import describe
-from cluster.training.config import TrainConfig
+from actors.worker import openmp
+from actors.worker.logs import dump_stacks_on_signal
+from cluster.config.errors import describe
+from cluster.config.schema import LaunchConfig, register, typed_config
+from cluster.tools.training.config import TrainConfig
 
 SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 FULL_ERROR = "HYDRA_FULL_ERROR"

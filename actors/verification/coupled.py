@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.messages import TokenTree
+from actors.protocol.messages import TokenTree
 
 
 def verify_coupled(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:

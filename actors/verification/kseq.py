@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.messages import SparseLaw, TokenTree
-from actors.verification.coins import Coins
-from actors.verification.laws import NO_MASS, ChildLaw, TargetRow, child_laws
+from actors.protocol.messages import SparseLaw, TokenTree
+from actors.verification.distributions import NO_MASS, ChildLaw, TargetRow, child_laws
+from actors.verification.random_source import Coins
 
 
 def discount(target: np.ndarray, law: ChildLaw, num_draws: int) -> tuple[float, float]:

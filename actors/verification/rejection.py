@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.messages import SparseLaw, TokenTree
-from actors.verification.coins import Coins
-from actors.verification.laws import Residual, TargetRow, child_laws
+from actors.protocol.messages import SparseLaw, TokenTree
+from actors.verification.distributions import Residual, TargetRow, child_laws
+from actors.verification.random_source import Coins
 
 
 def verify_rejection(

@@ -2,16 +2,16 @@
 
 Traversal Verification (arXiv 2505.12398) with each child's own conditional law. On a chain it is block verification
 (2403.10444), on a tree of one level recursive rejection. It conditions on everything it saw, so that draft and
-acceptance noise must never be used twice (see `actors.noise.Stream`), and subtrees must not share draws.
+acceptance noise must never be used twice (see `actors.sampling.noise.Stream`), and subtrees must not share draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from actors.messages import SparseLaw, TokenTree
-from actors.verification.coins import Coins
-from actors.verification.laws import NO_MASS, ChildLaw, Residual, TargetRow, child_laws
+from actors.protocol.messages import SparseLaw, TokenTree
+from actors.verification.distributions import NO_MASS, ChildLaw, Residual, TargetRow, child_laws
+from actors.verification.random_source import Coins
 
 
 def verify_traversal(

@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.bench.drafters import choices, drafter_table, write_markdown
-from cluster.bench.engines import EnginePool
-from cluster.bench.figures import BASELINES, summarise
-from cluster.bench.machine import machine
-from cluster.bench.peers import Peer, check_peers
-from cluster.bench.plan import expand, names
-from cluster.bench.plots import draw_acceptance, draw_drafters, draw_speed
-from cluster.bench.prediction import drafting_figures
-from cluster.bench.tables import Entry, category_table, peer_table, round_table, speed_table, write_csv
-from cluster.bench.trials import Outcome, Trials
-from cluster.config import BenchConfig, LaunchConfig, workload_prompts
-from cluster.console import Terminal
-from cluster.prompts import read_prompts
-from cluster.report import layout, notes, versions, write_json
+from cluster.config.schema import BenchConfig, LaunchConfig, workload_prompts
+from cluster.io.console import Terminal
+from cluster.io.prompts import read_prompts
+from cluster.observability.report import layout, notes, versions, write_json
+from cluster.tools.bench.drafters import choices, drafter_table, write_markdown
+from cluster.tools.bench.engines import EnginePool
+from cluster.tools.bench.figures import BASELINES, summarise
+from cluster.tools.bench.machine import machine
+from cluster.tools.bench.peers import Peer, check_peers
+from cluster.tools.bench.plan import expand, names
+from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
+from cluster.tools.bench.prediction import drafting_figures
+from cluster.tools.bench.tables import Entry, category_table, peer_table, round_table, speed_table, write_csv
+from cluster.tools.bench.trials import Outcome, Trials
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:

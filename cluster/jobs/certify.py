@@ -10,11 +10,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from actors.levels import CascadeDrafterConfig
-from actors.messages import SamplingParams
 from actors.options import DrafterConfig, SamplingConfig, VerifyRule
-from actors.sampling import is_greedy
-from cluster.certify.checks import (
+from actors.protocol.messages import SamplingParams
+from actors.sampling.logits import is_greedy
+from actors.topology import CascadeDrafterConfig
+from cluster.config.draft_scheme import draws_of, first_draw
+from cluster.config.schema import CertifyConfig, LaunchConfig
+from cluster.engine import Engine
+from cluster.io.console import Bar, Terminal
+from cluster.io.prompts import Prompt, read_prompts
+from cluster.io.text import load_tokenizer, read_eos_token_ids
+from cluster.observability.report import versions, write_json
+from cluster.tools.certify.checks import (
     Check,
     check_identity,
     check_law,
@@ -24,20 +31,13 @@ from cluster.certify.checks import (
     remarks,
     scheme_of,
 )
-from cluster.certify.draws import CHUNK
-from cluster.certify.exact import check_exactness
-from cluster.certify.identity import Output, complete, settings
-from cluster.certify.levels import check_levels
-from cluster.certify.reader import Reader
-from cluster.certify.rounding import Scorer, fit_ranks
-from cluster.certify.summary import check_rows, page, verdict
-from cluster.config import CertifyConfig, LaunchConfig
-from cluster.console import Bar, Terminal
-from cluster.drawing import draws_of, first_draw
-from cluster.engine import Engine
-from cluster.prompts import Prompt, read_prompts
-from cluster.report import versions, write_json
-from cluster.text import load_tokenizer, read_eos_token_ids
+from cluster.tools.certify.draws import CHUNK
+from cluster.tools.certify.exact import check_exactness
+from cluster.tools.certify.identity import Output, complete, settings
+from cluster.tools.certify.levels import check_levels
+from cluster.tools.certify.reader import Reader
+from cluster.tools.certify.rounding import Scorer, fit_ranks
+from cluster.tools.certify.summary import check_rows, page, verdict
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:

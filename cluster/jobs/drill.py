@@ -10,12 +10,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from cluster.config import DrillConfig, LaunchConfig
-from cluster.console import Terminal, figure
-from cluster.drilling.drill import Drill, Fault, Load, plan_faults
+from cluster.config.schema import DrillConfig, LaunchConfig
 from cluster.engine import Engine
-from cluster.prompts import read_prompts
-from cluster.report import circumstances, write_json
+from cluster.io.console import Terminal, figure
+from cluster.io.prompts import read_prompts
+from cluster.observability.report import circumstances, write_json
+from cluster.tools.chaos.drill import Drill, Fault, Load, plan_faults
 
 TIMES = ("noticed_s", "replaced_s", "stalled_s")
 

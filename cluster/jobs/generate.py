@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from actors.messages import SamplingParams
-from cluster import timeline
-from cluster.config import GenerateConfig, LaunchConfig
-from cluster.console import Terminal, figure, percent
+from actors.protocol.messages import SamplingParams
+from cluster.config.schema import GenerateConfig, LaunchConfig
 from cluster.engine import Engine, EngineError
-from cluster.prompts import Prompt, read_prompts
-from cluster.report import circumstances, figures, mean_draft_length, request_metrics, write_json
-from cluster.resume import take_up
-from cluster.workload import Run, Served, serve_prompts
+from cluster.io.console import Terminal, figure, percent
+from cluster.io.prompts import Prompt, read_prompts
+from cluster.io.resume import take_up
+from cluster.jobs.run_prompts import Run, Served, serve_prompts
+from cluster.observability import timeline
+from cluster.observability.report import circumstances, figures, mean_draft_length, request_metrics, write_json
 
 REPORT_EVERY_S = 5.0
 WARMUP_TOKENS = 16

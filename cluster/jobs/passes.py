@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from cluster.bench.machine import machine
-from cluster.config import LaunchConfig
-from cluster.console import Terminal, figure, percent
-from cluster.planning.config import PassesConfig
-from cluster.planning.passes import PassTime, Sharing, measure_passes
-from cluster.report import versions, write_json
-from parallel.config import DecoderConfig
-from parallel.sizing import choose_dtype
+from cluster.config.schema import LaunchConfig
+from cluster.io.console import Terminal, figure, percent
+from cluster.observability.report import versions, write_json
+from cluster.tools.bench.machine import machine
+from cluster.tools.planning.config import PassesConfig
+from cluster.tools.planning.passes import PassTime, Sharing, measure_passes
+from parallel.model.config import DecoderConfig
+from parallel.runtime.kv_sizing import choose_dtype
 
 _COMMON = {
     "architectures": ["LlamaForCausalLM"],

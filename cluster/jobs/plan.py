@@ -8,18 +8,29 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from cluster.bench.machine import machine
-from cluster.config import LaunchConfig
-from cluster.console import Terminal, figure
-from cluster.planning.config import PlanConfig
-from cluster.planning.costs import Costs, read_costs, write_costs
-from cluster.planning.fidelity import POLICIES, compare, input_similarity
-from cluster.planning.layouts import Layout, described_layouts, local_layouts, simplest
-from cluster.planning.measuring import Measurer, cores_of, derive_costs, find_devices, measure_all, parts_of, uses_gpus
-from cluster.planning.plots import draw_fidelity, draw_plan
-from cluster.planning.prediction import Cores, Prediction, Workload, predict_all
-from cluster.planning.recording import record
-from cluster.planning.tables import (
+from cluster.config.schema import LaunchConfig
+from cluster.io.console import Terminal, figure
+from cluster.io.prompts import read_prompts
+from cluster.io.text import read_eos_token_ids
+from cluster.observability.report import notes, versions, write_json
+from cluster.tools.bench.machine import machine
+from cluster.tools.planning.config import PlanConfig
+from cluster.tools.planning.costs import Costs, read_costs, write_costs
+from cluster.tools.planning.fidelity import POLICIES, compare, input_similarity
+from cluster.tools.planning.layouts import Layout, described_layouts, local_layouts, simplest
+from cluster.tools.planning.measuring import (
+    Measurer,
+    cores_of,
+    derive_costs,
+    find_devices,
+    measure_all,
+    parts_of,
+    uses_gpus,
+)
+from cluster.tools.planning.plots import draw_fidelity, draw_plan
+from cluster.tools.planning.prediction import Cores, Prediction, Workload, predict_all
+from cluster.tools.planning.recording import record
+from cluster.tools.planning.tables import (
     Entry,
     fidelity_table,
     parts_table,
@@ -28,10 +39,7 @@ from cluster.planning.tables import (
     write_csv,
     write_fidelity,
 )
-from cluster.planning.trials import probe, try_out, worth_trying
-from cluster.prompts import read_prompts
-from cluster.report import notes, versions, write_json
-from cluster.text import read_eos_token_ids
+from cluster.tools.planning.trials import probe, try_out, worth_trying
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from cluster.console import Terminal, figure
-from cluster.training import report, stages
-from cluster.training.config import STAGES, TrainConfig
-from cluster.training.corpus import load_corpus
+from cluster.io.console import Terminal, figure
+from cluster.tools.training import report, stages
+from cluster.tools.training.config import STAGES, TrainConfig
+from cluster.tools.training.corpus import load_corpus
 
 
 def run(config: TrainConfig, run_dir: Path) -> dict[str, Any]:

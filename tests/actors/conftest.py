@@ -10,25 +10,25 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from actors.branches import AHEAD
-from actors.coordinator import Coordinator
-from actors.drafter import DraftRole
-from actors.drafters import build_drafter
-from actors.drafters.ahead import AheadDrafter
-from actors.drafters.loading import open_draft_model
-from actors.drafters.model import ModelDrafter
-from actors.drafters.ngram import NgramDrafter
-from actors.drafters.suffix import SuffixDrafter
-from actors.levels import CascadeDrafterConfig
-from actors.messages import DraftBatch, Request, SamplingParams, VerifyBatch
+from actors.coordinator.scheduler import Capacity, Scheduler
+from actors.coordinator.state_machine import Coordinator
+from actors.drafters.draft_ahead.drafter import AheadDrafter
+from actors.drafters.lookup.ngram import NgramDrafter
+from actors.drafters.lookup.suffix import SuffixDrafter
+from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.model.loading import open_draft_model
+from actors.drafters.registry import build_drafter
 from actors.options import NgramDrafterConfig, Parallel, SchedulerConfig, SuffixDrafterConfig, VerifyConfig
-from actors.pipelines import PIPELINES
-from actors.scheduler import Capacity, Scheduler
-from actors.target import TargetRole
-from actors.wire import Hub, Link
-from parallel.mesh import SINGLE
-from parallel.runner import open_model
-from tests.actors.conductor_stage import Stage
+from actors.policy.pipelines import PIPELINES
+from actors.protocol.draft_tree import AHEAD
+from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch
+from actors.roles.draft import DraftRole
+from actors.roles.target import TargetRole
+from actors.topology import CascadeDrafterConfig
+from actors.transport.channel import Hub, Link
+from parallel.comm.group import SINGLE
+from parallel.runtime.runner import open_model
+from tests.actors.service_harness import Stage
 
 EOS = 1
 VOCAB_SIZE = 97

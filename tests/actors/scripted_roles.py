@@ -10,9 +10,12 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from actors.coordinator import Coordinator
-from actors.lifecycle import RoleBack, RoleLost
-from actors.messages import (
+from actors.coordinator.scheduler import Capacity, Scheduler
+from actors.coordinator.state_machine import Coordinator
+from actors.options import SchedulerConfig
+from actors.policy.pipelines import PIPELINES
+from actors.protocol.membership import RoleBack, RoleLost
+from actors.protocol.messages import (
     HASH_SEED,
     DraftBatch,
     Outlook,
@@ -26,9 +29,6 @@ from actors.messages import (
     VerifyBatch,
     extend_hash,
 )
-from actors.options import SchedulerConfig
-from actors.pipelines import PIPELINES
-from actors.scheduler import Capacity, Scheduler
 from tests.actors.small_language import EOS, MAX_MODEL_LEN, next_word
 
 

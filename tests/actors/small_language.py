@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from actors.messages import HASH_SEED, Request, SamplingParams, extend_hash
+from actors.protocol.messages import HASH_SEED, Request, SamplingParams, extend_hash
 
 EOS = 1
 MAX_MODEL_LEN = 40

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from actors.drafter import Draft
-from actors.messages import TokenTree
 from actors.options import NgramDrafterConfig
-from actors.pipelines import PIPELINES
+from actors.policy.pipelines import PIPELINES
+from actors.protocol.messages import TokenTree
+from actors.roles.draft import Draft
 
 VOCAB_SIZE = 97
 

@@ -11,9 +11,6 @@ import random
 import pytest
 import torch
 
-from actors.branches import AHEAD
-from actors.drafter import Draft
-from actors.messages import SamplingParams, TokenTree
 from actors.options import (
     ModelDrafterConfig,
     NgramDrafterConfig,
@@ -22,9 +19,12 @@ from actors.options import (
     Strategy,
     SuffixDrafterConfig,
 )
-from actors.pipelines import PIPELINES
-from actors.pipelines.guard import Mode
-from tests.actors.moods import MoodyControl
+from actors.policy.pipelines import PIPELINES
+from actors.policy.speculation_switch import Mode
+from actors.protocol.draft_tree import AHEAD
+from actors.protocol.messages import SamplingParams, TokenTree
+from actors.roles.draft import Draft
+from tests.actors.scripted_policy import MoodyControl
 
 MAX_ROWS = 256
 VOCAB_SIZE = 97
@@ -207,7 +207,7 @@ def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, ru
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, models, drafter):
     """After any round, the rows the target keeps are those of reading the committed text from scratch."""
-    from parallel.runner import Span, open_model
+    from parallel.runtime.runner import Span, open_model
 
     checked = 0
 

@@ -12,8 +12,8 @@ import json
 import selectors
 import sys
 
-from actors.params import SamplingParams
-from cluster.config import load_config
+from actors.protocol.sampling_params import SamplingParams
+from cluster.config.schema import load_config
 from cluster.engine import Engine, EngineError
 
 PROMPTS = ["def median(values):", "class Stack:"]

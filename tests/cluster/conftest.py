@@ -21,7 +21,14 @@ from actors.options import (
     TargetConfig,
     VerifyConfig,
 )
-from cluster.config import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig, PlacementName
+from cluster.config.schema import (
+    ClusterConfig,
+    ClusterName,
+    GenerateConfig,
+    LaunchConfig,
+    PlacementConfig,
+    PlacementName,
+)
 from cluster.engine import Engine
 
 

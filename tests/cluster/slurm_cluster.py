@@ -99,9 +99,7 @@ def slurm(directory: Path, environment: Mapping[str, str]) -> Iterator[Slurm]:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=1000 Gres=gpu:1" for host in hosts]
-        conf.write_text(
-            CONFIGURATION.format(switch=switch.address, directory=directory, nodes="\n".join([*nodes, ""]))
-        )
+        conf.write_text(CONFIGURATION.format(switch=switch.address, directory=directory, nodes="\n".join([*nodes, ""])))
         gpu = directory / "gpu"  # Slurm looks whether it is there
         os.mknod(gpu, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
         (directory / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={gpu}\n")

@@ -16,8 +16,8 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from cluster import launch
-from cluster.config import CHOICES, LaunchConfig, load_config
-from cluster.training.config import TrainConfig
+from cluster.config.schema import CHOICES, LaunchConfig, load_config
+from cluster.tools.training.config import TrainConfig
 
 ROOT = Path(launch.__file__).parents[1]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.mesh import Group
-from parallel.rendezvous import connect_store, host_store, join
+from parallel.comm.group import Group
+from parallel.comm.rendezvous import connect_store, host_store, join
 
 SHAPE = {
     "vocab_size": 97,

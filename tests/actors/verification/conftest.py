@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.verification.enumeration import Law
+from cluster.tools.certify.rule_enumeration import Law
 
 
 def random_law(vocab_size: int, seed: int, style: str = "dense") -> Law:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import Draw, SamplingParams, TokenTree
-from actors.sampling import NodeRows, choose_batch, process_logits, top_children
+from actors.protocol.messages import Draw, SamplingParams, TokenTree
+from actors.sampling.logits import NodeRows, choose_batch, process_logits, top_children
 from actors.verification.coupled import verify_coupled
-from actors.verification.enumeration import Emission, enumerate_drafts, total_variation
+from cluster.tools.certify.rule_enumeration import Emission, enumerate_drafts, total_variation
 
 VOCAB = 16
 EOS = (0,)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.messages import Draw, SparseLaw, TokenTree
-from actors.verification import ALLOWED, RULES, check_scheme
-from actors.verification.enumeration import Draft, emission, enumerate_drafts, total_variation
+from actors.protocol.messages import Draw, SparseLaw, TokenTree
+from actors.verification.rules import ALLOWED, RULES, check_scheme
+from cluster.tools.certify.rule_enumeration import Draft, emission, enumerate_drafts, total_variation
 
 ROOT, DET, COUPLED, IID, WOR = Draw.ROOT, Draw.DETERMINISTIC, Draw.COUPLED, Draw.IID, Draw.WITHOUT_REPLACEMENT
 EXACT = 1e-12

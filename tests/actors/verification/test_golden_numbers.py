@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.messages import Draw
-from actors.verification import RULES
-from actors.verification.enumeration import emission, enumerate_drafts, total_variation
+from actors.protocol.messages import Draw
+from actors.verification.distributions import ChildLaw
 from actors.verification.kseq import discount
-from actors.verification.laws import ChildLaw
+from actors.verification.rules import RULES
+from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
 
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
 IID, WOR = Draw.IID, Draw.WITHOUT_REPLACEMENT

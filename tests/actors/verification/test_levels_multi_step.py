@@ -13,16 +13,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.drafter import Context, Draft, DraftRole, IdleDrafter
-from actors.drafters.beneath import Beneath, LocalLevel
-from actors.drafters.cascade import CascadeDrafter
-from actors.drafters.enumeration import ToyRunner
-from actors.drafters.lengths import FixedLengths
-from actors.ledger import Ledger
-from actors.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
-from actors.sequence import Sequence
-from actors.verification import RULES
-from actors.verification.coins import Coins, HashCoins
+from actors.coordinator.outbox import Ledger
+from actors.coordinator.sequence import Sequence
+from actors.drafters.cascade.child import Beneath, LocalLevel
+from actors.drafters.cascade.draft_lengths import FixedLengths
+from actors.drafters.cascade.level import CascadeDrafter
+from actors.protocol.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
+from actors.roles.draft import Context, Draft, DraftRole, IdleDrafter
+from actors.verification.random_source import Coins, HashCoins
+from actors.verification.rules import RULES
+from cluster.tools.certify.cascade_enumeration import ToyRunner
 
 VOCAB, LENGTH, COUNT = 2, 4, 400
 TARGET, LEVEL = np.array([0.5, 0.5]), np.array([0.4, 0.6])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.draws import draw_iid, draw_without_replacement
-from actors.messages import Draw, SamplingParams, TokenTree
-from actors.verification import RULES
-from actors.verification.coins import HashCoins
+from actors.protocol.messages import Draw, SamplingParams, TokenTree
+from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
+from actors.verification.random_source import HashCoins
+from actors.verification.rules import RULES
 
 LENGTH = 4
 IID, WOR = Draw.IID, Draw.WITHOUT_REPLACEMENT

@@ -13,10 +13,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.messages import Draw, SparseLaw, TokenTree
-from actors.verification import RULES, kseq, rejection
-from actors.verification.enumeration import Draft, emission, enumerate_drafts, total_variation
-from actors.verification.laws import ChildLaw, child_laws
+from actors.protocol.messages import Draw, SparseLaw, TokenTree
+from actors.verification.distributions import ChildLaw, child_laws
+from actors.verification.rules import RULES
+from actors.verification import kseq, rejection
+from cluster.tools.certify.rule_enumeration import Draft, emission, enumerate_drafts, total_variation
 
 VOCAB, LENGTH = 4, 3
 DET, IID, WOR = Draw.DETERMINISTIC, Draw.IID, Draw.WITHOUT_REPLACEMENT

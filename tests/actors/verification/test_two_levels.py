@@ -11,12 +11,22 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from actors.drafter import Context
-from actors.drafter import Draft as Guess
-from actors.drafters.enumeration import PROMPT, VOCAB, Sampler, Tape, distance, every_run, guesses, level
-from actors.messages import Commit, SamplingParams, SparseLaw, TokenTree
-from actors.verification import RULES, rejection
-from actors.verification.laws import Residual
+from actors.protocol.messages import Commit, SamplingParams, SparseLaw, TokenTree
+from actors.roles.draft import Context
+from actors.roles.draft import Draft as Guess
+from actors.verification.distributions import Residual
+from actors.verification.rules import RULES
+from actors.verification import rejection
+from cluster.tools.certify.cascade_enumeration import (
+    PROMPT,
+    VOCAB,
+    Sampler,
+    Tape,
+    distance,
+    every_run,
+    guesses,
+    level,
+)
 
 EXACT = 1e-12
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench import plan, trials
-from cluster.config import BenchConfig
+from cluster.config.schema import BenchConfig
 from cluster.jobs import bench
-from cluster.report import FIGURES
+from cluster.observability.report import FIGURES
+from cluster.tools.bench import plan, trials
 
 FILES = {"report.json", "bench.csv", "bench.md", "bench.png", "acceptance.png", "drafters.png"}
 

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-import actors.verifier
-from actors.levels import CascadeDrafterConfig
+import actors.verification.verifier
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, SamplingConfig, Strategy, VerifyConfig, VerifyRule
-from actors.verification import RULES
-from cluster.certify import rounding
-from cluster.config import CertifyConfig, load_config
+from actors.topology import CascadeDrafterConfig
+from actors.verification.rules import RULES
+from cluster.config.schema import CertifyConfig, load_config
 from cluster.jobs import certify
+from cluster.tools.certify import rounding
 
 LEVELS = "exact enumeration of levels"
 LAW, IDENTITY, EXACT, ROUNDING = (
@@ -138,7 +138,7 @@ def test_a_rejection_rule_that_corrects_from_the_target_fails_by_its_law(run_cer
 
 def test_the_counted_draws_find_a_broken_rule_by_themselves(run_certify, monkeypatch):
     """The enumeration looks at another function than the engine calls: only the samples can tell."""
-    monkeypatch.setattr(actors.verifier, "RULES", RULES | {"rejection": correct_from_the_target})
+    monkeypatch.setattr(actors.verification.verifier, "RULES", RULES | {"rejection": correct_from_the_target})
     certificate, _ = run_certify("rejection")
     assert failed(certificate) == {LAW}
 
@@ -151,15 +151,15 @@ def test_a_coupled_rule_that_accepts_always_fails(run_certify, monkeypatch):
             path.append(node)
         return tuple(path), choices[node]
 
-    monkeypatch.setattr(actors.verifier, "verify_coupled", accepts_the_first_child)
-    monkeypatch.setattr("actors.verification.coupled.verify_coupled", accepts_the_first_child)
+    monkeypatch.setattr(actors.verification.verifier, "verify_coupled", accepts_the_first_child)
+    monkeypatch.setattr("actors.verification.rules.coupled.verify_coupled", accepts_the_first_child)
     certificate, error = run_certify()
     assert failed(certificate) == {IDENTITY, EXACT, LAW} and error is not None
 
 
 def test_logits_that_move_too_much_fail(run_certify, monkeypatch):
     monkeypatch.setattr(rounding, "EXPLAINED", dict.fromkeys(rounding.EXPLAINED, 0.0))
-    monkeypatch.setattr("cluster.certify.checks.EXPLAINED", rounding.EXPLAINED)
+    monkeypatch.setattr("cluster.tools.certify.checks.EXPLAINED", rounding.EXPLAINED)
     monkeypatch.setattr(rounding.Scorer, "movement", lambda self, outputs: rounding.Movement(10, 1e-9, 0))
     certificate, _ = run_certify(temperatures=[0.0])
     assert failed(certificate) == {ROUNDING}
@@ -167,12 +167,12 @@ def test_logits_that_move_too_much_fail(run_certify, monkeypatch):
 
 def test_a_divergence_that_begins_at_a_tie_is_excused_and_shown(run_certify, monkeypatch):
     """As in bfloat16: the second best token is within rounding of the best."""
-    right = actors.verifier.verify_coupled
+    right = actors.verification.verifier.verify_coupled
 
     def slips_once(tree, choices):
         return right(tree, [token ^ 1 for token in choices] if tree.num_draft_tokens else choices)
 
-    monkeypatch.setattr(actors.verifier, "verify_coupled", slips_once)
+    monkeypatch.setattr(actors.verification.verifier, "verify_coupled", slips_once)
     monkeypatch.setattr(rounding.Scorer, "gaps", lambda self, output: [1e-9] * len(output.plain))
     certificate, error = run_certify(temperatures=[0.0])
     identity = check(certificate, IDENTITY)

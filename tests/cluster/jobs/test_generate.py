@@ -9,10 +9,10 @@ import pytest
 
 from actors.options import NoDrafterConfig
 from cluster.completion import EngineError
-from cluster.config import GenerateConfig
+from cluster.config.schema import GenerateConfig
+from cluster.io.text import load_tokenizer
 from cluster.jobs import generate
-from cluster.report import REPORT_FIELDS, write_json
-from cluster.text import load_tokenizer
+from cluster.observability.report import REPORT_FIELDS, write_json
 
 FILES = {"completions.jsonl", "report.json", "timeline.json", "timeline.png", "logs"}
 

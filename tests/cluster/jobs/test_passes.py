@@ -7,9 +7,9 @@ import json
 import pytest
 
 from cluster.jobs import passes
-from cluster.planning.config import PassesConfig
-from parallel.config import DecoderConfig
-from parallel.footprint import weight_bytes
+from cluster.tools.planning.config import PassesConfig
+from parallel.model.config import DecoderConfig
+from parallel.runtime.model_bytes import weight_bytes
 
 EXACT = ["single", "tensor x2", "layer x2, 2 side by side, replicated MLPs", "layer x2, 2 side by side, tensor MLPs"]
 

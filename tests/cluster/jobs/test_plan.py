@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import PlanConfig
+from cluster.config.schema import PlanConfig
 from cluster.jobs import plan
-from cluster.planning.costs import read_costs
+from cluster.tools.planning.costs import read_costs
 
 ROOT = Path(__file__).parents[3]
 FILES = {"plan.json", "plan.csv", "plan.png", "costs.yaml"}

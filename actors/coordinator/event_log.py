@@ -1,0 +1,124 @@
+"""The coordinator's log: who came, what was asked, how it ended, and every few seconds how speculation goes.
+
+Hears and sees records, changes nothing. Off the path of a round: of its records only the type is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from actors.coordinator.scheduler import Load
+from actors.coordinator.stats import Tally
+from actors.protocol.membership import RankLost, Ready, Stop
+from actors.protocol.messages import Abort, ReportOrder, Request, Tokens
+from actors.worker.logs import logger_of, tell
+
+PROGRESS_S = 5.0
+"""Between two lines about how it goes, while there is work."""
+
+_LEAST_S = 0.5
+"""The rest of a window that is still worth a line."""
+
+_COUNTED = (
+    "num_tokens",
+    "num_spec_steps",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_branch_hits",
+    "num_branch_lookups",
+    "active_s",
+    "draft_busy_s",
+    "target_busy_s",
+    "num_spec_rounds",
+    "spec_round_s",
+    "spec_round_overhead_s",
+    "num_preemptions",
+    "num_stale",
+)
+
+
+class Chronicle:
+    """Writes under `specdec.coordinator`."""
+
+    def __init__(self) -> None:
+        self._logger = logger_of("coordinator")
+        self._shown: tuple[Tally, Load] | None = None
+        self._seen = dict.fromkeys(_COUNTED, 0.0)
+
+    def received(self, record: object) -> None:
+        match record:
+            case Request():
+                tell(
+                    self._logger,
+                    "request",
+                    request=record.request_id,
+                    prompt_tokens=len(record.prompt),
+                    max_tokens=record.sampling.max_tokens,
+                    temperature=record.sampling.temperature,
+                    speculate=record.speculate,
+                )
+            case Abort():
+                tell(self._logger, "abort", request=record.request_id)
+            case ReportOrder() if record.reset:
+                self._tell_progress(_LEAST_S)
+                if record.phase:
+                    tell(self._logger, "window", phase=record.phase)
+            case Ready():
+                tell(self._logger, "joined", role=record.role, rank=record.rank, rank_pid=record.facts.get("pid"))
+            case RankLost():
+                why = f"process {record.incarnation} of this rank has ended"
+                tell(self._logger, "lost", level=logging.ERROR, role=record.role, rank=record.rank, why=why)
+            case Stop():
+                tell(self._logger, "stop", why=record.reason)
+
+    def sent(self, record: object) -> None:
+        if not isinstance(record, Tokens) or record.finish_reason is None:
+            return
+        facts: dict[str, object] = {"request": record.request_id, "reason": record.finish_reason}
+        facts["tokens"] = record.position + len(record.token_ids)
+        if record.stats is not None and record.stats.num_spec_steps:
+            facts["acceptance_length"] = 1 + record.stats.num_accepted_tokens / record.stats.num_spec_steps
+        if record.stats is not None and record.stats.num_preemptions:
+            facts["preemptions"] = record.stats.num_preemptions
+        if record.error is not None:
+            facts["why"] = record.error
+        tell(self._logger, "finished", **facts)
+
+    def progress(self, tally: Tally, load: Load) -> None:
+        """How the last seconds went, once there were enough of them with work, and when their window closes."""
+        if self._shown is None or tally is not self._shown[0]:
+            self._seen = dict.fromkeys(_COUNTED, 0.0)
+        self._shown = tally, load
+        self._tell_progress(PROGRESS_S)
+
+    def _tell_progress(self, least_s: float) -> None:
+        if self._shown is None:
+            return
+        tally, load = self._shown
+        now = {name: getattr(tally, name) for name in _COUNTED}
+        since = {name: value - self._seen[name] for name, value in now.items()}
+        if since["active_s"] < least_s:
+            return
+        self._seen = now
+        facts: dict[str, object] = {
+            "phase": tally.phase or "-",
+            "running": load.num_running,
+            "waiting": load.num_waiting,
+            "tokens_per_s": since["num_tokens"] / since["active_s"],
+        }
+        if since["num_spec_rounds"]:
+            facts["acceptance_length"] = 1 + since["num_accepted_tokens"] / max(1, since["num_spec_steps"])
+            facts["accepted"] = since["num_accepted_tokens"] / max(1, since["num_draft_tokens"])
+        if since["num_branch_lookups"]:
+            facts["hits"] = since["num_branch_hits"] / since["num_branch_lookups"]
+        if since["num_spec_rounds"]:
+            facts["draft_busy"] = since["draft_busy_s"] / since["active_s"]
+        facts["target_busy"] = since["target_busy_s"] / since["active_s"]
+        if since["num_spec_rounds"]:
+            facts["round_ms"] = 1e3 * since["spec_round_s"] / since["num_spec_rounds"]
+            facts["overhead_ms"] = 1e3 * since["spec_round_overhead_s"] / since["num_spec_rounds"]
+        facts["kv_slots"] = f"{load.kv_slots_used}/{load.kv_slots}"
+        for name in ("num_preemptions", "num_stale"):
+            if since[name]:
+                facts[name.removeprefix("num_")] = since[name]
+        tell(self._logger, "progress", **facts)

@@ -1,0 +1,145 @@
+"""One request as the coordinator sees it: committed tokens and a few lengths. `commit` is the only mutator of the text.
+
+Knows nothing of models, drafters or sockets.
+
+    token_ids   [ prompt ............ | generated ........ root ]
+    cached_len  [ rows the target holds .............. ]        every question of scheduling is arithmetic on lengths
+    prefix_len  [ everything committed ....................... ]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actors.protocol.messages import (
+    HASH_SEED,
+    Commit,
+    Outlook,
+    Proposal,
+    Request,
+    RequestStats,
+    Tokens,
+    Verdict,
+    extend_hash,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable state of one admitted request."""
+
+    request: Request
+    max_len: int  # committed tokens at which the request ends: its own limit or the model's context
+    token_ids: list[int] = field(default_factory=list)
+    prefix_hash: int = HASH_SEED
+    epoch: int = 0
+    cached_len: int = 0
+    finish_reason: str | None = None
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    num_admissions: int = 0  # that the roles were told of
+    acceptance_histogram: list[int] = field(default_factory=list)
+    arrived_at: float = 0.0  # times are written by the coordinator, which has the clock
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+
+    @staticmethod
+    def start(request: Request, max_model_len: int) -> Sequence:
+        max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
+        sequence = Sequence(request, max_len, [*request.prompt, *request.generated])
+        sequence.prefix_hash = extend_hash(HASH_SEED, sequence.token_ids)
+        sequence.num_admissions = len(request.generated) << 16  # apart from those before a restart of the coordinator
+        return sequence
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def prefix_len(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def uncached_len(self) -> int:
+        """Committed tokens the target still has to be fed; one when it only lacks the root."""
+        return len(self.token_ids) - self.cached_len
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens the request may still get."""
+        return self.max_len - len(self.token_ids)
+
+    def accepts(self, proposal: Proposal | Outlook) -> bool:
+        """Whether it was made for exactly this prefix; anything else is stale."""
+        return (
+            proposal.epoch == self.epoch
+            and proposal.prefix_len == self.prefix_len
+            and proposal.prefix_hash == self.prefix_hash
+            and proposal.tree.token_ids[0] == self.token_ids[-1]
+        )
+
+    def commit(self, verdict: Verdict, proposal: Proposal | None, eos_token_ids: frozenset[int]) -> Commit:
+        """Append what the verdict fixed, cut at end-of-sequence, stop tokens and `max_tokens`.
+
+        Returns the record the roles need to follow; `finish_reason` is set when the request ended here.
+        """
+        assert verdict.epoch == self.epoch and verdict.prefix_len == self.prefix_len and self.finish_reason is None
+        path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
+        emitted = self._cut([*path_tokens, verdict.next_token], eos_token_ids)
+        if proposal is not None and proposal.tree.num_draft_tokens:
+            self._count(proposal, min(len(verdict.path), len(emitted)))
+        record = Commit(self.request_id, self.epoch, self.prefix_len, verdict.path, tuple(emitted))
+        self.cached_len = self.prefix_len + len(verdict.path)
+        self.token_ids.extend(emitted)
+        self.prefix_hash = extend_hash(self.prefix_hash, emitted)
+        return record
+
+    def news_since(self, num_generated: int) -> list[Tokens]:
+        """What a client that holds so many generated tokens has missed."""
+        missed = tuple(self.token_ids[self.prompt_len + num_generated :])
+        return [Tokens(self.request_id, num_generated, missed)] if missed else []
+
+    def preempt(self) -> None:
+        """Forget the target's rows; the text stays, and older records become stale."""
+        self.epoch += 1
+        self.cached_len = 0
+        self.num_preemptions += 1
+
+    def stats(self) -> RequestStats:
+        return RequestStats(
+            self.num_spec_steps,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self.acceptance_histogram),
+            self.num_preemptions,
+        )
+
+    def _cut(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+        sampling = self.request.sampling
+        tokens = tokens[: self.remaining]
+        for i, token in enumerate(tokens):
+            ends = token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos)
+            if ends:
+                self.finish_reason = "stop"
+                return tokens[: i + 1]
+        if len(tokens) == self.remaining:
+            self.finish_reason = "length"
+        return tokens
+
+    def _count(self, proposal: Proposal, num_accepted: int) -> None:
+        self.num_spec_steps += 1
+        self.num_draft_tokens += proposal.tree.num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        missing = num_accepted + 1 - len(self.acceptance_histogram)
+        self.acceptance_histogram.extend([0] * missing)
+        self.acceptance_histogram[num_accepted] += 1

@@ -1,0 +1,294 @@
+"""`drafter=model` under an asynchronous pipeline: the same draft model, which also works while the target verifies.
+
+Every request has one `HypothesisTree`; a policy of `branches.py` chooses what to feed next, one pass at a time, until
+a record arrives. A verdict re-roots the tree: rows of the path become committed, rows below the new root stay pending,
+all by table edits. After a hit the next proposal is read off the tree; after a miss it is drafted from the root. Under
+a ratio rule proposals are the likeliest tokens, tested as deterministic ones. Where passes are fuzzy, calibration
+drops the rows of accepted tokens; then the first step of draft-ahead is one exact pass over them and the proposal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from actors.drafters.draft_ahead.confidence import Trust
+from actors.drafters.draft_ahead.width import Breadth, Step
+from actors.drafters.model.drafter import ModelDrafter
+from actors.options import ModelDrafterConfig, Strategy
+from actors.protocol.draft_tree import AHEAD, AHEAD_WORTH, HypothesisTree, redraft
+from actors.protocol.messages import Commit, Outlook, TokenTree
+from actors.roles.draft import Context, Draft
+from actors.sampling.logits import NodeRows, is_plain, process_batch, top_children
+from parallel.runtime.runner import ModelRunner, Span
+
+MAX_ROWS_AHEAD = 192
+"""Pending rows one request may hold; a verdict that takes longer than this many nodes is not worth more."""
+
+
+@dataclass(slots=True)
+class _Future:
+    """Hypotheses of one request, and how many pending rows of committed text lie before theirs."""
+
+    context: Context
+    tree: HypothesisTree
+    num_suffix: int = 0
+    num_rows: int = 0
+    budget: int = 0  # of the last order, 0 before there is one: the next will hardly be longer
+    in_flight: bool = False
+    num_told: int = 0  # nodes of the tree when an outlook was last given
+
+
+class AheadDrafter(ModelDrafter):
+    """`policy` names a row of `branches.AHEAD`."""
+
+    def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, *, policy: str, **options: object) -> None:
+        super().__init__(runner, config, **options)
+        self._choose = AHEAD[policy]
+        self._length = config.num_draft_tokens
+        self._width = config.ahead_width
+        self._fan_out = config.fan_out
+        self._shows_tree = config.strategy is not Strategy.chain
+        self._redraft_width = config.width if self._shows_tree else 1
+        self._futures: dict[int, _Future] = {}
+        self._trust = Trust()
+
+    works_ahead = True
+
+    def open(self, context: Context) -> None:
+        self.runner.open(context.request_id)
+        self._futures[context.request_id] = _Future(context, HypothesisTree(context.token_ids[-1]))
+
+    def prepared(self, context: Context) -> bool:
+        return bool(self._futures[context.request_id].tree.root.children)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        missed = [pair for pair in zip(contexts, budgets, strict=True) if not self.prepared(pair[0])]
+        able = self._with_room(*zip(*missed, strict=True)) if missed else []
+        for context, _ in able:
+            self._catch_up(context, leave=self._prefill_chunk)
+        if able:
+            self._draft([self._futures[context.request_id] for context, _ in able], [budget for _, budget in able])
+        return [self._offer(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        future = self._futures[context.request_id]
+        tree, keep = future.tree, list(range(future.num_suffix))
+        offered = max((node.depth for node in tree.nodes if node.offered), default=0)
+        self._learn(tree, commit.token_ids)
+        found = tree.find(commit.token_ids)
+        node, walked = 0, []
+        for token in commit.token_ids:
+            node = next((child for child in tree.nodes[node].children if tree.nodes[child].token == token), None)
+            if node is None or tree.nodes[node].row < 0:
+                break
+            walked.append(tree.nodes[node].row)
+        if found is None:
+            fresh, retain = HypothesisTree(commit.token_ids[-1]), []
+        else:
+            fresh, retain = tree.reroot(found)
+        if future.num_rows:
+            self.runner.commit(context.request_id, keep + walked, retain)
+        due = self._calibration.is_due(context.request_id, rejected=len(commit.path) < offered)
+        if due and self.runner.drop_fuzzy(context.request_id):
+            fresh.forget_rows()
+            retain = []
+        self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
+
+    def outlooks(self) -> list[Outlook]:
+        outlooks = []
+        for future in self._futures.values():
+            context, tree = future.context, future.tree
+            if not future.budget or len(tree.nodes) == future.num_told:
+                continue
+            future.num_told = len(tree.nodes)
+            written, values = tree.written(self._fan_out if self._shows_tree else 1)
+            outlooks.append(
+                Outlook(
+                    context.request_id,
+                    context.epoch,
+                    len(context.token_ids),
+                    context.prefix_hash,
+                    written,
+                    tuple(values) if self._shows_tree else (),
+                )
+            )
+        return outlooks
+
+    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
+        future = self._futures[context.request_id]
+        self._await_verdict(future, future.tree.places(taken), budget)
+
+    def truncate(self, context: Context) -> None:
+        request_id = context.request_id
+        kept = max(0, min(self.runner.cached_len(request_id), len(context.token_ids) - 1))
+        self.runner.truncate(request_id, kept)
+        self._futures[request_id] = _Future(context, HypothesisTree(context.token_ids[-1]))
+
+    def release(self, request_id: int) -> None:
+        del self._futures[request_id]
+        self._calibration.forget(request_id)
+        self.runner.close(request_id)
+
+    @property
+    def wants_work(self) -> bool:
+        return any(future.in_flight for future in self._futures.values())
+
+    def width(self, breadth: Breadth, time_s: float) -> int:
+        busy = [future for future in self._futures.values() if future.in_flight]
+        outcomes = [future.tree.outcomes() for future in busy]
+        length = max(min(self._length, future.budget) for future in busy)
+        return breadth.width(outcomes, length, time_s, self._width)
+
+    def work(self, width: int = 0) -> Step:
+        """One pass of draft-ahead over all requests whose verdict is awaited; one that calibrates glues."""
+        busy = [future for future in self._futures.values() if future.in_flight]
+        width = width or max(1, self._width // len(busy))
+        uncalibrated = [future for future in busy if self._lacks_rows(future)]
+        if uncalibrated:
+            return Step(self._feed_again(uncalibrated, width), glued=True)
+        chosen = []
+        for future in busy:
+            nodes = self._choose(future.tree, width, min(self._length, future.budget))
+            last = len(future.context.token_ids) + max((future.tree.nodes[node].depth for node in nodes), default=0)
+            fits = future.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
+            if nodes and fits and self.runner.can_reserve(sum(len(n) for _, n in chosen) + len(nodes)):
+                chosen.append((future, nodes))
+            else:
+                future.in_flight = False
+        if chosen and sum(future.tree.worth(nodes) for future, nodes in chosen) >= AHEAD_WORTH:
+            self._feed(chosen)
+            return Step(sum(len(nodes) for _, nodes in chosen))
+        for future, _ in chosen:
+            future.in_flight = False
+        return Step()
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _draft(self, futures: list[_Future], budgets: list[int]) -> None:
+        """Grow trees whose root is new by what is worth the target's wait: the part nobody could prepare."""
+        self._feed_roots([future for future in futures if not future.tree.root.expanded])
+        depths = [min(budget, self._growth.depth) for budget in budgets]
+        while True:
+            chosen = []
+            for future, depth in zip(futures, depths, strict=True):
+                nodes = redraft(future.tree, self._redraft_width, depth)
+                if nodes:
+                    chosen.append((future, nodes))
+            if not chosen:
+                return
+            self._feed(chosen)
+
+    def _lacks_rows(self, future: _Future) -> bool:
+        """Whether calibration dropped the rows that the tree's root hangs on."""
+        uncached = self.runner.cached_len(future.context.request_id) < len(future.context.token_ids)
+        return uncached and not future.num_rows
+
+    def _feed_again(self, futures: list[_Future], width: int) -> int:
+        """Calibrate: an exact pass over tokens without rows and, behind them, what the trees know; returns its rows."""
+        spans, token_ids, fed = [], [], []
+        for future in futures:
+            context, hypotheses = future.context, future.tree.nodes
+            self._catch_up(context, leave=self._prefill_chunk)
+            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
+            room = self.runner.config.max_positions - len(context.token_ids)
+            nodes = [i for i in future.tree.worth_feeding_again(width) if hypotheses[i].depth <= room]
+            num_rows = len(suffix) + len(nodes)
+            if not self.runner.can_reserve(len(token_ids) + num_rows):
+                future.in_flight = False
+                continue
+            future.num_suffix, future.num_rows = len(suffix), num_rows
+            for row, node in enumerate(nodes, len(suffix)):
+                hypotheses[node].row = row
+            parents = [*range(-1, len(suffix) - 1), *(self._parent_row(future, node) for node in nodes)]
+            spans.append(Span(context.request_id, num_rows, parents, 1 + len(nodes)))
+            token_ids += [*suffix, *(hypotheses[node].token for node in nodes)]
+            fed.append((future, [0, *nodes]))
+        if fed:
+            self._expand(self.runner.forward(spans, token_ids).logits, fed)
+        return len(token_ids)
+
+    def _parent_row(self, future: _Future, node: int) -> int:
+        parent = future.tree.nodes[node].parent
+        return future.tree.nodes[parent].row if parent else future.num_suffix - 1
+
+    def _feed_roots(self, futures: list[_Future]) -> None:
+        if not futures:
+            return
+        spans, token_ids = [], []
+        for future in futures:
+            context = future.context
+            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
+            spans.append(Span(context.request_id, len(suffix)))
+            token_ids += suffix
+            future.num_suffix = future.num_rows = len(suffix)
+        logits = self.runner.forward(spans, token_ids).logits
+        self._expand(logits, [(future, [0]) for future in futures])
+
+    def _feed(self, chosen: list[tuple[_Future, list[int]]]) -> None:
+        spans, token_ids = [], []
+        for future, nodes in chosen:
+            hypotheses = future.tree.nodes
+            parents = [self._parent_row(future, node) for node in nodes]
+            for node in nodes:
+                hypotheses[node].row = future.num_rows
+                future.num_rows += 1
+                token_ids.append(hypotheses[node].token)
+            spans.append(Span(future.context.request_id, len(nodes), parents, len(nodes)))
+        self._expand(self.runner.forward(spans, token_ids, fuzzy=True).logits, chosen)
+
+    def _expand(self, logits: Tensor, fed: list[tuple[_Future, list[int]]]) -> None:
+        """Children of every node that was fed; `logits` has one row per node, in order."""
+        batch, params, positions = [], [], []
+        for future, nodes in fed:
+            context, hypotheses = future.context, future.tree.nodes
+            batch.append(self._node_rows(future, nodes))
+            params += [self._drawing_params(context.sampling)] * len(nodes)
+            positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
+        scores = process_batch(logits, batch, self._eos_token_ids)
+        ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
+        self._add(zip(*(values.tolist() for values in ranked), strict=True), fed)
+
+    def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_Future, list[int]]]) -> None:
+        """The children of every node that was fed, (token ids, log-probabilities) best first."""
+        places = ((future.tree, node) for future, nodes in fed for node in nodes)
+        for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
+            tree.expand(node, token_ids, self._trust.adjust(log_probs))
+
+    def _learn(self, tree: HypothesisTree, token_ids: Sequence[int]) -> None:
+        """Compare what was expected of first choices along the committed text with what it is."""
+        node = tree.root
+        for token in token_ids:
+            if not node.children:
+                return
+            first = tree.nodes[node.children[0]]
+            self._trust.learn(math.exp(first.value - node.value), kept=first.token == token)
+            node = next((tree.nodes[child] for child in node.children if tree.nodes[child].token == token), None)
+            if node is None:
+                return
+
+    def _node_rows(self, future: _Future, nodes: list[int]) -> NodeRows:
+        """History of the nodes for the logit processors; where none looks at it, the root stands for all."""
+        context, hypotheses = future.context, future.tree.nodes
+        if is_plain(context.sampling):
+            tree, nodes = TokenTree.root(hypotheses[0].token), [0] * len(nodes)
+        else:
+            tree = TokenTree(tuple(node.token for node in hypotheses), tuple(node.parent for node in hypotheses))
+        return NodeRows(context.sampling, context.prompt_len, context.token_ids, tree, nodes)
+
+    def _offer(self, context: Context, budget: int) -> Draft:
+        """The best proposal the tree holds; from now on its verdict is awaited."""
+        future = self._futures[context.request_id]
+        tree = future.tree
+        nodes = tree.best_nodes(budget) if self._shows_tree else tree.best_chain(budget)
+        self._await_verdict(future, nodes, budget)
+        offered = tree.proposal(nodes)
+        return Draft(offered) if self._coupled else Draft.chosen(offered)
+
+    def _await_verdict(self, future: _Future, nodes: Sequence[int], budget: int) -> None:
+        """These nodes are verified: draft-ahead may begin."""
+        future.tree.offer(nodes)
+        future.in_flight, future.budget = future.tree.root.expanded, budget

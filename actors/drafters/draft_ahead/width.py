@@ -1,0 +1,60 @@
+"""How many outcomes draft-ahead should continue at once: what wide passes reach against what they leave undone.
+
+A pass that continues more outcomes is likelier to hold the one that comes true, and slower, so that fewer tokens
+stand behind each when the verdict comes. What a row costs is measured: next to nothing where a device waits for memory,
+a good part of a pass on a CPU. Works on probabilities and seconds that others read; only speed depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.policy.estimators import Line
+
+_KNOWN = 12.0
+"""Weight of passes that must have been seen before their cost decides."""
+_FIRST_WIDTH = 4
+"""Until then."""
+_STIFFNESS = 0.5
+"""Variance of rows at which their measured cost weighs as much as the belief that they are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of draft-ahead was: rows of its pass, 0 if there was none, and whether it read committed text exactly
+    again."""
+
+    num_rows: int = 0
+    glued: bool = False
+
+
+@dataclass(slots=True)
+class Breadth:
+    """What a pass costs by its rows."""
+
+    _passes: Line = field(default_factory=Line)
+
+    def saw(self, num_rows: int, seconds: float) -> None:
+        self._passes.saw(num_rows, seconds)
+
+    def width(self, outcomes: Sequence[Sequence[float]], length: int, time_s: float, widest: int) -> int:
+        """Rows for each request in one pass, at most `widest`.
+
+        `outcomes` are the probabilities of every request's outcomes, likeliest first, `length` the tokens wanted behind
+        each, `time_s` the time until the verdict. The best width has the most tokens ready, weighed by how likely they
+        are to be asked for: H(w) x min(length, passes that fit).
+        """
+        line = self._passes
+        if line.weight < _KNOWN or not time_s:
+            return min(widest, _FIRST_WIDTH)
+        per_row = line.slope(0.0, _STIFFNESS)
+        fixed_s = max(0.0, line.mean_y - per_row * line.mean_x)
+        best, most, reached = 1, 0.0, 0.0
+        for width in range(1, widest + 1):
+            reached += sum(chances[width - 1] for chances in outcomes if len(chances) >= width)
+            seconds = max(fixed_s + per_row * width * len(outcomes), 1e-9)
+            ready = reached * min(length, time_s / seconds)
+            if ready > most * (1 + 1e-9):
+                best, most = width, ready
+        return best

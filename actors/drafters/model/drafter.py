@@ -1,0 +1,330 @@
+"""`drafter=model`: a smaller language model of the same vocabulary drafts chains and trees.
+
+Under the coupled rule it draws with the target's own noise, so its arg-max is its best guess of the target's draw;
+under a rejection rule it samples from a truncated law and says so. Whatever the tree, one loop drafts level by level
+for the whole batch; plain chains take a shorter one in which tokens stay on the device. Every round starts by feeding
+the uncached suffix, however long: a first prompt, one token or two are the same case. Passes over draft tokens may
+be fuzzy; what of their rows is accepted is dropped when calibration is due and so becomes part of that suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
+from actors.drafters.model.kv_refresh import CalibrationSchedule
+from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
+from actors.options import ModelDrafterConfig, Strategy
+from actors.protocol.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
+from actors.roles.draft import Context, Draft, IdleDrafter
+from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
+from actors.sampling.logits import NodeRows, choose, is_greedy, is_plain, process_batch, top_children
+from parallel.runtime.runner import ModelRunner, Span
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Pending KV rows of one request: first the uncached suffix, then the nodes that were fed. `depth`: the draft's."""
+
+    num_suffix: int = 0
+    of_node: dict[int, int] = field(default_factory=dict)
+    depth: int = 0
+
+
+class ModelDrafter(IdleDrafter):
+    """Drafts with `runner`; `rule` decides how tokens are drawn."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: ModelDrafterConfig,
+        *,
+        rule: str,
+        law_size: int,
+        eos_token_ids: Sequence[int],
+        prefill_chunk: int,
+    ) -> None:
+        self.runner = runner
+        self.vocab_size = runner.config.vocab_size
+        self._coupled = rule == "coupled"
+        self._draw = Draw.IID if rule == "kseq" else Draw.WITHOUT_REPLACEMENT
+        self._law_size = law_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._prefill_chunk = prefill_chunk
+        self._is_chain = config.strategy is Strategy.chain
+        self._is_dynamic = config.strategy is Strategy.dynamic
+        self._may_sample = config.strategy in (Strategy.chain, Strategy.tree)
+        self._price = PassPrice()
+        self._price_share = 0.0
+        self._growth = self._make_growth(config)
+        self._rows: dict[int, _Rows] = {}
+        self._calibration = CalibrationSchedule(config)
+
+    def open(self, context: Context) -> None:
+        self.runner.open(context.request_id)
+        self._rows[context.request_id] = _Rows()
+
+    def prepare(self, contexts: Sequence[Context]) -> None:
+        for context in contexts:
+            self._catch_up(context, leave=1)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        drafts = {context.request_id: Draft.nothing(context) for context in contexts}
+        able = self._with_room(contexts, budgets)
+        for context, _ in able:
+            self._catch_up(context, leave=self._prefill_chunk)
+        if able:
+            grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
+            drafts |= grow([context for context, _ in able], [budget for _, budget in able])
+        for context, _ in able:
+            self._rows[context.request_id].depth = max(drafts[context.request_id].tree.depths())
+        return [drafts[context.request_id] for context in contexts]
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        rows = self._rows[context.request_id]
+        keep = list(range(rows.num_suffix))
+        for node in commit.path:
+            if node not in rows.of_node:
+                break  # the deepest node of a draft is never fed
+            keep.append(rows.of_node[node])
+        if rows.num_suffix:
+            self.runner.commit(context.request_id, keep)
+            if self._calibration.is_due(context.request_id, rejected=len(commit.path) < rows.depth):
+                self.runner.drop_fuzzy(context.request_id)
+        self._rows[context.request_id] = _Rows()
+
+    def truncate(self, context: Context) -> None:
+        request_id = context.request_id
+        kept = max(0, min(self.runner.cached_len(request_id), len(context.token_ids) - 1))
+        self.runner.truncate(request_id, kept)
+        self._rows[request_id] = _Rows()
+
+    def release(self, request_id: int) -> None:
+        del self._rows[request_id]
+        self._calibration.forget(request_id)
+        self.runner.close(request_id)
+
+    def _make_growth(self, config: ModelDrafterConfig) -> Growth:
+        match config.strategy:
+            case Strategy.chain:
+                return StaticGrowth([1] * config.num_draft_tokens)
+            case Strategy.tree:
+                return StaticGrowth([config.width, *[1] * (config.depth - 1)])
+            case Strategy.best_first:
+                return BestFirstGrowth(config.depth, config.width)
+            case Strategy.dynamic:
+                return DynamicGrowth(config.depth, config.width, config.batch_nodes, lambda: self._price_share)
+
+    def _agree_on_price(self) -> None:
+        """Clocks differ between ranks, trees must not: the first rank's is everybody's."""
+        self._price.asked()
+        group, device = self.runner.decoder.group, self.runner.decoder.device
+        share = torch.tensor([self._price.share], dtype=torch.float32, device=device)
+        self._price_share = float(group.broadcast(share)[0]) if group.size > 1 else self._price.share
+
+    # --- keeping up with the text -------------------------------------------------------------------------------------
+
+    def _with_room(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[tuple[Context, int]]:
+        """Those whose drafts fit the context, and together the pool, first come first served."""
+        able, rows = [], 0
+        for context, budget in zip(contexts, budgets, strict=True):
+            depth = min(budget, self._growth.depth)
+            suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
+            asked = suffix + depth * (budget if self._is_dynamic else self._growth.width(0))
+            fits = len(context.token_ids) + depth <= self.runner.config.max_positions
+            if fits and self.runner.can_reserve(rows + asked):
+                able.append((context, budget))
+                rows += asked
+        return able
+
+    def _catch_up(self, context: Context, leave: int) -> None:
+        """Cache committed text until at most `leave` tokens of it are uncached, or pool or context are full."""
+        request_id, tokens = context.request_id, context.token_ids
+        end = min(len(tokens) - leave, self.runner.config.max_positions)
+        while (missing := end - self.runner.cached_len(request_id)) > 0:
+            start = self.runner.cached_len(request_id)
+            chunk = tokens[start : start + min(missing, self._prefill_chunk)]
+            if not self.runner.can_reserve(len(chunk)):
+                return
+            self.runner.forward([Span(request_id, len(chunk), num_logits=0)], chunk)
+            self.runner.commit(request_id, range(len(chunk)))
+
+    def _feed_suffixes(self, contexts: Sequence[Context]) -> Tensor:
+        """Logits [B, V] behind the root of every context."""
+        spans, token_ids = [], []
+        for context in contexts:
+            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
+            spans.append(Span(context.request_id, len(suffix)))
+            token_ids += suffix
+            self._rows[context.request_id] = _Rows(len(suffix), {0: len(suffix) - 1})
+        return self.runner.forward(spans, token_ids).logits
+
+    # --- chains: tokens stay on the device ----------------------------------------------------------------------------
+
+    def _keeps_tokens_on_device(self, able: list[tuple[Context, int]]) -> bool:
+        return self._is_chain and all(
+            is_plain(context.sampling) and (self._coupled or is_greedy(context.sampling)) for context, _ in able
+        )
+
+    def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
+        logits = self._feed_suffixes(contexts)
+        live = list(range(len(contexts)))
+        columns: list[tuple[list[int], Tensor]] = []
+        for depth in range(max(budgets)):
+            rows = [_behind_root(contexts[i]) for i in live]
+            scores = process_batch(logits, rows, self._eos_token_ids)
+            params = [contexts[i].sampling for i in live]
+            chosen = choose(scores, params, [len(contexts[i].token_ids) + depth for i in live])
+            columns.append((live, chosen))
+            going = [i for i in live if budgets[i] > depth + 1]
+            if not going:
+                break
+            if len(going) < len(live):
+                chosen = chosen[[live.index(i) for i in going]]
+            live = going
+            logits = self.runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen, fuzzy=True).logits
+            for i in live:
+                rows_of = self._rows[contexts[i].request_id]
+                rows_of.of_node[depth + 1] = rows_of.num_suffix + depth
+        tokens: list[list[int]] = [[] for _ in contexts]
+        drawn = torch.cat([column for _, column in columns]).tolist()  # the one host sync of the draft
+        for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):
+            tokens[i].append(token)
+        return {
+            context.request_id: self._chain(context, draft) for context, draft in zip(contexts, tokens, strict=True)
+        }
+
+    def _chain(self, context: Context, draft: list[int]) -> Draft:
+        tree = TokenTree.chain(context.token_ids[-1], draft)
+        return Draft(tree) if self._coupled else Draft.chosen(tree)
+
+    # --- trees: one level after the other -----------------------------------------------------------------------------
+
+    def _trees(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
+        if self._is_dynamic:
+            self._agree_on_price()
+        logits = self._feed_suffixes(contexts)
+        self._price.started()
+        trees = [GrowingTree(context.token_ids[-1]) for context in contexts]
+        laws: list[dict[int, SparseLaw]] = [{} for _ in contexts]
+        frontier = [[0] for _ in contexts]
+        for level in range(self._growth.depth):
+            offered = self._offer(contexts, trees, frontier, logits, level, laws)
+            frontier = self._growth.extend_all(trees, offered, budgets)
+            if level + 1 == self._growth.depth:
+                break
+            # A static tree that is full gets no children, so its last level need not be fed.
+            frontier = [
+                nodes if not self._may_sample or len(tree.token_ids) <= budget else []
+                for nodes, tree, budget in zip(frontier, trees, budgets, strict=True)
+            ]
+            if not any(frontier):
+                break
+            logits = self._feed_level(contexts, trees, frontier)
+            self._price.passed()
+        grown = self._growth.finish_all(trees, budgets)
+        return {
+            context.request_id: self._finish(context, law, *tree)
+            for context, law, tree in zip(contexts, laws, grown, strict=True)
+        }
+
+    def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> Tensor:
+        spans, token_ids = [], []
+        for context, tree, nodes in zip(contexts, trees, frontier, strict=True):
+            if not nodes:
+                continue
+            rows = self._rows[context.request_id]
+            parents = [rows.of_node[tree.parents[node]] for node in nodes]
+            first = rows.num_suffix + len(rows.of_node) - 1
+            for row, node in enumerate(nodes, first):
+                rows.of_node[node] = row
+            spans.append(Span(context.request_id, len(nodes), parents, len(nodes)))
+            token_ids += [tree.token_ids[node] for node in nodes]
+        return self.runner.forward(spans, token_ids, fuzzy=True).logits
+
+    def _offer(
+        self,
+        contexts: list[Context],
+        trees: list[GrowingTree],
+        frontier: list[list[int]],
+        logits: Tensor,
+        level: int,
+        laws: list[dict[int, SparseLaw]],
+    ) -> list[list[Candidate]]:
+        """Children for every frontier node, in the order they were drawn. Fills `laws` for nodes drawn at random."""
+        batch = [
+            NodeRows(
+                context.sampling,
+                context.prompt_len,
+                context.token_ids,
+                TokenTree(tuple(tree.token_ids), tuple(tree.parents)),
+                nodes,
+            )
+            for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
+        ]
+        scores = process_batch(logits, batch, self._eos_token_ids)
+        steps = [context.step for context, nodes in zip(contexts, frontier, strict=True) for _ in nodes]
+        children = self._draw_children(scores, batch, steps, self._growth.width(level))
+        offered = []
+        for i, nodes in enumerate(frontier):
+            offered.append([])
+            for node in nodes:
+                token_ids, log_probs, law = next(children)
+                if law is not None:
+                    laws[i][node] = law
+                offered[i] += [Candidate(node, *child) for child in zip(token_ids, log_probs) if child[1] > -torch.inf]
+        return offered
+
+    def _draw_children(
+        self, scores: Tensor, batch: list[NodeRows], steps: list[int], width: int
+    ) -> Iterator[tuple[Sequence[int], Sequence[float], SparseLaw | None]]:
+        """Children of every row: token ids in draw order, their log-probabilities, and the law if drawn at random."""
+        row_of = [(rows, node) for rows in batch for node in rows.row_nodes()]
+        sampled = [i for i, (rows, _) in enumerate(row_of) if self._samples(rows.params)]
+        drawn = {}
+        if sampled:
+            draw = draw_iid if self._draw is Draw.IID else draw_without_replacement
+            params = [row_of[i][0].params for i in sampled]
+            nodes = [row_of[i][1] for i in sampled]
+            steps = [steps[i] for i in sampled]
+            drawn = dict(zip(sampled, draw(scores[sampled], params, steps, nodes, width, self._law_size), strict=True))
+        params = [self._drawing_params(rows.params) for rows, _ in row_of]
+        positions = [position for rows in batch for position in rows.positions()]
+        token_ids, log_probs = (values.tolist() for values in self._likeliest(scores, params, positions, width))
+        for i in range(len(row_of)):
+            if i in drawn:
+                yield drawn[i].token_ids, [0.0] * len(drawn[i].token_ids), drawn[i].law
+            else:
+                yield token_ids[i], log_probs[i], None
+
+    def _likeliest(
+        self, scores: Tensor, params: list[SamplingParams], positions: list[int], width: int
+    ) -> tuple[Tensor, Tensor]:
+        return top_children(scores, params, positions, width, given_noise=self._is_dynamic)
+
+    def _samples(self, params: SamplingParams) -> bool:
+        """Whether children are drawn at random with a law to show, rather than chosen."""
+        return self._may_sample and not self._coupled and not is_greedy(params)
+
+    def _drawing_params(self, params: SamplingParams) -> SamplingParams:
+        """Without shared noise the best guess is the likeliest token."""
+        return params if self._coupled else replace(params, temperature=0.0)
+
+    def _finish(self, context: Context, laws: dict[int, SparseLaw], grown: TokenTree, kept: list[int]) -> Draft:
+        rows = self._rows[context.request_id]
+        place = {node: i for i, node in enumerate(kept)}
+        rows.of_node = {place[node]: row for node, row in rows.of_node.items() if node in place}
+        if self._coupled:
+            return Draft(grown)
+        if not laws:
+            return Draft.chosen(grown)
+        draws = (Draw.ROOT, *[self._draw] * grown.num_draft_tokens)
+        return Draft(grown, draws, tuple(laws.get(node) for node in kept))
+
+
+def _behind_root(context: Context) -> NodeRows:
+    return NodeRows(context.sampling, context.prompt_len, context.token_ids, TokenTree.root(context.token_ids[-1]))

@@ -1,0 +1,115 @@
+"""From the user's choice to a draft model on this rank: whole, tensor-parallel or layer-parallel.
+
+Also the one place that says which layers of a draft model run side by side, so that a launch can refuse a choice that
+cannot work before anything is started.
+"""
+
+from __future__ import annotations
+
+from actors.options import (
+    Calibration,
+    MlpParallel,
+    ModelDrafterConfig,
+    Parallel,
+    PipelineName,
+    SchedulerConfig,
+    Strategy,
+)
+from parallel.comm.group import Group
+from parallel.model.config import DecoderConfig
+from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
+from parallel.model.weights import resolve_checkpoint
+from parallel.runtime.kv_sizing import choose_dtype, fit_slots
+from parallel.runtime.layer_parallel_runner import open_layer_parallel
+from parallel.runtime.profiling import faster_mlp
+from parallel.runtime.runner import ModelRunner, open_model
+
+_WIDEST_BY_DEFAULT = 4
+"""Beyond this the layers' inputs differ too much (EasySpec, section 5)."""
+
+
+def open_draft_model(
+    config: ModelDrafterConfig,
+    scheduler: SchedulerConfig,
+    group: Group,
+    device: str,
+    pipeline: str = PipelineName.sync,
+) -> tuple[ModelRunner, dict[str, object]]:
+    """This rank's part of the draft model, and the facts it reports."""
+    layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
+    fit = fit_slots(
+        config.path,
+        group,
+        device,
+        config.dtype,
+        max_num_seqs=scheduler.max_num_seqs,
+        num_slots=config.kv_slots,
+        layout=layout,
+    )
+    if layout is None:
+        return open_model(config.path, group, device, fit.dtype, fit.num_slots), fit.facts()
+    runner = open_layer_parallel(config.path, layout, group, device, fit.dtype, fit.num_slots)
+    facts = {
+        "layer_groups": [len(members) for members in layout.partition],
+        "mlp_parallel": layout.mlp,
+        "calibration": layout.calibration,
+    }
+    return runner, fit.facts() | facts
+
+
+def layer_layout(
+    config: ModelDrafterConfig, group: Group, device: str, pipeline: str = PipelineName.sync
+) -> LayerLayout:
+    """The layout the user asked for; MLPs on `auto` are measured, here and now, on all ranks, over as many rows as the
+    pipeline has most fuzzy passes feed."""
+    model = DecoderConfig.from_hf(resolve_checkpoint(config.path))
+    mlp = str(config.mlp_parallel)
+    if config.mlp_parallel is MlpParallel.auto:
+        whole = config.calibration is Calibration.broadcast
+        dtype = choose_dtype(config.dtype, device)
+        mlp = "replicated" if whole else faster_mlp(model, group, device, dtype, _rows_fed(config, pipeline))
+    return LayerLayout(layer_partition(config, model), group.size, mlp, str(config.calibration))
+
+
+def _rows_fed(config: ModelDrafterConfig, pipeline: str) -> int:
+    """Of one request, in most fuzzy passes."""
+    if pipeline in (PipelineName.branches, PipelineName.tree):
+        return config.ahead_width
+    return 1 if config.strategy is Strategy.chain else config.width
+
+
+def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partition:
+    """The hyper-layers of `model` that this choice means; ValueError, one line, where it cannot be carried out."""
+    num_layers, ranks = model.num_layers, config.ranks
+    otherwise = "use drafter.parallel=single or tensor"
+    if num_layers == 1:
+        raise ValueError(f"drafter.parallel=layer: the draft model has one layer and nothing beside it; {otherwise}")
+    if ranks > num_layers:
+        raise ValueError(f"drafter.ranks={ranks}: the draft model has {num_layers} layers to share; lower it")
+    if config.mlp_parallel is MlpParallel.tensor and model.intermediate_size % ranks:
+        raise ValueError(
+            f"drafter.mlp_parallel=tensor: {ranks} ranks cannot split MLPs of {model.intermediate_size}; use replicated"
+        )
+    if config.layer_partition:
+        field = f"drafter.layer_partition={config.layer_partition}"
+        try:
+            partition = partition_of(config.layer_partition, num_layers)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from None
+        if config.layer_group not in (0, max(map(len, partition))):
+            raise ValueError(f"{field}: drafter.layer_group={config.layer_group} says otherwise; drop one of them")
+    else:
+        width = config.layer_group or min(ranks, _WIDEST_BY_DEFAULT)
+        field, partition = f"drafter.layer_group={width}", default_partition(num_layers, width)
+        if width > 1 and num_layers <= 3:
+            raise ValueError(
+                f"{field}: the first and the last of the draft model's {num_layers} layers run alone, so none run side "
+                f"by side; {otherwise}, or give drafter.layer_partition"
+            )
+    widest = max(map(len, partition))
+    if 1 < ranks < widest:
+        raise ValueError(
+            f"{field}: {widest} layers side by side need {widest} ranks, or 1 to compute them alone, not {ranks}; "
+            f"make it at most {ranks} or set drafter.ranks={widest}"
+        )
+    return partition

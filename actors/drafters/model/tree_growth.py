@@ -1,0 +1,112 @@
+"""How a draft tree grows: which candidate tokens become nodes, level by level. Pure host-side policy.
+
+Knows tokens and their values, not where they came from. A policy is asked after every level for the nodes to feed
+next; `finish` gives the tree to propose and, per kept node, its index while growing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.protocol.messages import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A child offered for a node: its token, and the logarithm of how likely it is accepted given its parent."""
+
+    parent: int
+    token: int
+    log_prob: float
+
+
+class GrowingTree:
+    """Nodes in the order they were added, each with the log-probability of its whole path."""
+
+    def __init__(self, root: int) -> None:
+        self.token_ids = [root]
+        self.parents = [-1]
+        self.values = [0.0]
+
+    def add(self, candidate: Candidate) -> int:
+        self.token_ids.append(candidate.token)
+        self.parents.append(candidate.parent)
+        self.values.append(self.values[candidate.parent] + candidate.log_prob)
+        return len(self.token_ids) - 1
+
+    def depth(self, node: int) -> int:
+        depth = 0
+        while node > 0:
+            node, depth = self.parents[node], depth + 1
+        return depth
+
+
+class Growth:
+    """Base of policies that treat every tree of a batch by itself."""
+
+    def extend_all(
+        self, trees: Sequence[GrowingTree], offered: Sequence[Sequence[Candidate]], budgets: Sequence[int]
+    ) -> list[list[int]]:
+        """The nodes of every tree to feed next."""
+        return [self.extend(*one) for one in zip(trees, offered, budgets, strict=True)]
+
+    def finish_all(self, trees: Sequence[GrowingTree], budgets: Sequence[int]) -> list[tuple[TokenTree, list[int]]]:
+        """What to propose, and the kept nodes as they were numbered while growing."""
+        return [self.finish(*one) for one in zip(trees, budgets, strict=True)]
+
+
+class StaticGrowth(Growth):
+    """A fixed shape: every node of depth d gets `branching[d]` children, until `budget` nodes stand.
+
+    Nodes are taken in the order their tokens were drawn and none is dropped afterwards, so the shape may be used with
+    sampled draws under any rule. A chain is `branching = [1, 1, ...]`.
+    """
+
+    def __init__(self, branching: Sequence[int]) -> None:
+        self._branching = branching
+
+    @property
+    def depth(self) -> int:
+        return len(self._branching)
+
+    def width(self, level: int) -> int:
+        """Children to ask for per node of this level."""
+        return self._branching[level]
+
+    def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
+        room = budget + 1 - len(tree.token_ids)
+        return [tree.add(candidate) for candidate in candidates[:room]]
+
+    def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
+        return TokenTree(tuple(tree.token_ids), tuple(tree.parents)), list(range(len(tree.token_ids)))
+
+
+class BestFirstGrowth(Growth):
+    """Expand the `width` likeliest paths of each level, then keep the `budget` likeliest nodes of all.
+
+    A node is never likelier than its parent, so the kept set is connected. Tokens are dropped by looking at them:
+    exact only for draws that are not tested by ratio. Source: EAGLE-2 (arXiv 2406.16858, section 4).
+    """
+
+    def __init__(self, depth: int, width: int) -> None:
+        self._depth = depth
+        self._width = width
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+    def width(self, level: int) -> int:
+        return self._width
+
+    def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
+        added = [tree.add(candidate) for candidate in candidates]
+        return sorted(sorted(added, key=lambda node: -tree.values[node])[: self._width])
+
+    def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
+        ranked = sorted(range(1, len(tree.token_ids)), key=lambda node: (-tree.values[node], node))
+        kept = [0, *sorted(ranked[:budget])]
+        place = {node: i for i, node in enumerate(kept)}
+        parents = [-1, *(place[tree.parents[node]] for node in kept[1:])]
+        return TokenTree(tuple(tree.token_ids[node] for node in kept), tuple(parents)), kept

@@ -1,0 +1,280 @@
+"""Draft-ahead: hypotheses about a request's future, kept as one tree and re-rooted by every verdict.
+
+While the target verifies, the drafter keeps growing this tree. A verdict's tokens are walked from the root: if they
+lead to a node of the tree, everything below it is a draft that is already there (a hit); if not, a new tree starts at
+the next token (a miss). A policy says which nodes to expand next; the three published families differ in nothing
+else. Pure host-side; knows tokens and values, not where they come from nor when a verdict may arrive.
+
+Sources: PEARL (arXiv 2408.11850), SSD/Saguaro (2603.03251), SwiftSpec (2506.11309).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.protocol.token_tree import TokenTree
+
+
+@dataclass(slots=True)
+class Hypothesis:
+    """One possible next token. `value` is the log-probability of its path from the root.
+
+    `row` is its pending KV row, -1 if it was not fed; `children` are in the order of their likelihood. `offered`
+    means that the last proposal holds it.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    value: float
+    row: int = -1
+    expanded: bool = False
+    offered: bool = False
+    children: list[int] = field(default_factory=list)
+
+
+class HypothesisTree:
+    """Hypotheses of one request; node 0 is the root, the last committed token."""
+
+    def __init__(self, root_token: int) -> None:
+        self.nodes = [Hypothesis(root_token, -1, 0, 0.0)]
+
+    @staticmethod
+    def read(tree: TokenTree, values: Sequence[float]) -> HypothesisTree:
+        """The hypotheses that somebody else holds, as `written` there; without values all are equally likely."""
+        read = HypothesisTree(tree.token_ids[0])
+        nodes = read.nodes
+        for i in range(1, len(tree.token_ids)):
+            parent = tree.parents[i]
+            nodes.append(Hypothesis(tree.token_ids[i], parent, nodes[parent].depth + 1, values[i] if values else 0.0))
+            nodes[parent].children.append(i)
+        return read
+
+    def written(self, num_leaves: int) -> tuple[TokenTree, list[float]]:
+        """All that a proposal could be read off: expanded nodes, and of leaves the `num_leaves` likeliest siblings."""
+        token_ids, parents, values = [self.root.token], [-1], [self.root.value]
+        pending = [(0, 0)]
+        for node, place in pending:  # grows while it is walked: breadth first
+            for rank, child in enumerate(self.nodes[node].children):
+                hypothesis = self.nodes[child]
+                if rank < num_leaves or hypothesis.children:
+                    pending.append((child, len(token_ids)))
+                    token_ids.append(hypothesis.token)
+                    parents.append(place)
+                    values.append(hypothesis.value)
+        return TokenTree(tuple(token_ids), tuple(parents)), values
+
+    @property
+    def root(self) -> Hypothesis:
+        return self.nodes[0]
+
+    def expand(self, node: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Give a fed node its likeliest children, best first. Children it has from an earlier pass stay, revalued."""
+        parent = self.nodes[node]
+        parent.expanded = True
+        known = {self.nodes[child].token: child for child in parent.children}
+        ranked = []
+        for token, log_prob in zip(token_ids, log_probs, strict=True):
+            if log_prob == -math.inf:
+                continue
+            child = known.pop(token, None)
+            if child is None:
+                child = len(self.nodes)
+                self.nodes.append(Hypothesis(token, node, parent.depth + 1, parent.value + log_prob))
+            else:
+                self._shift(child, parent.value + log_prob - self.nodes[child].value)
+            ranked.append(child)
+        parent.children = ranked + list(known.values())
+
+    def _shift(self, node: int, change: float) -> None:
+        """Add to the value of a node and of all below it."""
+        self.nodes[node].value += change
+        for child in self.nodes[node].children:
+            self._shift(child, change)
+
+    def forget_rows(self) -> None:
+        """The KV rows are gone; what is known of the tokens stays."""
+        for hypothesis in self.nodes:
+            hypothesis.row = -1
+
+    def worth_feeding_again(self, width: int) -> list[int]:
+        """What a first pass behind forgotten rows feeds: the proposal, and the likeliest nodes that had been fed."""
+        offered = [i for i, node in enumerate(self.nodes) if i and node.offered]
+        fed = [i for i, node in enumerate(self.nodes) if i and node.expanded and not node.offered]
+        fed.sort(key=lambda i: (-self.nodes[i].value, i))  # a parent is never behind its child
+        return sorted(offered + fed[: max(0, width - len(offered))])
+
+    def best_chain(self, length: int) -> list[int]:
+        """The likeliest child of the likeliest child ..., at most `length` nodes."""
+        chain, node = [], 0
+        while len(chain) < length and self.nodes[node].children:
+            node = self.nodes[node].children[0]
+            chain.append(node)
+        return chain
+
+    def best_nodes(self, count: int) -> list[int]:
+        """The `count` likeliest nodes, a connected set, parents before children."""
+        ranked = sorted(range(1, len(self.nodes)), key=lambda node: (-self.nodes[node].value, node))
+        return sorted(ranked[:count])
+
+    def proposal(self, nodes: Sequence[int]) -> TokenTree:
+        """These nodes, which hang together and stand parents first, as a tree to verify."""
+        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        return TokenTree(
+            (self.root.token, *(self.nodes[node].token for node in nodes)),
+            (-1, *(place[self.nodes[node].parent] for node in nodes)),
+        )
+
+    def places(self, tree: TokenTree) -> list[int]:
+        """The nodes that stand for those of `tree`, as far as they are known; roots are not compared."""
+        places = [0]
+        for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+            above = places[parent]
+            children = self.nodes[above].children if above >= 0 else []
+            places.append(next((child for child in children if self.nodes[child].token == token), -1))
+        return [node for node in places[1:] if node >= 0]
+
+    def worth(self, nodes: Sequence[int]) -> float:
+        """Accepted tokens that later proposals may be expected to gain by these nodes being fed, one each at most."""
+        return sum(math.exp(self.nodes[node].value) for node in nodes)
+
+    def offer(self, nodes: Sequence[int]) -> None:
+        """These nodes are what the next verdict will be about."""
+        for hypothesis in self.nodes:
+            hypothesis.offered = False
+        self.root.offered = True
+        for node in nodes:
+            self.nodes[node].offered = True
+
+    def find(self, token_ids: Sequence[int]) -> int | None:
+        """The node that this path of tokens leads to from the root."""
+        node = 0
+        for token in token_ids:
+            node = next((child for child in self.nodes[node].children if self.nodes[child].token == token), None)
+            if node is None:
+                return None
+        return node
+
+    def outcomes(self) -> list[float]:
+        """Probabilities of what the verdict on the proposal may be, likeliest first, as far as they are known."""
+        nodes = self.nodes
+        places = (child for node in nodes if node.offered for child in node.children if not nodes[child].offered)
+        return sorted((math.exp(nodes[place].value) for place in places), reverse=True)
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the first below the root to `node`."""
+        path = []
+        while node > 0:
+            path.append(node)
+            node = self.nodes[node].parent
+        return path[::-1]
+
+    def reroot(self, node: int) -> tuple[HypothesisTree, list[int]]:
+        """The tree below `node`, with that node as its root, and the KV rows its other nodes hold, renumbered from 0.
+
+        Returns (tree, old rows in their new order): a row kept at index i of the list is row i of the new tree.
+        """
+        tree = HypothesisTree(self.nodes[node].token)
+        tree.root.expanded = self.nodes[node].expanded
+        base, rows = self.nodes[node], []
+        pending = [(child, 0) for child in base.children]
+        for old, parent in pending:  # grows while it is walked: breadth first
+            was = self.nodes[old]
+            place = len(tree.nodes)
+            tree.nodes[parent].children.append(place)
+            tree.nodes.append(
+                Hypothesis(was.token, parent, was.depth - base.depth, was.value - base.value, expanded=was.expanded)
+            )
+            if was.row >= 0:
+                tree.nodes[place].row = len(rows)
+                rows.append(was.row)
+            pending += [(child, place) for child in was.children]
+        return tree, rows
+
+
+# --- policies: which nodes to feed next, at most `width` of them, in one pass -----------------------------------------
+
+
+def _unfed_offer(tree: HypothesisTree, width: int) -> list[int]:
+    """Nodes of the proposal that were never fed: without them no continuation behind the whole of it is known."""
+    return [i for i, node in enumerate(tree.nodes) if i and node.offered and node.row < 0 and _can_feed(tree, i)][
+        :width
+    ]
+
+
+def _can_feed(tree: HypothesisTree, node: int) -> bool:
+    parent = tree.nodes[node].parent
+    return parent == 0 or tree.nodes[parent].row >= 0
+
+
+def run_ahead(tree: HypothesisTree, width: int, length: int) -> list[int]:
+    """`pearl`: extend the likeliest chain, as if everything were going to be accepted; `length` beyond the proposal."""
+    unfed = _unfed_offer(tree, width)
+    if unfed:
+        return unfed
+    offered = max(node.depth for node in tree.nodes if node.offered)
+    chain = tree.best_chain(offered + 1 + length)
+    if len(chain) > offered + length:
+        return []
+    return [node for node in chain if tree.nodes[node].row < 0 and _can_feed(tree, node)][:1]
+
+
+def enumerate_outcomes(tree: HypothesisTree, width: int, length: int) -> list[int]:
+    """`branches`: behind every node of the proposal its likeliest outcomes, each continued as a chain of `length`.
+
+    Outcomes compete by the probability of their whole path, so stop nodes get their fan-out without a table such as
+    the geometric one of SSD: the deeper a stop, the less likely, and the fewer outcomes it keeps.
+    """
+    unfed = _unfed_offer(tree, width)
+    outcomes = [
+        child for node in tree.nodes if node.offered for child in node.children if not tree.nodes[child].offered
+    ]
+    outcomes.sort(key=lambda node: -tree.nodes[node].value)
+    tips = []
+    for outcome in outcomes:
+        if len(tips) == width - len(unfed):
+            break
+        tip, steps = outcome, 1
+        while tree.nodes[tip].row >= 0 and tree.nodes[tip].children and steps < length:
+            tip, steps = tree.nodes[tip].children[0], steps + 1
+        if tree.nodes[tip].row < 0:
+            tips.append((steps, tip))
+    # The pass that the end of the proposal needs anyway takes the other outcomes' first step along.
+    return unfed + [tip for _, tip in sorted(tips, key=lambda tip: (tip[0], -tree.nodes[tip[1]].value))]
+
+
+def grow_best(tree: HypothesisTree, width: int, length: int) -> list[int]:
+    """`tree`: expand the likeliest unfed nodes of the whole tree, wherever they are; `length` bounds their depth."""
+    del length
+    leaves = [i for i, node in enumerate(tree.nodes) if i and node.row < 0 and _can_feed(tree, i)]
+    return sorted(leaves, key=lambda i: -tree.nodes[i].value)[:width]
+
+
+AHEAD_WORTH = 0.03
+"""Accepted tokens that a pass of draft-ahead must be expected to add. Less is not worth its energy nor, where the roles
+share memory or caches, what it costs the target: on two cores of one machine a drafter that never rests slows target
+passes by a tenth and more. On devices of their own the rest costs at most 2 % of the speed (simulated)."""
+
+REDRAFT_WORTH = 0.5
+"""Accepted tokens that a pass must be expected to add to a draft for which the target waits."""
+
+
+def redraft(tree: HypothesisTree, width: int, depth: int) -> list[int]:
+    """After a miss, while the target waits: a chain (`width` 1) or levels of `width` nodes, up to `depth`.
+
+    Ends as soon as the next pass would bring too little: the target's time is worth about E tokens a pass, so a draft
+    pass that takes a fifth of it must add about E / 5. Simulated, one to three passes are best for any acceptance.
+    """
+    if width == 1:
+        nodes = [node for node in tree.best_chain(depth - 1) if tree.nodes[node].row < 0][:1]
+    else:
+        nodes = [node for node in grow_best(tree, width, depth) if tree.nodes[node].depth < depth]
+    # A node's child is taken to be as likely as the mean step of the path to it.
+    gain = sum(math.exp(tree.nodes[node].value * (1 + 1 / tree.nodes[node].depth)) for node in nodes)
+    return nodes if gain > REDRAFT_WORTH else []
+
+
+AHEAD = {"pearl": run_ahead, "branches": enumerate_outcomes, "tree": grow_best}
+"""Policy of each asynchronous pipeline: (tree, width, length) -> nodes to feed next, none when there is no more use."""

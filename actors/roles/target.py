@@ -1,0 +1,99 @@
+"""The target role: reads prompts, verifies whole batches of proposals in one flat pass, keeps KV by table edits.
+
+Every rank of the role receives the same records and runs the same pass; only the lead looks at the logits. What a
+verdict became (`Commit`) arrives with the next batch, so the ranks need not agree on anything by themselves. Knows
+one runner and one verification rule; has never heard of drafters, pipelines or sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from actors.protocol.messages import Admit, Commit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from actors.verification.verifier import Subject, Verifier
+from parallel.runtime.runner import ModelRunner
+
+
+@dataclass(slots=True, eq=False)
+class TargetContext:
+    """The committed text of one request as the target knows it."""
+
+    epoch: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
+
+
+class TargetRole:
+    """Answers each `VerifyBatch` with a `VerdictBatch`; never works on its own."""
+
+    wants_work = False
+
+    def __init__(self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, is_lead: bool) -> None:
+        self.runner = runner
+        self._verifier = Verifier(runner, rule, eos_token_ids)
+        self._is_lead = is_lead
+        self.contexts: dict[int, TargetContext] = {}
+
+    def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
+        started = time.monotonic()
+        for request_id in batch.releases:
+            del self.contexts[request_id]
+            self.runner.close(request_id)
+        for admit in batch.admits:
+            self._admit(admit)
+        for commit in batch.commits:
+            self._commit(commit)
+        committed = time.monotonic()
+        verdicts, num_rows = (), 0
+        if batch.items:
+            subjects = [self._subject(item) for item in batch.items]
+            logits, num_rows = self._verifier.forward(subjects)
+            verdicts = self._judge(subjects, logits) if self._is_lead else ()
+            self._keep_chunks(subjects)
+        yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows, committed)
+
+    def forget(self) -> None:
+        """Drop every request and its rows."""
+        for request_id in self.contexts:
+            self.runner.close(request_id)
+        self.contexts.clear()
+
+    def _admit(self, admit: Admit) -> None:
+        self.contexts[admit.request_id] = TargetContext(
+            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling
+        )
+        self.runner.open(admit.request_id)
+
+    def _commit(self, commit: Commit) -> None:
+        context = self.contexts[commit.request_id]
+        assert commit.epoch == context.epoch and commit.prefix_len == len(context.token_ids)
+        root_row = context.num_fed - 1
+        self.runner.commit(commit.request_id, [*range(context.num_fed), *(root_row + node for node in commit.path)])
+        context.token_ids.extend(commit.token_ids)
+
+    def _subject(self, item: VerifyItem) -> Subject:
+        context = self.contexts[item.request_id]
+        context.num_fed = min(item.num_tokens, len(context.token_ids) - self.runner.cached_len(item.request_id))
+        return Subject(
+            item.request_id, context.token_ids, context.prompt_len, context.sampling, context.num_fed, item.proposal
+        )
+
+    def _judge(self, subjects: Sequence[Subject], logits: Tensor) -> tuple[Verdict, ...]:
+        judged = [subject for subject in subjects if self._verifier.reaches_root(subject)]
+        verdicts = []
+        for subject, ruling in zip(judged, self._verifier.judge(judged, logits), strict=True):
+            epoch, prefix_len = self.contexts[subject.seq_id].epoch, len(subject.token_ids)
+            verdicts.append(Verdict(subject.seq_id, epoch, prefix_len, ruling.path, ruling.next_token))
+        return tuple(verdicts)
+
+    def _keep_chunks(self, subjects: Sequence[Subject]) -> None:
+        """Rows of a prompt chunk are committed text already; no verdict will follow for them."""
+        for subject in subjects:
+            if not self._verifier.reaches_root(subject):
+                self.runner.commit(subject.seq_id, range(subject.num_fed))

@@ -1,0 +1,92 @@
+"""Random draws of a drafter for the ratio tests, together with the law they were really drawn from.
+
+The draft law is cut to its `top_m` likeliest tokens and renormalised, and children are drawn from exactly that, so that
+the small law which travels with the proposal keeps every ratio test exact. Noise comes from the DRAFT stream, keyed by
+(seed, step, node): a position that is drafted again in the next step gets new noise, as block and traversal
+verification demand. Knows no model and no tree; the drafter decides where to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.protocol.messages import SamplingParams, SparseLaw
+from actors.sampling.logits import is_greedy
+from actors.sampling.noise import Stream, gumbel, noise_key
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Children of one node in draw order (the order in which they must be tested), and their law."""
+
+    token_ids: tuple[int, ...]
+    law: SparseLaw
+
+
+def draw_without_replacement(
+    scores: Tensor, params: Sequence[SamplingParams], steps: Sequence[int], nodes: Sequence[int], width: int, top_m: int
+) -> list[Drawn]:
+    """Up to `width` different children per row of processed logits [n, V]: Gumbel-top-k, in decreasing order of
+    perturbed log-probability, which is sequential sampling without replacement (RSD-C, arXiv 2402.14160).
+
+    Row i belongs to node `nodes[i]` of the proposal made at committed length `steps[i]`. A law with fewer than
+    `width` tokens yields all of them.
+    """
+    keys = [noise_key(p.seed, Stream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes)]
+    log_weights, token_ids, noise = _race(scores, keys, 1, top_m)
+    drawn = []
+    for row, p in enumerate(params):
+        law = _law(log_weights[row], token_ids[row], is_greedy(p))
+        m = len(law.token_ids)
+        order = np.argsort(-(log_weights[row, :m] + noise[row, 0, :m]), kind="stable")[:width]
+        drawn.append(Drawn(tuple(law.token_ids[i] for i in order), law))
+    return drawn
+
+
+def draw_iid(
+    scores: Tensor, params: Sequence[SamplingParams], steps: Sequence[int], nodes: Sequence[int], width: int, top_m: int
+) -> list[Drawn]:
+    """`width` independent children per row, duplicates kept (SpecInfer, arXiv 2305.09781): one race for each."""
+    keys = [
+        noise_key(p.seed, Stream.DRAFT, step, node, draw)
+        for p, step, node in zip(params, steps, nodes)
+        for draw in range(width)
+    ]
+    log_weights, token_ids, noise = _race(scores, keys, width, top_m)
+    drawn = []
+    for row, p in enumerate(params):
+        law = _law(log_weights[row], token_ids[row], is_greedy(p))
+        m = len(law.token_ids)
+        winners = np.argmax(log_weights[row, :m] + noise[row, :, :m], axis=-1)
+        drawn.append(Drawn(tuple(law.token_ids[i] for i in winners), law))
+    return drawn
+
+
+def cut_law(scores: Tensor, params: SamplingParams, top_m: int) -> SparseLaw:
+    """The law behind one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised."""
+    log_weights, token_ids = scores[0].topk(min(top_m, scores.shape[-1]))
+    return _law(log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy(), is_greedy(params))
+
+
+def _race(scores: Tensor, keys: list[int], races: int, top_m: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Candidates of every row, best first: logits [n, m] (float64), ids [n, m], Gumbel noise [n, races, m]."""
+    log_weights, token_ids = scores.topk(min(top_m, scores.shape[-1]), dim=-1)
+    noise = gumbel(keys, token_ids.repeat_interleave(races, dim=0))
+    return (
+        log_weights.to("cpu", torch.float64).numpy(),
+        token_ids.cpu().numpy(),
+        noise.to("cpu", torch.float64).numpy().reshape(len(scores), races, -1),
+    )
+
+
+def _law(log_weights: np.ndarray, token_ids: np.ndarray, greedy: bool) -> SparseLaw:
+    """Softmax over the candidates that can occur at all; one-hot when greedy."""
+    probs = np.exp(log_weights - log_weights[0])
+    support = 1 if greedy else int(np.count_nonzero(probs))
+    probs = probs[:support] / probs[:support].sum()
+    return SparseLaw(tuple(token_ids[:support].tolist()), tuple(probs.tolist()))

@@ -1,0 +1,129 @@
+"""Ray shells: one actor class for a rank, one for the coordinator. They own a process and nothing else.
+
+`run` is called once and lasts for the session; its object ref is also the death watch. No round passes through Ray.
+What a shell runs (`roles.serve`, `Conductor.run`) is the same code the in-process backend runs in threads.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import ray
+
+from actors.coordinator.service import Conductor, CoordinatorSpec, Watch
+from actors.transport.channel import Hub, open_hub
+from actors.worker import openmp
+from actors.worker.logs import LogSpec, dump_stacks_on_signal, open_logs
+from actors.worker.spec import RankSpec
+
+
+def session_logs() -> Path:
+    """The engine's part of what the dashboard's Logs page lists for this node."""
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir()) / context.get_session_name() / "logs" / context.namespace
+
+
+def _open_logs(name: str, spec: LogSpec) -> None:
+    file = open_logs(name, replace(spec, directories=(*spec.directories, str(session_logs()))), sys.stderr)
+    dump_stacks_on_signal(file)
+
+
+class RankWorker:
+    """The process of one target or draft rank, which has this `share` of its device. Dashboard and log prefixes show
+    it as `title`."""
+
+    def __init__(self, identity: str, title: str = "", logs: LogSpec | None = None, share: float = 1.0) -> None:
+        self._identity = identity
+        self._title = title or identity
+        self._status = "starting"
+        if logs is not None:
+            _open_logs(identity, logs)
+        openmp.settle(shared=share < 1)
+        # Loads PyTorch: neither with the class, in the driver's process, nor only when the coordinator has an address.
+        from actors.worker.factory import serve
+
+        self._serve = serve
+
+    def __repr__(self) -> str:
+        return self._title
+
+    def run(self, spec: RankSpec, interface: str = "") -> None:
+        """Serve until told to stop."""
+        host = spec.host or _own_address(interface)
+        if interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        device = "cuda:0" if spec.device.startswith("cuda") else spec.device  # Ray shows an actor only its own GPUs
+        self._serve(replace(spec, host=host, device=device), observe=self._note)
+        self._status = "ended"
+
+    @ray.method(concurrency_group="ctl")
+    def status(self) -> str:
+        """One line, answered also while `run` is busy."""
+        return f"{self._identity} pid={os.getpid()} {self._status}"
+
+    def _note(self, status: str) -> None:
+        self._status = status
+
+
+class CoordinatorWorker:
+    """The process of the coordinator: needs no device; hosts the store that ranks of a role meet at."""
+
+    def __init__(self, title: str = "coordinator", logs: LogSpec | None = None) -> None:
+        self._title = title
+        self._hub: Hub | None = None
+        self._store: tuple[str, int] | None = None
+        self._store_server = None
+        if logs is not None:
+            _open_logs("coordinator", logs)
+
+    def __repr__(self) -> str:
+        return self._title
+
+    def bind(self, host: str, port: int, needs_store: bool, interface: str = "", patience_s: float = 0.0) -> str:
+        """Listen on `port` (0 for any free one) of `host` ("" for this node's address); returns the hub's address.
+
+        A successor is patient: the port of the process it replaces may be taken for a moment more.
+        """
+        host = host or _own_address(interface)
+        self._hub = open_hub(f"tcp://{host}:{port or '*'}", patience_s)
+        if needs_store:
+            from parallel.comm.rendezvous import host_store
+
+            self._store_server = host_store(host)
+            self._store = (host, self._store_server.port)
+        return self._hub.address
+
+    def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
+        """Conduct rounds until told to stop; returns why."""
+        try:
+            return Conductor(spec, self._hub, [make() for make in make_watches], self._store).run()
+        finally:
+            self._hub.close()
+
+    @ray.method(concurrency_group="ctl")
+    def status(self) -> str:
+        return f"coordinator pid={os.getpid()}"
+
+
+def _own_address(interface: str) -> str:
+    """This node's address on the interface, or the one under which the cluster knows it. ValueError if it has none."""
+    if not interface:
+        return ray.util.get_node_ip_address()
+    addresses = psutil.net_if_addrs()
+    for address in addresses.get(interface, ()):
+        if address.family == socket.AF_INET:
+            return address.address
+    raise ValueError(
+        f"cluster.interface={interface}: node {socket.gethostname()} has no such interface with an IPv4 address; "
+        f"it has {', '.join(sorted(addresses))}"
+    )
+
+
+RankActor = ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0)(RankWorker)
+CoordinatorActor = ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0, num_cpus=0)(CoordinatorWorker)

@@ -1,0 +1,45 @@
+"""How the tokens of the chosen drafter come about, as far as a verification rule must know. Loads no model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from actors.options import DrafterConfig, ModelDrafterConfig, NoDrafterConfig, Strategy, VerifyRule
+from actors.protocol.draft_tree import AHEAD
+from actors.protocol.messages import Draw
+from actors.topology import CascadeDrafterConfig, LevelLengths, LevelsPlacement
+
+if TYPE_CHECKING:
+    from cluster.config.schema import LaunchConfig
+
+
+def draws_of(config: LaunchConfig) -> set[Draw]:
+    """How the tokens that the target sees would be drawn for a ratio test."""
+    drafter = config.drafter
+    if isinstance(drafter, NoDrafterConfig):
+        return set()
+    if isinstance(drafter, CascadeDrafterConfig):
+        return {Draw.IID, first_draw(config)} if _hands_through(drafter) else {Draw.IID}
+    return {first_draw(config)}
+
+
+def _hands_through(cascade: CascadeDrafterConfig) -> bool:
+    """Whether tokens of the first level may reach the target as they are: in tails of tails, past levels left out."""
+    left_out = cascade.lengths is LevelLengths.auto or not any(level.num_draft_tokens for level in cascade.levels[1:])
+    return left_out or (bool(cascade.tails) and all(cascade.tails[1:]))
+
+
+def first_draw(config: LaunchConfig) -> Draw:
+    """How the drafter draws, or the first level of a cascade."""
+    match drafts_first(config):
+        case ModelDrafterConfig(strategy=Strategy.chain | Strategy.tree), False:
+            return Draw.IID if config.verify.rule is VerifyRule.kseq else Draw.WITHOUT_REPLACEMENT
+    return Draw.DETERMINISTIC
+
+
+def drafts_first(config: LaunchConfig) -> tuple[DrafterConfig, bool]:
+    """The drafter, or the first level of a cascade, and whether it works ahead of its orders."""
+    drafter, ahead = config.drafter, config.pipeline.name in AHEAD
+    if isinstance(drafter, CascadeDrafterConfig):
+        return drafter.levels[0], ahead and drafter.placement is LevelsPlacement.separate
+    return drafter, ahead

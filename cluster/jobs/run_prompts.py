@@ -1,0 +1,134 @@
+"""One run of prompts through an engine: so many requests in flight, on one clock, in one window of its counters.
+
+What every job that measures builds on. It derives no figures (`cluster/observability/report.py` does) and writes no files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+from actors.coordinator.stats import Span
+from actors.protocol.messages import RequestStats, SamplingParams
+from cluster.completion import Completion, EngineError
+from cluster.engine import Engine
+from cluster.io.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How one request ended. `error` is set where it failed; it may have got tokens before that."""
+
+    index: int
+    prompt: Prompt
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: str = "error"
+    error: str | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    ttft_s: float | None = None
+    latency_s: float | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """The requests of one run in the order they ended, and what the coordinator counted meanwhile."""
+
+    requests: list[Served] = field(default_factory=list)
+    wall_s: float = 0.0
+    counters: dict[str, object] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def completed(self) -> list[Served]:
+        """Without the failed ones, in the order of the prompts."""
+        return sorted((one for one in self.requests if one.error is None), key=lambda one: one.index)
+
+    @property
+    def failed(self) -> list[Served]:
+        return sorted((one for one in self.requests if one.error is not None), key=lambda one: one.index)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(one.token_ids) for one in self.requests)
+
+
+def serve_prompts(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    speculate: bool,
+    concurrency: int,
+    phase: str = "",
+    on_finished: Callable[[Served], None] = lambda served: None,
+) -> Run:
+    """Complete all prompts, `concurrency` at a time (0: all at once); a failed request does not end the others.
+
+    `phase` labels the run in the metrics. Ctrl-C aborts what is in flight and returns what there is, `interrupted`.
+    """
+    run = Run()
+    live: dict[int, Completion] = {}
+
+    def complete(index: int, prompt: Prompt) -> Served:
+        try:
+            live[index] = engine.submit(prompt.content, sampling, speculate=speculate)
+            if run.interrupted:  # too late to be aborted below
+                live[index].abort()
+            live[index].result()
+        except EngineError as error:
+            return _served(index, prompt, live.pop(index, None), str(error))
+        return _served(index, prompt, live.pop(index))
+
+    engine.report(reset=True, phase=phase)
+    started = time.monotonic()
+    pending: list[Future[Served]] = []
+    with ThreadPoolExecutor(concurrency or len(prompts), "request") as pool:
+        try:
+            pending.extend(pool.submit(complete, index, prompt) for index, prompt in enumerate(prompts))
+            for future in as_completed(pending):
+                run.requests.append(future.result())
+                on_finished(run.requests[-1])
+        except KeyboardInterrupt:
+            run.interrupted = True
+            engine.wind_down()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for completion in list(live.values()):
+                completion.abort()
+    heard = {one.index for one in run.requests}
+    for served in [future.result() for future in pending if not future.cancelled()]:
+        if served.index not in heard:  # ended by the interrupt
+            run.requests.append(served)
+            on_finished(served)
+    run.wall_s = time.monotonic() - started
+    _count(engine, run)
+    return run
+
+
+def _count(engine: Engine, run: Run) -> None:
+    """Close the window; a dead engine counts no more, and its requests already say why."""
+    try:
+        report = engine.report(reset=True)
+    except EngineError:
+        return
+    run.counters, run.spans = dict(report.counters), report.spans
+
+
+def _served(index: int, prompt: Prompt, completion: Completion | None, error: str | None = None) -> Served:
+    if completion is None:
+        return Served(index, prompt, error=error)
+    first, submitted = completion.first_token_at, completion.submitted_at
+    return Served(
+        index=index,
+        prompt=prompt,
+        token_ids=tuple(completion.token_ids),
+        text=completion.text,
+        finish_reason=completion.finish_reason or "error",
+        error=error,
+        stats=completion.stats,
+        ttft_s=None if first is None else first - submitted,
+        latency_s=completion.finished_at - submitted,
+    )

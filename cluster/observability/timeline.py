@@ -1,0 +1,215 @@
+"""The lanes of a run on one time axis: `timeline.json` for Perfetto, `timeline.png` for a glance.
+
+Reads spans (lane, name, start, end, arguments) on one clock. A lane is a role, however many there are; the records
+between roles have one of their own in the trace and are lines in the picture. `docs/timeline.md` says how to read it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.coordinator.stats import MESSAGES, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LANES = ("target", "draft")
+"""From top to bottom; lanes that occur beside them follow, messages last."""
+
+ROUNDS_SHOWN = 8
+"""In the picture; the trace holds all."""
+
+_COLOURS = {
+    "verify": "#2f6fb0",
+    "decode": "#7fb2e5",
+    "propose": "#e08a2e",
+    "hit": "#2e9e5b",
+    "miss": "#c8443c",
+    "ahead": "#f0c27f",
+    "prefill": "#b9b4a9",
+    "draft": "#e08a2e",
+    "glue": "#c98a1b",
+    "commit": "#1f4468",
+}
+_MARKS = {"hit": "v", "miss": "X"}
+"""Below their bar, which is often too short to be seen."""
+_OTHER_COLOUR = "#8a8a8a"
+_IDLE_COLOUR = "#f1f0ee"
+_MEANINGS = {
+    "verify": "target pass with drafts",
+    "decode": "target pass without",
+    "propose": "drafting that is waited for",
+    "hit": "hit: the draft was prepared",
+    "miss": "miss: drafted from the verdict",
+    "ahead": "draft-ahead, one pass each",
+    "prefill": "reading text",
+    "draft": "drafting",
+    "glue": "draft-ahead that calibrates",
+    "commit": "keeping the last verdict's rows",
+}
+_ANSWERS = {"order": "verdict", "verify": "proposal"}
+"""What reaches a role -> the record that caused it."""
+
+
+def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
+    """The Trace Event Format that Perfetto and chrome://tracing open; times in microseconds from the first span."""
+    origin = min((start for _, _, start, _, _ in spans), default=0.0)
+    lanes = lanes_of(spans)
+    events: list[dict[str, object]] = [
+        {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "engine"}},
+    ]
+    for tid, lane in enumerate(lanes, start=1):
+        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})
+        events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+    for lane, name, start, end, arguments in sorted([*spans, *waits_of(spans)], key=lambda span: span[2]):
+        events.append(
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": lanes.index(lane) + 1,
+                "name": name,
+                "cat": lane,
+                "ts": (start - origin) * 1e6,
+                "dur": (end - start) * 1e6,
+                "args": dict(arguments),
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def lanes_of(spans: Sequence[Span]) -> list[str]:
+    """The lanes that occur, in the order they are drawn: levels of a cascade, which are numbered, the cheapest last."""
+    present = {lane for lane, *_ in spans}
+    others = sorted(present.difference(LANES), key=lambda lane: (lane != MESSAGES, lane), reverse=True)
+    return [lane for lane in LANES if lane in present] + others
+
+
+def waits_of(spans: Sequence[Span]) -> list[Span]:
+    """What lies between the work of a role: it waits. Named `wait`, with the round of the work that follows."""
+    found = []
+    for lane in lanes_of(spans):
+        if lane == MESSAGES:
+            continue
+        work = sorted((span for span in spans if span[0] == lane), key=lambda span: span[2])
+        idle_since = work[0][3]
+        for _, _, start, end, arguments in work[1:]:
+            if start > idle_since:
+                found.append((lane, "wait", idle_since, start, {"round": arguments["round"]}))
+            idle_since = max(idle_since, end)
+    return found
+
+
+def middle_rounds(spans: Sequence[Span], count: int = ROUNDS_SHOWN) -> list[Span]:
+    """What happened during `count` consecutive rounds around the middle, where a run is neither starting nor draining.
+
+    The rounds are those of the first lane; work that reaches beyond their time is cut.
+    """
+    lane = lanes_of(spans)[0]
+    numbered = sorted({span[4]["round"] for span in spans if span[0] == lane})
+    first = max(0, (len(numbered) - count) // 2)
+    chosen = set(numbered[first : first + count])
+    times = [(start, end) for one, _, start, end, arguments in spans if one == lane and arguments["round"] in chosen]
+    opens, closes = min(start for start, _ in times), max(end for _, end in times)
+    if first == 0:
+        opens = min(start for _, _, start, _, _ in spans)
+    return [
+        (one, name, max(start, opens), min(end, closes), arguments)
+        for one, name, start, end, arguments in spans
+        if start < closes and end > opens
+    ]
+
+
+def busy_of(spans: Sequence[Span], lane: str) -> float:
+    """Fraction of the time of all `spans` in which a lane worked."""
+    whole = max(end for _, _, _, end, _ in spans) - min(start for _, _, start, _, _ in spans)
+    return sum(end - start for one, _, start, end, _ in spans if one == lane) / whole if whole else 0.0
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> None:
+    path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+
+
+def draw(path: Path, spans: Sequence[Span], busy: Mapping[str, float | None]) -> None:
+    """The lanes of some rounds as a picture; `busy` gives the fraction of time each lane worked over the whole run.
+
+    Lanes that it does not name are measured on the spans.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = middle_rounds(spans)
+    work = [span for span in shown if span[0] != MESSAGES]
+    lanes = [lane for lane in lanes_of(shown) if lane != MESSAGES]
+    origin = min(start for _, _, start, _, _ in work)
+    width_ms = (max(end for _, _, _, end, _ in work) - origin) * 1e3
+    figure = Figure(figsize=(13, 1.9 + 0.95 * len(lanes)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_work(axes, work, lanes, origin, width_ms)
+    _draw_messages(axes, shown, lanes, origin)
+    fractions = {lane: busy.get(lane) for lane in lanes}
+    fractions |= {lane: busy_of(spans, lane) for lane, known in fractions.items() if known is None}
+    axes.set_yticks(range(len(lanes)), [f"{lane}\n{fractions[lane]:.0%} busy" for lane in lanes], fontsize=11)
+    axes.set_ylim(len(lanes) - 0.45, -0.55)
+    axes.set_xlim(0, width_ms)
+    axes.set_xlabel("ms; busy fractions are of the whole run")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    _explain(axes, work)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_work(axes: Axes, work: Sequence[Span], lanes: Sequence[str], origin: float, width_ms: float) -> None:
+    for row in range(len(lanes)):
+        axes.barh(row, width_ms, height=0.56, color=_IDLE_COLOUR, zorder=0)
+    for lane, name, start, end, arguments in work:
+        row, left, length = lanes.index(lane), (start - origin) * 1e3, (end - start) * 1e3
+        colour = _COLOURS.get(name, _OTHER_COLOUR)
+        axes.barh(row, length, left=left, height=0.56, color=colour, edgecolor="white", linewidth=0.6, zorder=2)
+        if name in _MARKS:
+            axes.plot(left, row + 0.37, marker=_MARKS[name], color=colour, markersize=7, clip_on=False, zorder=4)
+        if "rows" in arguments and length > 0.03 * width_ms:
+            label = f"{arguments['rows']} → {arguments['tokens']}" if "tokens" in arguments else str(arguments["rows"])
+            axes.text(left + length / 2, row, label, ha="center", va="center", color="white", fontsize=9, zorder=3)
+
+
+def _draw_messages(axes: Axes, shown: Sequence[Span], lanes: Sequence[str], origin: float) -> None:
+    """A line from the work that a verdict or a proposal ended to the work that it set off."""
+    target, draft = (lanes.index(lane) if lane in lanes else None for lane in LANES)
+    if target is None or draft is None:
+        return
+    messages = [span for span in shown if span[0] == MESSAGES]
+    caused = {(name, end): start for _, name, start, end, _ in messages}
+    for _, name, start, end, _ in messages:
+        left = caused.get((_ANSWERS.get(name), start))
+        if left is not None:
+            rows = (target + 0.28, draft - 0.28) if name == "order" else (draft - 0.28, target + 0.28)
+            axes.plot([(left - origin) * 1e3, (end - origin) * 1e3], rows, color="#555555", linewidth=0.9, zorder=1)
+
+
+def _explain(axes: Axes, work: Sequence[Span]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    drawn = {name for _, name, *_ in work}
+    handles: list[Line2D | Patch] = []
+    for name in [*(name for name in _COLOURS if name in drawn), *sorted(drawn - set(_COLOURS))]:
+        colour, meaning = _COLOURS.get(name, _OTHER_COLOUR), _MEANINGS.get(name, name)
+        if name in _MARKS:
+            handles.append(Line2D([], [], color=colour, marker=_MARKS[name], linestyle="none", label=meaning))
+        else:
+            handles.append(Patch(color=colour, label=meaning))
+    handles += [Patch(color=_IDLE_COLOUR, label="waiting"), Line2D([], [], color="#555555", label="records")]
+    numbered = [arguments["round"] for lane, *_, arguments in work if lane == lanes_of(work)[0]]
+    hits, misses = (sum(name == sought for _, name, *_ in work) for sought in ("hit", "miss"))
+    counted = f": {hits} hits, {misses} misses" if hits or misses else ""
+    axes.set_title(
+        f"Rounds {min(numbered)} to {max(numbered)}{counted}. In a target pass: rows → tokens it brought.",
+        loc="left",
+        fontsize=11,
+    )
+    axes.legend(handles=handles, ncols=4, loc="upper left", bbox_to_anchor=(0.0, -0.24), frameon=False, fontsize=9)

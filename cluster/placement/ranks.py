@@ -1,0 +1,134 @@
+"""Which rank runs where: a pure function from the user's choice and the devices at hand to one line per rank.
+
+Knows counts of devices, not what runs on them. Ray and the in-process backend both follow the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from actors.options import ModelDrafterConfig
+from actors.topology import level_roles
+from cluster.config.schema import LaunchConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What a machine or cluster offers: CPU cores by number, and a count of GPUs."""
+
+    cores: tuple[int, ...]
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """One rank's place. `device` is "cpu" or "cuda:N"; `share` is its part of that device (1.0: all of it).
+
+    `host` is the address of its node in a cluster, empty on this machine.
+    """
+
+    role: str
+    rank: int
+    size: int
+    device: str
+    cores: tuple[int, ...]
+    num_threads: int
+    share: float
+    host: str = ""
+
+    @property
+    def identity(self) -> str:
+        return f"{self.role}-{self.rank}"
+
+    @property
+    def bound_to(self) -> tuple[int, ...]:
+        """Cores it shall run on: none on the nodes of a cluster, of which only the number of free cores is known."""
+        return () if self.host else self.cores
+
+    def describe(self) -> str:
+        cores = f" cores {','.join(map(str, self.bound_to))}" if self.bound_to else ""
+        node = f"{self.host} " if self.host else ""
+        shared = ", shared" if 0 < self.share < 1 else ""
+        threads = f"{self.num_threads} thread{'s' * (self.num_threads != 1)}"
+        return f"{self.identity}: {node}{self.device}{cores}, {threads}{shared}"
+
+
+def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
+    """Target ranks, then draft ranks, level by level. ValueError where there are more ranks than devices."""
+    roles = {"target": (config.target.tp, _kind(config.target.device, "target.device", devices))}
+    for role, model in _draft_roles(config):
+        roles[role] = (model.ranks, _kind(model.device, "drafter.device", devices))
+    colocated = config.placement.name == "colocated"
+    if colocated and len({kind for _, kind in roles.values()}) > 1:
+        drafter = next(kind for role, (_, kind) in roles.items() if kind != roles["target"][1])
+        raise ValueError(
+            f"placement=colocated: the target on {roles['target'][1]} and the drafter on {drafter} have no device to "
+            "share; give target.device and drafter.device one kind or use placement=separate"
+        )
+    places, taken = [], {"cpu": 0, "cuda": 0}
+    for role, (size, kind) in roles.items():
+        rivals = [other for other, on in roles.values() if on == kind]
+        total, share = (size, 1.0 / len(rivals)) if colocated else (sum(rivals), 1.0)
+        places += _place(config, role, size, kind, 0 if colocated else taken[kind], total, share, devices)
+        taken[kind] += size
+    speculates = config.drafter.name != "none" and config.pipeline.name != "plain"
+    if speculates and len(roles) == 1:  # a lookup drafter needs no device of its own
+        places.append(RankPlacement("draft", 0, 1, "cpu", (), 1, 0.0))
+    return with_fewer_threads(config, places)
+
+
+def with_fewer_threads(config: LaunchConfig, places: Sequence[RankPlacement]) -> list[RankPlacement]:
+    """Draft models may be told to leave some of their cores to others."""
+    most = {role: model.num_threads for role, model in _draft_roles(config) if model.num_threads}
+    return [
+        replace(place, num_threads=min(place.num_threads, most.get(place.role, place.num_threads))) for place in places
+    ]
+
+
+def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, ModelDrafterConfig]]:
+    """Every part of the drafter that has a model, and the model."""
+    if config.pipeline.name == "plain" or not hasattr(config.drafter, "ranks"):
+        return
+    for role, levels in level_roles(config.drafter).items():
+        model = config.drafter.levels[levels[-1]] if hasattr(config.drafter, "levels") else config.drafter
+        yield role, model
+
+
+def _kind(wanted: str, field: str, devices: Devices) -> str:
+    if wanted == "auto":
+        return "cuda" if devices.num_gpus else "cpu"
+    if wanted == "cuda" and not devices.num_gpus:
+        raise ValueError(f"{field}=cuda: this machine offers no GPU; use {field}=cpu or auto")
+    if wanted not in ("cpu", "cuda"):
+        raise ValueError(f"{field}={wanted}: unknown device; use auto, cpu or cuda")
+    return wanted
+
+
+def _place(
+    config: LaunchConfig, role: str, size: int, kind: str, taken: int, total: int, share: float, devices: Devices
+) -> list[RankPlacement]:
+    """Ranks `taken` .. `taken + size` of the `total` that divide the devices of this kind between them."""
+    available = devices.num_gpus if kind == "cuda" else len(devices.cores)
+    if total > available and not (kind == "cpu" and config.cluster.oversubscribe):
+        field = "target.tp" if role == "target" else "drafter.ranks"
+        noun = "GPUs" if kind == "cuda" else "cores"
+        remedies = ["lower it"] * (size > 1) + ["use placement=colocated"] * (total > size)
+        remedies += ["set cluster.oversubscribe=true"] * (kind == "cpu")
+        raise ValueError(f"{field}: {total} ranks need {total} {noun}, {available} here; {' or '.join(remedies)}")
+    share /= -(-total // available)  # more ranks than cores take turns
+    places = []
+    for rank in range(size):
+        if kind == "cuda":
+            places.append(RankPlacement(role, rank, size, f"cuda:{taken + rank}", (), 1, share))
+        else:
+            cores = _slice(devices.cores, taken + rank, total)
+            places.append(RankPlacement(role, rank, size, "cpu", cores, len(cores), share))
+    return places
+
+
+def _slice(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
+    """An even share of the cores; with more ranks than cores, ranks take turns on them."""
+    if count > len(cores):
+        return (cores[index % len(cores)],)
+    return tuple(cores[len(cores) * index // count : len(cores) * (index + 1) // count])

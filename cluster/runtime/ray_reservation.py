@@ -1,0 +1,123 @@
+"""Devices of a Ray cluster that an engine holds: placement groups with one bundle per device.
+
+The layout of the start is one group, all of it or nothing. Devices that are taken later, because a node was lost, are
+taken apart, so that each can be given back when its node is lost too. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement.ranks import RankPlacement
+
+Device = tuple[str, str | tuple[int, ...]]
+"""The node ("" for this machine), and a GPU's name or the cores of a CPU rank."""
+
+_SAY_S = 5.0
+_ON_NODE = 0.001
+"""Ray gives every node one of the resource `node:ADDRESS`; a trace of it ties a bundle or an actor to that node."""
+
+
+class Reservation:
+    """From the first `take` to `release`."""
+
+    def __init__(self) -> None:
+        self._groups: list[PlacementGroup] = []
+        self._bundle_of: dict[Device, tuple[PlacementGroup, int]] = {}
+
+    def take(
+        self,
+        places: Sequence[RankPlacement],
+        timeout_s: float,
+        progress: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """All devices of these places that are not held yet, or none: then ValueError. `apart`: a group for each.
+
+        Says every few seconds what it waits for.
+        """
+        shares = {device: bundle for device, bundle in device_bundles(places).items() if device not in self._bundle_of}
+        parts = [[device] for device in shares] if apart else [list(shares)] * bool(shares)
+        groups = [placement_group([shares[device] for device in part], strategy="PACK") for part in parts]
+        started, waiting = clock(), list(groups)
+        while waiting:
+            left_s = started + timeout_s - clock()
+            if waiting[0].wait(max(0.0, min(_SAY_S, left_s))):
+                del waiting[0]
+                continue
+            missing = f"{_in_words(shares)} asked, of which not all is free; end other jobs or ask for fewer ranks"
+            if left_s <= _SAY_S:
+                for group in groups:
+                    remove_placement_group(group)
+                raise ValueError(f"cluster: {missing}")
+            progress(f"waiting for {clock() - started:.0f} s: {missing}")
+        self._groups += groups
+        for group, part in zip(groups, parts, strict=True):
+            self._bundle_of |= {device: (group, index) for index, device in enumerate(part)}
+
+    def give_back(self, place: RankPlacement) -> None:
+        """The device of this place, if it was taken apart; those of the start remain the engine's until its end."""
+        group, _ = self._bundle_of.get(_device(place), (None, 0))
+        if group is not None and group is not self._groups[0]:
+            remove_placement_group(group)
+            self._groups.remove(group)
+            del self._bundle_of[_device(place)]
+
+    def options(self, place: RankPlacement) -> dict[str, object]:
+        """Of an actor that runs at this place."""
+        resources = _resources(place)
+        options: dict[str, object] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
+        options["resources"] = resources
+        if place.share:
+            group, index = self._bundle_of[_device(place)]
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        return options
+
+    def release(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+        self._bundle_of.clear()
+
+
+def _in_words(shares: Mapping[Device, Mapping[str, float]]) -> str:
+    """`2 cores on 10.0.0.1, 1 GPU on 10.0.0.2`."""
+    said = []
+    for (host, _), bundle in shares.items():
+        noun, amount = ("GPU", bundle["GPU"]) if "GPU" in bundle else ("core", bundle["CPU"])
+        said.append(f"{amount:g} {noun}{'s' * (amount != 1)}" + f" on {host}" * bool(host))
+    return ", ".join(said)
+
+
+def device_bundles(places: Sequence[RankPlacement]) -> dict[Device, dict[str, float]]:
+    """What to reserve: one bundle per device, so that ranks which share one meet on it."""
+    bundles: dict[Device, dict[str, float]] = {}
+    for place in places:
+        if place.share:
+            bundle = bundles.setdefault(_device(place), {})
+            for resource, amount in _resources(place).items():
+                bundle[resource] = bundle.get(resource, 0.0) + amount
+    return bundles
+
+
+def on_node(place: RankPlacement) -> dict[str, float]:
+    """Resources that tie an actor to the node of a place."""
+    return {f"node:{place.host}": _ON_NODE} if place.host else {}
+
+
+def _device(place: RankPlacement) -> Device:
+    return place.host, place.cores if place.device == "cpu" else place.device
+
+
+def _resources(place: RankPlacement) -> dict[str, float]:
+    if not place.share:
+        return on_node(place)
+    if place.device.startswith("cuda"):
+        return {"GPU": place.share, "CPU": 0.01, **on_node(place)}
+    return {"CPU": place.share * max(1, len(place.cores)), **on_node(place)}

@@ -1,0 +1,64 @@
+"""What coordinator and ranks are told before they start, as whatever they are started: from layout and options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from actors.coordinator.service import CoordinatorSpec
+from actors.worker.spec import RankSpec
+from cluster.config.schema import LaunchConfig
+from cluster.placement.ranks import RankPlacement
+
+
+def coordinator_spec(
+    config: LaunchConfig, places: Sequence[RankPlacement], eos_token_ids: tuple[int, ...]
+) -> CoordinatorSpec:
+    """The coordinator's orders from the layout and the user's options."""
+    sizes = Counter(place.role for place in places)
+    return CoordinatorSpec(
+        pipeline=config.pipeline.name,
+        num_draft_tokens=getattr(config.drafter, "num_draft_tokens", 0),
+        target_ranks=sizes.pop("target"),
+        draft_ranks=sizes.pop("draft", 0),
+        eos_token_ids=eos_token_ids,
+        limits=config.scheduler,
+        level_ranks=tuple(sizes.values()),
+        silence_s=config.cluster.silence_s,
+        adaptive=config.pipeline.adaptive,
+        min_draft_tokens=config.pipeline.min_draft_tokens,
+    )
+
+
+def rank_spec(
+    config: LaunchConfig, place: RankPlacement, hub_address: str, host: str, eos_token_ids: tuple[int, ...]
+) -> RankSpec:
+    """A rank's orders from its place and the user's options."""
+    return RankSpec(
+        role=place.role,
+        rank=place.rank,
+        size=place.size,
+        device=place.device,
+        num_threads=place.num_threads,
+        cores=place.bound_to,
+        hub_address=hub_address,
+        host=host,
+        eos_token_ids=eos_token_ids,
+        target=config.target,
+        drafter=config.drafter,
+        verify=config.verify,
+        pipeline=str(config.pipeline.name),
+        scheduler=config.scheduler,
+        adaptive=config.pipeline.adaptive,
+    )
+
+
+def successor(spec: RankSpec, incarnation: int, facts: Mapping[str, object]) -> RankSpec:
+    """The same orders for the next process. What the last one measured together with its peers stays as it was: they
+    keep theirs, and will not measure again."""
+    field = "target" if spec.role == "target" else "drafter"
+    options = getattr(spec, field)
+    known = [name for name in ("kv_slots", "mlp_parallel") if name in facts and hasattr(options, name)]
+    options = replace(options, **{name: facts[name] for name in known})
+    return replace(spec, incarnation=incarnation, **{field: options})

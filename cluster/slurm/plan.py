@@ -1,0 +1,270 @@
+"""What a Slurm job runs, as a plan of commands made from the job's environment alone.
+
+Pure functions: `cluster/slurm/job.py` carries a plan out. Ports and folders follow from the job's number, so that two
+jobs can share a node. Overrides of the user come last in the command line of the launch and so win.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SYMMETRIC, EXPLICIT = "symmetric", "explicit"
+WISHES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_NTASKS_PER_GPU")
+WISHES += ("SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU")
+"""What `sbatch` was asked for, which `srun` would ask once more for a step on one node."""
+STOP = signal.SIGUSR2
+"""What ends Ray on a node: one of the signals that `srun` passes on to its step."""
+_FIRST_PORT, _PORTS_PER_JOB, _NUM_BLOCKS = 20000, 8, 1596
+"""Above the ports Ray's workers use by default, below those the system gives to whoever asks for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What `scontrol show node` knows of one node."""
+
+    address: str
+    num_cpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """The nodes of one part of a heterogeneous job; other jobs have one part."""
+
+    nodes: tuple[str, ...]
+    cpus: tuple[int, ...]
+    """CPUs this job has on each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What Slurm gave to this job."""
+
+    job_id: int
+    components: tuple[Component, ...]
+    array_task: str = ""
+    """ARRAY_TASK in a job array: the number of its last task is also the number of the whole array."""
+
+    @property
+    def name(self) -> str:
+        """This job and no other, for Slurm's commands."""
+        return self.array_task or str(self.job_id)
+
+    @property
+    def nodes(self) -> list[str]:
+        return [node for component in self.components for node in component.nodes]
+
+    @property
+    def head(self) -> str:
+        """Where the batch script runs, and Ray's head with it."""
+        return self.nodes[0]
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Allocation:
+        """From the variables Slurm sets. ValueError outside a job."""
+        if "SLURM_JOB_ID" not in environment:
+            raise ValueError("SLURM_JOB_ID: not set, so this is no Slurm job; submit it with `sbatch launch.sh`")
+        size = int(environment.get("SLURM_HET_SIZE", "0"))
+        suffixes = [f"_HET_GROUP_{index}" for index in range(size)] or [""]
+        components = []
+        for suffix in suffixes:
+            nodes = expand_hostlist(environment[f"SLURM_JOB_NODELIST{suffix}"])
+            counts = expand_counts(environment.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", f"1(x{len(nodes)})"))
+            components.append(Component(tuple(nodes), tuple(counts)))
+        task = "_".join(environment.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK")).strip("_")
+        return Allocation(int(environment["SLURM_JOB_ID"]), tuple(components), task)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """TCP ports of this job's Ray."""
+
+    head: int
+    dashboard: int
+    agent: int
+    client: int
+
+    @staticmethod
+    def of(job_id: int) -> Ports:
+        first = _FIRST_PORT + _PORTS_PER_JOB * (job_id % _NUM_BLOCKS)
+        return Ports(*range(first, first + 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Commands in the order they are started. `rays` are those that run Ray until `STOP`, by the name of their log.
+
+    A command that begins with `srun` is a step of the job; the others run where the batch script does.
+    """
+
+    environment: dict[str, str]
+    rays: dict[str, list[str]]
+    launch: list[str]
+
+    def describe(self) -> str:
+        """As lines a shell would understand."""
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        lines += [f"unset {' '.join(WISHES)}", *(f"{shlex.join(command)} &" for command in self.rays.values())]
+        return "\n".join([*lines, shlex.join(self.launch)])
+
+
+def choose_bootstrap(wanted: str, allocation: Allocation, *, has_symmetric: bool, whole_nodes: bool) -> str:
+    """How Ray is started: by `ray symmetric-run` where that is safe, node by node otherwise.
+
+    It ends with `ray stop`, which ends every Ray of the host, so the job must have its nodes for itself; and it gives
+    every node the same options, so the job must have one part.
+    """
+    if wanted not in ("auto", SYMMETRIC, EXPLICIT):
+        raise ValueError(f"SPECDEC_RAY={wanted}: unknown; choose auto, {SYMMETRIC} or {EXPLICIT}")
+    if wanted == SYMMETRIC and not has_symmetric:
+        raise ValueError(f"SPECDEC_RAY={wanted}: this Ray has no symmetric-run; use {EXPLICIT}")
+    suits = len(allocation.nodes) > 1 and len(allocation.components) == 1 and whole_nodes
+    return SYMMETRIC if wanted == SYMMETRIC or (wanted == "auto" and has_symmetric and suits) else EXPLICIT
+
+
+def make_plan(
+    allocation: Allocation,
+    addresses: Mapping[str, str],
+    overrides: Sequence[str],
+    *,
+    python: str,
+    run_dir: str,
+    bootstrap: str = EXPLICIT,
+    dashboard: bool = True,
+    wait_s: float = 60.0,
+    devices: Mapping[str, str] = {},
+    resumes: bool = False,
+    tmp: str = "/tmp",
+) -> Plan:
+    """The whole job. `addresses` maps its nodes to addresses that all of them can reach; `run_dir` is shared.
+
+    `devices` is what a step on a node must ask for to have all that the job has there (`parse_devices`).
+    """
+    ports, folder = Ports.of(allocation.job_id), f"{tmp}/specdec-{allocation.job_id}"
+    head_address = f"{addresses[allocation.head]}:{ports.head}"
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": f"{run_dir}/ray-token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # of 30, all that Slurm grants to a job it ends
+        "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the node stall a round
+        "PYTHONUNBUFFERED": "1",
+    }
+    options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must not part overrides
+    overrides = [word for word in overrides if _is_override(word)]
+    launch = [python, "-P", "-m", "cluster.launch", *options, "cluster=slurm", f"cluster.address={head_address}"]
+    launch += [
+        f"cluster.placement.nodes={len(allocation.nodes)}",
+        f"hydra.run.dir={run_dir}",
+        f"hydra.sweep.dir={run_dir}",
+    ]
+    launch += ["job.resume=true"] * resumes
+    launch += _nodes_of_roles(allocation, addresses, overrides)
+    launch += overrides
+    ray = python.rpartition("/")[0] + "/ray" if "/" in python else "ray"
+    options = [f"--dashboard-agent-listen-port={ports.agent}", "--min-worker-port=0", "--max-worker-port=0"]
+    options += ["--disable-usage-stats"]
+    of_head = [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={ports.dashboard}"]
+    of_head += [f"--ray-client-server-port={ports.client}"]
+    if bootstrap == SYMMETRIC:
+        count = len(allocation.nodes)
+        step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        start = [ray, "symmetric-run", "--address", head_address, "--min-nodes", str(count), *options]
+        script = _symmetrically(start, of_head, folder, wait_s)
+        return Plan(environment, {SYMMETRIC: [*step, "--label", "bash", "-c", script]}, launch)
+    rays = {}
+    for index, component in enumerate(allocation.components):
+        for node, cpus in zip(component.nodes, component.cpus, strict=True):
+            here = [f"--node-ip-address={addresses[node]}", f"--num-cpus={cpus}", f"--temp-dir={folder}", *options]
+            if node == allocation.head:
+                start = [ray, "start", "--head", f"--port={ports.head}", *here, *of_head, "--block"]
+                step = []
+            else:
+                start = [ray, "start", f"--address={head_address}", *here, "--block"]
+                step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", f"--nodelist={node}"]
+                step += [f"--gres={devices[node]}"] if node in devices else []
+                step += [f"--het-group={index}"] * (len(allocation.components) > 1)
+            script = f"{_until_told(shlex.join(start), 'kill -TERM $ray')}; rm -rf {shlex.quote(folder)}"
+            rays[node] = [*step, "bash", "-c", script]
+    return Plan(environment, rays, launch)
+
+
+def _symmetrically(start: Sequence[str], of_head: Sequence[str], folder: str, wait_s: float) -> str:
+    """A script that holds Ray on one node of a step. What `ray symmetric-run` started is left to `ray stop`."""
+    # A node otherwise looks for a head that is gone for a minute. Nobody but Ray's own may have such a short patience.
+    settings = f"RAY_TMPDIR={shlex.quote(folder)} RAY_gcs_rpc_server_reconnect_timeout_s=5 "
+    settings += f"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}"
+    options = f'[ "$SLURM_PROCID" != 0 ] || of_head="{shlex.join(of_head)}"'
+    command = f"{settings} {shlex.join(start)} $of_head -- sleep infinity"
+    ending = f"{shlex.quote(start[0])} stop; rm -rf {shlex.quote(folder)}"
+    return f"{options}; {_until_told(command, 'kill -KILL -$ray')}; {ending}"
+
+
+def _until_told(command: str, ends_it: str) -> str:
+    """Waits for the command. What Slurm signals may reach the shell alone: it has to pass `STOP` on.
+
+    SIGTERM, with which Slurm ends a job, is for the launch to hear: Ray goes when that has gone.
+    """
+    hears = f"set -m; trap : TERM; trap '{ends_it}' {STOP.name.removeprefix('SIG')}"
+    return f"{hears}; {command} & ray=$!; while kill -0 $ray; do wait $ray; done 2>/dev/null"
+
+
+def _is_override(word: str) -> bool:
+    """Hydra's KEY=VALUE, +KEY=VALUE or ~KEY; all else is an option of its command line, or the value of one."""
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
+def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+    """A job of two parts was asked for to have the target on the first and who drafts on the second."""
+    if len(allocation.components) != 2 or any(part.startswith("placement.nodes") for part in overrides):
+        return []
+    target, draft = (",".join(addresses[node] for node in part.nodes) for part in allocation.components)
+    return [f"placement.nodes={{target:[{target}],draft:[{draft}]}}"]
+
+
+def parse_nodes(text: str) -> dict[str, NodeFacts]:
+    """Out of `scontrol -o show node`: a line per node of KEY=VALUE words."""
+    found = {}
+    for line in text.splitlines():
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "NodeName" in words:
+            address = words.get("NodeAddr", words["NodeName"])
+            found[words["NodeName"]] = NodeFacts(address, int(words.get("CPUTot", "0")))
+    return found
+
+
+def parse_devices(text: str) -> dict[str, str]:
+    """Out of `scontrol -d show job`: node -> its generic resources, such as `gpu:4`, in the words of `--gres`."""
+    found = re.findall(r"\bNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)", text)
+    return {node: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for node in expand_hostlist(nodes)}
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """`n[1-2,09],gpu5` -> n1, n2, n09, gpu5. Numbers keep their leading zeros; several brackets multiply."""
+    hosts = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        parts = re.split(r"\[([^\]]*)\]", item)
+        choices = [_expand_range(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        hosts += ["".join(parts) for parts in itertools.product(*choices)]
+    return hosts
+
+
+def _expand_range(text: str) -> list[str]:
+    names = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        names += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """`4(x2),1` -> 4, 4, 1."""
+    counts = []
+    for item in text.split(","):
+        count, _, times = item.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts

@@ -1,0 +1,176 @@
+"""What lookup costs against the length of the text: `python -m cluster.tools.bench.lookup [--plot FILE.png]`.
+
+Measures the real drafters on two long texts of the bundled tokenizer, the standard library and one line over and over,
+as small models write it when they go round in circles. Two tokens a round, as an engine would commit them: time per
+proposal with those entered; the same beneath a level of a cascade, which tells provisional text and takes it back; time
+to enter a prompt; bytes held per token. No engine, no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median, quantiles
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from actors.drafters.lookup.maxgram import MaxgramDrafter
+from actors.drafters.lookup.ngram import NgramDrafter
+from actors.drafters.lookup.suffix import SuffixDrafter
+from actors.options import MaxgramDrafterConfig, NgramDrafterConfig, SuffixDrafterConfig
+from actors.protocol.messages import SamplingParams
+from actors.roles.draft import Context, Drafter
+from cluster import pocket
+from cluster.io.console import Terminal, figure
+from cluster.io.text import load_tokenizer
+
+LENGTHS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
+NUM_ROUNDS = 500
+TOKENS_PER_ROUND = 2
+TAKEN_BACK = 17
+"""A last level that works one proposal of 8 ahead has told so many tokens when the target disagrees with the first."""
+NUM_DRAFT_TOKENS = 8
+LOOP = "            self.assertEqual(result, expected)\n"
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": lambda: NgramDrafter(NgramDrafterConfig()),
+    "maxgram": lambda: MaxgramDrafter(MaxgramDrafterConfig()),
+    "suffix": lambda: SuffixDrafter(SuffixDrafterConfig()),
+    "suffix, width 2": lambda: SuffixDrafter(SuffixDrafterConfig(width=2)),
+}
+COLUMNS = (
+    "drafter",
+    "text",
+    "context",
+    "us/proposal",
+    "99 of 100 below",
+    f"{TAKEN_BACK} taken back",
+    "us/token of prompt",
+    "bytes/token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupCost:
+    """Of one drafter behind one length of text; microseconds and bytes."""
+
+    propose_us: float
+    propose_p99_us: float
+    take_back_us: float
+    enter_us_per_token: float
+    bytes_per_token: float
+
+
+def measure(make: Callable[[], Drafter], token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
+    """`token_ids` holds `length` tokens of prompt, those of every round, and what is tried out behind the last."""
+    tracemalloc.start()
+    drafter, context = make(), _context(token_ids, length)
+    before, _ = tracemalloc.get_traced_memory()
+    _enter(drafter, context)
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    drafter, context = make(), _context(token_ids, length)
+    entered_s = _enter(drafter, context)
+    times, revoked = [], []
+    for start in range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND):
+        context.token_ids += token_ids[start : start + TOKENS_PER_ROUND]
+        times.append(_seconds(lambda: drafter.propose([context], [NUM_DRAFT_TOKENS])))
+    drafter, context = make(), _context(token_ids, length)
+    _enter(drafter, context)
+    for start in range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND):
+        context.token_ids += token_ids[start : start + TAKEN_BACK]
+        spent = _seconds(lambda: drafter.prepare([context]))
+        context.cut(start)
+        spent += _seconds(lambda: drafter.truncate(context))
+        context.token_ids += token_ids[start : start + TOKENS_PER_ROUND]
+        revoked.append(spent + _seconds(lambda: drafter.propose([context], [NUM_DRAFT_TOKENS])))
+    seconds = (median(times), quantiles(times, n=100)[-1], median(revoked), entered_s / length)
+    return LookupCost(*(1e6 * value for value in seconds), held / length)
+
+
+def _context(token_ids: Sequence[int], length: int) -> Context:
+    return Context(1, 0, list(token_ids[:length]), length, SamplingParams())
+
+
+def _enter(drafter: Drafter, context: Context) -> float:
+    """Seconds to take in the prompt."""
+    drafter.open(context)
+    return _seconds(lambda: drafter.prepare([context]))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def library_tokens(count: int) -> list[int]:
+    """The first tokens of the standard library's modules in the order of their names."""
+    tokenizer = load_tokenizer(pocket.TARGET)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    tokens = (token for file in files for token in tokenizer.encode(file.read_text(encoding="utf-8")).ids)
+    return list(islice(tokens, count))
+
+
+def periodic_tokens(count: int) -> list[int]:
+    """One line without end."""
+    return list(islice(cycle(load_tokenizer(pocket.TARGET).encode(LOOP).ids), count))
+
+
+TEXTS = {"library": library_tokens, "periodic": periodic_tokens}
+
+
+def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
+    """Time per proposal against the context, a panel for each text; dashed beneath a level of a cascade."""
+    page = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(page)
+    for panel, text in zip(page.subplots(1, len(TEXTS), sharey=True), TEXTS):
+        for name in DRAFTERS:
+            lengths = [length for drafter, of_text, length in costs if (drafter, of_text) == (name, text)]
+            found = [costs[name, text, length] for length in lengths]
+            (line,) = panel.plot(lengths, [cost.propose_us for cost in found], marker="o", markersize=3, label=name)
+            panel.plot(lengths, [cost.take_back_us for cost in found], "--", color=line.get_color())
+        panel.set(xscale="log", yscale="log", title=f"{text} text", xlabel="tokens of context")
+        panel.grid(alpha=0.3)
+    page.legend(*panel.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    page.axes[0].set_ylabel(f"us per proposal\n(dashed: {TAKEN_BACK} tokens taken back before it)")
+    page.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.tools.bench.lookup", description="What lookup drafters cost."
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times against the context as well")
+    options = parser.parse_args(arguments)
+    terminal = Terminal()
+    longest = max(LENGTHS) + TOKENS_PER_ROUND * NUM_ROUNDS + TAKEN_BACK
+    costs: dict[tuple[str, str, int], LookupCost] = {}
+    with terminal.counting("looking up", len(TEXTS) * len(DRAFTERS) * len(LENGTHS)) as bar:
+        for text, read in TEXTS.items():
+            token_ids = read(longest)
+            for name, make in DRAFTERS.items():
+                for length in LENGTHS:
+                    costs[name, text, length] = measure(make, token_ids, length, NUM_ROUNDS)
+                    bar.advance()
+    rows = [
+        [
+            *(name, text, f"{length:,}"),
+            *(figure(us, 1) for us in (cost.propose_us, cost.propose_p99_us, cost.take_back_us)),
+            *(figure(cost.enter_us_per_token, 1), f"{cost.bytes_per_token:.0f}"),
+        ]
+        for (name, text, length), cost in costs.items()
+    ]
+    terminal.table(f"Lookup, {NUM_DRAFT_TOKENS} draft tokens at most", COLUMNS, rows)
+    if options.plot:
+        draw(costs, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The same prompts through other engines: `transformers`, plain and with its own speculation.
+
+A peer loads the same checkpoints in the same precision, on the same device, with as many threads as the target role
+has, and completes one request at a time, which is all its speculation supports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, TargetConfig
+from actors.protocol.messages import SamplingParams
+from cluster.engine import Engine
+from cluster.io.prompts import Prompt
+from cluster.io.text import read_eos_token_ids
+from cluster.jobs.run_prompts import Run, Served
+from cluster.tools.bench.plan import Setting
+from cluster.tools.bench.prompts import Task
+from cluster.tools.bench.sides import ASSISTED, TRANSFORMERS
+
+_CARRIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "min_tokens", "seed")
+"""Sampling parameters that mean the same there; `stop_token_ids` and `ignore_eos` travel as end-of-text ids."""
+
+
+class Peer(Protocol):
+    """Another engine."""
+
+    def sides(self, task: Task) -> dict[str, object]:
+        """Ways it can complete this task -> what decides their cost; equal keys need only one run."""
+
+    def complete(self, side: str, task: Task) -> Run:
+        """One timed run."""
+
+    def describe(self) -> dict[str, object]:
+        """The terms of the comparison, for the report."""
+
+
+class Transformers:
+    """`generate` of the transformers library; assisted by the same draft model, or by prompt lookup for `ngram`."""
+
+    def __init__(self, target: TargetConfig, dtype: str, device: str) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        self._dtype, self._device = dtype, device
+        self._eos_token_ids = read_eos_token_ids(Path(target.path))
+        self._model = self._load(target.path, target.stretch)
+        self._assistants: dict[str, torch.nn.Module] = {}
+
+    def describe(self) -> dict[str, object]:
+        return {"dtype": self._dtype, "device": self._device, "batch": 1, "num_threads": "as the target role has"}
+
+    def sides(self, task: Task) -> dict[str, object]:
+        setting = task.setting
+        if setting.batch != 1:
+            return {}
+        common = (setting.temperature, setting.context, task.num_threads)
+        sides: dict[str, object] = {TRANSFORMERS: (TRANSFORMERS, *common)}
+        match setting.drafter:
+            case ModelDrafterConfig(path=path, num_draft_tokens=length):
+                sides[ASSISTED] = (ASSISTED, *common, path, length)
+            case NgramDrafterConfig(num_draft_tokens=length, max_ngram=longest):
+                sides[ASSISTED] = (ASSISTED, *common, longest, length)
+        return sides
+
+    def complete(self, side: str, task: Task) -> Run:
+        torch.set_num_threads(task.num_threads)
+        self._model.generation_config = self._generation_config(task.sampling)
+        speculation = self._speculation(task.setting) if side == ASSISTED else {}
+        run = Run()
+        started = time.monotonic()
+        for index, prompt in enumerate(task.prompts):
+            run.requests.append(self._complete(index, prompt, task.sampling, speculation))
+        run.wall_s = time.monotonic() - started
+        return run
+
+    def _complete(self, index: int, prompt: Prompt, sampling: SamplingParams, speculation: dict) -> Served:
+        clock = _FirstToken()
+        ids = torch.tensor([prompt.token_ids], device=self._device)
+        torch.manual_seed(sampling.seed)
+        started = time.monotonic()
+        output = self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **speculation)
+        finished = time.monotonic()
+        tokens = tuple(output[0, ids.shape[1] :].tolist())
+        reason = "length" if len(tokens) == sampling.max_tokens else "stop"
+        return Served(
+            index, prompt, tokens, finish_reason=reason, ttft_s=clock.at - started, latency_s=finished - started
+        )
+
+    def _generation_config(self, sampling: SamplingParams, **more: object):
+        from transformers import GenerationConfig
+
+        ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]
+        laws = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        return GenerationConfig(
+            do_sample=sampling.temperature > 0,
+            max_new_tokens=sampling.max_tokens,
+            min_new_tokens=sampling.min_tokens or None,
+            repetition_penalty=sampling.repetition_penalty,
+            eos_token_id=ends or None,
+            pad_token_id=(*self._eos_token_ids, 0)[0],
+            **({**laws, "min_p": sampling.min_p or None} if sampling.temperature > 0 else {}),
+            **more,
+        )
+
+    def _speculation(self, setting: Setting) -> dict[str, object]:
+        """Its counterpart of our drafter: as many draft tokens, always, whatever the draft model is sure of."""
+        if isinstance(setting.drafter, NgramDrafterConfig):
+            return {
+                "prompt_lookup_num_tokens": setting.drafter.num_draft_tokens,
+                "max_matching_ngram_size": setting.drafter.max_ngram,
+            }
+        path = setting.drafter.path
+        if path not in self._assistants:
+            self._assistants[path] = self._load(path)
+        assistant = self._assistants[path]
+        assistant.generation_config = self._generation_config(
+            SamplingParams(temperature=setting.temperature),
+            num_assistant_tokens=setting.num_draft_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        return {"assistant_model": assistant}
+
+    def _load(self, path: str, stretch: int = 0) -> torch.nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(path)
+        num_real = config.num_hidden_layers
+        if stretch:
+            config.num_hidden_layers += stretch
+            if getattr(config, "layer_types", None):
+                config.layer_types = [*config.layer_types, *config.layer_types[-1:] * stretch]
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, self._dtype)).eval()
+        silence_layers(model, num_real)
+        return model.to(self._device)
+
+
+def silence_layers(model: torch.nn.Module, first: int) -> None:
+    """Zero what the layers from `first` on add to the residual stream: `target.stretch` in a peer."""
+    with torch.no_grad():
+        for layer in model.model.layers[first:]:
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                for parameter in projection.parameters():
+                    parameter.zero_()
+
+
+def _transformers(engine: Engine) -> Peer:
+    facts = engine.ready["target-0"].facts
+    return Transformers(engine.config.target, str(facts["dtype"]), str(facts["device"]))
+
+
+PEERS: dict[str, Callable[[Engine], Peer]] = {"transformers": _transformers}
+"""What `job.peers` may name."""
+
+
+def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
+    """ValueError, one line, for a peer we do not know or sampling that means nothing to it."""
+    for name in peers:
+        if name not in PEERS:
+            raise ValueError(f"job.peers={name}: is unknown; choose from {', '.join(PEERS)}")
+    if not peers:
+        return
+    defaults = SamplingParams()
+    for field in SamplingParams.__dataclass_fields__:
+        carried = field in _CARRIED or field in ("stop_token_ids", "ignore_eos")
+        if not carried and getattr(sampling, field) != getattr(defaults, field):
+            raise ValueError(f"sampling.{field}: transformers has no counterpart; drop it or job.peers")
+
+
+class _FirstToken:
+    """A streamer that notes when the first token came; the first thing it is given is the prompt."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self._num_puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._num_puts += 1
+        if self._num_puts == 2:
+            self.at = time.monotonic()
+
+    def end(self) -> None:
+        """Nothing to release."""

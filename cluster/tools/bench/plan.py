@@ -1,0 +1,178 @@
+"""The settings of a bench: every combination of the job's axes, refused before anything starts if one makes no sense.
+
+Pure; knows the configuration and neither engines nor clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from actors.options import DrafterConfig, ModelDrafterConfig, Parallel, PipelineConfig, PipelineName
+from actors.topology import CascadeDrafterConfig, LevelLengths, checkpoints
+from cluster import pocket
+from cluster.config.cascade import typed_record
+from cluster.config.schema import CHOICES, BenchConfig, LaunchConfig, checked, workload_prompts
+
+_BUNDLED = {str(pocket.DRAFTER): "model", str(pocket.DEEP_DRAFTER): "pocket-deep"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One combination. `context` 0 leaves the prompts as they are; `workload` is empty for `job.prompts`."""
+
+    drafter: DrafterConfig
+    pipeline: PipelineConfig
+    temperature: float
+    batch: int
+    context: int
+    workload: str = ""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return getattr(self.drafter, "num_draft_tokens", 0)
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.pipeline.adaptive and self.pipeline.name != PipelineName.plain and self.num_draft_tokens > 0
+
+    @property
+    def engine_key(self) -> str:
+        """Settings with the same key run on one engine."""
+        return f"{self.drafter} {self.pipeline}"  # configurations may hold lists, which are no keys
+
+    def configure(self, config: LaunchConfig) -> LaunchConfig:
+        """`config` with this setting's drafter, pipeline and temperature."""
+        sampling = replace(config.sampling, temperature=self.temperature)
+        return replace(config, drafter=self.drafter, pipeline=self.pipeline, sampling=sampling)
+
+    def labels(self) -> dict[str, object]:
+        """What tells it apart, by the names of the command line."""
+        return {
+            "drafter": self.drafter.name,
+            "num_draft_tokens": self.num_draft_tokens,
+            "parallel": str(getattr(self.drafter, "parallel", "single")),
+            "pipeline": str(self.pipeline.name),
+            "adaptive": self.is_adaptive,
+            "temperature": self.temperature,
+            "batch": self.batch,
+            "context": self.context or None,
+            "workload": self.workload or None,
+        }
+
+
+def expand(config: LaunchConfig) -> list[Setting]:
+    """All settings in the order of the axes, without repetitions. ValueError, one line, names what cannot be run."""
+    job: BenchConfig = config.job
+    _refuse_what_never_runs(config)
+    drafters = [_drafter(entry, config.drafter) for entry in job.drafters] or [config.drafter]
+    pipelines = [_pipeline(name, config.pipeline) for name in job.pipelines] or [config.pipeline]
+    if job.draft_lengths:  # to compare lengths is to fix them
+        pipelines = [replace(pipeline, adaptive=False, min_draft_tokens=0) for pipeline in pipelines]
+    combinations = product(
+        [
+            drafter
+            for choice in drafters
+            for shared in _with_parallels(choice, job.parallels)
+            for drafter in _with_lengths(shared, job.draft_lengths)
+        ],
+        pipelines,
+        job.temperatures or [config.sampling.temperature],
+        job.batches or [1],
+        job.contexts or [0],
+        job.workloads or [""],
+    )
+    settings = {str(setting): setting for setting in (Setting(*combination) for combination in combinations)}
+    return [_resolved(setting, config) for setting in settings.values()]
+
+
+def names(settings: Sequence[Setting]) -> list[str]:
+    """A short name for each: who drafts how much, then only what differs between them."""
+    by_path = len({path for setting in settings for path in checkpoints(setting.drafter)}) > 1
+    labels = [{**setting.labels(), "drafter": _title(setting.drafter, by_path=by_path)} for setting in settings]
+    differing = {key for key in labels[0] if len({label[key] for label in labels}) > 1}
+    return [_name(label, differing) for label in labels]
+
+
+def _name(label: dict[str, object], differing: set[str]) -> str:
+    sign = "<=" if label["adaptive"] else "="
+    parts = [f"{label['drafter']}" + f" k{sign}{label['num_draft_tokens']}" * bool(label["num_draft_tokens"])]
+    written = {"parallel": "{}", "pipeline": "{}", "temperature": "T={}", "batch": "b={}", "context": "c={}"}
+    written["workload"] = "{}"
+    parts += [form.format(label[key]) for key, form in written.items() if key in differing]
+    return " ".join(parts)
+
+
+def _title(drafter: DrafterConfig, *, by_path: bool) -> str:
+    """Its family, or what its levels are; models by their checkpoints where there are several."""
+    if isinstance(drafter, CascadeDrafterConfig):
+        levels = "+".join(_title(level, by_path=by_path) for level in drafter.levels)
+        return f"{levels} auto" if drafter.lengths is LevelLengths.auto else levels
+    path = getattr(drafter, "path", "")
+    return _BUNDLED.get(path, Path(path).name) if by_path and path else drafter.name
+
+
+def _drafter(entry: Any, configured: DrafterConfig) -> DrafterConfig:
+    """A choice by its name (as configured if it is the chosen one), its keys, or the levels of a cascade."""
+    keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
+    if not isinstance(keys, dict):
+        return configured if keys == configured.name else _record("drafter", keys)(name=keys)
+    if keys.get("name") not in CHOICES["drafter"]:
+        raise ValueError(f"job.drafters={keys}: has no known name; choose from {', '.join(CHOICES['drafter'])}")
+    return typed_record(keys, "job.drafters", CHOICES["drafter"][keys["name"]])
+
+
+def _pipeline(name: str, configured: PipelineConfig) -> PipelineConfig:
+    """The configured one under another name: their keys are the same."""
+    _record("pipeline", name)
+    return replace(configured, name=PipelineName(name))
+
+
+def _record(group: str, choice: str) -> type:
+    if choice not in CHOICES[group]:
+        raise ValueError(f"job.{group}s={choice}: no such choice; choose from {', '.join(CHOICES[group])}")
+    return CHOICES[group][choice]
+
+
+def _with_parallels(drafter: DrafterConfig, parallels: Sequence[str]) -> list[DrafterConfig]:
+    """A draft model shared in each of these ways: `single` by one rank, the others by as many as are configured."""
+    if not parallels or not isinstance(drafter, ModelDrafterConfig):
+        return [drafter]
+    for name in parallels:
+        if name not in tuple(Parallel):
+            raise ValueError(f"job.parallels={name}: no such way; choose from {', '.join(Parallel)}")
+    whole = replace(drafter, layer_group=0, layer_partition=[])
+    shared = {
+        Parallel.single: replace(whole, parallel=Parallel.single, ranks=1),
+        Parallel.tensor: replace(whole, parallel=Parallel.tensor),
+        Parallel.layer: replace(drafter, parallel=Parallel.layer),
+    }
+    return [shared[Parallel(name)] for name in parallels]
+
+
+def _with_lengths(drafter: DrafterConfig, lengths: Sequence[int]) -> list[DrafterConfig]:
+    if not lengths or not hasattr(drafter, "num_draft_tokens"):
+        return [drafter]
+    return [replace(drafter, num_draft_tokens=length) for length in lengths]
+
+
+def _resolved(setting: Setting, config: LaunchConfig) -> Setting:
+    """With real paths, if the combination makes sense as a configuration of its own."""
+    return replace(setting, drafter=checked(setting.configure(config)).drafter)
+
+
+def _refuse_what_never_runs(config: LaunchConfig) -> None:
+    job = config.job
+    if job.workloads and job.prompts != str(workload_prompts(job.workload)):
+        raise ValueError(
+            f"job.workloads={job.workloads}: names bundled prompts, but job.prompts is given; drop one of them"
+        )
+    widest = max(config.job.batches, default=1)
+    if widest > config.scheduler.max_num_seqs:
+        raise ValueError(
+            f"job.batches={widest}: only {config.scheduler.max_num_seqs} sequences run at a time; "
+            f"add scheduler.max_num_seqs={widest}"
+        )

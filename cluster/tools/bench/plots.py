@@ -1,0 +1,110 @@
+"""`bench.png`, speed of every setting, `acceptance.png`, where its drafts are accepted, `drafters.png`, their costs.
+
+Reads the entries of `report.json`; draws nothing that is not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from cluster.tools.bench.drafters import comparisons
+from cluster.tools.bench.sides import ASSISTED, TRANSFORMERS, peer_sides
+
+Entry = Mapping[str, object]
+
+_BAR = "#2f6fb0"
+_PEERS = {TRANSFORMERS: ("#8a8a8a", "s"), ASSISTED: ("#e08a2e", "D")}
+_OTHER_PEER = ("#5aa469", "o")
+_LINES = ("#2f6fb0", "#e08a2e", "#5aa469", "#a3487f", "#8a8a8a", "#c9a227", "#4bb0b8", "#7a5cc2")
+
+
+def draw_speed(path: Path, entries: Sequence[Entry]) -> None:
+    """Tokens per second relative to plain decoding: a bar per setting, from least to most over its repeats."""
+    figure, axes = _canvas(9, 1.6 + 0.42 * len(entries))
+    rows = range(len(entries))
+    speed = [entry["ratios"]["speculative / plain"] for entry in entries]
+    middle = [ratio["median"] for ratio in speed]
+    reach = [[m - r["min"] for m, r in zip(middle, speed, strict=True)]]
+    reach += [[r["max"] - m for m, r in zip(middle, speed, strict=True)]]
+    axes.barh(rows, middle, height=0.6, color=_BAR, xerr=reach, error_kw={"capsize": 3, "ecolor": "#1b3f66"})
+    for row, ratio in enumerate(speed):
+        axes.text(ratio["max"], row, f"  {ratio['median']:.2f}x", va="center", fontsize=9)
+    peers = peer_sides(side for entry in entries for side in entry["sides"])
+    for peer in peers:
+        colour, marker = _PEERS.get(peer, _OTHER_PEER)
+        known = [(row, entry["ratios"].get(f"plain / {peer}")) for row, entry in enumerate(entries)]
+        points = [(1 / ratio["median"], row) for row, ratio in known if ratio is not None]
+        axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=peer, zorder=3)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(rows, [entry["name"] for entry in entries])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max([1.0, *(ratio["max"] for ratio in speed)]))
+    axes.set_xlabel("tokens/s relative to plain decoding in the same engine (median; whiskers: least and most)")
+    if peers:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(peers), frameon=False)
+    axes.set_title("Speed by setting", loc="left", fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+def draw_acceptance(path: Path, entries: Sequence[Entry]) -> None:
+    """How often the draft token at each position was accepted, a line per setting that speculated."""
+    figure, axes = _canvas(8, 4.2)
+    drawn = [entry for entry in entries if entry["per_position_acceptance"]]
+    for index, entry in enumerate(drawn):
+        rates = entry["per_position_acceptance"]
+        label = f"{entry['name']}  (length {entry['mean_acceptance_length']:.2f})"
+        colour = _LINES[index % len(_LINES)]
+        axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, color=colour, label=label)
+    deepest = max((len(entry["per_position_acceptance"]) for entry in drawn), default=1)
+    axes.set_xticks(range(1, deepest + 1))
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("position in the draft")
+    axes.set_ylabel("accepted")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    if drawn:
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.set_title("Acceptance by position", loc="left", fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+def draw_drafters(path: Path, entries: Sequence[Entry]) -> None:
+    """What drafts bring, what they cost, and how fast decoding is beside what was predicted; a row per comparison."""
+    groups = comparisons(entries)
+    panels = (
+        ("mean_acceptance_length", "acceptance length"),
+        ("ms_per_draft", "ms per draft"),
+        ("decode_tokens_per_s", "tokens/s decoding (diamond: predicted)"),
+    )
+    height = 0.8 + sum(0.6 + 0.26 * len(group) for group in groups)
+    figure = Figure(figsize=(12, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(max(1, len(groups)), 3, sharey="row", sharex="col", squeeze=False)
+    for line, group in zip(grid, groups, strict=False):
+        names = [entry["name"] for entry in group]
+        for axes, (key, title) in zip(line, panels, strict=True):
+            axes.barh(names, [entry[key] or 0 for entry in group], height=0.65, color=_BAR)
+            axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            if group is groups[-1]:
+                axes.set_xlabel(title)
+        predicted = [(entry["predicted_tokens_per_s"], entry["name"]) for entry in group]
+        points = [point for point in predicted if point[0] is not None]
+        if points:
+            line[2].scatter(*zip(*points, strict=True), color=_LINES[1], marker="D", s=22, zorder=3)
+        line[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes

@@ -1,0 +1,99 @@
+"""The engine's tokens against plain decoding's: same prompts, same settings, same engine, token by token.
+
+Under the coupled rule sampled tokens must be the same, too; a ratio rule keeps their law only, so there the greedy ones
+are compared and the sampled ones kept for the checks of laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from actors.options import VerifyRule
+from actors.protocol.messages import SamplingParams
+from actors.sampling.logits import is_greedy
+from cluster.completion import EngineError
+from cluster.engine import Engine
+from cluster.io.prompts import Prompt
+from cluster.jobs.run_prompts import Run, serve_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One prompt under one setting, as plain decoding and as speculation completed it."""
+
+    prompt: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    plain: tuple[int, ...]
+    speculative: tuple[int, ...]
+    num_accepted_tokens: int
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first generated token that differs, or is missing on one side."""
+        if self.plain == self.speculative:
+            return None
+        pairs = enumerate(zip(self.plain, self.speculative))
+        return next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(self.plain), len(self.speculative)))
+
+
+def must_be_equal(rule: VerifyRule, sampling: SamplingParams) -> bool:
+    """Whether tokens themselves are promised, rather than their law."""
+    return rule is VerifyRule.coupled or is_greedy(sampling)
+
+
+def settings(base: SamplingParams, temperatures: Sequence[float], seeds: Sequence[int]) -> list[SamplingParams]:
+    """Every temperature with every seed; greedy decoding has no use for a second seed."""
+    chosen = []
+    for temperature in dict.fromkeys(temperatures):
+        tempered = replace(base, temperature=temperature)
+        for seed in seeds[:1] if is_greedy(tempered) else dict.fromkeys(seeds):
+            chosen.append(replace(tempered, seed=seed))
+    return chosen
+
+
+def complete(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    concurrency: int,
+    on_finished: Callable[[], None],
+) -> list[Output]:
+    """All prompts on both sides. Raises EngineError if a request failed, KeyboardInterrupt."""
+    sides = [_serve(engine, prompts, sampling, concurrency, on_finished, speculate=side) for side in (False, True)]
+    return [
+        Output(
+            plain.index,
+            tuple(engine.tokenizer.encode(plain.prompt.text).ids),
+            sampling,
+            plain.token_ids,
+            speculative.token_ids,
+            speculative.stats.num_accepted_tokens,
+        )
+        for plain, speculative in zip(*(side.completed for side in sides), strict=True)
+    ]
+
+
+def _serve(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    concurrency: int,
+    on_finished: Callable[[], None],
+    *,
+    speculate: bool,
+) -> Run:
+    run = serve_prompts(
+        engine,
+        prompts,
+        sampling,
+        speculate=speculate,
+        concurrency=concurrency,
+        on_finished=lambda served: on_finished(),
+    )
+    if run.interrupted:
+        raise KeyboardInterrupt
+    if run.failed:
+        raise EngineError(f"prompt {run.failed[0].index + 1}: {run.failed[0].error}")
+    return run

@@ -1,0 +1,108 @@
+"""A slower network on a machine that has none: holds every record of the control line back, each way.
+
+Sits between the `Link`s of some ranks and the coordinator's `Hub`, with a connection to the hub for each that a link
+makes, and passes on what it gets, in order, late. Where one of the two ends, it ends the other. Reads nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from actors.transport.channel import HUB_GIVE_UP_S
+from actors.transport.framing import (
+    ConnectionOver,
+    Poller,
+    Stream,
+    accept,
+    address_of,
+    connect,
+    framed,
+    listen,
+    place_of,
+)
+
+_CLOSING_LOOK_S = 0.2
+
+
+class Relay:
+    """`address` is where links connect instead of the hub's. A thread, until `close`."""
+
+    def __init__(self, hub_address: str, delay_s: float, bind: str) -> None:
+        self._hub = place_of(hub_address)
+        self._delay_s = delay_s
+        self._listener = listen(bind, HUB_GIVE_UP_S)
+        self.address = address_of(self._listener)
+        self._poller = Poller()
+        self._streams: dict[int, Stream] = {}
+        self._other_end: dict[Stream, Stream] = {}
+        self._held: deque[tuple[float, Stream, bytes | None]] = deque()
+        """When to pass what on to whom: a frame, or None for the end."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._pass_on, name="relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(timeout=5)
+
+    def _pass_on(self) -> None:
+        self._poller.watch(self._listener.fileno())
+        while not self._closing.is_set():
+            now = time.monotonic()
+            while self._held and self._held[0][0] <= now:
+                _, stream, frame = self._held.popleft()
+                self._deliver(stream, frame)
+            wait_s = min(_CLOSING_LOOK_S, self._held[0][0] - now) if self._held else _CLOSING_LOOK_S
+            for descriptor in self._poller.wait(wait_s):
+                if descriptor == self._listener.fileno():
+                    self._admit()
+                elif (stream := self._streams.get(descriptor)) is not None:
+                    self._hear(stream)
+        for stream in self._streams.values():
+            stream.close()
+        self._listener.close()
+        self._poller.close()
+
+    def _admit(self) -> None:
+        link = accept(self._listener)
+        if link is None:
+            return
+        connection = connect(self._hub, HUB_GIVE_UP_S)
+        if connection is None:
+            link.close()
+            return
+        hub = Stream(connection)
+        self._other_end |= {link: hub, hub: link}
+        for stream in (link, hub):
+            self._streams[stream.fileno()] = stream
+            self._poller.watch(stream.fileno())
+
+    def _hear(self, stream: Stream) -> None:
+        due = time.monotonic() + self._delay_s
+        try:
+            self._flush(stream)
+            if stream.fill():
+                self._held.extend((due, self._other_end[stream], framed(frame)) for frame in stream.frames())
+        except ConnectionOver:
+            self._held.append((due, self._other_end[stream], None))
+            self._drop(stream)
+
+    def _deliver(self, stream: Stream, frame: bytes | None) -> None:
+        if self._streams.get(stream.fileno()) is not stream:
+            return
+        if frame is None:
+            self._drop(stream)
+        else:
+            stream.outgoing.append(frame)
+            self._flush(stream)
+
+    def _flush(self, stream: Stream) -> None:
+        stream.flush()
+        self._poller.watch(stream.fileno(), writable=stream.is_waiting)
+
+    def _drop(self, stream: Stream) -> None:
+        self._poller.forget(stream.fileno())
+        del self._streams[stream.fileno()], self._other_end[stream]
+        stream.close()

@@ -1,0 +1,202 @@
+"""The drill: a load that never rests, faults of one process or two, and the clock on how soon each is got over.
+
+Every request that runs meanwhile must end with the tokens of plain decoding, which the same engine gave before the
+first fault. Knows an engine from outside: its processes, their ids, and what its clients see. This machine only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actors.protocol.messages import SamplingParams
+from cluster.completion import Completion, EngineError
+from cluster.engine import Engine
+from cluster.io.prompts import Prompt
+from cluster.runtime.supervisor import Incident
+from cluster.tools.chaos.config import DrillConfig
+
+_POLL_S = 0.005
+_LIMIT_S = 90.0
+"""A fault that is not got over by then never will be."""
+
+
+Strike = tuple[str, str]
+"""The identity of a process, and the name of the signal that it is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What was done to whom at one moment, and seconds from then on: until all of it was noticed (`noticed_s`), and
+    until successors had taken their places (`replaced_s`). `stalled_s` is the longest time without a token for any
+    client from that moment until the first token after it was all over."""
+
+    strikes: tuple[Strike, ...]
+    noticed_s: float
+    stalled_s: float
+    replaced_s: float
+
+    @property
+    def kind(self) -> str:
+        return "+".join(_role(identity) for identity, _ in self.strikes)
+
+    @property
+    def signal(self) -> str:
+        return "+".join(name for _, name in self.strikes)
+
+
+@dataclass(slots=True)
+class _Pause:
+    """The longest time between two moments of a stream, from `since` on."""
+
+    since: float
+    longest: float = 0.0
+
+    def end(self, at: float) -> None:
+        if at > self.since:
+            self.since, self.longest = at, max(self.longest, at - self.since)
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests that ended while the faults went on; `unequal` did so with other tokens, `failed` with an error."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    unequal: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+class Drill:
+    """One run over an engine that is up; `expected` are the tokens of plain decoding, prompt by prompt."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams, expected: Sequence[Sequence[int]]
+    ) -> None:
+        self.engine = engine
+        self._prompts = prompts
+        self._sampling = sampling
+        self._expected = [list(token_ids) for token_ids in expected]
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._turn = 0
+        self._live: dict[int, Completion] = {}
+        self._news_at = 0.0  # when a client last got tokens, as far as it has ended
+        self.load = Load()
+        self.faults: list[Fault] = []
+
+    def run(
+        self,
+        plan: Sequence[tuple[Strike, ...]],
+        job: DrillConfig,
+        on_fault: Callable[[Fault], None] = lambda fault: None,
+    ) -> None:
+        """The whole plan, one fault after the other; then what is in flight ends.
+
+        Raises EngineError if one is not got over.
+        """
+        choose = random.Random(job.seed)
+        clients = [threading.Thread(target=self._ask, name=f"client-{i}") for i in range(job.concurrency)]
+        for client in clients:
+            client.start()
+        try:
+            for strikes in plan:
+                time.sleep(choose.uniform(0, 2 * job.spacing_s))
+                self.faults.append(self._inflict(strikes))
+                on_fault(self.faults[-1])
+        finally:
+            self._over.set()
+            for client in clients:
+                client.join()
+
+    def _ask(self) -> None:
+        """A client: one request after the other."""
+        while not self._over.is_set():
+            with self._lock:
+                index, self._turn = self._turn % len(self._prompts), self._turn + 1
+            try:
+                completion = self.engine.submit(self._prompts[index].content, self._sampling)
+                with self._lock:
+                    self._live[completion.request_id] = completion
+                token_ids = completion.result().token_ids
+            except EngineError as error:
+                with self._lock:
+                    self.load.failed.append(str(error))
+                return
+            with self._lock:
+                del self._live[completion.request_id]
+                self._news_at = max(self._news_at, completion.news_at or 0.0)
+                self.load.num_requests += 1
+                self.load.num_tokens += len(token_ids)
+                if token_ids != self._expected[index]:
+                    self.load.unequal.append(index)
+
+    def _inflict(self, strikes: tuple[Strike, ...]) -> Fault:
+        incidents = self.engine.supervisor.incidents
+        known, pids = len(incidents), self.engine.pids()
+        started = time.monotonic()
+        for identity, name in strikes:
+            os.kill(pids[identity], getattr(signal, name))
+        pause = _Pause(started)
+        identities = [identity for identity, _ in strikes]
+        noticed = self._until(strikes, pause, lambda: _noticed_at(incidents[known:], identities))
+        replaced = self._until(strikes, pause, lambda: self._replaced_at(identities, pids))
+        self._until(strikes, pause, lambda: pause.since if pause.since > replaced else None)
+        return Fault(strikes, noticed - started, pause.longest, replaced - started)
+
+    def _until(self, strikes: tuple[Strike, ...], pause: _Pause, happened: Callable[[], float | None]) -> float:
+        """When it `happened`; meanwhile, `pause` hears of every token."""
+        deadline = time.monotonic() + _LIMIT_S
+        while time.monotonic() < deadline and not self.load.failed:
+            pause.end(self._last_news())
+            if (at := happened()) is not None:
+                return at
+            time.sleep(_POLL_S)
+        why = self.load.failed[0] if self.load.failed else f"not got over after {_LIMIT_S:.0f} s"
+        struck = " and ".join(f"{name} to {identity}" for identity, name in strikes)
+        raise EngineError(f"job=drill: {struck}: {why}")
+
+    def _last_news(self) -> float:
+        """When any client last got tokens."""
+        with self._lock:
+            return max(self._news_at, *(one.news_at or 0.0 for one in self._live.values()), 0.0)
+
+    def _replaced_at(self, identities: Sequence[str], before: Mapping[str, int]) -> float | None:
+        now = self.engine.pids()
+        are_there = all(now.get(identity, before[identity]) != before[identity] for identity in identities)
+        return time.monotonic() if are_there else None
+
+
+def plan_faults(
+    identities: Sequence[str], signals: Sequence[str], count: int, choose: random.Random, *, pairs: float = 0.0
+) -> list[tuple[Strike, ...]]:
+    """`count` faults in random order, a share of them `pairs`: any of each as often as any other, or once more."""
+    strikes = [(identity, name) for identity in identities for name in signals]
+    both = [(a, b) for a, b in itertools.combinations(strikes, 2) if _role(a[0]) != _role(b[0])]
+    num_pairs = round(count * pairs) if both else 0
+    planned = _deal([(strike,) for strike in strikes], count - num_pairs, choose) + _deal(both, num_pairs, choose)
+    choose.shuffle(planned)
+    return planned
+
+
+def _deal(choices: Sequence[tuple[Strike, ...]], count: int, choose: random.Random) -> list[tuple[Strike, ...]]:
+    dealt: list[tuple[Strike, ...]] = []
+    while len(dealt) < count:
+        dealt += choose.sample(choices, len(choices))
+    return dealt[:count]
+
+
+def _role(identity: str) -> str:
+    return identity.partition("-")[0]
+
+
+def _noticed_at(incidents: Sequence[Incident], identities: Sequence[str]) -> float | None:
+    """When the last of these was noticed to have ended."""
+    noticed = {incident.identity: incident.noticed_at for incident in reversed(incidents)}
+    return max(noticed[identity] for identity in identities) if noticed.keys() >= set(identities) else None

@@ -1,0 +1,210 @@
+"""Which layouts are worth a prediction: who gets how many ranks, shared how, working in which order.
+
+Pure: it turns numbers of ranks into layouts, a layout into overrides of the command line and back into a
+configuration. What a layout costs is the business of `costs.py` and `prediction.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.drafters.model.loading import layer_partition
+from actors.options import Calibration, MlpParallel, ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineName
+from actors.protocol.draft_tree import AHEAD
+from cluster.config.schema import LaunchConfig, PlacementConfig, PlacementName
+from cluster.tools.planning.config import PlanConfig
+from parallel.model.config import DecoderConfig
+from parallel.model.partition import default_partition
+
+FEWEST_LAYERS = 3
+"""With the first and the last layer alone, so many leave none to run side by side."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """How the ranks of a draft model share it."""
+
+    parallel: str = "single"
+    ranks: int = 1
+    layer_group: int = 1
+    mlp: str = "replicated"
+    """Of layer-parallel ranks: replicated or tensor."""
+    partition: tuple[int, ...] = ()
+    """Hyper-layers by their sizes; empty where only their width is known."""
+    threads: int = 0
+    """Of a rank, at most; 0: as the drafter's options say."""
+
+    @property
+    def has_own_partition(self) -> bool:
+        """Whether its hyper-layers are not those that the engine would make of the width."""
+        return bool(self.partition) and self.partition != default_sizes(sum(self.partition), self.layer_group)
+
+    def describe(self) -> str:
+        if self.parallel == "single":
+            return f"single, {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else "single"
+        if self.parallel == "tensor":
+            return f"tensor {self.ranks}"
+        width = "+".join(map(str, self.partition)) if self.has_own_partition else f"N={self.layer_group}"
+        return f"layer {self.ranks} {width} mlp {self.mlp}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to use the devices; `shape` is None where nobody drafts."""
+
+    target_ranks: int
+    pipeline: str
+    placement: str
+    shape: Shape | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether both roles compute at the same time."""
+        return self.pipeline in AHEAD or self.pipeline == PipelineName.pingpong
+
+    def describe(self) -> str:
+        if self.shape is None:
+            return f"plain, target on {self.target_ranks}"
+        return f"{self.pipeline}, target on {self.target_ranks}, drafter {self.shape.describe()}, {self.placement}"
+
+    def overrides(self, num_draft_tokens: int) -> list[str]:
+        """What to paste behind `python -m cluster.launch`."""
+        if self.shape is None:
+            return ["drafter=none", "pipeline=plain", f"target.tp={self.target_ranks}"]
+        shape = self.shape
+        words = [f"pipeline={self.pipeline}", f"placement={self.placement}", f"target.tp={self.target_ranks}"]
+        words += [f"drafter.parallel={shape.parallel}", f"drafter.ranks={shape.ranks}"]
+        words += [f"drafter.num_threads={shape.threads}"] * (shape.threads > 0)
+        if shape.parallel == Parallel.layer:
+            sizes = f"[{','.join(map(str, shape.partition))}]"
+            own = shape.has_own_partition
+            words += [f"drafter.layer_partition={sizes}" if own else f"drafter.layer_group={shape.layer_group}"]
+            words += [f"drafter.mlp_parallel={shape.mlp}"]
+        return [*words, f"drafter.num_draft_tokens={num_draft_tokens}"]
+
+    def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
+        """`config` in this layout."""
+        target = replace(config.target, tp=self.target_ranks)
+        pipeline = replace(config.pipeline, name=PipelineName(self.pipeline))
+        if self.shape is None:
+            return replace(config, target=target, drafter=NoDrafterConfig(), pipeline=pipeline)
+        shape = self.shape
+        assert isinstance(config.drafter, ModelDrafterConfig)
+        drafter = replace(
+            config.drafter,
+            parallel=Parallel(shape.parallel),
+            ranks=shape.ranks,
+            num_threads=shape.threads or config.drafter.num_threads,
+            num_draft_tokens=num_draft_tokens,
+            layer_group=0,
+            layer_partition=[],
+        )
+        if shape.parallel == Parallel.layer:
+            drafter = replace(drafter, mlp_parallel=MlpParallel(shape.mlp))
+            if shape.has_own_partition:
+                drafter = replace(drafter, layer_partition=list(shape.partition))
+            else:
+                drafter = replace(drafter, layer_group=shape.layer_group)
+        placement = PlacementConfig(PlacementName(self.placement))
+        return replace(config, target=target, drafter=drafter, pipeline=pipeline, placement=placement)
+
+
+def enumerate_layouts(
+    target_ranks: Iterable[int], shapes: Sequence[Shape], num_devices: int, pipelines: Sequence[str], batch: int
+) -> Iterator[Layout]:
+    """Every layout that fits the devices. Roles that share all of them gain nothing from overlap; ping-pong needs two
+    requests."""
+    for ranks in target_ranks:
+        if ranks > num_devices:
+            continue
+        yield Layout(ranks, "plain", "separate")
+        for shape in shapes:
+            if "sync" in pipelines and shape.ranks <= num_devices:
+                yield Layout(ranks, "sync", "colocated", shape)
+            if ranks + shape.ranks > num_devices:
+                continue
+            for pipeline in pipelines:
+                if pipeline != "pingpong" or batch > 1:
+                    yield Layout(ranks, pipeline, "separate", shape)
+
+
+def described_layouts(
+    target_ranks: Sequence[int], shapes: Sequence[Shape], num_devices: int, job: PlanConfig
+) -> list[Layout]:
+    """What can be made of the passes that a file names, within the job's axes."""
+    ranks = [ranks for ranks in dict.fromkeys(target_ranks) if not job.target_ranks or ranks in job.target_ranks]
+    wanted = [
+        shape
+        for shape in dict.fromkeys(shapes)
+        if shape.parallel in job.parallels and (not job.draft_ranks or shape.ranks in job.draft_ranks)
+    ]
+    return list(enumerate_layouts(ranks, wanted, num_devices, job.pipelines, job.batch))
+
+
+def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = False) -> list[Layout]:
+    """What the models can be split into on so many devices, within the job's axes; `threads` where devices are cores,
+    of which a drafter may leave some idle."""
+    job: PlanConfig = config.job
+    sizes = [1 << i for i in range(num_devices.bit_length()) if 1 << i <= num_devices]
+    target = DecoderConfig.from_hf(Path(config.target.path))
+    drafter = DecoderConfig.from_hf(Path(config.drafter.path))
+    ranks = [size for size in job.target_ranks or sizes if _divides(target, size)]
+    widths = _partitions(config.drafter, drafter, job.layer_groups) if "layer" in job.parallels else {}
+    splits_mlps = config.drafter.calibration is not Calibration.broadcast  # there one rank needs whole ones
+    shapes = [Shape()] * ("single" in job.parallels)
+    for size in (size for size in job.draft_ranks or sizes if size > 1):
+        divides = _divides(drafter, size)
+        shapes += [Shape("tensor", size)] * ("tensor" in job.parallels and divides)
+        mlps = ["replicated"] + ["tensor"] * (divides and splits_mlps)
+        fitting = [(width, partition) for partition, width in widths.items() if max(partition) <= size]
+        shapes += [Shape("layer", size, width, mlp, partition) for width, partition in fitting for mlp in mlps]
+    layouts = list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
+    return layouts + [_with_one_thread(layout) for layout in layouts if threads and _has_cores(layout, num_devices)]
+
+
+def _has_cores(layout: Layout, num_cores: int) -> bool:
+    """Whether a drafter of one rank would compute on several."""
+    if layout.shape is None or layout.shape.parallel != Parallel.single:
+        return False
+    return num_cores // (1 if layout.placement == "colocated" else layout.target_ranks + 1) > 1
+
+
+def _with_one_thread(layout: Layout) -> Layout:
+    return replace(layout, shape=replace(layout.shape, threads=1))
+
+
+def _partitions(
+    config: ModelDrafterConfig, model: DecoderConfig, widths: Iterable[int]
+) -> Mapping[tuple[int, ...], int]:
+    """Hyper-layers -> their width: the user's, or one partition for each width that makes a different one."""
+    if config.layer_partition:
+        sizes = tuple(map(len, layer_partition(replace(config, ranks=1), model)))
+        return {sizes: max(sizes)} if max(sizes) > 1 else {}
+    partitions: dict[tuple[int, ...], int] = {}
+    for width in widths:
+        if width > 1 and model.num_layers > FEWEST_LAYERS:
+            partitions.setdefault(default_sizes(model.num_layers, width), width)
+    return partitions
+
+
+def default_sizes(num_layers: int, width: int) -> tuple[int, ...]:
+    """The engine's own hyper-layers, by their sizes."""
+    return tuple(map(len, default_partition(num_layers, width)))
+
+
+def simplest(layouts: Iterable[Layout]) -> Layout:
+    """The synchronous layout of the fewest ranks, on devices of their own where there are enough."""
+    return min(
+        (layout for layout in layouts if layout.pipeline == "sync"),
+        key=lambda layout: (layout.target_ranks, layout.shape.ranks, layout.placement == "colocated"),
+    )
+
+
+def _divides(config: DecoderConfig, ranks: int) -> bool:
+    try:
+        config.check_ranks(ranks)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,13 @@
+"""A discrete-event simulator of the engine: the real coordinator and drafters, virtual time, scripted passes.
+
+    result = simulate(Scenario("branches", verify=PassCost.flat(11.86e-3), draft=PassCost.flat(2.61e-3)))
+    result.tokens_per_s, result.branch_hit_rate, result.binding
+
+`docs/simulator.md` says what is real, what is scripted and how far the published systems are met.
+"""
+
+from cluster.tools.simulation.costs import PassCost
+from cluster.tools.simulation.language import Language, power_law
+from cluster.tools.simulation.simulator import Scenario, SimulationResult, simulate, tuned
+
+__all__ = ["Language", "PassCost", "Scenario", "SimulationResult", "power_law", "simulate", "tuned"]

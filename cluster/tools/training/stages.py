@@ -1,0 +1,128 @@
+"""The stages of `job=train`, each reading what earlier ones left in the output folder. Knows no job and no report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+from cluster.tools.training.architecture import CONTEXT, drafter_config, target_config
+from cluster.tools.training.batches import StreamBatches
+from cluster.tools.training.checkpoint import load_model, save_model
+from cluster.tools.training.config import TrainConfig
+from cluster.tools.training.continuations import continue_all
+from cluster.tools.training.corpus import Corpus, Source, is_test
+from cluster.tools.training.evaluation import spread_rows
+from cluster.tools.training.lessons import Lessons
+from cluster.tools.training.objectives import Loss, cross_entropy, distillation
+from cluster.tools.training.prompts import choose_prompts, write_prompts
+from cluster.tools.training.schedule import Budget
+from cluster.tools.training.tokenizer import load_tokenizer, pack, save_tokenizer, train_tokenizer
+from cluster.tools.training.trainer import Recipe, TrainingRecord, fit
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What every stage needs."""
+
+    config: TrainConfig
+    corpus: Corpus
+    out: Path
+    """Receives what is shipped."""
+    work: Path
+    """Receives logs, checkpoints and intermediate tokens."""
+
+
+def make_tokenizer(place: Workplace) -> None:
+    """Learn the tokenizer from the training sources, put it beside both models, and cut the held-out prompts."""
+    tokenizer = train_tokenizer(place.corpus.training, place.config.vocab_size)
+    for role in ("target", "drafter"):
+        save_tokenizer(tokenizer, place.out / role, CONTEXT)
+    prompts = choose_prompts(place.corpus.held_out, tokenizer, place.config.seed, place.config.num_prompts)
+    write_prompts(prompts, place.out / "prompts.jsonl")
+
+
+def make_target(place: Workplace) -> TrainingRecord:
+    """Train the target on the sources with cross entropy and write it to `out/target`."""
+    config = place.config
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(target_config(config.vocab_size)).to(config.device)
+    batches = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed)
+
+    def draw(progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = batches.draw(*_shape(config, progress))
+        return rows[:, :-1], rows[:, 1:]
+
+    budget = Budget(config.target_minutes, config.target_steps)
+    loss_of = _compiled(cross_entropy(model), config)
+    record = fit(model, draw, loss_of, _recipe(config), budget, place.work / "target", "target")
+    save_model(model, place.out / "target")
+    return record
+
+
+def make_continuations(place: Workplace) -> int:
+    """Let the target continue prompts cut from training sources that are no tests; return the number of tokens."""
+    config = place.config
+    tokenizer = load_tokenizer(place.out / "target")
+    target = load_model(place.out / "target", config.device, torch.bfloat16)
+    prompts = choose_prompts(_library(place.corpus), tokenizer, config.seed, config.continuation_prompts)
+    tokens = [tokenizer.encode(prompt.prompt).ids for prompt in prompts]
+    stream = continue_all(target, tokens, config.continuation_length, config.continuation_batch)
+    place.work.mkdir(parents=True, exist_ok=True)
+    torch.save(stream, place.work / "continuations.pt")
+    return len(stream)
+
+
+def make_drafter(place: Workplace) -> TrainingRecord:
+    """Distil the drafter from the target on sources and on the target's continuations; write it to `out/drafter`.
+
+    Raises:
+        FileNotFoundError: the target or its continuations are missing.
+    """
+    config = place.config
+    if not (place.work / "continuations.pt").exists():
+        raise FileNotFoundError(f"no continuations.pt in {place.work}; run the continuations stage first")
+    teacher = load_model(place.out / "target", config.device).requires_grad_(False)
+    torch.manual_seed(config.seed)
+    student = LlamaForCausalLM(drafter_config(config.vocab_size, config.drafter_layers)).to(config.device)
+    length = config.sequence_length
+    stream = pack(load_tokenizer(place.out / "target"), _library(place.corpus))
+    continuations = torch.load(place.work / "continuations.pt")
+    rows = torch.cat(
+        (
+            spread_rows(stream, length, config.lesson_tokens)[:, :length],
+            spread_rows(continuations, length, len(continuations))[:, :length],
+        )
+    )
+    lessons = Lessons(teacher, rows, config.seed)
+
+    def draw(_: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return lessons.draw(max(1, config.batch_tokens // length))
+
+    budget = Budget(config.drafter_minutes, config.drafter_steps)
+    loss_of = _compiled(distillation(student, teacher), config)
+    record = fit(student, draw, loss_of, _recipe(config), budget, place.work / "drafter", "drafter")
+    save_model(student, place.out / "drafter")
+    return record
+
+
+def _library(corpus: Corpus) -> list[Source]:
+    """Return the training sources that are no tests: they are what the held-out prompts resemble."""
+    return [source for source in corpus.training if not is_test(source.path)]
+
+
+def _recipe(config: TrainConfig) -> Recipe:
+    return Recipe(**{name: getattr(config, name) for name in Recipe.__dataclass_fields__})
+
+
+def _compiled(loss_of: Loss, config: TrainConfig) -> Loss:
+    """Compile a loss, one static graph per batch shape."""
+    return torch.compile(loss_of, dynamic=False) if config.compile else loss_of
+
+
+def _shape(config: TrainConfig, progress: float) -> tuple[int, int]:
+    """Return number and length of the sequences of one step at a progress in [0, 1)."""
+    length = config.short_sequence_length if progress < config.short_fraction else config.sequence_length
+    return max(1, config.batch_tokens // length), length

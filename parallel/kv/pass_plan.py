@@ -1,0 +1,148 @@
+"""From "which rows does each sequence feed" to where they stand: once per pass, on the host.
+
+A row hangs behind another pending row or behind the committed ones; its position is its depth, what it sees is its
+ancestors. A plan holds no token values, so plans can be built ahead of the passes that run them. Knows no weights and
+no attention backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.layers.attention import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows one sequence feeds in a pass; they are appended to its pending rows.
+
+    `parents[i]` is the index of row i's parent among the sequence's pending rows since its last commit, -1 for the
+    last committed row; None is a chain behind the last pending row. The last `num_logits` rows want logits.
+    """
+
+    seq_id: SeqId
+    num_tokens: int
+    parents: Sequence[int] | None = None
+    num_logits: int = 1
+
+
+@dataclass(slots=True)
+class Plan:
+    """One pass over T rows, N of which want logits: all of them where `logit_rows` is None.
+
+    `positions` may be longer than T where a backend rounds a pass up; the rows behind T are nobody's. `fuzzy` lets a
+    decoder that can run layers side by side do so.
+    """
+
+    num_rows: int
+    positions: Tensor  # [>= T]
+    logit_rows: Tensor | None  # [N]
+    attention: AttentionPlan
+    fuzzy: bool = False
+
+
+class PendingRows:
+    """A sequence's pending rows as a forest behind its committed ones.
+
+    `_ancestors[i]` has bit j set where row i sees row j, itself included; kept only while the rows are no plain chain.
+    """
+
+    __slots__ = ("depths", "parents", "is_chain", "_ancestors")
+
+    def __init__(self) -> None:
+        self.depths: list[int] = []
+        self.parents: list[int] = []
+        self.is_chain = True
+        self._ancestors: list[int] = []
+
+    def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
+        first = len(self.parents)
+        if parents is None:
+            parents = range(first - 1, first + num_rows - 1)
+        assert len(parents) == num_rows, f"{num_rows} rows, {len(parents)} parents"
+        for i, parent in enumerate(parents, first):
+            assert -1 <= parent < i, f"pending row {i} names parent {parent}"
+            self.is_chain &= parent == i - 1
+            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
+            self.parents.append(parent)
+
+    def visible(self, first: int) -> np.ndarray:
+        """bool [rows from `first` on, all rows]: which pending rows they see."""
+        num_rows = len(self.parents)
+        if self.is_chain:
+            return np.tri(num_rows - first, num_rows, first, dtype=bool)
+        for i in range(len(self._ancestors), num_rows):
+            parent = self.parents[i]
+            self._ancestors.append((self._ancestors[parent] if parent >= 0 else 0) | 1 << i)
+        width = -(-num_rows // 8)
+        bits = b"".join([mask.to_bytes(width, "little") for mask in self._ancestors[first:]])
+        packed = np.frombuffer(bits, dtype=np.uint8).reshape(num_rows - first, width)
+        return np.unpackbits(packed, axis=1, count=num_rows, bitorder="little").view(bool)
+
+    def after_commit(self, keep: Sequence[int], retain: Sequence[int]) -> PendingRows:
+        """The forest of the rows `retain`, once the path `keep` is committed."""
+        rest = PendingRows()
+        renumbered = dict.fromkeys(keep[-1:], -1) | {row: i for i, row in enumerate(retain)}
+        rest.append(len(retain), [renumbered[self.parents[row]] for row in retain])
+        return rest
+
+
+@dataclass(slots=True)
+class SpanRows:
+    """A span laid out: `num_rows` rows of the pass from `first` on, of a sequence with `context` committed rows."""
+
+    first: int
+    num_rows: int
+    context: int
+    num_pending: int  # the pass's own rows included
+    slots: np.ndarray  # of all rows, the pass's own last
+    run: range | None  # the same, if they are one run
+    pending: PendingRows
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.num_rows)
+
+    @property
+    def first_pending(self) -> int:
+        """Index of the pass's first row among the pending ones."""
+        return self.num_pending - self.num_rows
+
+    @property
+    def written_slots(self) -> np.ndarray:
+        return self.slots[-self.num_rows :]
+
+    def positions(self) -> list[int]:
+        """Of the pass's rows."""
+        context = self.context
+        return [context + depth for depth in self.pending.depths[self.first_pending :]]
+
+
+def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Span]) -> list[SpanRows]:
+    """Reserve the rows of every span and say where they stand. The result is read before the next rows come."""
+    laid_out, first = [], 0
+    for span in spans:
+        assert span.num_tokens > 0, "a span feeds at least one row"
+        seq_id, pending = span.seq_id, forests[span.seq_id]
+        pool.reserve(seq_id, span.num_tokens)
+        pending.append(span.num_tokens, span.parents)
+        slots, run = pool.slots(seq_id), pool.run(seq_id)
+        num_pending = len(pending.parents)
+        laid_out.append(SpanRows(first, span.num_tokens, len(slots) - num_pending, num_pending, slots, run, pending))
+        first += span.num_tokens
+    assert len({span.seq_id for span in spans}) == len(spans), "a sequence feeds one span in a pass"
+    return laid_out
+
+
+def logit_rows(spans: Sequence[Span]) -> list[int]:
+    wanted: list[int] = []
+    end = 0
+    for span in spans:
+        end += span.num_tokens
+        wanted.extend(range(end - span.num_logits, end))
+    return wanted

@@ -1,0 +1,52 @@
+"""Token embedding and language-model head over a vocabulary that is sharded by rows.
+
+The vocabulary is padded to a multiple of the group's size; the padded rows are zero, never looked up, and cut off the
+logits. Knows nothing of what lies between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.comm.group import Group
+from parallel.model.layers.linear import Shard
+from parallel.model.layers.weight import Layer, Weight
+
+
+class VocabTable(Layer):
+    """This rank's rows of a [vocab, hidden] table; serves as embedding, as head, or, tied, as both."""
+
+    def __init__(
+        self, name: str, vocab_size: int, hidden: int, group: Group, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.hidden = hidden
+        self.group = group
+        share = -(-vocab_size // group.size)
+        self.first = group.rank * share
+        self.num_real = max(0, min(share, vocab_size - self.first))
+        self.weight = Weight(share, hidden, dtype=dtype, device=device)
+        self.weight.plain[self.num_real :] = 0
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, hidden]."""
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight.plain)
+        local = token_ids - self.first
+        elsewhere = (local < 0) | (local >= self.num_real)
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight.plain)
+        return self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden] -> [T, vocab] on every rank."""
+        logits = self.group.all_gather(self.weight.multiply(hidden))
+        return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
+
+    def shards(self) -> Iterator[Shard]:
+        index = (slice(self.first, self.first + self.num_real), slice(0, self.hidden))
+        yield Shard(self.name, (self.vocab_size, self.hidden), index, self.weight.plain[: self.num_real])

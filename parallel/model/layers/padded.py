@@ -1,0 +1,198 @@
+"""Attention of a whole batch as one rectangle: gather, one masked kernel, scatter. The default on CUDA.
+
+The number of kernels does not depend on the batch, and with sizes rounded up to buckets few different shapes occur,
+so a pass can be captured as a CUDA graph (`graphs.py`). Short spans share a rectangle; a long one (a prefill chunk)
+has one of its own.
+
+    rectangle   B sequences x Q queries against L keys; a sequence's pending keys, its last P, are masked by `tail`
+    padding     queries repeat the pass's first row, keys the pool's scratch row; what comes of them is never read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kv.pass_plan import Plan, SpanRows
+from parallel.kv.pool import KVPool
+
+_LONG_SPAN = 64
+_KEY_BLOCK = 64  # masked kernels want aligned rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """One masked attention; all tensors int64 but `tail`."""
+
+    query_rows: Tensor  # [B, Q] the row of the pass that stands here
+    places: Tensor  # [rows] where in the flattened rectangle this rectangle's rows stand
+    slots: Tensor  # [B, L]
+    context: Tensor  # [B] committed keys, seen by every query
+    depths: Tensor  # [B, P] of the pending keys
+    tail: Tensor  # bool [B, Q, P] which pending keys a query sees
+
+    def tensors(self) -> list[Tensor]:
+        return [self.query_rows, self.places, self.slots, self.context, self.depths, self.tail]
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """Which keys a query sees, bool [B, Q, L], and the positions of the keys, [B, L]."""
+        num_pending = self.tail.shape[2]
+        column = torch.arange(self.slots.shape[1], device=self.slots.device)
+        offset = column - self.context[:, None]  # [B, L] index among the pending keys
+        inside = offset.clamp(0, num_pending - 1)
+        seen = self.tail.gather(2, inside[:, None].expand(-1, self.tail.shape[1], -1))
+        pending = (offset >= 0) & (offset < num_pending)
+        positions = torch.where(pending, self.context[:, None] + self.depths.gather(1, inside), column)
+        return (offset < 0)[:, None] | (seen & pending[:, None]), positions
+
+
+@dataclass(slots=True)
+class PaddedPlan:
+    """A pass as rectangles; `order` sorts their rows into the pass's order where there are several."""
+
+    backend: PaddedBackend
+    positions: Tensor
+    written_slots: Tensor
+    rectangles: list[Rectangle]
+    order: Tensor | None
+    bucketed: bool
+    masks: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def tensors(self) -> list[Tensor]:
+        """All that tells a bucketed pass from another of the same shapes."""
+        return [self.positions, self.written_slots, *self.rectangles[0].tensors()]
+
+    def like(self) -> PaddedPlan:
+        """The same bucketed pass over tensors of its own."""
+        positions, written_slots, *rest = (tensor.clone() for tensor in self.tensors())
+        return replace(self, positions=positions, written_slots=written_slots, rectangles=[Rectangle(*rest)])
+
+    def prepare(self) -> None:
+        self.masks = [self._masks(rectangle) for rectangle in self.rectangles]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        pool = self.backend.pool
+        pool.keys[layer].index_copy_(0, self.written_slots, k)
+        pool.values[layer].index_copy_(0, self.written_slots, v)
+
+    def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
+        parts = [
+            self._attend_rectangle(rectangle, layer, q, masks[windowed])
+            for rectangle, masks in zip(self.rectangles, self.masks, strict=True)
+        ]
+        return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)
+
+    def _attend_rectangle(self, rectangle: Rectangle, layer: int, q: Tensor, mask: Tensor) -> Tensor:
+        pool, group = self.backend.pool, self.backend.group
+        batch, length = rectangle.slots.shape
+        num_queries = rectangle.query_rows.shape[1]
+        head_dim = q.shape[2]
+        slots = rectangle.slots.view(-1)
+        keys = pool.keys[layer].index_select(0, slots).view(batch, length, -1, head_dim).transpose(1, 2)
+        values = pool.values[layer].index_select(0, slots).view(batch, length, -1, head_dim).transpose(1, 2)
+        # the queries of a KV head's group are more queries of that head: [B, kv_heads, group * Q, head_dim]
+        q = q.index_select(0, rectangle.query_rows.view(-1)).view(batch, num_queries, -1, group, head_dim)
+        q = q.permute(0, 2, 3, 1, 4).reshape(batch, -1, group * num_queries, head_dim)
+        out = F.scaled_dot_product_attention(q, keys, values, mask)
+        out = out.reshape(batch, -1, group, num_queries, head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(batch * num_queries, -1).index_select(0, rectangle.places)
+
+    def _masks(self, rectangle: Rectangle) -> tuple[Tensor, Tensor]:
+        """Additive masks [B, 1, group * Q, L]: without and with the sliding window."""
+        visible, key_positions = rectangle.visible()
+        full = self._additive(visible)
+        if self.backend.window is None:
+            return full, full
+        first = self.positions[rectangle.query_rows] - self.backend.window  # [B, Q]
+        return full, self._additive(visible & (key_positions[:, None] > first[:, :, None]))
+
+    def _additive(self, visible: Tensor) -> Tensor:
+        mask = torch.zeros(visible.shape, dtype=self.backend.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, float("-inf")).repeat(1, self.backend.group, 1)[:, None]
+
+
+class PaddedBackend:
+    """`group` query heads share a KV head; `bucketed` rounds passes of short spans up to powers of two."""
+
+    def __init__(
+        self, pool: KVPool, group: int, window: int | None, dtype: torch.dtype, *, bucketed: bool = False
+    ) -> None:
+        self.pool = pool
+        self.group = group
+        self.window = window
+        self.dtype = dtype
+        self._bucketed = bucketed
+
+    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> Plan:
+        """Lay a pass out; `wanted` are the rows that want logits."""
+        short = [rows for rows in laid_out if rows.num_rows <= _LONG_SPAN]
+        batches = [short] if short else []
+        batches += [[rows] for rows in laid_out if rows.num_rows > _LONG_SPAN]
+        bucketed = self._bucketed and len(short) == len(laid_out)
+        rectangles = [self._rectangle(batch, bucketed=bucketed) for batch in batches]
+        num_rows = sum(rows.num_rows for rows in laid_out)
+        num_padded = rectangles[0][0].size if bucketed else num_rows
+        positions = np.zeros(num_padded, dtype=np.int64)
+        written_slots = np.full(num_padded, self.pool.scratch_slot, dtype=np.int64)
+        for rows in laid_out:
+            positions[rows.rows] = rows.positions()
+            written_slots[rows.rows] = rows.written_slots
+        if bucketed:
+            rectangles[0][1] = np.pad(rectangles[0][1], (0, num_padded - num_rows))
+        order = np.argsort([row for batch in batches for rows in batch for row in range(num_rows)[rows.rows]])
+        arrays = [positions, written_slots, np.array(wanted, dtype=np.int64), order]
+        tensors = to_device(arrays + [array for arrays in rectangles for array in arrays], self.pool.keys.device)
+        positions, written_slots, logit_rows, order, *rest = tensors
+        parts = [Rectangle(*rest[i : i + 6]) for i in range(0, len(rest), 6)]
+        order = order if len(parts) > 1 else None
+        attention = PaddedPlan(self, positions, written_slots, parts, order, bucketed)
+        return Plan(num_rows, positions, None if len(wanted) == num_rows else logit_rows, attention)
+
+    def _rectangle(self, batch: list[SpanRows], *, bucketed: bool) -> list[np.ndarray]:
+        """The fields of a Rectangle, in order, on the host."""
+        size = len(batch)
+        num_queries = max(rows.num_rows for rows in batch)
+        num_pending = max(rows.num_pending for rows in batch)
+        length = -(-max(len(rows.slots) for rows in batch) // _KEY_BLOCK) * _KEY_BLOCK
+        if bucketed:
+            size, num_queries, num_pending, length = map(_bucket, (size, num_queries, num_pending, length))
+        query_rows = np.zeros((size, num_queries), dtype=np.int64)
+        slots = np.full((size, length), self.pool.scratch_slot, dtype=np.int64)
+        context = np.zeros(size, dtype=np.int64)
+        depths = np.zeros((size, num_pending), dtype=np.int64)
+        tail = np.zeros((size, num_queries, num_pending), dtype=bool)
+        tail[:, :, 0] = True  # padding sees something too: a softmax over nothing is NaN
+        places = []
+        for i, rows in enumerate(batch):
+            query_rows[i, : rows.num_rows] = range(rows.first, rows.first + rows.num_rows)
+            slots[i, : len(rows.slots)] = rows.slots
+            context[i] = rows.context
+            depths[i, : rows.num_pending] = rows.pending.depths
+            tail[i, : rows.num_rows, : rows.num_pending] = rows.pending.visible(rows.first_pending)
+            places.append(np.arange(i * num_queries, i * num_queries + rows.num_rows))
+        return [query_rows, np.concatenate(places), slots, context, depths, tail]
+
+
+def _bucket(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """All arrays in one copy; they come back as views of one buffer."""
+    stops = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()
+    starts = [0, *stops[:-1]]
+    packed = torch.zeros(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        host[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    moved = packed.to(device, non_blocking=True)
+    views = []
+    for array, start in zip(arrays, starts, strict=True):
+        dtype = torch.bool if array.dtype == bool else torch.int64
+        views.append(moved[start : start + array.nbytes].view(dtype).view(array.shape))
+    return views

@@ -1,0 +1,87 @@
+"""Rotary position embedding (arXiv 2104.09864) and the frequency scalings that checkpoints ask for.
+
+Frequencies are fixed at construction. "dynamic" (NTK by length) is therefore the plain base up to the checkpoint's
+`max_position_embeddings`, where the engine stops anyway; it does not stretch itself further as lengths grow.
+Knows positions, not sequences.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel.model.config import RopeScaling
+
+
+class Rope:
+    """cos and sin of every rotated dimension, for the positions of one pass."""
+
+    def __init__(self, scaling: RopeScaling, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        frequencies, self.amplitude = _FREQUENCIES[scaling.rope_type](scaling, head_dim)
+        # the second coordinate's angle is the first one's negated, so that one table carries the rotation's signs
+        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
+        self.dtype = dtype
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos, sin [T, 1, head_dim]; the sign of the rotation is in sin."""
+        angles = positions.view(-1, 1, 1) * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.amplitude != 1:
+            cos, sin = cos * self.amplitude, sin * self.amplitude
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """x [T, heads, head_dim] turned by (cos, sin): the halves of a head are the two coordinates."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _default(scaling: RopeScaling, head_dim: int) -> tuple[Tensor, float]:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / scaling.rope_theta**exponents, 1.0
+
+
+def _linear(scaling: RopeScaling, head_dim: int) -> tuple[Tensor, float]:
+    return _default(scaling, head_dim)[0] / scaling.factor, 1.0
+
+
+def _llama3(scaling: RopeScaling, head_dim: int) -> tuple[Tensor, float]:
+    """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1)."""
+    frequencies, _ = _default(scaling, head_dim)
+    length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    turns = length * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies, 1.0
+
+
+def _yarn(scaling: RopeScaling, head_dim: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071, section 3.2): interpolate slow dimensions, extrapolate fast ones, and sharpen."""
+    frequencies, _ = _default(scaling, head_dim)
+
+    def dimension(num_turns: float) -> float:
+        span = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(scaling.rope_theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    blended = stretched * frequencies / scaling.factor + (1 - stretched) * frequencies
+
+    def mscale(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.attention_factor is not None:
+        return blended, scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return blended, mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return blended, mscale(1.0)
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "yarn": _yarn}

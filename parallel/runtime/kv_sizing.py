@@ -1,0 +1,102 @@
+"""How many KV slots a rank can afford, decided from shapes and free memory before a weight is read.
+
+Knows bytes, not what they are for. All ranks of a group agree on the smallest answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from parallel.comm.group import Group
+from parallel.model.config import DecoderConfig
+from parallel.model.layers.weight import packs
+from parallel.model.partition import LayerLayout
+from parallel.model.weights import resolve_checkpoint
+from parallel.runtime.model_bytes import (
+    dtype_name,
+    kv_bytes_per_slot,
+    layer_kv_bytes_per_slot,
+    layer_weight_bytes,
+    weight_bytes,
+)
+
+_POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
+"""Part of the memory left beside the weights that the pool may take; a CPU's memory has other tenants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a rank will allocate."""
+
+    dtype: torch.dtype
+    max_model_len: int
+    num_slots: int
+    weight_bytes: int
+    kv_bytes: int
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "kv_slots": self.num_slots,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+
+
+def choose_dtype(name: str, device: str) -> torch.dtype:
+    return getattr(torch, dtype_name(name, device))
+
+
+def free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    return psutil.virtual_memory().available
+
+
+def fit_slots(
+    path: str,
+    group: Group,
+    device: str,
+    dtype: str,
+    *,
+    max_num_seqs: int,
+    max_model_len: int = 0,
+    num_slots: int = 0,
+    stretch: int = 0,
+    layout: LayerLayout | None = None,
+) -> Fit:
+    """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
+
+    The ranks share the model tensor-parallel, or layer-parallel by `layout`.
+    Raises ValueError if the weights or the asked `num_slots`, which must be the same on all ranks, do not fit.
+    """
+    config = DecoderConfig.from_hf(resolve_checkpoint(path)).stretched(stretch)
+    chosen = choose_dtype(dtype, device)
+    max_model_len = min(max_model_len or config.max_positions, config.max_positions)
+    packed = packs(device, chosen)
+    if layout is None:
+        weights = weight_bytes(config, group.size, chosen, packed=packed)
+        per_slot = kv_bytes_per_slot(config, group.size, chosen)
+    else:
+        weights = layer_weight_bytes(config, layout, group.rank, chosen, packed=packed)
+        per_slot = layer_kv_bytes_per_slot(config, layout, group.rank, chosen)
+    left = free_bytes(device) - weights
+    if left < per_slot * (num_slots or 1):
+        raise ValueError(
+            f"{path}: {_gib(weights)} of weights and {_gib(per_slot * num_slots)} of KV do not fit the "
+            f"{_gib(left + weights)} free on {device}; use more ranks, a smaller dtype or fewer KV slots"
+        )
+    if not num_slots:
+        affordable = int(left * _POOL_SHARE[device.partition(":")[0]]) // per_slot
+        num_slots = min(max_num_seqs * max_model_len, affordable)
+        agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
+        num_slots = int(agreed.min())
+    return Fit(chosen, max_model_len, num_slots, weights, num_slots * per_slot)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,109 @@
+"""Passes of a layer-parallel decoder, and which of its KV rows are fuzzy.
+
+A row is exact when an exact pass wrote it behind exact rows only, so exact rows are a prefix of a sequence's rows.
+What makes a fuzzy row exact is to drop it and feed its token again (`drop_fuzzy`); when to do so is the caller's
+choice. It must not know why a caller wants a fuzzy pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import Plan, Span
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.config import DecoderConfig
+from parallel.model.layer_parallel import LayerParallelDecoder
+from parallel.model.partition import LayerLayout
+from parallel.model.weights import load_weights, resolve_checkpoint
+from parallel.runtime.runner import ModelRunner, Output
+
+
+class LayerParallelRunner(ModelRunner):
+    """A `ModelRunner` whose passes may be fuzzy; `exact_len` says how far a sequence's rows are exact."""
+
+    decoder: LayerParallelDecoder
+
+    def __init__(
+        self, decoder: LayerParallelDecoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
+    ) -> None:
+        super().__init__(decoder, pool, backend=backend, graphs=graphs)
+        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)  # by slot: table edits need not be followed
+
+    def plan(self, spans: Sequence[Span], *, fuzzy: bool = False) -> Plan:
+        plan = super().plan(spans)
+        plan.fuzzy = fuzzy and self.decoder.layout.has_fuzzy
+        assert plan.fuzzy or not any(self._fuzzy_rows(span.seq_id)[: -span.num_tokens].any() for span in spans), (
+            "an exact pass needs exact rows in front of it"
+        )
+        for span in spans:
+            self._is_fuzzy[self.pool.slots(span.seq_id)[-span.num_tokens :]] = plan.fuzzy
+        return plan
+
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> Output:
+        """One pass; where an exact one is asked for, sequences with fuzzy rows take a fuzzy pass of their own."""
+        if not fuzzy:
+            behind_fuzzy = [bool(self._fuzzy_rows(span.seq_id).any()) for span in spans]
+            if any(behind_fuzzy) and not all(behind_fuzzy):
+                return self._in_two(spans, torch.as_tensor(token_ids), taps, behind_fuzzy)
+            fuzzy = any(behind_fuzzy)
+        return self.run(self.plan(spans, fuzzy=fuzzy), token_ids, taps)
+
+    def exact_len(self, seq_id: SeqId) -> int:
+        """How many committed rows are exact: those before the first fuzzy one."""
+        marks = self._fuzzy_rows(seq_id)[: self.cached_len(seq_id)]
+        return int(marks.argmax()) if marks.any() else len(marks)
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        length = self.exact_len(seq_id)
+        if length == self.cached_len(seq_id):
+            return False
+        self.truncate(seq_id, length)
+        return True
+
+    def _fuzzy_rows(self, seq_id: SeqId) -> np.ndarray:
+        return self._is_fuzzy[self.pool.slots(seq_id)]
+
+    def _in_two(
+        self, spans: Sequence[Span], token_ids: Tensor, taps: Sequence[int], behind_fuzzy: list[bool]
+    ) -> Output:
+        """The exact part of the batch and the other, in passes of their own; results in the order of `spans`."""
+        tokens = token_ids.split([span.num_tokens for span in spans])
+        rows: list[tuple[Tensor, ...]] = [()] * len(spans)
+        for fuzzy in (False, True):
+            chosen = [i for i, mark in enumerate(behind_fuzzy) if mark == fuzzy]
+            part = [spans[i] for i in chosen]
+            output = self.run(self.plan(part, fuzzy=fuzzy), torch.cat([tokens[i] for i in chosen]), taps)
+            wanted = output.logits.split([span.num_logits for span in part])
+            streams = [t.split([span.num_tokens for span in part]) for t in (output.hidden, *output.features)]
+            for i, *tensors in zip(chosen, wanted, *streams, strict=True):
+                rows[i] = tuple(tensors)
+        logits, hidden, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return Output(logits, hidden, tuple(features))
+
+
+def open_layer_parallel(
+    path: str | Path,
+    layout: LayerLayout,
+    group: Group = SINGLE,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    num_slots: int = 4096,
+    *,
+    backend: str | None = None,
+    graphs: bool | None = None,
+) -> LayerParallelRunner:
+    """Load what this rank runs of a checkpoint and give it a pool of `num_slots` rows for the layers it holds."""
+    directory = resolve_checkpoint(str(path))
+    config = DecoderConfig.from_hf(directory)
+    decoder = LayerParallelDecoder(config, layout, group, device, dtype)
+    load_weights(decoder, directory)
+    pool = KVPool(len(decoder.held), num_slots, config.num_kv_heads, config.head_dim, dtype, device)
+    return LayerParallelRunner(decoder, pool, backend=backend, graphs=graphs)

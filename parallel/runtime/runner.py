@@ -1,0 +1,159 @@
+"""A decoder and its KV pool as one thing that runs passes: what the rest of the engine calls a model.
+
+Sequences are names here; which tokens they hold, and why rows form trees, is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import PendingRows, Plan, Span, lay_out, logit_rows
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import Decoder
+from parallel.model.layers.padded import PaddedBackend
+from parallel.model.layers.sdpa import SdpaBackend
+from parallel.model.weights import load_weights, resolve_checkpoint
+from parallel.runtime.cuda_graphs import CapturedPasses
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """logits [N, vocab] float32 of the rows that wanted them; hidden [T, H]; one [T, H] per tap."""
+
+    logits: Tensor
+    hidden: Tensor
+    features: tuple[Tensor, ...]
+
+
+class ModelRunner:
+    """Passes of one model over one pool. `forward` is `run(plan(...))`; plans may also be built ahead.
+
+    `backend` is "sdpa" or "padded", by default what suits the device; `graphs` captures padded passes on CUDA.
+    """
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.pool = pool
+        cuda = decoder.device.type == "cuda"
+        backend = backend or ("padded" if cuda else "sdpa")
+        graphs = (cuda and backend == "padded") if graphs is None else graphs
+        config = decoder.config
+        ranks = decoder.attention_ranks
+        group = config.num_heads // ranks // config.local_kv_heads(ranks)
+        if graphs and not (cuda and backend == "padded"):
+            raise ValueError(f"graphs=True needs a CUDA device and the 'padded' backend, not {backend!r} here")
+        if backend == "padded":
+            self._backend = PaddedBackend(pool, group, config.window, decoder.dtype, bucketed=graphs)
+        elif backend == "sdpa":
+            self._backend = SdpaBackend(pool, group, config.window, decoder.dtype)
+        else:
+            raise ValueError(f"attention backend {backend!r} is not known; known are 'sdpa' and 'padded'")
+        self._passes = CapturedPasses(decoder) if graphs else decoder
+        self._pending: dict[SeqId, PendingRows] = {}
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.decoder.config
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self, seq_id: SeqId) -> None:
+        self.pool.open(seq_id)
+        self._pending[seq_id] = PendingRows()
+
+    def close(self, seq_id: SeqId) -> None:
+        self.pool.close(seq_id)
+        del self._pending[seq_id]
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self.pool.cached_len(seq_id)
+
+    def pending_len(self, seq_id: SeqId) -> int:
+        return self.pool.pending_len(seq_id)
+
+    def can_reserve(self, num_rows: int) -> bool:
+        return self.pool.can_reserve(num_rows)
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        """Keep the pending rows `keep`, a path from the committed rows down; `retain` stay pending behind it."""
+        self._pending[seq_id] = self._pending[seq_id].after_commit(keep, retain)
+        self.pool.commit(seq_id, keep, retain)
+
+    def drop_pending(self, seq_id: SeqId) -> None:
+        self.pool.drop_pending(seq_id)
+        self._pending[seq_id] = PendingRows()
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        self.pool.truncate(seq_id, length)
+        self._pending[seq_id] = PendingRows()
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        """Forget committed rows from the first fuzzy one on; whether there were any. Here all rows are exact."""
+        return False
+
+    def run_eagerly(self) -> None:
+        """From now on without captured passes: only the parts of eager ones can be told apart."""
+        self._passes = self.decoder
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def plan(self, spans: Sequence[Span]) -> Plan:
+        """Reserve rows and lay out a pass; ask `can_reserve` first."""
+        assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "ask can_reserve before planning"
+        return self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> Output:
+        """Run a plan on its rows' tokens, [T]; a tensor on the device is used without the host waiting for it."""
+        if not isinstance(token_ids, Tensor):
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
+        assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
+        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+        hidden, features = self._passes.forward(F.pad(token_ids, (0, padding)) if padding else token_ids, plan, taps)
+        if padding:
+            hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)
+        if plan.logit_rows is None:
+            return Output(self.decoder.head(hidden).float(), hidden, features)
+        if len(plan.logit_rows) == 0:
+            no_logits = hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            return Output(no_logits, hidden, features)
+        return Output(self.decoder.head(hidden.index_select(0, plan.logit_rows)).float(), hidden, features)
+
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> Output:
+        """`fuzzy` allows a faster pass whose rows are only nearly right, where there is one; here there is none."""
+        return self.run(self.plan(spans), token_ids, taps)
+
+
+def open_model(
+    path: str | Path,
+    group: Group = SINGLE,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    num_slots: int = 4096,
+    stretch: int = 0,
+    *,
+    backend: str | None = None,
+    graphs: bool | None = None,
+) -> ModelRunner:
+    """Load this rank's part of a checkpoint and give it a pool of `num_slots` rows."""
+    directory = resolve_checkpoint(str(path))
+    config = DecoderConfig.from_hf(directory).stretched(stretch)
+    decoder = Decoder(config, group, device, dtype)
+    load_weights(decoder, directory)
+    kv_heads = config.local_kv_heads(group.size)
+    pool = KVPool(config.num_layers, num_slots, kv_heads, config.head_dim, dtype, device)
+    return ModelRunner(decoder, pool, backend=backend, graphs=graphs)

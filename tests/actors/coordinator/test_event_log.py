@@ -1,0 +1,77 @@
+"""The coordinator's log tells the life of requests and, every few seconds, how speculation goes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from actors.coordinator.event_log import PROGRESS_S, Chronicle
+from actors.coordinator.scheduler import Load
+from actors.coordinator.stats import Tally
+from actors.protocol.membership import RankLost, Stop
+from actors.protocol.messages import Abort, ReportOrder, Request, RequestStats, Tokens, VerdictBatch
+
+LOAD = Load(num_running=2, num_waiting=1, kv_slots_used=30, kv_slots=120)
+
+
+@pytest.fixture
+def told(caplog):
+    """Events so far, as (name, facts)."""
+    caplog.set_level(logging.INFO, logger="specdec")
+    return lambda: [(record.getMessage(), record.facts) for record in caplog.records]
+
+
+def test_the_life_of_a_request(told):
+    chronicle = Chronicle()
+    chronicle.received(Request(7, (1, 2, 3)))
+    chronicle.sent(Tokens(7, 0, (4, 5)))
+    chronicle.received(VerdictBatch(1, (), 0.0, 0.0))
+    chronicle.sent(
+        Tokens(7, 2, (6,), "stop", RequestStats(num_spec_steps=2, num_draft_tokens=4, num_accepted_tokens=1))
+    )
+    chronicle.received(Abort(8))
+    chronicle.sent(Tokens(9, 0, (), "error", RequestStats(), "prompt: is empty"))
+    names = [name for name, _ in told()]
+    assert names == ["request", "finished", "abort", "finished"], "rounds are not told"
+    first, ended, _, refused = (facts for _, facts in told())
+    assert (first["request"], first["prompt_tokens"]) == (7, 3)
+    assert (ended["request"], ended["reason"], ended["tokens"], ended["acceptance_length"]) == (7, "stop", 3, 1.5)
+    assert (refused["reason"], refused["why"]) == ("error", "prompt: is empty")
+
+
+def test_losses_and_the_end_are_told_with_their_reason(told):
+    chronicle = Chronicle()
+    chronicle.received(RankLost("draft", 1, 2))
+    chronicle.received(Stop("closed"))
+    why = "process 2 of this rank has ended"
+    assert told() == [("lost", {"role": "draft", "rank": 1, "why": why}), ("stop", {"why": "closed"})]
+
+
+def test_progress_is_of_the_last_seconds_and_only_while_there_is_work(told):
+    chronicle, tally = Chronicle(), Tally(phase="speculative")
+    chronicle.progress(tally, LOAD)
+    assert not told()
+    tally.active_s, tally.num_tokens, tally.target_busy_s = PROGRESS_S, 100, PROGRESS_S / 2
+    chronicle.progress(tally, LOAD)
+    chronicle.progress(tally, LOAD)
+    tally.active_s += PROGRESS_S
+    tally.num_tokens, tally.num_spec_rounds, tally.spec_round_s = 150, 10, 0.1
+    tally.num_spec_steps, tally.num_draft_tokens, tally.num_accepted_tokens = 10, 40, 20
+    tally.num_branch_lookups, tally.num_branch_hits, tally.num_stale = 8, 6, 1
+    chronicle.progress(tally, LOAD)
+    (_, plain), (_, speculative) = told()
+    assert plain["tokens_per_s"] == 100 / PROGRESS_S and plain["target_busy"] == 0.5
+    assert plain["kv_slots"] == "30/120" and "acceptance_length" not in plain
+    assert speculative["tokens_per_s"] == 50 / PROGRESS_S and speculative["acceptance_length"] == 3.0
+    assert speculative["hits"] == 0.75 and speculative["accepted"] == 0.5
+    assert speculative["round_ms"] == 10.0 and speculative["stale"] == 1
+
+
+def test_a_window_that_closes_is_told_to_its_end(told):
+    chronicle, tally = Chronicle(), Tally(phase="plain")
+    tally.active_s, tally.num_tokens = PROGRESS_S - 1, 100
+    chronicle.progress(tally, LOAD)
+    chronicle.received(ReportOrder(reset=True, phase="next"))
+    chronicle.progress(Tally(phase="next"), LOAD)
+    assert [(name, facts["phase"]) for name, facts in told()] == [("progress", "plain"), ("window", "next")]

@@ -1,0 +1,182 @@
+"""A drafter that is late, or never answers: waited for while it pays; then the target goes on, and asks it again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from actors.policy.draft_length import AdaptiveControl, FixedControl
+from actors.policy.draft_wait import HANG_S, JITTER_S, Costs, Standing
+from actors.policy.pipelines import PIPELINES
+from actors.protocol.messages import (
+    DraftBatch,
+    ProposalBatch,
+    Request,
+    SamplingParams,
+    Verdict,
+    VerdictBatch,
+    VerifyBatch,
+)
+from tests.actors.scripted_roles import World
+from tests.actors.service_harness import Stage
+from tests.actors.small_language import oracle
+
+DRAFTING = sorted(set(PIPELINES) - {"plain"})
+REQUEST = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
+PLAIN = Request(2, (5, 6), SamplingParams(max_tokens=5, ignore_eos=True), speculate=False)
+
+
+class Quick(World):
+    """Records arrive at once, beside passes of half a second."""
+
+    tick_s = 1e-3
+
+
+class Weighing(FixedControl):
+    """Always full drafts, but waits only while that pays."""
+
+    weighs_waiting = True
+
+
+def silent(pipeline: str, control) -> World:
+    """A world whose drafter has an order and says nothing, while the target waits for it."""
+    world = Quick(random.Random(0), pipeline, whims=("right",), control=control)
+    world.tell(REQUEST)
+    while len(world.tokens.get(1, [])) < 6 or world.answers["target"]:
+        world.deliver_one()
+    assert world.answers["draft"] and world.coordinator.patience_ends is not None
+    return world
+
+
+def serve_target(world: World) -> None:
+    while world.answers["target"]:
+        world.tell(world.answers["target"].popleft())
+
+
+@pytest.mark.parametrize("pipeline", DRAFTING)
+@pytest.mark.parametrize("control", [Weighing, lambda: AdaptiveControl(0, 4), FixedControl])
+def test_behind_a_silent_drafter_tokens_go_on_for_everybody(pipeline, control):
+    world = silent(pipeline, control())
+    orders = sum(isinstance(record, DraftBatch) for record in world.sent)
+    world.tell(PLAIN)
+    assert not world.answers["target"], "a moment's wait pays"
+    world.hurry()
+    admitted = [admit.request_id for admit in world.sent[-1].admits]
+    assert isinstance(world.sent[-1], VerifyBatch) and admitted == [2], "who wants no drafts is held up no longer"
+    serve_target(world)
+    assert world.tokens == {1: oracle(REQUEST), 2: oracle(PLAIN)}
+    assert sum(isinstance(record, DraftBatch) for record in world.sent) == orders, "one that is late is asked nothing"
+
+
+@pytest.mark.parametrize("pipeline", DRAFTING)
+def test_a_drafter_that_was_late_is_asked_again(pipeline):
+    world = silent(pipeline, Weighing())
+    world.hurry()
+    for _ in range(3):
+        world.tell(world.answers["target"].popleft())
+    before = world.coordinator.tally.num_spec_steps
+    world.settle()
+    assert world.tokens[1] == oracle(REQUEST)
+    assert world.coordinator.tally.num_spec_steps > before, "and its drafts are verified again"
+    assert world.coordinator.tally.num_stale >= 1, "the late one was of no use"
+
+
+@pytest.mark.parametrize(("control", "waits_s"), [(Weighing, 4 * 0.5), (FixedControl, HANG_S)])
+def test_how_long_it_waits_follows_from_what_a_draft_may_bring(control, waits_s):
+    """Four tokens, each worth a pass of half a second; where nothing is weighed, until it must be a hang."""
+    world = Quick(random.Random(0), whims=("right",), control=control())
+    world.tell(REQUEST)
+    while not (world.answers["draft"] and world.answers["draft"][0].proposals):
+        world.deliver_one()
+    coordinator, asked_at = world.coordinator, world.clock
+    assert coordinator.patience_ends == asked_at + waits_s
+    assert coordinator.overdue(asked_at + 0.99 * waits_s) == []
+    assert [type(one) for one in coordinator.overdue(asked_at + waits_s)] == [VerifyBatch]
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+def test_running_requests_do_not_wait_while_the_drafter_reads_a_prompt(pipeline):
+    world = silent(pipeline, Weighing())
+    coming = Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True))
+    world.tell(coming)
+    reading = 0
+    while not reading or not world.answers["draft"]:
+        world.deliver_one()
+        batch = [record for record in world.sent if isinstance(record, DraftBatch)][-1]
+        reading = any(admit.request_id == 3 for admit in batch.admits)
+    assert not any(order.num_draft_tokens for order in batch.orders), "drafts do not stand behind a prompt"
+    serve_target(world)
+    assert world.tokens[1] == oracle(REQUEST) and world.tokens[3] == oracle(coming), "the target went on"
+
+
+def test_long_texts_are_read_in_pieces_between_drafts():
+    world = silent("sync", Weighing())
+    world.coordinator._draft._piece = 5
+    world.tell(Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True)))
+    world.settle()
+    batches = [record for record in world.sent if isinstance(record, DraftBatch)]
+    read = [batch for batch in batches if any(order.num_draft_tokens == 0 for order in batch.orders)][1:]
+    pieces = [admit.token_ids for batch in read for admit in batch.admits]
+    pieces += [commit.token_ids for batch in read for commit in batch.commits if commit.request_id == 3]
+    assert [len(piece) for piece in pieces][:3] == [5, 5, 5] and sum(map(len, pieces)) >= 18
+    assert world.ends[3].stats.num_spec_steps > 0, "and then it is drafted for"
+
+
+class TestCosts:
+    """When waiting pays: passes of 10 ms, at most four draft tokens."""
+
+    def costs(self, *delays: float, length: int = 3) -> Costs:
+        costs = Costs(longest_draft=4)
+        costs.saw_verify(2.0, reads_prompt=True)
+        for _ in range(50):
+            costs.saw_verify(0.01, reads_prompt=False)
+            costs.saw_acceptance(length)
+        for delay in delays:
+            costs.saw_answer(delay, rest=False)
+        return costs
+
+    def test_nobody_waits_for_what_could_not_pay_if_all_of_it_were_accepted(self):
+        assert self.costs(0.039).worth_waiting(Standing(1)) and not self.costs(0.041).worth_waiting(Standing(1))
+
+    def test_what_is_late_is_given_as_long_as_drafts_are_worth_lately(self):
+        assert self.costs(0.001).patience_s(Standing(1)) == pytest.approx(0.02, rel=0.01)
+        assert self.costs(0.03).patience_s(Standing(1)) == pytest.approx(0.04, rel=0.01), "they always take that long"
+        assert self.costs(0.001, length=1).patience_s(Standing(1)) >= JITTER_S
+
+    def test_others_tokens_are_what_a_wait_costs(self):
+        costs = self.costs(0.02)
+        assert costs.worth_waiting(Standing(2)) and not costs.worth_waiting(Standing(2, num_plain=4))
+        assert not costs.worth_waiting(Standing(2, num_ready=2))
+        assert costs.patience_s(Standing(1, num_plain=3)) < costs.patience_s(Standing(1))
+
+    def test_one_late_answer_is_forgiven_many_are_not_and_both_are_forgotten(self):
+        assert self.costs(*[0.005] * 4, 9.0).worth_waiting(Standing(1))
+        late = self.costs(*[0.005] * 4, *[9.0] * 5)
+        assert not late.worth_waiting(Standing(1))
+        for _ in range(5):
+            late.saw_answer(0.005, rest=False)
+        assert late.worth_waiting(Standing(1))
+
+    def test_the_rest_of_an_answer_has_to_pay_by_what_drafts_bring_lately(self):
+        costs = self.costs()
+        costs.saw_answer(0.03, rest=True)
+        assert not costs.worth_waiting(Standing(1, answered=True)) and costs.worth_waiting(Standing(1))
+
+    def test_where_nothing_is_weighed_the_first_part_is_awaited(self):
+        assert Costs(weighs=False).worth_waiting(Standing(1, num_plain=50))
+
+
+def test_the_loop_tells_when_time_is_up():
+    """Nobody says anything any more, and the target is sent a pass."""
+    stage = Stage(adaptive=True)
+    try:
+        stage.get_ready()
+        stage.say("client", Request(1, (3, 4), SamplingParams(max_tokens=20)))
+        first, reading = stage.hear("target-0"), stage.hear("draft-0")
+        stage.say("draft-0", ProposalBatch(reading.round, (), 0.0, 0.0))
+        stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.001, 2))
+        assert stage.hear("draft-0").orders[0].num_draft_tokens == 4
+        assert stage.hear("target-0").items[0].proposal is None
+    finally:
+        stage.stop()

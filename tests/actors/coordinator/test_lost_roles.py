@@ -1,0 +1,228 @@
+"""Roles die and come back at any moment, records are lost, doubled, swapped and late: the tokens stay the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.options import SchedulerConfig
+from actors.policy.pipelines import PIPELINES
+from actors.protocol.messages import Abort, OutlookBatch, ReportOrder, Request, SamplingParams, VerifyBatch
+from tests.actors.scripted_policy import MoodyControl
+from tests.actors.scripted_roles import World
+from tests.actors.small_language import oracle, requests_of
+
+LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6))
+ROLES = ("target", "draft")
+
+
+class Storm(World):
+    """A world in which whatever can be lost is lost now and then."""
+
+    def blow(self) -> None:
+        action = self.choose.random()
+        role = self.choose.choice(ROLES)
+        queue = self.answers[role]
+        if role in self.lost:
+            self.bring_back(role)
+        elif action < 0.5:
+            self.lose(role)
+        elif action < 0.7 and queue:  # an answer lost on the way: the role is there, and has to be asked anew
+            queue.popleft()
+            self.lose(role)
+            self.bring_back(role)
+        elif action < 0.85 and len(queue) > 1:
+            self.past.append(queue.popleft())  # the second part of an answer overtakes the first
+        elif queue:
+            self.tell(corrupted(self.choose, queue[0]))
+
+    def calm(self) -> None:
+        for role in sorted(self.lost):
+            self.bring_back(role)
+
+
+def corrupted(choose, answer):
+    """An answer that names another round or text, as one that is torn or of another life would."""
+    if isinstance(answer, OutlookBatch):
+        return OutlookBatch(tuple(replace(one, prefix_hash=one.prefix_hash ^ 1) for one in answer.outlooks))
+    return replace(answer, round=answer.round + choose.choice((-1, 1, 1_000_000)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    choose=st.randoms(use_true_random=False),
+    pipeline=st.sampled_from(sorted(set(PIPELINES) - {"plain"})),
+    limits=st.sampled_from(LIMITS),
+    slots=st.sampled_from([40, 400]),
+    splits=st.sampled_from([0.0, 0.5]),
+    foresees=st.sampled_from([0.0, 0.5]),
+    lateness=st.sampled_from([0.0, 0.3]),
+    moody=st.booleans(),
+)
+def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits, foresees, lateness, moody):
+    control = MoodyControl(choose) if moody else None
+    chances = {"duplicates": 0.3, "splits": splits, "foresees": foresees, "lateness": lateness}
+    storm = Storm(choose, pipeline, limits=limits, slots=slots, control=control, **chances)
+    requests = requests_of(choose, choose.randint(1, 6))
+    coming, left = list(requests), 60
+    while coming or left:
+        action = choose.random()
+        if coming and action < 0.2:
+            storm.tell(coming.pop(0))
+        elif left and action < 0.5:
+            left -= 1
+            storm.blow()
+        elif not storm.deliver_one() and not coming:
+            left = max(0, left - 1)
+    storm.calm()
+    storm.settle()
+    for request in requests:
+        assert storm.tokens[request.request_id] == oracle(request)
+    assert storm.coordinator.tally.num_tokens == sum(map(len, storm.tokens.values()))
+
+
+@settings(max_examples=80, deadline=None)
+@given(choose=st.randoms(use_true_random=False), pipeline=st.sampled_from(sorted(PIPELINES)))
+def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipeline):
+    """Every request is asked again, with the tokens its client got; the last of them may have been lost on the way."""
+    requests = requests_of(choose, choose.randint(1, 5))
+    world = World(choose, pipeline, foresees=0.5)
+    for request in requests:
+        world.tell(request)
+    held: dict[int, list[int]] = {}
+    for _ in range(choose.randint(1, 3)):
+        for _ in range(choose.randint(0, 30)):
+            world.deliver_one()
+        ended = set(world.ends)
+        for request in requests:
+            got = world.tokens.get(request.request_id, [])
+            held[request.request_id] = got if request.request_id in ended else got[: choose.randint(0, len(got))]
+        world = World(choose, pipeline, foresees=0.5)
+        world.tokens = held | {}
+        world.ends = {request_id: None for request_id in ended}
+        for request in requests:
+            if request.request_id not in ended:
+                world.tell(replace(request, generated=tuple(held[request.request_id])))
+    world.settle()
+    assert world.tokens == {request.request_id: oracle(request) for request in requests}
+
+
+def steady(pipeline: str = "sync") -> tuple[World, Request]:
+    """A request that is in the middle of its text."""
+    request = Request(1, (3, 4), SamplingParams(max_tokens=25, ignore_eos=True))
+    world = World(random.Random(0), pipeline, whims=("right",))
+    world.tell(request)
+    while len(world.tokens.get(1, [])) < 6:
+        world.deliver_one()
+    return world, request
+
+
+@pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
+def test_without_a_drafter_the_target_goes_on_at_once(pipeline):
+    world, request = steady(pipeline)
+    while not world.answers["draft"]:
+        world.deliver_one()
+    before = len(world.sent)
+    world.lose("draft")
+    if not world.answers["target"]:
+        assert any(isinstance(record, VerifyBatch) for record in world.sent[before:]), "somebody is still waited for"
+    drafted = world.coordinator.tally.num_spec_steps
+    for _ in range(3):
+        world.deliver_one()
+    assert world.coordinator.tally.num_spec_steps <= drafted + 1, "only what was proposed before may still be verified"
+    world.bring_back("draft")
+    world.settle()
+    assert world.tokens[1] == oracle(request)
+    assert world.coordinator.tally.num_spec_steps > drafted + 1, "speculation resumes"
+
+
+def test_without_a_target_requests_wait_and_lose_nothing():
+    world, request = steady()
+    world.lose("target")
+    held = list(world.tokens[1])
+    while world.deliver_one():
+        pass
+    assert world.tokens[1] == held and world.coordinator.num_requests == 1
+    world.bring_back("target")
+    (admit,) = world.sent[-1].admits if isinstance(world.sent[-1], VerifyBatch) else world.sent[-2].admits
+    assert list(admit.token_ids) == [3, 4, *held] and admit.epoch == 1 and admit.prompt_len == 2
+    world.settle()
+    assert world.tokens[1] == oracle(request)
+
+
+def test_a_late_verdict_of_the_lost_target_is_recognised():
+    world, request = steady()
+    while not world.answers["target"]:
+        world.deliver_one()
+    (late,) = world.answers["target"]
+    world.lose("target")
+    world.bring_back("target")
+    stale, held = world.coordinator.tally.num_stale, list(world.tokens[1])
+    world.tell(late)
+    assert world.coordinator.tally.num_stale == stale + 1 and world.tokens[1] == held
+    world.settle()
+    assert world.tokens[1] == oracle(request)
+
+
+def test_a_request_may_be_aborted_while_there_is_no_target():
+    world, _ = steady()
+    world.lose("target")
+    world.tell(Abort(1))
+    assert world.ends[1].finish_reason == "abort"
+    world.bring_back("target")
+    world.settle()
+
+
+def test_what_is_asked_twice_is_answered_with_what_was_missed():
+    world, request = steady()
+    held = list(world.tokens[1])
+    again = replace(request, generated=tuple(held[:2]))
+    answers = world.coordinator.on(again, 50.0)
+    (missed,) = [news for news in answers if getattr(news, "position", None) is not None]
+    assert (missed.position, list(missed.token_ids), missed.finish_reason) == (2, held[2:], None)
+    assert world.coordinator.on(replace(request, generated=tuple(held)), 51.0) == []
+    world.settle()
+    assert world.tokens[1] == oracle(request)
+
+
+def test_losses_and_times_are_counted():
+    world, _ = steady()
+    coordinator = world.coordinator
+    world.lose("draft")
+    lost_at = world.clock
+    world.bring_back("draft")
+    while not coordinator.tally.resume_s:
+        world.deliver_one()
+    assert coordinator.tally.num_role_losses == {"draft": 1}
+    assert coordinator.tally.resume_s == {"draft": [world.clock - lost_at]}
+    assert coordinator.tally.fallback_s == world.clock - lost_at
+    world.lose("target")
+    world.clock += 100
+    world.bring_back("target")
+    world.settle()
+    (report,) = coordinator.on(ReportOrder(), world.clock)
+    assert report.counters["num_role_losses"] == {"draft": 1, "target": 1}
+    assert report.counters["resume_s"]["target"][0] > 100
+
+
+def test_a_role_that_comes_back_to_an_idle_engine_has_resumed():
+    world = World(random.Random(0))
+    world.lose("target")
+    world.clock += 7
+    world.bring_back("target")
+    assert world.coordinator.tally.resume_s == {"target": [8.0]}
+
+
+def test_what_is_awaited_is_known():
+    world, _ = steady()
+    coordinator = world.coordinator
+    while not world.answers["target"]:
+        world.deliver_one()
+    assert coordinator.awaits("target") and coordinator.last_round("target") == world.answers["target"][0].round
+    world.lose("target")
+    assert not coordinator.awaits("target")
+    assert coordinator.on(ReportOrder(), 0.0), "and nothing is awaited of it any more"

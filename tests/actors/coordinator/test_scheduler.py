@@ -1,0 +1,238 @@
+"""Continuous batching: bounds of every pass, preemption, fairness and refusals, over random lives of requests."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.coordinator.scheduler import Capacity, Scheduler
+from actors.coordinator.sequence import Sequence
+from actors.options import SchedulerConfig
+from actors.protocol.messages import Proposal, Request, SamplingParams, TokenTree, Verdict
+
+NO_EOS = frozenset()
+
+
+def sequence_of(prompt_len: int, max_tokens: int = 10, request_id: int = 0, max_model_len: int = 64) -> Sequence:
+    request = Request(request_id, (5,) * prompt_len, SamplingParams(max_tokens=max_tokens))
+    return Sequence.start(request, max_model_len)
+
+
+def proposal_for(sequence: Sequence, num_draft_tokens: int) -> Proposal:
+    tree = TokenTree.chain(sequence.token_ids[-1], (5,) * num_draft_tokens)
+    return Proposal(sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, tree)
+
+
+def follow(plan, accept=lambda num_draft_tokens: 0) -> None:
+    """What the coordinator does with a plan and its verdicts."""
+    for sequence, rows, proposal in plan.rows:
+        if rows < sequence.uncached_len:
+            sequence.cached_len += rows
+            continue
+        path = tuple(range(1, 1 + accept(proposal.tree.num_draft_tokens if proposal else 0)))
+        verdict = Verdict(sequence.request_id, sequence.epoch, sequence.prefix_len, path, 7)
+        sequence.commit(verdict, proposal, NO_EOS)
+
+
+class Lives(RuleBasedStateMachine):
+    """Requests arrive, are drafted for, accepted in part, aborted and finished, in any order."""
+
+    @initialize(
+        seats=st.integers(1, 4),
+        rows=st.integers(2, 30),
+        chunk=st.integers(1, 12),
+        slots=st.integers(24, 90),
+        max_model_len=st.integers(8, 40),
+    )
+    def open(self, seats, rows, chunk, slots, max_model_len):
+        self.scheduler = Scheduler(SchedulerConfig(seats, rows, chunk), Capacity(slots, max_model_len))
+        self.arrived = 0
+        self.live: list[Sequence] = []
+        self.order: dict[int, int] = {}
+
+    @rule(prompt_len=st.integers(1, 40), max_tokens=st.integers(1, 20))
+    def arrive(self, prompt_len, max_tokens):
+        self.arrived += 1
+        sequence = sequence_of(prompt_len, max_tokens, self.arrived, self.scheduler.capacity.max_model_len)
+        if self.scheduler.refusal(sequence) is None:
+            self.scheduler.add(sequence)
+            self.live.append(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.end(data.draw(st.sampled_from(self.live)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def take_a_pass(self, data):
+        self.step(lambda: data.draw(st.integers(0, 5)), lambda most: data.draw(st.integers(0, most)))
+
+    def step(self, draft_length, accept):
+        scheduler, running = self.scheduler, list(self.scheduler.running)
+        waiting = list(scheduler.waiting)
+        drafted = [sequence for sequence in running if sequence.uncached_len == 1]
+        lengths = {sequence.request_id: min(draft_length(), sequence.remaining - 1) for sequence in drafted}
+        proposals = {s.request_id: proposal_for(s, lengths[s.request_id]) for s in drafted if lengths[s.request_id]}
+        plan = scheduler.plan(proposals)
+        self.check_pass(plan)
+        self.check_moves(plan, running, waiting)
+        follow(plan, accept)
+        for sequence in list(scheduler.running):
+            if sequence.finish_reason is not None:
+                self.end(sequence)
+
+    def end(self, sequence):
+        self.live.remove(sequence)
+        self.scheduler.remove(sequence)
+
+    def check_pass(self, plan):
+        scheduler, rows = self.scheduler, plan.rows
+        assert rows, "there is work, and none is done"
+        fed = {s.request_id: n + (p.tree.num_draft_tokens if p else 0) for s, n, p in rows}
+        assert sum(fed.values()) <= scheduler.limits.max_num_batched_tokens
+        held = sum(sequence.cached_len for sequence in scheduler.running)
+        assert held + sum(fed.values()) <= scheduler.capacity.kv_slots
+        assert len(fed) == len(rows) <= len(scheduler.running) <= scheduler.limits.max_num_seqs
+        for sequence, num_rows, proposal in rows:
+            assert sequence in scheduler.running
+            assert 0 < num_rows <= min(sequence.uncached_len, scheduler.limits.prefill_chunk)
+            assert proposal is None or num_rows == sequence.uncached_len, "a proposal hangs below the root"
+        roots = [sequence for sequence in scheduler.running if sequence.uncached_len == 1]
+        prompts_fed = any(sequence.uncached_len > 1 for sequence, _, _ in rows)
+        if prompts_fed or any(proposal for _, _, proposal in rows):
+            assert all(sequence.request_id in fed for sequence in roots), "a root waits for somebody's extras"
+
+    def check_moves(self, plan, running, waiting):
+        scheduler, preempted = self.scheduler, plan.preempted
+        assert not set(map(id, plan.admitted)) & set(map(id, preempted))
+        assert plan.admitted == waiting[: len(plan.admitted)], "first come, first served"
+        assert scheduler.running == running[: len(running) - len(preempted)] + plan.admitted, "the youngest leave"
+        front = list(scheduler.waiting)[: len(preempted)]
+        assert front == preempted[::-1], "who was put back comes next, the oldest first"
+        assert all(sequence.cached_len == 0 for sequence in preempted)
+        if running:
+            assert running[0] in scheduler.running, "the oldest is never put back"
+
+    @invariant()
+    def everybody_is_in_one_place(self):
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        places = [*scheduler.running, *scheduler.waiting]
+        assert sorted(map(id, places)) == sorted(map(id, self.live)) and scheduler.num_requests == len(self.live)
+
+    def teardown(self):
+        """Nobody starves: what is left ends, within the passes that one after the other would take."""
+        if not hasattr(self, "scheduler"):
+            return
+        chunk = min(self.scheduler.limits.prefill_chunk, self.scheduler.limits.max_num_batched_tokens)
+        budget = sum(s.max_len * (2 + s.max_len // chunk) for s in self.live)
+        while self.live:
+            budget -= 1
+            assert budget >= 0, f"{len(self.live)} requests starve"
+            self.step(lambda: 3, lambda most: 0)
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def running_scheduler(limits: SchedulerConfig, slots: int, *prompt_lens: int, generated: int = 1) -> Scheduler:
+    """A scheduler whose sequences all lack only their root."""
+    scheduler = Scheduler(limits, Capacity(slots, 64))
+    for request_id, prompt_len in enumerate(prompt_lens):
+        scheduler.add(sequence_of(prompt_len, 20, request_id))
+    for _ in range(generated):
+        follow(scheduler.plan({}))
+    return scheduler
+
+
+def test_decode_rows_come_before_prompt_chunks():
+    scheduler = running_scheduler(SchedulerConfig(8, 24, 16), 400, 4, 4)
+    scheduler.add(sequence_of(30, request_id=9))
+    plan = scheduler.plan({0: proposal_for(scheduler.running[0], 5)})
+    rows = {sequence.request_id: (rows, proposal is not None) for sequence, rows, proposal in plan.rows}
+    assert rows == {0: (1, True), 1: (1, False), 9: (16, False)}
+    assert [sequence.request_id for sequence, _, _ in plan.rows] == [0, 1, 9]
+
+
+def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():
+    scheduler = Scheduler(SchedulerConfig(8, 6, 4), Capacity(400, 64))
+    for request_id, prompt_len in enumerate((40, 1, 1, 1)):
+        scheduler.add(sequence_of(prompt_len, request_id=request_id))
+    follow(scheduler.plan({}))
+    assert [(sequence.request_id, rows) for sequence, rows, _ in scheduler.plan({}).rows] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (0, 3),
+    ]
+
+
+def test_a_draft_never_costs_another_sequence_its_root():
+    scheduler = running_scheduler(SchedulerConfig(8, 12, 12), 400, 2, 2, 2)
+    first, second, _ = scheduler.running
+    plan = scheduler.plan({0: proposal_for(first, 10), 1: proposal_for(second, 4)})
+    rows = [(sequence.request_id, rows, proposal is not None) for sequence, rows, proposal in plan.rows]
+    assert rows == [(0, 1, False), (1, 1, True), (2, 1, False)]
+
+
+def test_short_pool_costs_drafts_first_and_the_youngest_its_place_then():
+    scheduler = running_scheduler(SchedulerConfig(8, 100, 100), 23, 6, 6, 6)
+    oldest, middle, youngest = scheduler.running
+    proposals = {sequence.request_id: proposal_for(sequence, 2) for sequence in scheduler.running}
+    plan = scheduler.plan(proposals)  # 18 cached, 3 roots, 2 slots left
+    assert [(s.request_id, p is not None) for s, _, p in plan.rows] == [(0, True), (1, False), (2, False)]
+    follow(plan)
+    follow(scheduler.plan({}))  # 21 cached; the roots need 24 of 23
+    assert scheduler.running == [oldest, middle] and list(scheduler.waiting) == [youngest]
+    assert (youngest.epoch, youngest.cached_len, youngest.num_preemptions) == (1, 0, 1)
+    scheduler.add(sequence_of(1, request_id=9))
+    assert not scheduler.plan({}).admitted, "a later arrival does not overtake"
+    scheduler.remove(oldest)
+    assert [sequence.request_id for sequence in scheduler.plan({}).admitted] == [2, 9]
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "capacity", "refusal"),
+    [
+        (0, 5, Capacity(100, 50), "prompt: is empty"),
+        (50, 5, Capacity(100, 50), "prompt: 50 tokens do not fit the context of 50"),
+        (49, 5, Capacity(100, 50), None),
+        (20, 20, Capacity(39, 50), "prompt: 40 tokens .* do not fit 39 KV slots; raise target.kv_slots"),
+        (20, 20, Capacity(40, 50), None),
+        (20, 500, Capacity(50, 50), None),
+        (20, 500, Capacity(49, 50), "do not fit 49 KV slots"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_a_remedy(prompt_len, max_tokens, capacity, refusal):
+    said = Scheduler(SchedulerConfig(), capacity).refusal(sequence_of(prompt_len, max_tokens, max_model_len=50))
+    if refusal is None:
+        assert said is None
+    else:
+        assert re.search(refusal, said) and "\n" not in said
+
+
+def test_a_request_that_just_fits_runs_alone_to_its_end():
+    scheduler = Scheduler(SchedulerConfig(4, 8, 3), Capacity(20, 64))
+    sequence = sequence_of(12, 8)
+    assert scheduler.refusal(sequence) is None
+    scheduler.add(sequence)
+    passes = 0
+    while sequence.finish_reason is None and passes < 50:
+        follow(scheduler.plan({0: proposal_for(sequence, 4)} if sequence.uncached_len == 1 else {}), lambda most: most)
+        passes += 1
+    assert sequence.finish_reason == "length" and sequence.prefix_len == 20
+
+
+def test_removing_twice_is_harmless():
+    scheduler = running_scheduler(SchedulerConfig(), 400, 3)
+    (sequence,) = scheduler.running
+    scheduler.remove(sequence)
+    scheduler.remove(sequence)
+    assert scheduler.num_requests == 0

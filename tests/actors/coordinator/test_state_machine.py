@@ -1,0 +1,327 @@
+"""The coordinator between scripted roles, in every order in which records can arrive."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.coordinator.outbox import Ledger
+from actors.coordinator.sequence import Sequence
+from actors.options import SchedulerConfig
+from actors.policy.pipelines import PIPELINES
+from actors.protocol.messages import (
+    Abort,
+    Commit,
+    DraftBatch,
+    ProposalBatch,
+    ReportOrder,
+    Request,
+    SamplingParams,
+    Tokens,
+    VerifyBatch,
+)
+from tests.actors.scripted_policy import MoodyControl
+from tests.actors.scripted_roles import World
+from tests.actors.small_language import EOS, MAX_MODEL_LEN, oracle, requests_of
+
+LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    choose=st.randoms(use_true_random=False),
+    pipeline=st.sampled_from(sorted(PIPELINES)),
+    limits=st.sampled_from(LIMITS),
+    slots=st.sampled_from([40, 60, 400]),
+    duplicates=st.sampled_from([0.0, 0.3]),
+    splits=st.sampled_from([0.0, 0.5]),
+    foresees=st.sampled_from([0.0, 0.7]),
+    lateness=st.sampled_from([0.0, 0.4]),
+    drafts=st.sampled_from([True, True, True, False]),
+    moody=st.booleans(),
+)
+def test_every_interleaving_gives_the_tokens_of_the_language(
+    choose, pipeline, limits, slots, duplicates, splits, foresees, lateness, drafts, moody
+):
+    control = MoodyControl(choose) if moody else None
+    world = World(
+        choose,
+        pipeline,
+        limits=limits,
+        slots=slots,
+        drafts=drafts,
+        duplicates=duplicates,
+        splits=splits,
+        foresees=foresees,
+        lateness=lateness,
+        control=control,
+    )
+    requests = requests_of(choose, choose.randint(1, 7))
+    coming, aborted = list(requests), set()
+    while coming:
+        action = choose.random()
+        if action < 0.4:
+            world.tell(coming.pop(0))
+        elif action < 0.45:
+            victim = choose.choice(requests).request_id
+            if victim in world.tokens and victim not in world.ends:
+                aborted.add(victim)
+            world.tell(Abort(victim))
+        else:
+            world.deliver_one()
+    world.settle()
+
+    for request in requests:
+        tokens, end, expected = world.tokens[request.request_id], world.ends[request.request_id], oracle(request)
+        if end.finish_reason == "abort":
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert request.request_id not in aborted, "an aborted request ended otherwise"
+            assert tokens == expected
+            assert end.finish_reason == ("stop" if tokens[-1] in (EOS, *request.sampling.stop_token_ids) else "length")
+    check_what_roles_were_told(world, requests)
+    check_records_of_a_round(world)
+    assert world.coordinator.tally.num_tokens == sum(map(len, world.tokens.values()))
+
+
+def check_what_roles_were_told(world: World, requests: list[Request]) -> None:
+    """Nobody is left at the drafter; the target hears of the last releases with its next pass."""
+    plain = {request.request_id for request in requests if not request.speculate}
+    assert not world.drafter.knows.told & plain, "a plain request was told to the drafter"
+    assert not world.drafter.knows.texts, "the drafter still holds a request"
+    world.tell(Request(999, (3,), SamplingParams(max_tokens=1), speculate=False))
+    assert set(world.target.knows.texts) == {999}, "the target still holds a request"
+    world.settle()
+
+
+def check_records_of_a_round(world: World) -> None:
+    """At most one record each way to each role: four. What is ordered in a round is verified in it, or later."""
+    for kind in (DraftBatch, VerifyBatch):
+        rounds = [batch.round for batch in world.sent if isinstance(batch, kind)]
+        assert rounds == sorted(set(rounds)), "a round came twice"
+    ordered: dict[int, int] = {}
+    batches = [batch for batch in world.sent if not isinstance(batch, Tokens)]
+    for batch in sorted(batches, key=lambda batch: (batch.round, isinstance(batch, VerifyBatch))):
+        if isinstance(batch, DraftBatch):
+            ordered |= {order.request_id: batch.round for order in batch.orders if order.num_draft_tokens}
+        if isinstance(batch, VerifyBatch):
+            assert all(ordered[item.request_id] <= batch.round for item in batch.items if item.proposal)
+
+
+@settings(max_examples=40, deadline=None)
+@given(choose=st.randoms(use_true_random=False))
+def test_a_steady_round_is_four_records(choose):
+    world = World(choose)
+    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=25)))
+    world.settle()
+    batches = [batch for batch in world.sent if not isinstance(batch, Tokens)]
+    prompt, steady = batches[:2], batches[2:]
+    assert [type(batch) for batch in prompt] == [VerifyBatch, DraftBatch] and prompt[0].round == prompt[1].round
+    while len(steady) > 2:
+        draft, verify, *steady = steady
+        assert isinstance(draft, DraftBatch) and isinstance(verify, VerifyBatch) and draft.round == verify.round
+
+
+def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
+    """A hit costs no exchange: the pass leaves with the verdict's own news, and ahead of them."""
+    request = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
+    world = World(random.Random(1), "branches", whims=("right",), foresees=1.0)
+    world.tell(request)
+    world.settle()
+    assert world.drafter.num_taken >= 2 and world.tokens[1] == oracle(request)
+    batches = [(i, batch) for i, batch in enumerate(world.sent) if isinstance(batch, DraftBatch)]
+    taking = [i for i, batch in batches if any(order.taken for order in batch.orders)]
+    for i in taking:
+        verify, order = world.sent[i - 1], world.sent[i].orders[0]
+        assert isinstance(verify, VerifyBatch) and verify.items[0].proposal.tree == order.taken
+    tally = world.coordinator.tally
+    assert tally.num_branch_hits == tally.num_branch_lookups == len(taking) == world.drafter.num_taken
+
+
+@pytest.mark.parametrize("whim", ["right", "wrong", "missing"])
+def test_what_a_drafter_is_worth_shows_in_the_counters(whim):
+    request = Request(1, (3, 4), SamplingParams(max_tokens=21, ignore_eos=True))
+    world = World(random.Random(0), whims=(whim,))
+    world.tell(request)
+    world.settle()
+    tally, stats = world.coordinator.tally, world.ends[1].stats
+    assert tally.num_tokens == 21 and tally.num_requests_finished == 1 and tally.num_prompt_tokens == 2
+    if whim == "right":  # one plain token behind the prompt, then five at a time
+        assert tally.acceptance_histogram == [0, 0, 0, 0, 4] and tally.num_rounds == 5
+        assert tally.num_drafted_per_pos == tally.num_accepted_per_pos == [4] * 4
+    elif whim == "wrong":
+        assert tally.acceptance_histogram[0] == tally.num_spec_steps == 19 and tally.num_accepted_tokens == 0
+    else:
+        assert tally.num_spec_steps == 0 and tally.num_rounds == 21
+    assert stats.num_spec_steps == tally.num_spec_steps and stats.num_accepted_tokens == tally.num_accepted_tokens
+
+
+def test_answers_of_other_rounds_are_counted_and_change_nothing():
+    world = World(random.Random(0), whims=("right",))
+    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=20)))
+    assert world.deliver_one() and world.deliver_one() and world.deliver_one()
+    coordinator, before = world.coordinator, dict(world.tokens)
+    stale = 0
+    for record in list(world.past):
+        for other in (record, replace(record, round=record.round + 50)):
+            busy = coordinator.tally.draft_busy_s, coordinator.tally.target_busy_s, coordinator.tally.num_rounds
+            assert coordinator.on(other, 99.0) == []
+            stale += 1
+            assert coordinator.tally.num_stale == stale and world.tokens == before
+            assert busy == (
+                coordinator.tally.draft_busy_s,
+                coordinator.tally.target_busy_s,
+                coordinator.tally.num_rounds,
+            )
+    world.settle()
+    assert world.tokens[1] == oracle(Request(1, (3, 4), SamplingParams(max_tokens=20)))
+
+
+def test_an_old_answer_does_not_stand_in_for_the_one_awaited():
+    """Were it taken, the target would go ahead without the drafts that are on their way."""
+    world = World(random.Random(0), whims=("right",))
+    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=20)))
+    while not (world.answers["draft"] and world.answers["draft"][0].proposals):
+        world.deliver_one()
+    old = [record for record in world.past if isinstance(record, ProposalBatch)][-1]
+    assert world.coordinator.on(old, 99.0) == [], "the target must wait"
+    world.settle()
+    assert world.coordinator.tally.acceptance_histogram[0] == 0
+
+
+def test_a_request_id_may_come_back_while_its_old_verdict_is_out():
+    world = World(random.Random(0), whims=("right",))
+    again = Request(1, (5, 6, 7), SamplingParams(max_tokens=9))
+    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    world.tell(Abort(1))
+    del world.tokens[1], world.ends[1], world.target.knows.epochs[1], world.drafter.knows.epochs[1]
+    world.tell(again)
+    world.settle()
+    assert world.tokens[1] == oracle(again) and world.coordinator.tally.num_stale == 1
+
+
+def test_an_abort_ends_a_request_at_once_wherever_it_is():
+    for steps in range(8):
+        world = World(random.Random(0), limits=SchedulerConfig(1, 20, 6))
+        for request_id in (1, 2):
+            world.tell(Request(request_id, (3,) * 9, SamplingParams(max_tokens=20, ignore_eos=True)))
+        for _ in range(steps):
+            world.deliver_one()
+        for request_id in (1, 2, 3):
+            world.tell(Abort(request_id))
+        assert {end.finish_reason for end in world.ends.values()} == {"abort"} and set(world.ends) == {1, 2}
+        world.settle()
+        assert world.coordinator.num_requests == 0 and not world.drafter.knows.texts
+
+
+def test_refusals_reach_the_client_and_stop_nobody():
+    world = World(random.Random(0))
+    good = Request(1, (3, 4), SamplingParams(max_tokens=12))
+    world.tell(good)
+    world.tell(Request(2, (3,) * 40))
+    world.tell(Request(3, ()))
+    world.tell(Request(1, (9,)))
+    errors = [news for news in world.sent if isinstance(news, Tokens) and news.finish_reason == "error"]
+    assert [news.request_id for news in errors] == [2, 3, 1]
+    assert "context" in errors[0].error and "empty" in errors[1].error and "in use" in errors[2].error
+    del world.ends[1]
+    world.settle()
+    assert world.tokens[1] == oracle(good)
+
+
+def test_a_request_without_speculation_makes_no_difference_to_the_others():
+    requests = [Request(i, (3, 4 + i), SamplingParams(max_tokens=15), speculate=bool(i % 2)) for i in range(6)]
+    world = World(random.Random(0), whims=("right",))
+    for request in requests:
+        world.tell(request)
+    world.settle()
+    assert {request.request_id: oracle(request) for request in requests} == world.tokens
+    assert world.drafter.asked == {1, 3, 5}
+    assert all(end.stats.num_spec_steps == 0 for i, end in world.ends.items() if i % 2 == 0)
+
+
+def test_plain_needs_no_drafter_at_all():
+    world = World(random.Random(0), pipeline="plain", drafts=False)
+    request = Request(1, (3, 4), SamplingParams(max_tokens=15))
+    world.tell(request)
+    world.settle()
+    assert world.tokens[1] == oracle(request)
+    assert not any(isinstance(record, DraftBatch) for record in world.sent)
+
+
+def test_a_report_closes_its_window():
+    world = World(random.Random(0), whims=("right",))
+    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=10, ignore_eos=True)))
+    while 1 not in world.ends:
+        world.deliver_one()
+    ended_at = world.clock
+    world.settle()
+    (report,) = world.coordinator.on(ReportOrder(reset=True), world.clock + 5.0)
+    assert report.counters["num_tokens"] == 10 and report.counters["window_s"] == world.clock + 5.0
+    assert report.counters["active_s"] == ended_at - 1.0, "idle time is not active time"
+    assert {span[0] for span in report.spans} == {"draft", "target", "messages"}
+    (report,) = world.coordinator.on(ReportOrder(), world.clock + 7.0)
+    assert report.counters["num_tokens"] == 0 and report.counters["window_s"] == 2.0 and not report.spans
+
+
+def test_a_record_for_somebody_else_is_a_mistake():
+    with pytest.raises(TypeError, match="VerifyBatch"):
+        World(random.Random(0)).coordinator.on(VerifyBatch(1), 0.0)
+
+
+class TestLedger:
+    """Everything a role must know, once, in an order it can follow."""
+
+    def sequence(self, request_id: int = 1) -> Sequence:
+        return Sequence.start(Request(request_id, (3, 4)), MAX_MODEL_LEN)
+
+    def commit(self, request_id: int = 1) -> Commit:
+        return Commit(request_id, 0, 2, (), (5,))
+
+    def test_a_stranger_has_no_commits_and_no_release(self):
+        ledger = Ledger()
+        ledger.commit(self.commit())
+        ledger.release(1)
+        assert ledger.flush() == ((), (), ()) and not ledger.has_news
+
+    def test_who_came_and_went_between_two_batches_is_never_mentioned(self):
+        ledger = Ledger()
+        ledger.admit(self.sequence())
+        ledger.commit(self.commit())
+        ledger.release(1)
+        assert ledger.flush() == ((), (), ())
+
+    def test_a_release_is_told_once(self):
+        ledger = Ledger()
+        ledger.admit(self.sequence())
+        ledger.flush()
+        ledger.commit(self.commit())
+        ledger.release(1)
+        ledger.release(1)
+        assert ledger.has_news and ledger.flush() == ((), (), (1,)) and ledger.flush() == ((), (), ())
+
+    def test_plain_rounds_that_nobody_was_told_of_are_one_record(self):
+        ledger = Ledger()
+        ledger.admit(self.sequence())
+        ledger.flush()
+        ledger.commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
+        for i in range(500):
+            ledger.commit(Commit(1, 0, 5 + i, (), (i,)))
+        assert ledger.flush() == ((), (Commit(1, 0, 2, (1, 2), (5, 6, 7, *range(500))),), ())
+
+    def test_who_comes_back_is_released_first(self):
+        ledger = Ledger()
+        sequence = self.sequence()
+        ledger.admit(sequence)
+        ledger.flush()
+        sequence.preempt()
+        ledger.admit(sequence)
+        admits, commits, releases = ledger.flush()
+        assert [admit.epoch for admit in admits] == [1] and releases == (1,) and not commits
+        ledger.admit(sequence)
+        ledger.release(1)
+        assert ledger.flush() == ((), (), (1,)), "admitted and released again unheard: one release stands"

@@ -1,0 +1,154 @@
+"""One level of a cascade over a toy model and a scripted level beneath: what it asks, what it keeps, what goes up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actors.drafters.cascade.child import Beneath, LocalLevel
+from actors.drafters.cascade.draft_lengths import FixedLengths
+from actors.drafters.cascade.level import CascadeDrafter
+from actors.protocol.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
+from actors.roles.draft import Context, Draft, IdleDrafter
+from cluster.tools.certify.cascade_enumeration import ToyRunner
+
+VOCAB = 5
+
+
+def successor(text):
+    """The law of a model that counts: behind token 2 stands 3."""
+    return np.eye(VOCAB)[(text[-1] + 1) % VOCAB if text else 1]
+
+
+class Scripted(IdleDrafter):
+    """Offers what it is given, as far as it is asked for, and remembers what it was asked and told."""
+
+    def __init__(self, *drafts: Draft) -> None:
+        self.drafts, self.asked, self.paths = list(drafts), [], []
+
+    def open(self, context) -> None: ...
+
+    def prepare(self, contexts) -> None: ...
+
+    def release(self, request_id) -> None: ...
+
+    def observe(self, context, commit) -> None:
+        self.paths.append(commit.path)
+
+    def propose(self, contexts, budgets) -> list[Draft]:
+        self.asked += budgets
+        return [self.drafts.pop(0) if self.drafts else Draft.nothing(contexts[0])]
+
+
+def chain(root, *token_ids) -> Draft:
+    return Draft.chosen(TokenTree.chain(root, token_ids))
+
+
+def open_level(below, lengths, *, number=1, rule="coupled", temperature=0.0, **options):
+    level = CascadeDrafter(
+        ToyRunner(successor, VOCAB, 0),
+        Beneath(LocalLevel(below), str(number - 1), max(lengths[:number])),
+        level=number,
+        name=str(number),
+        rule=rule,
+        law_size=VOCAB,
+        eos_token_ids=(),
+        prefill_chunk=99,
+        lengths=FixedLengths(lengths),
+        **options,
+    )
+    context = Context(1, 0, [0, 1], 2, SamplingParams(temperature=temperature))
+    level.open(context)
+    return level, context
+
+
+FAMILIAR = SparseLaw((2, 3), (0.5, 0.5))
+STRANGE = SparseLaw((2, VOCAB), (0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        chain(1, 2, VOCAB),
+        Draft(TokenTree.chain(1, (2,)), (Draw.ROOT, Draw.IID), (STRANGE, None)),
+    ],
+)
+def test_a_draft_with_tokens_that_this_model_lacks_is_no_draft(draft):
+    below = Scripted(draft)
+    level, context = open_level(below, (2, 3), rule="rejection", temperature=1.0)
+    (offered,) = level.propose([context], [3])
+    assert offered.tree.token_ids == (1, 2, 3, 4) and below.asked[0] == 2
+    assert not any(work.num_accepted_tokens for work in level.account())
+
+
+def test_a_draft_of_its_own_tokens_is_reviewed():
+    level, context = open_level(
+        Scripted(Draft(TokenTree.chain(1, (2,)), (Draw.ROOT, Draw.IID), (FAMILIAR, None))),
+        (2, 3),
+        rule="rejection",
+        temperature=1.0,
+    )
+    level.propose([context], [3])
+    assert sum(work.num_accepted_tokens for work in level.account()) == 1
+
+
+def counted(level):
+    """Per level: drafts, tokens and accepted tokens of all that was judged."""
+    totals: dict[str, tuple[int, ...]] = {}
+    for work in level.account():
+        found = work.num_drafts, work.num_draft_tokens, work.num_accepted_tokens
+        totals[work.level] = tuple(map(sum, zip(totals.get(work.level, (0, 0, 0)), found)))
+    return totals
+
+
+def say(level, context, path, *token_ids):
+    """The target's verdict."""
+    level.observe(context, Commit(1, 0, len(context.token_ids), path, token_ids))
+    context.extend(token_ids)
+
+
+@pytest.mark.parametrize("path, own, tail", [((1, 2, 3, 4), (1, 2, 2), (1, 2, 2)), ((1,), (1, 2, 1), (0, 0, 0))])
+def test_a_tail_is_as_long_as_it_should_be_and_told_what_became_of_it(path, own, tail):
+    below = Scripted(Draft.nothing(Context(1, 0, [1], 1, SamplingParams())), chain(3, 4, 0))
+    level, context = open_level(below, (3, 9), tail=2)
+    (offered,) = level.propose([context], [4])
+    assert offered.tree.token_ids == (1, 2, 3, 4, 0) and below.asked == [1, 2]
+    assert offered.parts == (("1", 2), ("0", 2))
+    say(level, context, path, *[offered.tree.token_ids[node] for node in path], 1)
+    totals = counted(level)
+    assert totals["1"] == own and totals.get("0", (0, 0, 0)) == tail, "nobody looks behind a rejected token"
+    level.propose([context], [4])
+    assert ((1, 2) in below.paths) == (len(path) == 4)
+
+
+def test_merged_tokens_are_those_of_the_level_that_drafted_them():
+    below = Scripted(chain(1, 2, 0))
+    level, context = open_level(below, (2, 9), merge=2)
+    (offered,) = level.propose([context], [5])
+    assert offered.tree.token_ids == (1, 2, 3, 4, 0) and offered.tree.parents[-1] == 1
+    counted(level)
+    say(level, context, (1, 4), 2, 0, 3)
+    assert counted(level) == {"1": (1, 3, 1), "0": (1, 1, 1)}
+
+
+def test_a_level_of_length_0_passes_on_what_is_beneath_it():
+    below = Scripted(chain(1, 4, 4, 4), chain(0, 1))
+    level, context = open_level(below, (3, 0))
+    (offered,) = level.propose([context], [5])
+    assert offered.tree.token_ids == (1, 4, 4, 4) and below.asked == [3]
+    say(level, context, (1,), 4, 0)
+    assert counted(level) == {"0": (1, 3, 1)}
+    (offered,) = level.propose([context], [2])
+    assert offered.tree.token_ids == (0, 1) and below.paths == [(1,)]
+
+
+def test_each_level_is_judged_once_by_the_one_above():
+    below = Scripted(chain(1, 2), chain(3, 4))
+    middle, context = open_level(below, (1, 2), is_last=False)
+    above, context = open_level(middle, (1, 2, 3), number=2)
+    (offered,) = above.propose([context], [3])
+    assert offered.tree.token_ids == (1, 2, 3, 4)
+    assert counted(above) == {"0": (1, 1, 1), "1": (1, 2, 2), "2": (0, 0, 0)}
+    say(above, context, (1, 2), 2, 3, 0)
+    above.propose([context], [3])
+    assert counted(above)["2"] == (1, 3, 2)

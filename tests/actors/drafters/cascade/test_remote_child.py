@@ -1,0 +1,233 @@
+"""Levels on ranks of their own: who plays what, what waits for whom, and what happens when a level is lost."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from actors.drafters.cascade.remote_child import Mailbox, RemoteLevel
+from actors.drafters.registry import build_drafter, build_levels
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, VerifyConfig
+from actors.protocol.membership import RoleBack, RoleLost, Stop
+from actors.protocol.messages import DraftBatch, ProposalBatch
+from actors.roles.draft import DraftRole
+from actors.topology import CascadeDrafterConfig, LevelsPlacement, level_roles, role_above, role_beneath
+from actors.transport.channel import CODEC
+from parallel.comm.group import SINGLE, Group
+
+
+def cascade(*levels):
+    return CascadeDrafterConfig(
+        levels=levels,
+        tails=(0,) * len(levels),
+        num_draft_tokens=levels[-1].num_draft_tokens,
+        placement=LevelsPlacement.separate,
+    )
+
+
+def model(path, length=3):
+    return ModelDrafterConfig(path=path, num_draft_tokens=length)
+
+
+def options_of(pipeline):
+    return VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", (1,)
+
+
+def test_every_model_has_a_role_and_a_lookup_lives_with_the_one_it_drafts_for():
+    lookup = NgramDrafterConfig()
+    assert level_roles(cascade(lookup, model("a"), model("b"), model("c"))) == {
+        "draft": range(3, 4),
+        "draft2": range(2, 3),
+        "draft3": range(0, 2),
+    }
+    assert level_roles(cascade(model("a"), model("b"))) == {"draft": range(1, 2), "draft2": range(0, 1)}
+    assert level_roles(lookup) == {"draft": range(1)}
+
+
+def test_who_speaks_to_whom():
+    assert (role_beneath("draft"), role_beneath("draft2")) == ("draft2", "draft3")
+    assert (role_above("draft3"), role_above("draft2"), role_above("draft")) == ("draft2", "draft", None)
+
+
+class Loop:
+    """The control line to a level in this process: records are encoded, and answers may take their time."""
+
+    gives_up = False
+
+    def __init__(self, role=None, seed=0, dies_after=None):
+        self.role, self.arrived, self.sent = role, deque(), []
+        self._chance = random.Random(seed)
+        self._dies_after = dies_after
+
+    def send(self, record):
+        self.sent.append(record)
+        if self._dies_after is not None and len(self.sent) == self._dies_after:
+            self.arrived.append(RoleLost("draft2"))
+        elif self.role is not None:
+            record = CODEC.decode(CODEC.encode(record))
+            self.arrived += [CODEC.decode(CODEC.encode(answer)) for answer in self.role.answer(record)]
+            while self.role.wants_work and self._chance.random() < 0.7:
+                self.role.work()
+
+    def receive(self, timeout_s=None):
+        if timeout_s == 0 and self._chance.random() < 0.5:
+            return None
+        if not self.arrived:
+            assert timeout_s == 0 or (timeout_s and self.gives_up), "nobody would ever answer"
+            return None
+        return self.arrived.popleft()
+
+
+def proposals(round, num_missing=0):
+    return ProposalBatch(round, (), 0.0, 0.0, num_missing)
+
+
+def test_an_answer_in_parts_is_waited_for_and_an_old_one_is_nobodys():
+    line = Loop()
+    line.arrived += [proposals(1), proposals(2, 1), Stop("later"), proposals(2)]
+    mailbox = Mailbox(line)
+    port = RemoteLevel(mailbox, SINGLE)
+    port.post(DraftBatch(2))
+    assert port.collect(2, wait=True) is None, "the rank is called away"
+    assert mailbox.receive() == Stop("later")
+    assert [batch.num_missing for batch in port.collect(2, wait=True)] == [1, 0]
+
+
+class Told(Group):
+    """A rank beside the lead, which tells it these numbers."""
+
+    rank, size = 1, 2
+
+    def __init__(self, *codes):
+        self._codes = deque(codes)
+
+    def broadcast(self, tensor, src=0):
+        return tensor.fill_(self._codes.popleft())
+
+
+def test_only_the_lead_speaks():
+    line = Loop()
+    RemoteLevel(Mailbox(line), Told()).post(DraftBatch(1))
+    assert not line.sent
+
+
+def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
+    """One has the answer already, or not yet, or has heard of a loss that the lead has not: none acts on its own."""
+    line = Loop()
+    port = RemoteLevel(Mailbox(line), Told(-1, 2, 0, 1))
+    port.post(DraftBatch(1))
+    line.arrived += [proposals(1, 1), proposals(1)]
+    assert port.collect(1, wait=False) is None, "the lead has nothing yet"
+    assert [batch.num_missing for batch in port.collect(1, wait=False)] == [1, 0]
+    port.post(DraftBatch(2))
+    assert port.collect(2, wait=True) == [], "the lead has heard of a loss"
+    line.arrived += [RoleLost("draft2"), RoleBack("draft2", 9), proposals(3)]
+    port.listen()  # the lead has long asked, and the answer is here
+    port.post(DraftBatch(3))
+    assert port.collect(3, wait=False) == [proposals(3)]
+
+
+def test_a_batch_says_which_one_it_follows_and_an_answer_that_was_lost_is_silence():
+    line = Loop()
+    port = RemoteLevel(Mailbox(line), SINGLE)
+    line.gives_up = True
+    port.post(DraftBatch(1))
+    assert not port.collect(1, wait=True)
+    port.post(DraftBatch(2))
+    line.arrived.append(RoleBack("draft2", 5))
+    port.listen()
+    port.post(DraftBatch(3))
+    port.post(DraftBatch(4))
+    assert [(batch.round, batch.after, batch.epoch) for batch in line.sent] == [
+        (1, 0, 0),
+        (2, 1, 0),
+        (3, 0, 5),
+        (4, 3, 5),
+    ]
+
+
+def test_the_line_wakes_a_rank_that_listens_when_the_level_beneath_says_something():
+    line = Loop()
+    line.arrived += [proposals(1), Stop("later")]
+    mailbox = Mailbox(line)
+    assert not mailbox.has_letter
+    assert mailbox.receive(timeout_s=9) is None and mailbox.has_letter
+    assert mailbox.receive(timeout_s=9) == Stop("later"), "the letter was told of once"
+
+
+def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
+    line = Loop()
+    port = RemoteLevel(Mailbox(line), SINGLE)
+    line.arrived.append(RoleLost("draft2"))
+    assert port.collect(1, wait=True) == []
+    port.post(DraftBatch(2))
+    assert port.collect(2, wait=True) == [] and not line.sent
+    line.arrived.append(RoleBack("draft2", 7))
+    while port.life == 0:
+        port.listen()
+    port.post(DraftBatch(3))
+    assert line.sent == [DraftBatch(3, epoch=7)]
+    line.arrived.append(RoleBack("draft2", 8))
+    assert port.collect(3, wait=True) == [], "what was asked of the one before is answered by nobody"
+
+
+@pytest.fixture
+def open_pair(open_room, models):
+    """A room whose drafter's lower level is behind a line."""
+
+    def open_(pipeline, **line_options):
+        lower = model(str(models["small"]), 3)
+        config = cascade(lower, model(str(models["drafter"]), 5))
+        room = open_room(pipeline=pipeline)
+        options = options_of(pipeline)
+        line = Loop(DraftRole(build_drafter(lower, *options)[0]), **line_options)
+        port = RemoteLevel(Mailbox(line), SINGLE)
+        room.draft = DraftRole(build_levels(config, range(1, 2), *options, port)[0])
+        room.num_draft_tokens = 5
+        return room, line
+
+    return open_
+
+
+@pytest.mark.parametrize(
+    "pipeline, temperature",
+    [
+        ("sync", 0.0),
+        ("branches", 1.0),
+        pytest.param("branches", 0.0, marks=pytest.mark.slow),
+        pytest.param("tree", 1.0, marks=pytest.mark.slow),
+        pytest.param("sync", 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(open_room, open_pair, make_requests, pipeline, temperature):
+    requests = make_requests(4, max_tokens=30, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room, _ = open_pair(pipeline, seed=3)
+    room.serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.tally.levels["0-model"]["num_accepted_tokens"] > 0
+    assert any(lane == "0-model" for lane, *_ in room.tally.spans), "a level elsewhere has a lane of its own"
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_level_that_dies_is_skipped_and_one_that_comes_back_is_used_again(
+    open_room, open_pair, make_requests, models, pipeline, returns
+):
+    requests = make_requests(3, max_tokens=30)
+    plain = open_room(pipeline="plain").serve(requests)
+    room, line = open_pair(pipeline, dies_after=5)
+
+    def come_back(room):
+        nonlocal returns
+        if returns and len(line.sent) == 5:
+            line.role = DraftRole(build_drafter(model(str(models["small"])), *options_of(pipeline))[0])
+            line.arrived.append(RoleBack("draft2", 2))
+            returns = False
+
+    came_back = returns
+    room.serve(requests, come_back)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends) and room.tally.num_accepted_tokens > 0
+    assert (len(line.sent) > 5) == came_back

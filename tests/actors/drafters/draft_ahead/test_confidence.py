@@ -1,0 +1,42 @@
+"""What a drafter says of its first choices, and what the target makes of them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from actors.drafters.draft_ahead.confidence import Trust
+
+
+@pytest.mark.parametrize("says, keeps", [(0.4, 0.8), (0.9, 0.6), (0.5, 0.5)])
+def test_what_is_expected_comes_to_what_is_kept(says, keeps):
+    trust, choose = Trust(), random.Random(0)
+    seen = []
+    for _ in range(2000):
+        expected = math.exp(trust.adjust([math.log(says), math.log((1 - says) / 2)])[0])
+        trust.learn(expected, kept=choose.random() < keeps)
+        seen.append(expected)
+    assert sum(seen[500:]) / 1500 == pytest.approx(keeps, abs=0.03)
+
+
+def test_the_other_children_share_what_is_left():
+    trust = Trust()
+    assert trust.adjust([math.log(0.6), math.log(0.3), math.log(0.1)]) == pytest.approx(
+        [math.log(0.6), math.log(0.3), math.log(0.1)]
+    ), "before anything was learned the drafter is believed"
+    trust.shift = 1.5
+    first, *others = (math.exp(value) for value in trust.adjust([math.log(0.6), math.log(0.3), math.log(0.1)]))
+    assert first > 0.8 and first + sum(others) == pytest.approx(1.0) and others[0] == pytest.approx(3 * others[1])
+
+
+def test_certainty_stays_finite_and_forgettable():
+    trust = Trust()
+    for _ in range(10_000):
+        trust.learn(0.0, kept=True)
+    values = trust.adjust([0.0, -40.0, -math.inf])
+    assert -1e-6 < values[0] <= 0.0 and values[2] == -math.inf
+    for _ in range(200):
+        trust.learn(1.0, kept=False)
+    assert trust.shift < -5

@@ -1,0 +1,296 @@
+"""The control line: records to many, to nobody, to a successor, and from whoever finds the port."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Silent, Stop
+from actors.protocol.messages import (
+    Abort,
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    Outlook,
+    OutlookBatch,
+    Proposal,
+    ProposalBatch,
+    Report,
+    ReportOrder,
+    Request,
+    RequestStats,
+    SamplingParams,
+    SparseLaw,
+    Tokens,
+    TokenTree,
+    Verdict,
+    VerdictBatch,
+    VerifyBatch,
+    VerifyItem,
+)
+from actors.transport.channel import CODEC, Hub, Link, open_hub, pack, unpack
+from actors.transport.codec import CodecError
+
+ANY_PORT = "tcp://127.0.0.1:*"
+SAMPLING = SamplingParams(temperature=0.7, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), stop=("é", "\n"), seed=9)
+PROPOSAL = Proposal(
+    5, 1, 3, 2**64 - 1, TokenTree((7, 8, 9), (-1, 0, 0)), (0, 4, 4), (SparseLaw((8, 9), (0.25, 0.75)), None, None)
+)
+RECORDS = [
+    Request(5, (1, 2, 3), SAMPLING, False),
+    Abort(5),
+    Tokens(5, 2, (7, 8), "stop", RequestStats(1, 2, 1, (0, 1), 3), "why"),
+    Tokens(5, 0, (7,)),
+    DraftBatch(
+        4, (Admit(5, 1, (1, 2, 3), 2, SAMPLING),), (Commit(5, 1, 3, (1,), (8, 9)),), (3, 4), (DraftOrder(5, 4),)
+    ),
+    ProposalBatch(4, (PROPOSAL,), 1.5, 2.5),
+    OutlookBatch((Outlook(5, 1, 3, 12345, TokenTree((9, 7, 8), (-1, 0, 0)), (0.0, -0.5, -1.5)),)),
+    VerifyBatch(4, (), (), (6,), (VerifyItem(5, 1, PROPOSAL), VerifyItem(6, 8))),
+    VerdictBatch(4, (Verdict(5, 1, 3, (2,), 11),), 1.5, 2.5, 3),
+    Hello(),
+    Ready("target", 1, {"device": "cpu", "cores": (0, 1), "load_s": 0.5, "kv_slots": 4096}),
+    Alive("draft", 1, 2, 4711, 3, False, 17, True),
+    Recall(4),
+    Join(4, 17, ("127.0.0.1", 2345)),
+    RankLost("target", 1, 2),
+    RoleLost("draft2"),
+    RoleBack("draft2"),
+    Silent("target", 1, 2, 4711),
+    ReportOrder(True),
+    Report({"num_tokens": 3, "acceptance_histogram": (1, 2)}, (("target", "verify", 0.0, 1.0, {"round": 1}),)),
+    Stop("closed"),
+]
+
+
+def greet(hub, *links):
+    """A hub knows a link from its first record on."""
+    for link in links:
+        link.send(Hello())
+        assert hub.receive(5.0) == (link.identity, Hello())
+
+
+def test_every_record_has_its_place_on_the_line():
+    assert {type(record) for record in RECORDS} == set(CODEC._types)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_arrives_as_it_left(hub, open_link, record):
+    link = open_link("target-0")
+    link.send(record)
+    assert hub.receive(5.0) == ("target-0", record)
+    hub.send(["target-0"], record)
+    assert link.receive(5.0) == record
+
+
+def test_a_role_is_sent_to_as_one_and_answers_in_order(hub, open_link):
+    links = [open_link(f"target-{rank}") for rank in range(3)]
+    outsider = open_link("draft-0")
+    greet(hub, *links, outsider)
+    for round_ in range(20):
+        hub.send([link.identity for link in links], DraftBatch(round_))
+    for link in links:
+        assert [link.receive(5.0).round for _ in range(20)] == list(range(20))
+    assert outsider.receive(0.05) is None
+
+
+def test_records_to_nobody_are_lost_and_block_nobody(hub, open_link):
+    hub.send(["nobody-0"], Stop())
+    link = open_link("target-0")
+    greet(hub, link)
+    hub.send(["nobody-0", "target-0"], Stop("heard"))
+    assert link.receive(5.0) == Stop("heard")
+
+
+def test_a_link_to_nobody_blocks_neither_on_sending_nor_on_closing():
+    link, started = Link("tcp://127.0.0.1:9", "client"), time.monotonic()
+    for _ in range(3_000):
+        link.send(Hello())
+    assert link.receive(0.01) is None
+    link.close()
+    assert time.monotonic() - started < 2.0
+
+
+def test_a_link_outlives_its_hub():
+    hub = Hub(ANY_PORT)
+    link = Link(hub.address, "target-0")
+    greet(hub, link)
+    hub.close()
+    for _ in range(10):
+        link.send(Hello())
+    assert link.receive(0.01) is None
+    link.close()
+
+
+def test_a_slow_reader_loses_nothing(hub, open_link):
+    """More than the kernel takes, either way: the sender keeps the rest, and sends it when it looks again."""
+    link, count = open_link("client"), 5_000
+    padding = tuple(range(2**31, 2**31 + 500))
+    for request_id in range(count):
+        link.send(Request(request_id, padding, SAMPLING))
+    assert link.is_waiting
+    heard = []
+    while len(heard) < count:
+        heard += [record.request_id for _, record in iter(lambda: hub.receive(0.0), None)]
+        link.receive(0.0)
+    assert heard == list(range(count)) and not link.is_waiting
+    for position in range(count):
+        hub.send(["client"], Tokens(1, position, padding))
+    heard = []
+    while len(heard) < count:
+        heard += [record.position for record in iter(lambda: link.receive(0.0), None)]
+        hub.receive(0.0)
+    assert heard == list(range(count))
+
+
+def test_a_record_may_have_megabytes(hub, open_link):
+    report = Report({}, tuple(("target", "verify", float(number), 1.0, {"round": number}) for number in range(50_000)))
+    link, heard = open_link("client"), []
+    greet(hub, link)
+    thread = threading.Thread(target=lambda: heard.append(link.receive(10.0)))
+    thread.start()
+    hub.send(["client"], report)
+    assert hub.receive(0.5) is None  # the rest goes out in here
+    thread.join()
+    assert heard == [report] and len(pack(report)) > 2_000_000
+
+
+def test_a_link_finds_a_hub_that_opens_after_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    link = Link(address, "draft-0")
+    link.send(Abort(1))
+    late = threading.Timer(0.1, lambda: link.close())  # it lingers until there is somebody
+    hub = open_hub(address, patience_s=5.0)
+    late.start()
+    assert hub.receive(5.0) == ("draft-0", Abort(1))
+    late.join()
+    hub.close()
+
+
+def test_a_hub_delivers_what_it_was_told_before_it_closed(open_link):
+    hub = Hub(ANY_PORT)
+    link, heard, record = Link(hub.address, "client"), [], Report({"x": "y" * 20_000_000}, ())
+    greet(hub, link)
+    thread = threading.Thread(target=lambda: heard.append(link.receive(10.0)))
+    thread.start()
+    hub.send(["client"], record)
+    hub.close()
+    thread.join()
+    assert heard == [record]
+    link.close()
+
+
+@pytest.mark.parametrize("bit", range(0, 200, 7))
+def test_a_flipped_bit_is_never_another_record(bit):
+    packed = bytearray(pack(RECORDS[7]))
+    packed[bit // 8 % len(packed)] ^= 1 << bit % 8
+    with pytest.raises(CodecError):
+        unpack(bytes(packed))
+
+
+def test_a_link_skips_what_it_cannot_read(hub, open_link):
+    link = open_link("target-0")
+    greet(hub, link)
+    hub._post(["target-0"], b"torn")
+    hub.send(["target-0"], Stop("heard"))
+    assert link.receive(5.0) == Stop("heard") and link.num_unreadable == 1
+
+
+def test_a_link_finds_the_successor_of_its_hub_at_the_same_port():
+    hub = Hub(ANY_PORT)
+    link = Link(hub.address, "target-0")
+    beats = Link(hub.address, "target-0/heart", keeps="newest")
+    greet(hub, link, beats)
+    hub.close()
+    time.sleep(0.1)
+    link.send(Abort(1))
+    for round_ in range(50):
+        beats.send(Recall(round_))
+    successor = open_hub(hub.address, patience_s=5.0)
+    assert link.receive(0.1) is None and beats.receive(0.1) is None  # a link lives in the calls of its owner
+    heard = [successor.receive(5.0), successor.receive(5.0)]
+    assert ("target-0", Abort(1)) in heard and ("target-0/heart", Recall(49)) in heard, "only the last beat matters"
+    assert successor.receive(0.0) is None
+    successor.send(["target-0"], Stop("again"))
+    assert link.receive(5.0) == Stop("again")
+    for end in (link, beats, successor):
+        end.close()
+
+
+def test_a_record_that_a_dying_hub_had_half_of_is_sent_to_its_successor_whole():
+    hub = Hub(ANY_PORT)
+    link, beats = Link(hub.address, "client"), Link(hub.address, "client/heart", keeps="newest")
+    greet(hub, link, beats)
+    large = Report({"x": "y" * 20_000_000}, ())
+    for record in (large, Abort(1), Abort(2)):
+        link.send(record)
+        beats.send(record)
+    assert link.is_waiting and beats.is_waiting
+    hub.close()
+    successor = open_hub(hub.address, patience_s=5.0)
+    heard = {"client": [], "client/heart": []}
+    while len(heard["client"]) < 3 or len(heard["client/heart"]) < 2:
+        assert link.receive(0.0) is None and beats.receive(0.0) is None
+        if (received := successor.receive(0.001)) is not None:
+            heard[received[0]].append(received[1])
+    assert heard == {"client": [large, Abort(1), Abort(2)], "client/heart": [large, Abort(2)]}
+    for end in (link, beats, successor):
+        end.close()
+
+
+def test_a_fraction_of_a_millisecond_is_waited_as_such(hub, open_link):
+    for end in (hub, open_link("client")):
+        waits = []
+        for _ in range(21):
+            started = time.monotonic()
+            assert end.receive(0.0003) is None
+            waits.append(time.monotonic() - started)
+        assert 0.0003 <= min(waits) < 0.0009
+
+
+def test_waiting_ends_with_the_time_or_with_a_record(hub, open_link):
+    link = open_link("client")
+    assert hub.receive(0.01) is None and link.receive(0.01) is None
+    heard = []
+    thread = threading.Thread(target=lambda: heard.append(hub.receive()))
+    thread.start()
+    link.send(Hello())
+    thread.join(5.0)
+    assert heard == [("client", Hello())]
+
+
+def test_a_port_in_use_is_one_clear_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ValueError, match=rf"cannot listen on tcp://127\.0\.0\.1:{port}: .*; choose a free port"
+        ) as caught:
+            Hub(f"tcp://127.0.0.1:{port}")
+    assert "\n" not in str(caught.value)
+    hub = Hub(f"tcp://127.0.0.1:{port}")  # nothing of the failed one is left
+    hub.close()
+
+
+def test_a_free_port_is_found_and_told():
+    hub = Hub(ANY_PORT)
+    assert hub.address.startswith("tcp://127.0.0.1:") and int(hub.address.rpartition(":")[2]) > 0
+    hub.close()
+
+
+def test_a_rank_that_comes_back_under_its_name_takes_its_place_and_keeps_it(hub, open_link):
+    first = open_link("target-0")
+    greet(hub, first)
+    second = open_link("target-0")
+    greet(hub, second)
+    for round_ in range(3):
+        hub.send(["target-0"], DraftBatch(round_))
+        assert second.receive(5.0) == DraftBatch(round_) and first.receive(0.05) is None
+    second.close()
+    assert hub.receive(0.05) is None
+    hub.send(["target-0"], Stop("nobody"))
+    assert first.receive(0.05) is None

@@ -1,0 +1,358 @@
+"""The command line's names, the composition of every choice, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError, fields
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from actors.options import (
+    ModelDrafterConfig,
+    NgramDrafterConfig,
+    NoDrafterConfig,
+    PipelineName,
+    SamplingConfig,
+    SchedulerConfig,
+    Strategy,
+    VerifyRule,
+)
+from cluster.config import schema as config_module
+from cluster.config.schema import (
+    CHOICES,
+    BenchConfig,
+    LaunchConfig,
+    PlacementName,
+    load_config,
+    register,
+    typed_config,
+)
+from cluster.observability.report import REPORT_FIELDS
+from cluster.tools.training.config import TrainConfig
+
+CONF = Path(config_module.__file__).parents[2] / "conf"
+
+PUBLIC_CHOICES = {
+    "target": {"pocket", "hf"},
+    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "cascade"},
+    "verify": {"coupled", "rejection", "traversal", "kseq"},
+    "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
+    "placement": {"separate", "colocated"},
+    "cluster": {"local", "inprocess", "existing", "slurm"},
+    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "train"},
+}
+
+PUBLIC_KEYS = {
+    "target": "name path tp dtype device stretch max_model_len kv_slots",
+    **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams"},
+    "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
+    "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
+    "tokenizer",
+    "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
+    "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width fan_out "
+    "ahead_width batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every "
+    "kv_slots",
+    "verify": "rule law_size",
+    "pipeline": "name adaptive min_draft_tokens",
+    "placement": "name nodes",
+    "cluster": "name address nodes wait_s interface num_cpus oversubscribe dashboard port link_delay_ms "
+    "startup_timeout_s namespace max_restarts silence_s log_level",
+    "scheduler": "max_num_seqs max_num_batched_tokens prefill_chunk",
+    "sampling": "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
+    "bad_words stop stop_token_ids min_tokens max_tokens ignore_eos seed",
+    "job=generate": "name prompts workload limit concurrency baseline resume trace",
+    "job=certify": "name prompts workload limit concurrency temperatures seeds contexts draws significance power",
+    "job=bench": "name prompts workload workloads limit repeats warmup drafters pipelines temperatures batches "
+    "draft_lengths contexts peers parallels",
+    "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
+    "pipelines seconds trials repeats ablation",
+    "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
+    "job=passes": "name models ranks layer_groups rows context repeats",
+}
+"""Names that scripts of users rely on: add to these, rename or remove none."""
+
+PUBLIC_FIGURES = (
+    "tokens wall_s tokens_per_s plain_tokens_per_s speedup_vs_ar mean_acceptance_length acceptance_histogram "
+    "num_spec_steps num_draft_tokens num_accepted_tokens branch_hit_rate draft_busy target_busy round_overhead_ms "
+    "draft_lengths fallback_s num_probes num_trials waits bound_by bytes_per_role layout versions config"
+)
+"""Fields of `report.json`, likewise."""
+
+
+@pytest.fixture(autouse=True)
+def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for the bundled pair: composing reads no weights."""
+    checkpoints = {"TARGET": "target", "DRAFTER": "drafter", "DEEP_DRAFTER": "deep"}
+    pair = SimpleNamespace(**{key: tmp_path / name for key, name in checkpoints.items()})
+    pair.PROMPTS = tmp_path / "prompts.jsonl"
+    for directory in (pair.TARGET, pair.DRAFTER, pair.DEEP_DRAFTER):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+    pair.PROMPTS.write_text('{"prompt": "def f():"}\n')
+    monkeypatch.setattr(config_module, "pocket", pair)
+    return pair
+
+
+def required(group: str, choice: str) -> list[str]:
+    """Overrides without which a choice is incomplete."""
+    return {
+        ("target", "hf"): [f"target.path={config_module.pocket.TARGET}"],
+        ("cluster", "existing"): ["cluster.address=auto"],
+        ("cluster", "slurm"): ["cluster.address=n1:6379"],
+    }.get((group, choice), [])
+
+
+@cache
+def composed(choices: tuple[str, ...]) -> DictConfig:
+    register()
+    with initialize_config_module("conf", version_base="1.3"):
+        return compose("config", overrides=list(choices))
+
+
+def load_quickly(overrides: Sequence[str]) -> LaunchConfig:
+    """As `load_config`, with one composition per combination of choices: most of its time is Hydra's."""
+    keys = [override for override in overrides if "." in override.partition("=")[0]]
+    config = composed(tuple(override for override in overrides if override not in keys)).copy()
+    for override in keys:
+        key, _, value = override.partition("=")
+        OmegaConf.update(config, key, yaml.safe_load(value))
+    return typed_config(config)
+
+
+def refusal(overrides: Sequence[str], load: Callable[[Sequence[str]], LaunchConfig] = load_config) -> str:
+    with pytest.raises(ValueError) as caught:
+        load(overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_and_choices_are_the_public_ones():
+    files = {folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in CONF.iterdir() if folder.is_dir()}
+    assert {group: choices for group, choices in files.items() if choices} == PUBLIC_CHOICES
+    assert {group: set(choices) for group, choices in CHOICES.items()} == PUBLIC_CHOICES
+
+
+def test_help_lists_every_choice():
+    template = OmegaConf.load(CONF / "config.yaml").hydra.help.template
+    listed = {line.split()[0]: line for line in template.splitlines() if line[:1].isalpha()}
+    for group, choices in PUBLIC_CHOICES.items():
+        assert {word.strip(",") for word in listed[group].split()} >= choices
+
+
+@pytest.mark.parametrize("where", PUBLIC_KEYS)
+def test_keys_are_the_public_ones(where: str):
+    section = where.partition("=")[0]
+    config = load_config([where] if "=" in where else [])
+    assert {item.name for item in fields(getattr(config, section))} == set(PUBLIC_KEYS[where].split())
+
+
+@pytest.mark.parametrize(("group", "choice"), [(group, choice) for group in CHOICES for choice in CHOICES[group]])
+def test_every_choice_composes(group: str, choice: str):
+    section = getattr(load_config([f"{group}={choice}", *required(group, choice)]), group)
+    assert type(section) is CHOICES[group][choice]
+    assert (section.rule if group == "verify" else section.name) == choice
+
+
+def test_report_fields_are_the_public_ones():
+    assert set(REPORT_FIELDS) >= set(PUBLIC_FIGURES.split())
+
+
+def test_every_key_is_explained():
+    for record in {SchedulerConfig, SamplingConfig} | {
+        record for choices in CHOICES.values() for record in choices.values()
+    }:
+        body = inspect.getsource(record).splitlines()
+        for item in fields(record):
+            line = next((i for i, text in enumerate(body) if text.startswith(f"    {item.name}:")), None)
+            if line is not None:  # else inherited, and explained there
+                assert body[line + 1].startswith('    """'), f"{record.__name__}.{item.name}"
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_defaults(bundled: SimpleNamespace):
+    config = load_config()
+    assert config.target.path == str(bundled.TARGET)
+    assert isinstance(config.drafter, ModelDrafterConfig)
+    assert config.drafter.path == str(bundled.DRAFTER)
+    assert (config.drafter.num_draft_tokens, config.drafter.strategy) == (5, Strategy.chain)
+    assert config.verify.rule is VerifyRule.coupled
+    assert config.pipeline.name is PipelineName.sync
+    assert config.placement.name is PlacementName.separate
+    assert (config.cluster.name, config.job.name) == ("local", "generate")
+    assert config.job.prompts == str(bundled.PROMPTS)
+    assert load_config(["drafter.path=pocket-deep"]).drafter.path == str(bundled.DEEP_DRAFTER)
+    assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 128)
+
+
+def test_a_choice_brings_its_own_type():
+    assert isinstance(load_config(["drafter=ngram", "drafter.max_ngram=3"]).drafter, NgramDrafterConfig)
+    assert isinstance(load_config(["drafter=none"]).drafter, NoDrafterConfig)
+    assert isinstance(load_config(["job=train"]).job, TrainConfig)
+    bench = load_config(["job=bench", "job.temperatures=[0,0.7]", "job.drafters=[model,ngram]"]).job
+    assert bench == BenchConfig(prompts=bench.prompts, temperatures=[0.0, 0.7], drafters=["model", "ngram"])
+
+
+def test_records_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        load_config().target.tp = 2
+
+
+def test_loading_twice_is_independent():
+    """Hydra's global state is left as it was found."""
+    assert load_config(["target.tp=2"]).target.tp == 2
+    assert load_config().target.tp == 1
+
+
+def test_training_needs_no_bundled_pair(bundled: SimpleNamespace):
+    (bundled.TARGET / "config.json").unlink()
+    assert load_config(["job=train"]).job.name == "train"
+
+
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["target=hf", "target.path=target", "job.prompts=prompts.jsonl"])
+    assert config.target.path == str(tmp_path / "target")
+    assert config.job.prompts == str(tmp_path / "prompts.jsonl")
+
+
+def test_sampling_reaches_the_engine_in_its_words():
+    overrides = [
+        "sampling.temperature=0.7",
+        "sampling.top_k=5",
+        "sampling.stop=[end,'a b']",
+        "sampling.logit_bias={42:-5,7:1}",
+        "sampling.stop_token_ids=[3]",
+        "sampling.ignore_eos=true",
+        "sampling.seed=9",
+    ]
+    params = load_config(overrides).sampling.params()
+    assert (params.temperature, params.top_k, params.seed, params.ignore_eos) == (0.7, 5, 9, True)
+    assert params.stop == ("end", "a b")
+    assert params.logit_bias == ((42, -5.0), (7, 1.0))
+    assert params.stop_token_ids == (3,)
+    assert isinstance(hash(params), int)  # no list is left in it
+
+
+def test_bad_words_are_banned_with_and_without_a_space_before():
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "foo": 1, "▁foo": 2, "bar": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    assert load_config(["sampling.bad_words=[foo]"]).sampling_params(tokenizer).bad_words == ((1,), (2,))
+
+
+# --- refusals: field, what is wrong, remedy -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
+        (["drafter=ngram", "drafter.path=x"], "drafter.path: no such key; choose one of name, num_draft_tokens"),
+        (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, path"),
+        (["+spare=3"], "spare: no such key; choose one of target, drafter"),
+        (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
+        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of cascade, maxgram, model"),
+        (["drafter=4"], "a group takes the name of one of its choices"),
+        (["drafter=[model,ngram]"], "a group takes one choice"),
+        (
+            ["drafter.strategy=bush"],
+            "drafter.strategy: invalid value 'bush', expected one of [chain, tree, best_first, dynamic]",
+        ),
+        (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
+        (["target.tp=null"], "target.tp: field 'target.tp' is not Optional; the default is 1"),
+        (["sampling.stop=end"], "sampling.stop: invalid value assigned: str is not a ListConfig"),
+        (["sampling.logit_bias={x:1}"], "sampling.logit_bias.x: Key x (str) is incompatible with (int)"),
+        (["sampling=3"], "sampling: is a section, not a value; set its keys"),
+        (["target.path=???"], "target.path: has no value; give target.path=..."),
+        (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
+        (["nonsense"], "nonsense: is no override; write key=value"),
+        (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
+    ],
+)
+def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
+    assert refusal(overrides).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["target.tp=0"], "target.tp=0: must be at least 1"),
+        (["target.dtype=fp8"], "target.dtype=fp8: is unknown; choose one of auto, float32"),
+        (["target.device=tpu"], "target.device=tpu: is unknown; choose one of auto, cpu, cuda"),
+        (["target.stretch=-1"], "target.stretch=-1: must be 0 (off) or above"),
+        (["target.kv_slots=-1"], "target.kv_slots=-1: must be 0"),
+        (["target.max_model_len=-1"], "target.max_model_len=-1: must be 0"),
+        (["target.name=other"], "target.name=other: is set by target=pocket or target=hf"),
+        (["target=hf"], "target.path='': give a directory"),
+        (["drafter.name=ngram"], "drafter.name=ngram: is set by drafter=model; write drafter=ngram"),
+        (["drafter.num_draft_tokens=0"], "drafter.num_draft_tokens=0: must be at least 1; for none write drafter=none"),
+        (["drafter=ngram", "drafter.min_ngram=0"], "drafter.min_ngram=0: must be at least 1"),
+        (["drafter=ngram", "drafter.max_ngram=1"], "drafter.max_ngram=1: must not be below drafter.min_ngram"),
+        (["drafter.ranks=0"], "drafter.ranks=0: must be at least 1"),
+        (["drafter.ranks=2"], "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor or"),
+        (["drafter.layer_group=2"], "drafter.layer_group=2: is for layers that run side by side; add drafter.parallel"),
+        (["drafter.depth=0"], "drafter.depth=0: must be at least 1"),
+        (["drafter.width=0"], "drafter.width=0: must be at least 1"),
+        (["verify.law_size=0"], "verify.law_size=0: must be at least 1"),
+        (
+            ["verify=kseq", "drafter=ngram"],
+            "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC",
+        ),
+        (["verify=kseq", "drafter.strategy=best_first"], "verify.rule=kseq would bias the output"),
+        (["scheduler.max_num_seqs=0"], "scheduler.max_num_seqs=0: must be at least 1"),
+        (["scheduler.prefill_chunk=0"], "scheduler.prefill_chunk=0: must be at least 1"),
+        (
+            ["scheduler.max_num_batched_tokens=5"],
+            "scheduler.max_num_batched_tokens=5: cannot hold one sequence's root and 5 draft tokens; raise it to at",
+        ),
+        (["cluster=existing"], "cluster.address='': give HOST:PORT"),
+        (["cluster.address=auto"], "cluster.address=auto: is only for cluster=existing"),
+        (["cluster.num_cpus=0"], "cluster.num_cpus=0: must be at least 1"),
+        (["cluster.startup_timeout_s=0"], "cluster.startup_timeout_s=0.0: must be above 0"),
+        (["job.name=bench"], "job.name=bench: is set by job=generate; write job=bench"),
+        (["sampling.temperature=-1"], "sampling.temperature=-1.0 must be 0 (greedy) or above"),
+        (["sampling.top_p=0"], "sampling.top_p=0.0 must be in (0, 1]"),
+        (["sampling.min_tokens=9", "sampling.max_tokens=8"], "sampling.min_tokens=9 must be between"),
+        (["target.path=/no/such/place"], "target.path=/no/such/place: no such directory; give a directory with a"),
+        (["drafter.path=/no/such/place"], "drafter.path=/no/such/place: no such directory; give a directory with a"),
+        (["job.prompts=/no/such.jsonl"], "job.prompts=/no/such.jsonl: no such file; give a JSONL file"),
+    ],
+)
+def test_values_that_make_no_sense(overrides: list[str], line: str):
+    assert refusal(overrides, load_quickly).startswith(line)
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):
+    assert refusal([f"target.path={tmp_path}"]).startswith(
+        f"target.path={tmp_path}: has no config.json; give a directory"
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["pipeline=sync", "drafter=none"],
+        ["drafter.ranks=2", "drafter.parallel=tensor"],
+        ["verify=kseq", "drafter.strategy=tree"],
+        ["verify=traversal", "drafter=ngram"],
+        ["verify=rejection", "drafter.strategy=best_first"],
+        ["verify=kseq", "drafter=none"],
+        ["cluster=existing", "cluster.address=10.0.0.1:6379"],
+        ["scheduler.max_num_batched_tokens=6"],
+        ["job.limit=0"],
+    ],
+)
+def test_combinations_that_are_allowed(overrides: list[str]):
+    load_quickly(overrides)

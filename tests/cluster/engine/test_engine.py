@@ -1,0 +1,290 @@
+"""The engine in this process: the tokens it gives, however it is laid out, and what a client can do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName, Strategy
+from actors.protocol.messages import SamplingParams
+from actors.transport.channel import Link
+from cluster.completion import Completion
+from cluster.engine import EngineError
+from cluster.tools.chaos.delay_proxy import Relay
+
+PROMPTS = ["def median(values):", "x", "class Stack:\n    def push", "for i in range(10): é😀"]
+GREEDY = SamplingParams(max_tokens=24)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+EVERY_PROCESSOR = SamplingParams(
+    temperature=0.8,
+    top_k=60,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias=((70, 2.0), (71, -3.0)),
+    bad_words=((80,), (81, 82)),
+    min_tokens=6,
+    max_tokens=16,
+    seed=7,
+)
+LAYOUTS = {
+    "model": dict(drafter="model"),
+    "ngram": dict(drafter="ngram"),
+    "model-tp2": dict(drafter="model", tp=2),
+    "ngram-tp2": dict(drafter="ngram", tp=2),
+    "tree": dict(drafter="tree"),
+    "branches": dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches, adaptive=False)),
+    "pingpong": dict(drafter="ngram", pipeline=PipelineConfig(PipelineName.pingpong, adaptive=False)),
+}
+
+
+@pytest.fixture
+def open_layout(open_engine, half_agreeing_drafter):
+    def open_(name):
+        choices = dict(LAYOUTS[name])
+        if choices["drafter"] == "tree":
+            choices["drafter"] = ModelDrafterConfig(
+                path=str(half_agreeing_drafter),
+                strategy=Strategy.tree,
+                num_draft_tokens=8,
+                depth=3,
+                width=3,
+                device="cpu",
+            )
+        return open_engine(**choices)
+
+    return open_
+
+
+def tokens_of(completions: list[Completion]) -> list[tuple[list[int], str | None]]:
+    return [(completion.token_ids, completion.finish_reason) for completion in completions]
+
+
+def collect(completion: Completion, most: int | None = None):
+    """Iterate as a client would, over at most so many tokens."""
+
+    async def iterate():
+        tokens = []
+        async for token in completion:
+            tokens.append(token)
+            if len(tokens) == most:
+                break
+        return tokens
+
+    return asyncio.run(iterate())
+
+
+@pytest.fixture(scope="module")
+def expected_tokens(tiny_checkpoint):
+    """What transformers decodes greedily for `PROMPTS`."""
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_checkpoint("Llama")
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    tokens = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        output = model.generate(ids, max_new_tokens=GREEDY.max_tokens, do_sample=False)
+        tokens.append(output[0, ids.shape[1] :].tolist())
+    return tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_tokens_are_those_of_transformers_in_any_layout(open_layout, expected_tokens, layout):
+    engine = open_layout(layout)
+    assert [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)] == expected_tokens
+    counters = engine.report().counters
+    assert counters["num_spec_steps"] > 0
+    may_be_none = LAYOUTS[layout]["drafter"] == "ngram" or layout == "branches"  # a miss may not be worth the wait
+    assert counters["num_accepted_tokens"] > 0 or may_be_none, "the test shows nothing"
+    assert counters["num_tokens"] == sum(map(len, expected_tokens))
+    assert counters["num_stale"] == 0 or layout == "branches", "only where nobody waits do answers come too late"
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """Tokens per sampling and prompt, as the first engine that was asked gave them."""
+    return {}
+
+
+@pytest.mark.parametrize("sampling", [EVERY_PROCESSOR, SamplingParams(temperature=1.0, max_tokens=16, seed=3)])
+@pytest.mark.parametrize("layout", ["plain", *LAYOUTS])
+def test_sampled_tokens_depend_on_neither_layout_nor_batch(open_layout, open_engine, sampled, layout, sampling):
+    engine = open_engine("none") if layout == "plain" else open_layout(layout)
+    for size in (1, 3, 8):
+        asked = [engine.submit(f"{PROMPTS[i % 4]} {i}", replace(sampling, seed=sampling.seed + i)) for i in range(size)]
+        for i, (tokens, reason) in enumerate(tokens_of([completion.result() for completion in asked])):
+            assert (tokens, reason) == sampled.setdefault((sampling, i), (tokens, reason)), f"{i} of {size}"
+
+
+def test_plain_and_speculating_requests_share_a_batch(open_engine):
+    engine = open_engine()
+    alone = tokens_of(engine.generate(PROMPTS, GREEDY))
+    asked = [engine.submit(prompt, GREEDY, speculate=bool(i % 2)) for i, prompt in enumerate(PROMPTS * 2)]
+    assert tokens_of([completion.result() for completion in asked]) == alone * 2
+    assert [completion.stats.num_spec_steps > 0 for completion in asked] == [bool(i % 2) for i in range(8)]
+
+
+class TestText:
+    def test_iterating_gives_the_same_tokens_and_text(self, open_engine):
+        engine = open_engine()
+        waited = engine.generate(PROMPTS, GREEDY)
+
+        async def iterate(completion):
+            return [token async for token in completion]
+
+        async def iterate_all():
+            return await asyncio.gather(*(iterate(engine.submit(prompt, GREEDY)) for prompt in PROMPTS))
+
+        for completion, tokens in zip(waited, asyncio.run(iterate_all()), strict=True):
+            assert [token.id for token in tokens] == completion.token_ids
+            assert [token.index for token in tokens] == list(range(len(tokens)))
+            assert "".join(token.text for token in tokens) == completion.text
+            assert completion.submitted_at <= completion.first_token_at <= completion.finished_at
+
+    def test_an_ended_request_can_still_be_iterated_over(self, open_engine):
+        (completion,) = open_engine().generate(PROMPTS[:1], GREEDY)
+        assert (
+            [token.id for token in collect(completion)] == completion.token_ids == [t.id for t in collect(completion)]
+        )
+
+    @pytest.mark.parametrize("speculate", [True, False])
+    def test_a_stop_string_inside_a_draft(self, open_engine, tiny_checkpoint, speculate):
+        """The drafter is the target itself, so the stop string lies in the middle of what was accepted."""
+        engine = open_engine(ModelDrafterConfig(path=str(tiny_checkpoint("Llama")), num_draft_tokens=5, device="cpu"))
+        (whole,) = engine.generate([PROMPTS[0]], replace(LONG, max_tokens=40))
+        stop, length = whole.text[7:10], 1
+        while stop not in engine.tokenizer.decode(whole.token_ids[:length]):
+            length += 1
+        completion = engine.submit(PROMPTS[0], replace(LONG, stop=("never seen", stop)), speculate=speculate)
+        tokens = collect(completion)
+        assert completion.finish_reason == "stop" and completion.text == whole.text[: whole.text.index(stop)]
+        assert "".join(token.text for token in tokens) == completion.text
+        assert completion.token_ids == whole.token_ids[: len(completion.token_ids)], "a beginning of the same tokens"
+        assert len(completion.token_ids) in (length, length + 1), "a character may wait for what follows it"
+        assert completion.stats.num_spec_steps > 0 or not speculate
+        assert engine.report().counters["num_tokens"] < LONG.max_tokens, "the coordinator was told, and went no further"
+
+    def test_tokens_can_be_given_instead_of_text(self, open_engine):
+        engine = open_engine("ngram")
+        ids = engine.tokenizer.encode(PROMPTS[0]).ids
+        text, tokens = engine.generate([PROMPTS[0], ids], GREEDY)
+        assert text.token_ids == tokens.token_ids and tokens.prompt_token_ids == ids == text.prompt_token_ids
+
+    def test_without_sampling_the_configured_one_holds(self, open_engine):
+        engine = open_engine("ngram")
+        (completion,) = engine.generate(PROMPTS[:1])
+        assert completion.sampling == engine.config.sampling_params(engine.tokenizer)
+        assert len(completion.token_ids) == engine.config.sampling.max_tokens
+
+
+class TestRefusals:
+    def test_a_prompt_that_is_too_long_ends_alone(self, open_engine):
+        engine = open_engine()
+        good = engine.submit(PROMPTS[0], GREEDY)
+        bad = engine.submit([5] * 600, GREEDY)
+        with pytest.raises(EngineError, match="600 tokens do not fit the context of 512; shorten it or raise target"):
+            bad.result()
+        with pytest.raises(EngineError, match="do not fit the context"):
+            collect(bad)
+        assert bad.finish_reason == "error" and good.result().finish_reason in ("stop", "length")
+
+    @pytest.mark.parametrize(
+        ("prompt", "sampling", "field"),
+        [
+            ([5, 257], GREEDY, "prompt"),
+            ("x", replace(GREEDY, temperature=-1.0), "sampling.temperature"),
+            ("x", replace(GREEDY, logit_bias=((300, 1.0),)), "sampling.logit_bias"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused_at_once(self, open_engine, prompt, sampling, field):
+        engine = open_engine("ngram")
+        with pytest.raises(ValueError, match=f"^{field}"):
+            engine.submit(prompt, sampling)
+        assert engine.generate(["x"], GREEDY)[0].finish_reason, "and nobody else is hurt"
+
+    def test_a_drafter_of_another_vocabulary_is_refused_before_anything_starts(self, open_engine, tiny_checkpoint):
+        before = threading.enumerate()
+        other = tiny_checkpoint("Llama", vocab_size=300, num_hidden_layers=1)
+        with pytest.raises(ValueError, match=r"^drafter\.path: vocabulary of 300 tokens against the target's 257"):
+            open_engine(ModelDrafterConfig(path=str(other), device="cpu"))
+        assert threading.enumerate() == before
+
+
+class TestLeaving:
+    def test_an_aborted_request_ends_and_the_others_go_on(self, open_engine):
+        engine = open_engine()
+        plain = tokens_of(engine.generate(PROMPTS, GREEDY))
+        victim = engine.submit(PROMPTS[0], LONG)
+        others = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+        victim.abort()
+        assert victim.result(30).finish_reason == "abort" and len(victim.token_ids) < LONG.max_tokens
+        assert tokens_of([completion.result() for completion in others]) == plain
+        victim.abort()  # once more changes nothing
+        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
+
+    def test_leaving_the_iterator_early_aborts_the_request(self, open_engine):
+        engine = open_engine()
+        completion = engine.submit(PROMPTS[0], LONG)
+        tokens = collect(completion, most=3)
+        assert completion.result(30).finish_reason == "abort"
+        assert [token.id for token in tokens] == completion.token_ids[:3] and len(completion.token_ids) < 400
+
+    def test_a_loop_that_was_closed_over_an_iterator_hurts_nobody(self, open_engine):
+        engine = open_engine()
+        loop = asyncio.new_event_loop()
+        completion = engine.submit(PROMPTS[0], replace(LONG, max_tokens=60))
+        left = aiter(completion)
+        loop.run_until_complete(anext(left))
+        loop.close()
+        assert completion.result(30).finish_reason == "length"
+        assert engine.generate(["x"], GREEDY)[0].finish_reason
+
+    def test_waiting_may_be_bounded(self, open_engine):
+        completion = open_engine().submit(PROMPTS[0], LONG)
+        with pytest.raises(TimeoutError, match="still running"):
+            completion.result(timeout_s=0)
+        assert len(completion.result().token_ids) == 400
+
+
+def test_reports_are_windows(open_engine):
+    engine = open_engine("ngram")
+    engine.report(reset=True)
+    (completion,) = engine.generate(PROMPTS[:1], GREEDY)
+    report = engine.report(reset=True)
+    assert report.counters["num_tokens"] == len(completion.token_ids)
+    assert report.counters["num_requests_finished"] == 1 and report.spans
+    assert engine.report().counters["num_tokens"] == 0
+
+
+def test_two_engines_side_by_side(open_engine):
+    engines = [open_engine("model"), open_engine("ngram")]
+    asked = [[engine.submit(prompt, GREEDY) for prompt in PROMPTS] for engine in engines]
+    first, second = ([completion.result() for completion in completions] for completions in asked)
+    assert tokens_of(first) == tokens_of(second)
+    engines[0].close()
+    assert tokens_of(engines[1].generate(PROMPTS, GREEDY)) == tokens_of(first)
+
+
+def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_engine):
+    """Well before the engine would ask for it again: while nobody listens, the line keeps it."""
+    engine = open_engine("none")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    engine._out.close()
+    engine._out = Link(address, "client-out")
+    completion, started = engine.submit("x", SamplingParams(max_tokens=4, ignore_eos=True)), time.monotonic()
+    relay = Relay(engine._backend._hub.address, 0.0, address)
+    assert len(completion.result().token_ids) == 4 and time.monotonic() - started < 4.0
+    engine.close()
+    relay.close()

@@ -1,0 +1,163 @@
+"""What goes wrong in an engine in this process is mended, or told in one line; nobody waits, and no thread is left."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from actors.drafters.model.drafter import ModelDrafter
+from actors.options import TargetConfig
+from actors.protocol.messages import SamplingParams
+from actors.roles.target import TargetRole
+from cluster.config.schema import ClusterConfig, ClusterName
+from cluster.engine import EngineError
+
+LONG = SamplingParams(max_tokens=450, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=8)
+WAIT_S = 60
+FINAL = ClusterConfig(ClusterName.inprocess, oversubscribe=True, max_restarts=0)
+"""The first death ends the engine."""
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture
+def break_after(monkeypatch):
+    """Make a role's method raise at its n-th call."""
+
+    def break_(owner, method, calls, error):
+        right, count = getattr(owner, method), 0
+
+        def wrong(self, *arguments, **options):
+            nonlocal count
+            count += 1
+            if count >= calls:
+                raise error
+            return right(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, method, wrong)
+
+    return break_
+
+
+@pytest.fixture
+def broken_target(tiny_checkpoint, tmp_path):
+    path = tmp_path / "broken"
+    shutil.copytree(tiny_checkpoint("Llama"), path)
+    (path / "model.safetensors").write_bytes(b"no weights")
+    return TargetConfig(path=str(path), device="cpu")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_that_cannot_load_ends_the_start(open_engine, broken_target, tp):
+    with pytest.raises(EngineError, match=r"^target-\d: .*broken") as caught:
+        open_engine(target=broken_target, tp=tp)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_start_that_takes_too_long_names_who_is_missing(open_engine):
+    cluster = ClusterConfig(ClusterName.inprocess, startup_timeout_s=1e-9)
+    with pytest.raises(
+        EngineError, match=r"^cluster\.startup_timeout_s: .*(target|draft)-0.* not ready after 1e-09 s; raise"
+    ):
+        open_engine(cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error", "line"),
+    [
+        (ModelDrafter, "propose", RuntimeError("boom\nat line 7"), "draft-0: RuntimeError: boom"),
+        (TargetRole, "answer", AssertionError(), "target-0: AssertionError"),
+        (TargetRole, "answer", ValueError("field: wrong; do this"), "target-0: field: wrong; do this"),
+    ],
+    ids=["drafter", "assertion", "user-error"],
+)
+def test_a_role_that_fails_ends_what_is_in_flight_and_what_comes(open_engine, break_after, owner, method, error, line):
+    engine = open_engine(cluster=FINAL)
+    break_after(owner, method, 5, error)
+    asked = [engine.submit(prompt, LONG) for prompt in ("one", "two", "three")]
+    for completion in asked:
+        with pytest.raises(EngineError) as caught:
+            completion.result(WAIT_S)
+        assert str(caught.value) == line and completion.finish_reason == "error"
+    for call in (lambda: engine.submit("four", SHORT), lambda: engine.generate(["five"], SHORT), engine.report):
+        with pytest.raises(EngineError) as caught:
+            call()
+        assert str(caught.value) == line and "raise error" in str(caught.value.__cause__)
+
+
+def test_a_rank_beside_others_that_fails_ends_the_engine(open_engine, monkeypatch):
+    engine = open_engine(tp=2, cluster=FINAL)
+    right = TargetRole.answer
+
+    def wrong(self, batch):
+        if not self._is_lead and batch.round >= 3:
+            raise RuntimeError("lost its device")
+        return right(self, batch)
+
+    monkeypatch.setattr(TargetRole, "answer", wrong)
+    with pytest.raises(EngineError, match=r"^target-[01]: "):
+        engine.submit("one", LONG).result(WAIT_S)
+    engine.close()
+
+
+def test_a_coordinator_that_fails_ends_the_engine(open_engine, monkeypatch):
+    from actors.coordinator.scheduler import Scheduler
+
+    engine = open_engine(cluster=FINAL)
+    monkeypatch.setattr(Scheduler, "plan", lambda *_: 1 / 0)
+    with pytest.raises(EngineError, match="^coordinator: ZeroDivisionError: division by zero$"):
+        engine.submit("one", LONG).result(WAIT_S)
+    engine.close()  # and the ranks were told, or their threads would be left
+
+
+def test_closing_ends_what_is_in_flight_with_an_error_and_keeps_its_tokens(open_engine):
+    engine = open_engine()
+    completions = [engine.submit(prompt, LONG) for prompt in ("one", "two")]
+    while not all(completion.token_ids for completion in completions):
+        time.sleep(0.001)
+    engine.close()
+    for completion in completions:
+        with pytest.raises(EngineError, match="^the engine was closed$"):
+            completion.result(0)
+        assert 0 < len(completion.token_ids) < LONG.max_tokens and completion.finish_reason == "error"
+        assert completion.text == engine.tokenizer.decode(completion.token_ids)[: len(completion.text)]
+
+
+def test_a_closed_engine_says_so_and_closes_once(open_engine):
+    engine = open_engine("ngram")
+    (completion,) = engine.generate(["one"], SHORT)
+    engine.close()
+    engine.close()
+    completion.abort()
+    for call in (lambda: engine.submit("two", SHORT), engine.report):
+        with pytest.raises(EngineError, match="^the engine was closed$"):
+            call()
+
+
+def test_an_error_inside_the_block_closes_the_engine(open_engine):
+    with pytest.raises(KeyError), open_engine("ngram") as engine:
+        raise KeyError
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit("one", SHORT)
+
+
+def test_a_failed_request_shows_the_text_it_had_held_back(open_engine):
+    """With a stop string the last characters wait; an error ends the waiting."""
+    engine = open_engine()
+    completion = engine.submit("one", replace(LONG, stop=("a stop string that is never seen",)))
+    while len(completion.token_ids) < 10:
+        time.sleep(0.001)
+    engine.close()
+    decoded = engine.tokenizer.decode(completion.token_ids)
+    assert completion.text and decoded.startswith(completion.text) and len(decoded) - len(completion.text) <= 3

@@ -1,0 +1,125 @@
+"""The control line loses, doubles, delays, swaps and corrupts records: every pipeline gives plain decoding's tokens."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
+from actors.protocol import membership
+from actors.protocol.messages import (
+    DraftBatch,
+    ProposalBatch,
+    Request,
+    SamplingParams,
+    Tokens,
+    VerdictBatch,
+    VerifyBatch,
+)
+from actors.topology import CascadeDrafterConfig, LevelsPlacement
+from actors.transport import channel
+from actors.worker import rank_loop
+from cluster import engine as engine_module
+
+PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
+SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, frequency_penalty=0.2)
+ROUNDS = (VerifyBatch, VerdictBatch, DraftBatch, ProposalBatch, Tokens, Request)
+LIFE = (membership.Join, membership.Recall, membership.Ready, membership.Alive)
+
+
+class Weather:
+    """What becomes of a packed record on its way, decided by a seed; `worst` bounds how often it is lost or torn."""
+
+    def __init__(self, seed: int, worst: float) -> None:
+        self._choose, self._lock = random.Random(seed), threading.Lock()
+        self._worst = worst
+        self._late: dict[object, list[bytes]] = {}
+        self.num_bad = 0
+        self.is_calm = True
+
+    def carry(self, line: object, packed: bytes) -> list[bytes]:
+        """What arrives instead, in its order."""
+        with self._lock:
+            late = self._late.pop(line, [])
+            if self.is_calm or not isinstance(channel.unpack(packed), ROUNDS + LIFE):
+                return [*late, packed]
+            fate = self._choose.random() / self._worst
+            self.num_bad += fate < 5
+            if fate < 1:
+                return late
+            if fate < 2:
+                return [packed, packed, *late]
+            if fate < 3:  # it is overtaken by the next one
+                self._late[line] = [*late, packed]
+                return []
+            if fate < 4:
+                torn = bytearray(packed)
+                torn[self._choose.randrange(len(packed))] ^= 1 << self._choose.randrange(8)
+                return [*late, bytes(torn)]
+            if fate < 5:
+                time.sleep(self._choose.random() * 0.05)
+            return [*late, packed]
+
+
+@pytest.fixture
+def weather(monkeypatch):
+    """A storm over every line of this process; heartbeats are faster, so that what is lost is soon missed."""
+    storm = Weather(seed=1, worst=0.015)
+
+    def link_send(self, record):
+        for packed in storm.carry(self, channel.pack(record)):
+            self._post(packed)
+
+    def hub_send(self, identities, record):
+        for identity in identities:
+            for packed in storm.carry((self, identity), channel.pack(record)):
+                self._post([identity], packed)
+
+    monkeypatch.setattr(channel.Link, "send", link_send)
+    monkeypatch.setattr(channel.Hub, "send", hub_send)
+    monkeypatch.setattr(rank_loop, "BEAT_S", 0.03)
+    monkeypatch.setattr(engine_module, "_ASK_AGAIN_S", 0.5)
+    return storm
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("pipeline", "drafter"),
+    [
+        *((name, "model") for name in PipelineName),
+        pytest.param(PipelineName.pingpong, "ngram", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(open_engine, weather, pipeline, drafter):
+    engine = open_engine(drafter, pipeline=PipelineConfig(pipeline, adaptive=False))
+    plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, speculate=False)]
+    weather.is_calm = False
+    for _ in range(2):
+        assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain
+    weather.is_calm = True
+    assert weather.num_bad > 5, "the weather was too fine to show anything"
+    counters = engine.report().counters
+    if pipeline is not PipelineName.plain:
+        assert counters["num_stale"] + counters["num_lost_records"] + counters["num_unreadable"] > 0
+    assert not engine.supervisor.incidents, "nobody died of it"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])
+def test_levels_of_a_cascade_find_back_to_each_other(open_engine, weather, half_agreeing_drafter, pipeline):
+    """What a level and the one beneath it say to each other is lost and torn like anything else."""
+    levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=length) for length in (2, 3, 4)]
+    cascade = CascadeDrafterConfig(levels=levels, num_draft_tokens=4, placement=LevelsPlacement.separate)
+    engine = open_engine(cascade, pipeline=PipelineConfig(pipeline, adaptive=False))
+    plain = [one.token_ids for one in engine.generate(PROMPTS, SAMPLING, speculate=False)]
+    weather.is_calm = False
+    for _ in range(2):
+        assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain
+    weather.is_calm = True
+    assert weather.num_bad > 5, "the weather was too fine to show anything"
+    assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLING)] == plain
+    assert not engine.supervisor.incidents, "nobody died of it"

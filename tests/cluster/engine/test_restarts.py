@@ -1,0 +1,254 @@
+"""What dies in an engine in this process is replaced, and the tokens stay those of plain decoding."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from actors.coordinator import round_timeout
+from actors.coordinator.scheduler import Scheduler
+from actors.drafters.cascade.level import CascadeDrafter
+from actors.drafters.lookup.ngram import NgramDrafter
+from actors.drafters.model.drafter import ModelDrafter
+from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
+from actors.protocol.messages import SamplingParams
+from actors.roles.target import TargetRole
+from actors.topology import CascadeDrafterConfig, LevelsPlacement
+from cluster.config.schema import ClusterConfig, ClusterName
+from cluster.engine import EngineError
+from cluster.runtime.inprocess import InprocessBackend
+
+PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
+LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8, repetition_penalty=1.2, min_tokens=60)
+WAIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture
+def break_at(monkeypatch):
+    """Make a method raise at these of its calls, counted over all objects of the class."""
+
+    def break_(owner, method, *calls, only=lambda self: True):
+        right, count = getattr(owner, method), 0
+
+        def wrong(self, *arguments, **options):
+            nonlocal count
+            count += only(self)
+            if count in calls and only(self):
+                raise RuntimeError(f"{method} broke at call {count}")
+            return right(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, method, wrong)
+
+    return break_
+
+
+@pytest.fixture
+def plain(open_engine):
+    """What plain decoding gives."""
+    with open_engine("none") as engine:
+        return {
+            sampling.temperature: [one.token_ids for one in engine.generate(PROMPTS, sampling)]
+            for sampling in (LONG, SAMPLED)
+        }
+
+
+FAULTS = {
+    "drafter": (dict(drafter="model"), ModelDrafter, "propose", (9, 30), "draft-0"),
+    "lookup": (dict(drafter="ngram"), NgramDrafter, "propose", (9,), "draft-0"),
+    "branches": (
+        dict(drafter="model", pipeline=PipelineConfig(PipelineName.branches, adaptive=False)),
+        ModelDrafter,
+        "_with_room",
+        (9,),
+        "draft-0",
+    ),
+    "target": (dict(drafter="model"), TargetRole, "answer", (9, 40), "target-0"),
+    "plain-target": (dict(drafter="none"), TargetRole, "answer", (25,), "target-0"),
+    "coordinator": (dict(drafter="model"), Scheduler, "plan", (12, 60), "coordinator"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_dies_is_replaced_and_the_tokens_are_the_same(open_engine, break_at, plain, fault):
+    layout, owner, method, calls, identity = FAULTS[fault]
+    engine = open_engine(**layout)
+    break_at(owner, method, *calls)
+    for sampling in (LONG, SAMPLED):
+        assert [one.token_ids for one in engine.generate(PROMPTS, sampling)] == plain[sampling.temperature]
+    incidents = engine.supervisor.incidents
+    assert [incident.identity for incident in incidents] == [identity] * len(calls)
+    assert f"{method} broke at call" in incidents[0].cause
+    if identity != "coordinator":
+        counters = engine.report().counters
+        assert counters["num_role_losses"] == {identity[:-2]: len(calls)}
+        assert all(0 < seconds < WAIT_S for seconds in counters["resume_s"][identity[:-2]])
+
+
+LEVELS = {
+    "lowest": (ModelDrafter, None, "draft3-0"),
+    "middle": (CascadeDrafter, 1, "draft2-0"),
+    "last": (CascadeDrafter, 2, "draft-0"),
+}
+NAMES = ("0-model", "1-model", "2-model")
+
+
+@pytest.mark.parametrize(
+    "dead, pipeline",
+    [
+        ("lowest", PipelineName.branches),
+        ("middle", PipelineName.branches),
+        ("middle", PipelineName.sync),
+        ("last", PipelineName.branches),
+    ],
+)
+def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
+    open_engine, break_at, plain, half_agreeing_drafter, dead, pipeline
+):
+    owner, level, identity = LEVELS[dead]
+    levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=k, device="cpu") for k in (2, 3, 4)]
+    cascade = CascadeDrafterConfig(levels=levels, num_draft_tokens=4, placement=LevelsPlacement.separate)
+    engine = open_engine(cascade, pipeline=PipelineConfig(pipeline, adaptive=False))
+    break_at(owner, "_with_room", 6, only=lambda drafter: level is None or drafter._level == level)
+    assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    for _ in range(10):  # its successor may join during any of them
+        engine.report(reset=True)
+        assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLED)] == plain[0.8]
+        worked = engine.report().counters["levels"]
+        if all(worked.get(name, {}).get("num_drafts") for name in NAMES):
+            break
+    else:
+        pytest.fail(f"a level was never used again: {worked}")
+    assert [incident.identity for incident in engine.supervisor.incidents] == [identity]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_beside_the_one_that_died_keep_their_weights(open_engine, break_at, plain, monkeypatch, rank):
+    loads, roles = [], []
+    import actors.worker.factory
+
+    right = actors.worker.factory.build_role
+
+    def build(spec, *arguments):
+        loads.append(spec.rank)
+        role, facts = right(spec, *arguments)
+        roles.append(role)
+        return role, facts
+
+    monkeypatch.setattr(actors.worker.factory, "build_role", build)
+    engine = open_engine(tp=2)
+    loads.clear()
+    break_at(TargetRole, "answer", 9, only=lambda role: role._is_lead == (rank == 0))
+    assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    assert loads == [rank] and [one.identity for one in engine.supervisor.incidents] == [f"target-{rank}"]
+    engine.close()
+    for runner in (role.runner if isinstance(role, TargetRole) else role.drafter.runner for role in roles):
+        runner.pool.check()
+        assert runner.pool.num_free == runner.pool.num_slots, "a KV slot leaked"
+
+
+def test_too_many_deaths_of_who_is_needed_end_the_engine_with_the_reason(open_engine, break_at):
+    engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, max_restarts=2))
+    break_at(TargetRole, "answer", *range(5, 1000))
+    with pytest.raises(EngineError) as caught:
+        engine.submit("one", LONG).result(WAIT_S)
+    assert str(caught.value) == (
+        "target-0: RuntimeError: answer broke at call 7; replaced 2 times within the hour (cluster.max_restarts=2)"
+    )
+    with pytest.raises(EngineError) as caught:
+        engine.submit("two", LONG)
+    assert "in wrong" in str(caught.value.__cause__), "where it broke is at hand"
+
+
+def test_a_drafter_that_dies_too_often_is_left_out_and_decoding_goes_on_plainly(open_engine, break_at, plain):
+    engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, max_restarts=1))
+    break_at(ModelDrafter, "propose", *range(5, 1000))
+    while len(engine.supervisor.incidents) < 2:  # its successor may join during any of them
+        assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    engine.report(reset=True)
+    assert [one.token_ids for one in engine.generate(PROMPTS, SAMPLED)] == plain[0.8]
+    assert [(one.identity, one.replaced) for one in engine.supervisor.incidents] == [
+        ("draft-0", True),
+        ("draft-0", False),
+    ]
+    assert engine.report().counters["num_draft_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "owner, method, identity", [(TargetRole, "answer", "target-0"), (ModelDrafter, "propose", "draft-0")]
+)
+def test_a_rank_whose_pass_never_returns_is_replaced_and_the_tokens_are_the_same(
+    open_engine, plain, monkeypatch, owner, method, identity
+):
+    """Its heart goes on beating. Here a thread that is ended leaves its wait with an error."""
+    ended, calls, right = threading.Event(), itertools.count(1), getattr(owner, method)
+
+    def stick(self, *arguments):
+        if next(calls) == 9:
+            ended.wait()
+            raise RuntimeError("ended")
+        return right(self, *arguments)
+
+    monkeypatch.setattr(owner, method, stick)
+    monkeypatch.setattr(round_timeout, "FLOOR_S", 1.0)
+    monkeypatch.setattr(InprocessBackend, "can_kill", True)
+    monkeypatch.setattr(InprocessBackend, "kill", lambda backend, who, pid: ended.set() if who == identity else None)
+    engine = open_engine(cluster=ClusterConfig(ClusterName.inprocess, oversubscribe=True, silence_s=1000.0))
+    assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
+    until = time.monotonic() + WAIT_S
+    while not engine.supervisor.incidents and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [(one.identity, one.cause) for one in engine.supervisor.incidents] == [(identity, "hung and was ended")]
+
+
+def test_requests_that_come_or_are_aborted_during_an_outage_are_answered(open_engine, break_at, plain):
+    engine = open_engine()
+    break_at(Scheduler, "plan", 8)
+    first = engine.submit(PROMPTS[0], LONG)
+    while not engine.supervisor.incidents:
+        time.sleep(0.001)
+    second, third = engine.submit(PROMPTS[1], LONG), engine.submit(PROMPTS[2], LONG)
+    third.abort()
+    assert [first.result(WAIT_S).token_ids, second.result(WAIT_S).token_ids] == plain[0.0][:2]
+    assert third.result(WAIT_S).finish_reason == "abort"
+    engine.close()
+
+
+def test_an_engine_may_be_closed_while_a_role_is_away(open_engine, break_at):
+    engine = open_engine()
+    break_at(TargetRole, "answer", 5)
+    completion = engine.submit(PROMPTS[0], LONG)
+    while not engine.supervisor.incidents:
+        time.sleep(0.001)
+    engine.close()
+    with pytest.raises(EngineError, match="^the engine was closed$"):
+        completion.result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "owner, method, within_s, reason",
+    [(Scheduler, "plan", WAIT_S, "coordinator: RuntimeError"), (TargetRole, "answer", 0.5, "is ending")],
+)
+def test_an_engine_that_winds_down_waits_for_no_successor(open_engine, break_at, owner, method, within_s, reason):
+    """Ctrl-C or a batch system may end the rest of the cluster too: what there is must be written, and soon."""
+    engine = open_engine()
+    completion = engine.submit(PROMPTS[0], LONG)
+    engine.wind_down(within_s)
+    break_at(owner, method, 2)
+    with pytest.raises(EngineError, match=reason):
+        completion.result(WAIT_S)
+    with pytest.raises(EngineError, match=reason):
+        engine.report()
+    assert not engine.supervisor.incidents
+    engine.close()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cluster.io.prompts import Prompt, read_prompts, spread
+
+
+def write(tmp_path: Path, *records: object) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records))
+    return path
+
+
+def test_reads_both_formats_and_keeps_labels(tmp_path):
+    path = write(
+        tmp_path,
+        {"prompt": "def f(x):\n", "source": "calendar.py"},
+        "",
+        {"question_id": 81, "category": "writing", "turns": ["Compose \u2028 a post.", "Rewrite it."], "reference": []},
+    )
+    first, second = read_prompts(path)
+    assert (first.content, first.labels()) == ("def f(x):\n", {"source": "calendar.py"})
+    assert second.content == "Compose \u2028 a post."
+    assert second.labels() == {"category": "writing", "question_id": 81}
+
+
+def test_a_made_prompt_is_submitted_as_its_tokens():
+    assert Prompt("", token_ids=(3, 4)).content == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        ('{"prompt": "x"', "no JSON"),
+        ("[1, 2]", "no JSON object"),
+        ('{"text": "x"}', "neither"),
+        ('{"prompt": 3}', "neither"),
+        ('{"turns": []}', "neither"),
+        ('{"prompt": ""}', "empty prompt"),
+    ],
+)
+def test_a_bad_line_refuses_the_file_by_number(tmp_path, bad, complaint):
+    path = write(tmp_path, {"prompt": "fine"}, "", bad, {"prompt": "fine"})
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        read_prompts(path, limit=1)
+    assert f"{path}: line 3" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_empty_file_and_a_binary_one_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no prompt"):
+        read_prompts(write(tmp_path, "", "  "))
+    path = tmp_path / "binary"
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_prompts(path)
+
+
+def test_a_limit_keeps_order_and_covers_every_category():
+    prompts = [Prompt(str(i), category=c) for i, c in enumerate("aaaaaabbbbccd")]
+    chosen = spread(prompts, 6)
+    assert Counter(p.category for p in chosen) == {"a": 2, "b": 2, "c": 1, "d": 1}
+    assert [int(p.text) for p in chosen] == sorted(int(p.text) for p in chosen)
+    assert len(spread(prompts, 100)) == len(prompts)
+    assert [p.text for p in spread([Prompt("x"), Prompt("y"), Prompt("z")], 2)] == ["x", "y"]

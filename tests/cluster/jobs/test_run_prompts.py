@@ -1,0 +1,142 @@
+"""Driving prompts through an engine, with a scripted one in its place."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from actors.protocol.messages import Report, RequestStats, SamplingParams
+from cluster.completion import EngineError
+from cluster.io.prompts import Prompt
+from cluster.jobs.run_prompts import serve_prompts
+
+GIVE_UP_S = 30
+PROMPTS = [Prompt(f"prompt {index}") for index in range(6)]
+
+
+class ScriptedCompletion:
+    """Ends once as many requests as the engine waits for were in flight together, or never but by an abort."""
+
+    def __init__(self, engine: ScriptedEngine, prompt: str) -> None:
+        self.token_ids, self.text, self.stats = [1, 2], prompt.upper(), RequestStats()
+        self.finish_reason = "length"
+        self.submitted_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self._engine = engine
+        self._prompt = prompt
+        self._aborted = threading.Event()
+
+    def result(self) -> ScriptedCompletion:
+        if self._prompt in self._engine.endless:
+            assert self._aborted.wait(GIVE_UP_S)
+            self.finish_reason = "abort"
+        else:
+            assert self._engine.gathered.wait(GIVE_UP_S)
+        self.first_token_at = time.monotonic()
+        self.finished_at = self.first_token_at + 0.001
+        self._engine.ended(self)
+        if self._prompt in self._engine.failing:
+            raise EngineError("prompt: too long")
+        return self
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+
+class ScriptedEngine:
+    def __init__(
+        self, *, waits_for: int = 1, failing: tuple[str, ...] = (), endless: tuple[str, ...] = (), dead: bool = False
+    ) -> None:
+        self.failing, self.endless, self.dead = failing, endless, dead
+        self.waits_for = waits_for
+        self.gathered = threading.Event()
+        self.in_flight: set[ScriptedCompletion] = set()
+        self.most_in_flight = 0
+        self.submitted: list[tuple[object, bool]] = []
+        self.num_resets = 0
+        self.winds_down = False
+        self._lock = threading.Lock()
+
+    def submit(self, content, sampling, *, speculate):
+        if self.dead:
+            raise EngineError("target-0: died")
+        with self._lock:
+            completion = ScriptedCompletion(self, content)
+            self.submitted.append((content, speculate))
+            self.in_flight.add(completion)
+            self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+            if len(self.in_flight) >= self.waits_for:
+                self.gathered.set()
+        return completion
+
+    def wind_down(self) -> None:
+        self.winds_down = True
+
+    def ended(self, completion: ScriptedCompletion) -> None:
+        with self._lock:
+            self.in_flight.discard(completion)
+
+    def report(self, *, reset: bool, phase: str = "") -> Report:
+        if self.dead and self.num_resets:
+            raise EngineError("target-0: died")
+        self.num_resets += reset
+        return Report({"num_rounds": self.num_resets}, (("target", "verify", 0.0, 1.0, {"round": 1}),))
+
+
+def serve(engine: ScriptedEngine, concurrency: int, **more):
+    return serve_prompts(engine, PROMPTS, SamplingParams(), speculate=True, concurrency=concurrency, **more)
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (2, 2), (0, 6)])
+def test_so_many_requests_are_in_flight(concurrency, most):
+    engine = ScriptedEngine(waits_for=most)
+    run = serve(engine, concurrency)
+    assert engine.most_in_flight == most
+    assert sorted(engine.submitted) == [(prompt.text, True) for prompt in PROMPTS]
+    assert [one.text for one in run.completed] == [prompt.text.upper() for prompt in PROMPTS]
+    assert run.num_tokens == 12 and run.wall_s > 0
+
+
+def test_counters_are_those_of_the_window():
+    run = serve(ScriptedEngine(), 1)
+    assert run.counters == {"num_rounds": 2}  # the first report only opened the window
+    assert len(run.spans) == 1
+
+
+def test_each_request_is_heard_of_once_as_it_ends():
+    heard = []
+    run = serve(ScriptedEngine(), 2, on_finished=heard.append)
+    assert heard == run.requests and len(heard) == 6
+    assert all(0 < one.ttft_s < one.latency_s for one in heard)
+
+
+def test_a_failed_request_does_not_end_the_others():
+    run = serve(ScriptedEngine(failing=("prompt 2",)), 2)
+    assert [one.index for one in run.failed] == [2]
+    assert run.failed[0].error == "prompt: too long"
+    assert len(run.completed) == 5
+
+
+def test_a_dead_engine_fails_every_request_in_words():
+    run = serve(ScriptedEngine(dead=True), 2)
+    assert [one.error for one in run.failed] == ["target-0: died"] * 6
+    assert run.counters == {} and not run.completed
+
+
+def test_an_interrupt_aborts_what_is_in_flight_and_keeps_what_there_is():
+    heard = []
+
+    def interrupt_at_second(served):
+        heard.append(served)
+        if len(heard) == 2:
+            raise KeyboardInterrupt
+
+    engine = ScriptedEngine(endless=tuple(prompt.text for prompt in PROMPTS[2:]))
+    run = serve(engine, 2, on_finished=interrupt_at_second)
+    assert run.interrupted and engine.winds_down and heard == run.requests
+    assert [one.index for one in run.completed[:2]] == [0, 1]
+    assert len(run.requests) < 6 and {one.finish_reason for one in run.requests[2:]} <= {"abort"}
+    assert not engine.in_flight

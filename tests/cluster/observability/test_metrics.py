@@ -1,0 +1,174 @@
+"""Metrics follow the tally: each counter grows by what was counted since the last look, under its window's name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from actors.coordinator.scheduler import Load
+from actors.coordinator.service import Glance
+from actors.coordinator.stats import RequestTimes, Tally
+from actors.policy.speculation_switch import Mode
+from actors.protocol.membership import Ready
+from cluster.observability.metrics import COUNTERS, ENGINE_LABELS, PREFIX, MetricsWatch, metric_labels
+from cluster.observability.report import control
+
+LABELS = dict.fromkeys(ENGINE_LABELS, "x")
+LOAD = Load(num_running=2, num_waiting=1, kv_slots_used=30, kv_slots=120)
+READY = {"target-0": Ready("target", 0, {"weight_bytes": 70, "kv_bytes": 8}), "draft-0": Ready("draft", 0, {})}
+
+
+class Registry:
+    """Keeps what it is told, and refuses what Ray's would: unknown labels, and counters that grow by nothing."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, ...], float] = defaultdict(float)
+        self.observed: dict[str, list[float]] = defaultdict(list)
+        self.described: dict[str, str] = {}
+        self.labels: dict[str, tuple[str, ...]] = {}
+
+    def counter(self, name, text, labels):
+        def increment(amount, values):
+            assert amount > 0 and set(values) == set(labels)
+            self.values[self.key(name, values)] += amount
+
+        self.described[name], self.labels[name] = text, labels
+        return increment
+
+    def gauge(self, name, text, labels):
+        def set_to(amount, values):
+            assert set(values) == set(labels)
+            self.values[self.key(name, values)] = amount
+
+        self.described[name], self.labels[name] = text, labels
+        return set_to
+
+    def histogram(self, name, text, labels, boundaries):
+        def observe(amount, values):
+            assert set(values) == set(labels)
+            self.observed[name].append(amount)
+
+        assert list(boundaries) == sorted(set(boundaries))
+        self.described[name], self.labels[name] = text, labels
+        return observe
+
+    def key(self, name, values):
+        return name.removeprefix(PREFIX), *(value for label, value in values.items() if label not in ENGINE_LABELS)
+
+
+@pytest.fixture
+def registry():
+    return Registry()
+
+
+@pytest.fixture
+def show(registry):
+    watch = MetricsWatch(registry, LABELS)
+    return lambda tally: watch(Glance(tally, LOAD, READY))
+
+
+def test_counters_grow_by_what_was_counted_since_the_last_look(registry, show):
+    tally = Tally(phase="plain")
+    show(tally)
+    assert not any(key[0].endswith("_total") for key in registry.values)
+    for num_tokens, busy_s in ((3, 0.5), (3, 0.5), (10, 0.75)):
+        tally.num_tokens, tally.target_busy_s, tally.active_s = num_tokens, busy_s, 1.0
+        show(tally)
+        assert registry.values["generation_tokens_total", "plain"] == num_tokens
+        assert registry.values["busy_seconds_total", "plain", "target"] == busy_s
+    assert registry.values["idle_seconds_total", "plain", "draft"] == 1.0
+    assert registry.values["idle_seconds_total", "plain", "target"] == 0.5, "a counter never falls"
+
+
+def test_every_window_counts_from_zero_under_its_own_name(registry, show):
+    first, second, third = Tally(phase="a", num_tokens=5), Tally(phase="b", num_tokens=1), Tally(phase="a")
+    for tally in (first, second, second, third):
+        show(tally)
+    third.num_tokens = 2
+    show(third)
+    assert registry.values["generation_tokens_total", "a"] == 7
+    assert registry.values["generation_tokens_total", "b"] == 1
+
+
+def test_what_is_derived(registry, show):
+    tally = Tally(num_draft_tokens=9, num_accepted_tokens=4, num_branch_lookups=7, num_branch_hits=5)
+    tally.num_accepted_per_pos = [3, 1, 0]
+    show(tally)
+    assert registry.values["spec_decode_num_wasted_tokens_total", ""] == 5
+    assert registry.values["branch_misses_total", ""] == 2
+    positions = {key[2]: value for key, value in registry.values.items() if "per_pos" in key[0]}
+    assert positions == {"0": 3, "1": 1}
+
+
+def test_losses_are_counted_by_role(registry, show):
+    tally = Tally(num_role_losses={"draft": 2, "target": 1})
+    tally.resumed("draft", 0.5)
+    tally.resumed("target", 2.0)
+    show(tally)
+    show(tally)
+    found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "draft")}
+    assert found == {"role_losses_total": 2, "role_restarts_total": 1, "role_outage_seconds_total": 0.5}
+    assert registry.values["fallback_seconds_total", "", "no_drafter"] == 0.5, (
+        "without a target there is nothing to fall back to"
+    )
+
+
+def test_what_the_guard_does_is_counted_as_the_report_counts_it(registry, show):
+    tally = Tally()
+    for mode, seconds in ((Mode.speculate, 3.0), (Mode.rest, 2.0), (Mode.catch_up, 0.5), (Mode.trial, 1.0)):
+        tally.round_seen(mode, seconds, [])
+    tally.resumed("draft", 0.25)
+    show(tally)
+    assert registry.values["guard_seconds_total", "", "speculate"] == 3.0
+    assert registry.values["guard_turns_total", "", "trial"] == control(tally.report(1.0).counters)["num_trials"] == 1
+    fallback = {key[2]: value for key, value in registry.values.items() if key[0] == "fallback_seconds_total"}
+    assert fallback == {"guard": 2.5, "no_drafter": 0.25}
+    assert sum(fallback.values()) == control(tally.report(1.0).counters)["fallback_s"]
+
+
+def test_levels_of_a_cascade_count_for_themselves(registry, show):
+    tally = Tally(levels={"small": {"busy_s": 0.5, "num_draft_tokens": 8, "num_accepted_tokens": 6}})
+    show(tally)
+    found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "small")}
+    assert found == {
+        "level_busy_seconds_total": 0.5,
+        "level_draft_tokens_total": 8,
+        "level_accepted_tokens_total": 6,
+    }
+
+
+def test_ended_requests_are_observed_once(registry, show):
+    tally = Tally(phase="plain")
+    tally.ended.append(RequestTimes("length", 0.1, 0.25, 1.25, num_tokens=5))
+    tally.ended.append(RequestTimes("abort", None, None, 0.5, num_tokens=0))
+    show(tally)
+    show(tally)
+    assert registry.values["request_success_total", "plain", "length"] == 1
+    assert registry.values["request_success_total", "plain", "abort"] == 1
+    assert registry.observed == {
+        "specdec_time_to_first_token_seconds": [0.25],
+        "specdec_request_time_per_output_token_seconds": [0.25],
+        "specdec_request_queue_time_seconds": [0.1],
+        "specdec_e2e_request_latency_seconds": [1.25, 0.5],
+    }
+
+
+def test_gauges_tell_how_full_the_engine_is(registry, show):
+    show(Tally())
+    assert registry.values["num_requests_running",] == 2 and registry.values["num_requests_waiting",] == 1
+    assert registry.values["kv_slots_used",] == 30 and registry.values["kv_cache_usage_perc",] == 0.25
+    assert registry.values["weight_bytes", "target", "0"] == 70 and registry.values["kv_bytes", "draft", "0"] == 0
+
+
+def test_names_are_ours_and_vllms(registry, show):
+    assert all(name.startswith("specdec_") and text for name, text in registry.described.items())
+    assert len({counted.name for counted in COUNTERS}) == len(COUNTERS)
+    vllms = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    assert {f"specdec_spec_decode_{name}_total" for name in vllms} <= set(registry.described)
+
+
+def test_labels_say_which_engine_it_is(tiny_launch):
+    labels = metric_labels(tiny_launch(None))
+    assert labels["engine"] == "specdec" and labels["drafter"] == "model" and labels["pipeline"] == "sync"
+    assert labels["model_name"] and "/" not in labels["model_name"]

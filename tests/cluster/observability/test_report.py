@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from actors.options import NgramDrafterConfig, PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
+from actors.protocol.membership import Ready
+from actors.protocol.messages import RequestStats
+from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig
+from cluster.io.prompts import Prompt
+from cluster.jobs.run_prompts import Run, Served
+from cluster.observability.report import (
+    CIRCUMSTANCES,
+    FIGURES,
+    REPORT_FIELDS,
+    bytes_per_role,
+    circumstances,
+    decode_ms_per_token,
+    figures,
+    mean_draft_length,
+    notes,
+    request_metrics,
+    versions,
+    write_json,
+)
+from cluster.placement.ranks import RankPlacement
+
+PROMISED = """tokens wall_s tokens_per_s plain_tokens_per_s speedup_vs_ar mean_acceptance_length acceptance_histogram
+num_spec_steps num_draft_tokens num_accepted_tokens branch_hit_rate draft_busy target_busy round_overhead_ms
+bytes_per_role layout versions config tokens_equal_plain stretch preemptions stale ttft_s""".split()
+
+COUNTERS = {
+    "num_spec_steps": 4,
+    "num_draft_tokens": 19,
+    "num_accepted_tokens": 8,
+    "acceptance_histogram": (1, 1, 1, 0, 0, 1),
+    "num_drafted_per_pos": (4, 4, 4, 4, 3),
+    "num_accepted_per_pos": (3, 2, 1, 1, 1),
+    "num_rounds": 6,
+    "num_preemptions": 1,
+    "num_stale": 2,
+    "draft_busy_s": 0.5,
+    "target_busy_s": 1.5,
+    "active_s": 2.0,
+    "num_spec_rounds": 4,
+    "spec_round_s": 0.4,
+    "spec_round_overhead_s": 0.02,
+    "wait_for_draft_s": 0.1,
+    "wait_for_messages_s": 0.02,
+    "orders_by_length": [5, 0, 0, 3, 1],
+    "seconds_by_mode": {"speculate": 0.4, "rest": 0.75, "catch_up": 0.25},
+    "num_by_mode": {"speculate": 2, "probe": 3, "trial": 1},
+    "fallback_s": 0.5,
+    "guard": {"mode": "rest", "plain_tokens_per_s": 90.0, "gain": 0.8},
+}
+
+
+def served(index: int, tokens: tuple[int, ...], **more: object) -> Served:
+    timing = {"ttft_s": 0.1, "latency_s": 0.5}
+    return Served(index, Prompt(f"p{index}"), tokens, **{"finish_reason": "length", **timing, **more})
+
+
+def a_run(wall_s: float = 2.0) -> Run:
+    return Run([served(1, (4, 5, 6)), served(0, (1, 2, 3, 9, 9))], wall_s, COUNTERS)
+
+
+def launch_config(**sections: object) -> LaunchConfig:
+    chosen = {
+        "target": TargetConfig(),
+        "drafter": NgramDrafterConfig(),
+        "verify": VerifyConfig(),
+        "pipeline": PipelineConfig(),
+        "placement": PlacementConfig(),
+        "cluster": ClusterConfig(),
+        "job": GenerateConfig(),
+    }
+    return LaunchConfig(**(chosen | sections))
+
+
+def test_field_names_are_the_promised_ones():
+    assert set(PROMISED) <= set(REPORT_FIELDS)
+    assert len(set(REPORT_FIELDS)) == len(REPORT_FIELDS)
+
+
+def test_functions_deliver_exactly_the_fields():
+    assert tuple(figures(a_run(), a_run())) == FIGURES
+    assert tuple(figures(Run())) == FIGURES
+    assert tuple(circumstances(launch_config(), [], {})) == CIRCUMSTANCES
+
+
+def test_figures_from_counters():
+    report = figures(a_run(wall_s=2.0), a_run(wall_s=5.0))
+    assert report["tokens"] == 8 and report["tokens_per_s"] == 4.0
+    assert report["plain_tokens_per_s"] == 1.6 and report["speedup_vs_ar"] == 2.5
+    assert report["mean_acceptance_length"] == 3.0  # two accepted and the bonus
+    assert report["acceptance_histogram"] == [1, 1, 1, 0, 0, 1]
+    assert report["per_position_acceptance"] == pytest.approx([0.75, 0.5, 0.25, 0.25, 1 / 3])
+    assert report["draft_acceptance_rate"] == pytest.approx(8 / 19)
+    assert (report["draft_busy"], report["target_busy"]) == (0.25, 0.75)
+    assert report["round_ms"] == pytest.approx(100.0) and report["round_overhead_ms"] == pytest.approx(5.0)
+    assert (report["preemptions"], report["stale"], report["num_rounds"]) == (1, 2, 6)
+    assert report["ttft_s"] == {"median": 0.1, "max": 0.1}
+
+
+def test_what_was_not_measured_is_null():
+    report = figures(Run([served(0, (1, 2))], 1.0))
+    for name in (
+        "plain_tokens_per_s speedup_vs_ar tokens_equal_plain mean_acceptance_length acceptance_histogram "
+        "per_position_acceptance num_draft_tokens branch_hit_rate foreseen_rate draft_busy round_ms round_overhead_ms "
+        "stale"
+    ).split():
+        assert report[name] is None, name
+
+
+def test_speculation_switched_off_has_counts_but_no_means():
+    report = figures(Run([served(0, (1,))], 1.0, COUNTERS | {"num_spec_steps": 0, "num_draft_tokens": 0}))
+    assert report["num_spec_steps"] == 0
+    assert report["mean_acceptance_length"] is None and report["draft_acceptance_rate"] is None
+
+
+def test_equality_compares_what_ended_in_both_runs():
+    plain = Run([served(0, (1, 2, 3, 9, 9)), served(1, (4, 5, 7)), served(2, (1,))], 2.0)
+    assert figures(a_run(), plain)["num_unequal_requests"] == 1
+    assert figures(a_run(), plain)["tokens_equal_plain"] is False
+    aborted = Run([served(0, (1, 2, 3, 9, 9)), served(1, (4,), finish_reason="abort")], 2.0)
+    assert figures(a_run(), aborted)["tokens_equal_plain"] is True
+    failed = Run([served(0, (), error="refused", finish_reason="error")], 2.0)
+    assert figures(a_run(), failed)["tokens_equal_plain"] is True
+
+
+def test_failed_requests_are_counted_and_kept_out_of_times():
+    run = Run([served(0, (1, 2)), served(1, (), error="too long", latency_s=9.0, ttft_s=None)], 1.0)
+    report = figures(run)
+    assert (report["num_requests"], report["num_failed"]) == (2, 1)
+    assert report["latency_s"] == {"median": 0.5, "max": 0.5}
+
+
+def test_decode_time_leaves_the_first_token_out():
+    one = served(0, (1, 2, 3), ttft_s=1.0, latency_s=1.4)
+    other = served(1, (1, 2), ttft_s=2.0, latency_s=2.2)
+    assert decode_ms_per_token([one, other, served(2, (1,))]) == pytest.approx(200.0)
+    assert decode_ms_per_token([served(0, (1,))]) is None
+
+
+def test_request_metrics_use_the_words_of_vllm():
+    stats = RequestStats(3, 12, 6, (1, 0, 1, 0, 1))
+    assert request_metrics(served(0, (1,), stats=stats), num_spec_tokens=4) == {
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [1, 0, 1, 0, 1],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 12,
+        "num_spec_tokens": 4,
+    }
+    assert request_metrics(served(0, (1,)), num_spec_tokens=4)["mean_acceptance_length"] is None
+
+
+def test_bytes_are_summed_over_the_ranks_of_a_role():
+    ready = {
+        "target-0": Ready("target", 0, {"weight_bytes": 10, "kv_bytes": 5}),
+        "target-1": Ready("target", 1, {"weight_bytes": 11, "kv_bytes": 5}),
+        "draft-0": Ready("draft", 0, {"load_s": 0.1}),
+    }
+    assert bytes_per_role(ready) == {"target": {"weights": 21, "kv": 10}, "draft": {"weights": 0, "kv": 0}}
+
+
+def test_circumstances_survive_json(tmp_path):
+    config = launch_config(target=TargetConfig(stretch=4))
+    place = RankPlacement("target", 0, 1, "cpu", (0, 1), 2, 1.0)
+    write_json(tmp_path / "report.json", circumstances(config, [place, replace(place, host="10.0.0.1")], {}))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["layout"][0]["identity"] == "target-0"
+    assert [place["cores"] for place in report["layout"]] == [[0, 1], []], "in a cluster nobody is bound to a core"
+    assert report["config"]["pipeline"]["name"] == "sync" and report["config"]["drafter"]["max_ngram"] == 4
+    assert report["stretch"] == 4 and "change no token" in report["notes"][0]
+
+
+def test_notes_warn_of_what_makes_figures_differ():
+    assert notes(launch_config()) == []
+    rejection = launch_config(verify=VerifyConfig(VerifyRule.rejection), sampling=SamplingConfig(temperature=1.0))
+    assert "not its tokens" in notes(rejection)[0]
+    assert notes(launch_config(verify=VerifyConfig(VerifyRule.rejection))) == []
+    assert "share cores" in notes(launch_config(cluster=ClusterConfig(oversubscribe=True)))[0]
+
+
+def test_versions_name_what_can_change_a_figure():
+    found = versions()
+    assert {"python", "torch", "ray", "transformers"} < set(found)
+    assert found["torch"].startswith("2.")
+
+
+def test_control_and_waits_are_reported():
+    report = figures(a_run())
+    assert report["draft_lengths"] == [5, 0, 0, 3, 1] and mean_draft_length(report["draft_lengths"]) == 13 / 4
+    assert report["fallback_s"] == 1.5, "at rest, catching up, and without a drafter"
+    assert (report["num_probes"], report["num_trials"]) == (3, 1) and report["guard"]["gain"] == 0.8
+    assert report["waits"] == {
+        "target_for_drafter_s": 0.1,
+        "target_for_messages_s": 0.02,
+        "drafter_for_target_s": 1.5,
+    }
+    assert report["bound_by"] == "target"
+    slow = figures(Run(a_run().requests, 2.0, COUNTERS | {"wait_for_draft_s": 0.3}))
+    assert slow["bound_by"] == "drafter"
+    plain = figures(Run(a_run().requests, 2.0, {}))
+    assert plain["waits"] is None and plain["bound_by"] is None and plain["fallback_s"] == 0

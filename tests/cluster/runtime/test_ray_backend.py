@@ -1,0 +1,237 @@
+"""The engine on Ray: the same tokens from named processes, deaths that are noticed, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.options import ModelDrafterConfig, NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
+from actors.protocol.sampling_params import SamplingParams
+from actors.worker import openmp
+from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
+from cluster.engine import Engine, EngineError
+from cluster.placement.ranks import Devices, lay_out
+
+pytestmark = pytest.mark.ray
+
+ray = pytest.importorskip("ray")
+ROOT = Path(__file__).parents[3]
+PROMPTS = ["def median(values):", "x", "class Stack:"]
+SHORT = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, seed=4)
+LONG = SamplingParams(max_tokens=480, ignore_eos=True)
+WAIT_S = 60
+CLUSTER = ClusterConfig(ClusterName.local, dashboard=False, num_cpus=4, oversubscribe=True)
+
+
+@pytest.fixture(scope="module")
+def running_ray():
+    """One Ray for all tests of this file, started as an engine would start its own."""
+    from cluster.runtime.ray_backend import RayBackend
+
+    sections = (TargetConfig(), NgramDrafterConfig(), VerifyConfig(), PipelineConfig(), PlacementConfig())
+    backend = RayBackend(LaunchConfig(*sections, CLUSTER, GenerateConfig()))
+    backend.connect()
+    yield
+    backend.close(told=False)
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+def launch(tiny_launch, half_agreeing_drafter):
+    def make(*, namespace="specdec", **sections):
+        drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
+        cluster = replace(CLUSTER, namespace=namespace)
+        return tiny_launch(GenerateConfig(), **{"drafter": drafter, "cluster": cluster} | sections)
+
+    return make
+
+
+@pytest.fixture
+def open_engine_on_ray(running_ray, launch):
+    engines = []
+
+    def open_(**sections):
+        engines.append(Engine(launch(**sections)))
+        return engines[-1]
+
+    yield open_
+    for engine in engines:
+        engine.close()
+    assert not ray.util.list_named_actors(all_namespaces=True), "an actor was left behind"
+
+
+def status_of(name: str, namespace: str = "specdec") -> str:
+    return ray.get(ray.get_actor(name, namespace=namespace).status.remote(), timeout=WAIT_S)
+
+
+def pid_of(name: str, namespace: str = "specdec") -> int:
+    return int(re.search(r"pid=(\d+)", status_of(name, namespace))[1])
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ended, now or within a moment."""
+    try:
+        psutil.Process(pid).wait(timeout=WAIT_S)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    return [completion.token_ids for sampling in (SHORT, SAMPLED) for completion in engine.generate(PROMPTS, sampling)]
+
+
+def test_an_actor_shows_in_logs_under_its_name():
+    from actors.worker.ray_actors import CoordinatorWorker, RankWorker
+
+    assert (repr(RankWorker("draft-0")), repr(CoordinatorWorker())) == ("draft-0", "coordinator")
+
+
+def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
+    expected = answers(open_engine("none"))
+    engine = open_engine_on_ray(target=replace(launch().target, tp=2))
+    names = ["coordinator", "draft-0", "target-0", "target-1"]
+    assert sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)) == names
+    pids = {name: pid_of(name) for name in names}
+    assert len(set(pids.values()) | {os.getpid()}) == 5, "a process each"
+    settings = {place.identity: openmp.waiting(shared=place.share < 1) for place in engine.places}
+    assert {identity: ready.facts["openmp"] for identity, ready in engine.ready.items()} == settings
+    assert answers(engine) == expected
+
+    running = engine.submit(PROMPTS[0], LONG)
+    deadline = time.monotonic() + WAIT_S
+    while not running.token_ids and time.monotonic() < deadline:
+        time.sleep(0.01)
+    statuses = [status_of(name) for name in names]
+    assert [status.split()[0] for status in statuses] == names
+    assert all(re.fullmatch(r".* round \d+", status) for status in statuses[1:])
+    running.abort()
+    with pytest.raises(
+        ValueError, match=r"^cluster\.namespace=specdec: another engine's coordinator runs there; close it"
+    ):
+        open_engine_on_ray()
+    assert running.result(WAIT_S).finish_reason in ("abort", "length")
+    assert answers(engine) == expected, "and is not disturbed by who was refused"
+
+    engine.close()
+    assert all(gone(pid) for pid in pids.values())
+    deadline = time.monotonic() + WAIT_S
+    while (free := ray.available_resources().get("CPU")) != 4.0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert free == 4.0, "bundles were given back"
+
+
+@pytest.mark.parametrize("name", ["coordinator", "target-0", "draft-0"])
+def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
+    engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1), cluster=replace(CLUSTER, max_restarts=0))
+    completions = [engine.submit(prompt, LONG) for prompt in PROMPTS]
+    os.kill(pid_of(name), signal.SIGKILL)
+    for completion in completions:
+        with pytest.raises(EngineError, match=f"^{name}: .*died") as caught:
+            completion.result(WAIT_S)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(EngineError, match=f"^{name}: "):
+        engine.submit("x", SHORT)
+
+
+def test_engines_of_two_namespaces_run_side_by_side(open_engine_on_ray):
+    drafter = NgramDrafterConfig(min_ngram=1)
+    engines = [open_engine_on_ray(namespace=namespace, drafter=drafter) for namespace in ("one", "two")]
+    first, second = (answers(engine) for engine in engines)
+    assert first == second and pid_of("target-0", "one") != pid_of("target-0", "two")
+
+
+def test_a_rank_that_cannot_load_is_one_line(open_engine_on_ray, tmp_path, launch):
+    (tmp_path / "config.json").write_text((Path(launch().target.path) / "config.json").read_text())
+    (tmp_path / "tokenizer.json").write_text((Path(launch().target.path) / "tokenizer.json").read_text())
+    with pytest.raises(EngineError, match=rf"^target-0: .*{tmp_path.name}") as caught:
+        open_engine_on_ray(target=TargetConfig(path=str(tmp_path), device="cpu"), drafter=NgramDrafterConfig())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_that_outlives_the_run_keeps_its_artefacts(launch, tmp_path, monkeypatch):
+    from cluster.runtime import ray_backend
+
+    monkeypatch.setattr(ray_backend, "session_logs", lambda: tmp_path / "session" / "specdec")
+    (tmp_path / "timeline.json").write_text("{}")
+    for name, kept in ((ClusterName.local, False), (ClusterName.existing, True)):
+        backend = ray_backend.RayBackend(replace(launch(), cluster=ClusterConfig(name, address="auto")))
+        backend.publish(tmp_path / "timeline.json")
+        assert (tmp_path / "session" / "specdec" / "timeline.json").exists() is kept
+
+
+def test_titles_say_what_an_actor_does(launch):
+    from cluster.runtime.ray_backend import RayBackend
+
+    config = replace(launch(), target=replace(launch().target, tp=2))
+    backend, places = RayBackend(config), lay_out(config, Devices((0, 1, 2)))
+    titles = [backend.title(place) for place in places]
+    assert titles == [
+        "target-0: verifies, one of 2 ranks, cpu",
+        "target-1: verifies, one of 2 ranks, cpu",
+        "draft-0: proposes, drafter=model, cpu",
+    ]
+
+
+def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
+    """Two GPUs halved between four ranks: each half must be of the GPU that the layout says."""
+    from cluster.runtime.ray_reservation import device_bundles
+
+    config = launch()
+    for section, tp in (("target", {"tp": 2}), ("drafter", {"ranks": 2})):
+        config = replace(config, **{section: replace(getattr(config, section), device="cuda", **tp)})
+    places = lay_out(config, Devices((0, 1), num_gpus=2))
+    assert device_bundles(places) == {("", f"cuda:{i}"): {"GPU": 1.0, "CPU": 0.02} for i in range(2)}
+    assert device_bundles(lay_out(launch(), Devices((0, 1)))) == {("", (0, 1)): {"CPU": 2.0}}
+    lookup = lay_out(launch(drafter=NgramDrafterConfig()), Devices((0, 1)))
+    assert device_bundles(lookup) == {("", (0, 1)): {"CPU": 2.0}}, "a lookup needs no device"
+
+
+def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
+    """A whole life in a process of its own: what remains at its end are the processes it began with."""
+    script = f"""
+        import psutil
+        from actors.options import NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
+        from actors.protocol.sampling_params import SamplingParams
+        from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
+        from cluster.engine import Engine
+
+        config = LaunchConfig(
+            TargetConfig(path={launch().target.path!r}, device="cpu"),
+            NgramDrafterConfig(),
+            VerifyConfig(),
+            PipelineConfig(),
+            PlacementConfig(),
+            ClusterConfig(ClusterName.local, dashboard=False, num_cpus=1),
+            GenerateConfig(),
+        )
+        with Engine(config) as engine:
+            (completion,) = engine.generate(["x"], SamplingParams(max_tokens=4, ignore_eos=True))
+            during = len(psutil.Process().children(recursive=True))
+        psutil.wait_procs(psutil.Process().children(recursive=True), timeout={WAIT_S})
+        print(len(completion.token_ids), during > 3, [child.name() for child in psutil.Process().children()])
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert result.stdout.strip() == "4 True []", result.stderr[-2000:]

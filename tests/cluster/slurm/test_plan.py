@@ -1,0 +1,241 @@
+"""The plan of a Slurm job, from its environment: names, numbers, ports, commands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from cluster.slurm.plan import (
+    EXPLICIT,
+    STOP,
+    SYMMETRIC,
+    Allocation,
+    Component,
+    Ports,
+    choose_bootstrap,
+    expand_counts,
+    expand_hostlist,
+    make_plan,
+    parse_devices,
+    parse_nodes,
+)
+
+ROOT = Path(__file__).parents[3]
+TWO = Allocation(4711, (Component(("n1", "n2"), (8, 4)),))
+PARTS = Allocation(4711, (Component(("big1", "big2"), (64, 64)), Component(("cheap",), (16,))))
+ADDRESSES = {"n1": "10.0.0.1", "n2": "10.0.0.2", "big1": "10.0.1.1", "big2": "10.0.1.2", "cheap": "10.0.2.1"}
+
+
+def plan_of(allocation=TWO, *overrides, **options):
+    options = {"python": "/env/bin/python", "run_dir": "/shared/run"} | options
+    return make_plan(allocation, ADDRESSES, overrides, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("gpu[08-10,12],login", ["gpu08", "gpu09", "gpu10", "gpu12", "login"]),
+        ("r[1-2]c[1-2]", ["r1c1", "r1c2", "r2c1", "r2c2"]),
+        ("a-1,b[2]-x", ["a-1", "b2-x"]),
+    ],
+)
+def test_hostlists(text, hosts):
+    assert expand_hostlist(text) == hosts
+
+
+def test_counts():
+    assert expand_counts("4(x2),1") == [4, 4, 1] and expand_counts("16") == [16]
+
+
+def test_an_allocation_is_read_from_the_environment():
+    environment = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "8,4"}
+    assert Allocation.of(environment) == Allocation(9, TWO.components) and Allocation.of(environment).head == "n1"
+    parts = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "big[1-2]",
+        "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "64(x2)",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "cheap",
+        "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "16",
+    }
+    assert Allocation.of(parts) == PARTS
+    task = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "4", "SLURM_JOB_NODELIST": "n1"}
+    assert Allocation.of(task).name == "12_4", "12 would be every task of the array"
+    assert Allocation.of(environment).name == "9"
+    with pytest.raises(ValueError, match=r"^SLURM_JOB_ID: not set"):
+        Allocation.of({})
+
+
+def test_what_scontrol_says_of_nodes():
+    said = "NodeName=n1 Arch=x86_64 CPUAlloc=0 CPUTot=8 NodeAddr=10.0.0.1 State=IDLE\nNodeName=n2 CPUTot=4 State=IDLE\n"
+    known = parse_nodes(said)
+    assert (known["n1"].address, known["n1"].num_cpus) == ("10.0.0.1", 8)
+    assert (known["n2"].address, known["n2"].num_cpus) == ("n2", 4)
+
+
+def test_a_step_asks_for_all_devices_the_job_has_on_its_node():
+    said = "JobId=4711\n NodeList=n[1-3]\n Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n Nodes=n[2-3] CPU_IDs=0-1 Mem=0 "
+    devices = parse_devices(f"{said}GRES=gpu:a100:3(IDX:0-1,3),nic:1(CNT:1)\n   MinCPUsNode=1")
+    assert devices == {"n1": "gpu:1"} | dict.fromkeys(["n2", "n3"], "gpu:a100:3,nic:1")
+    assert parse_devices("Nodes=n1 CPU_IDs=0 Mem=0 GRES=\n   MinCPUsNode=1") == {}
+    assert "--gres=gpu:a100:3,nic:1" in plan_of(devices=devices).rays["n2"]
+
+
+def test_jobs_that_follow_each_other_share_no_port():
+    taken = [port for job in range(4700, 4800) for port in astuple(Ports.of(job))]
+    assert len(set(taken)) == len(taken) and 20000 <= min(taken) and max(Ports.of(1595).client, *taken) < 32768
+
+
+def test_ray_is_started_on_every_node_and_the_launch_once_on_the_head():
+    plan = plan_of(TWO, "target.tp=4", resumes=True)
+    head, second = plan.rays["n1"], plan.rays["n2"]
+    assert head[:2] == ["bash", "-c"] and second[0] == "srun" and "--nodelist=n2" in second and "--overlap" in second
+    port = Ports.of(4711).head
+    assert f"/env/bin/ray start --head --port={port} --node-ip-address=10.0.0.1 --num-cpus=8" in head[-1]
+    assert f"/env/bin/ray start --address=10.0.0.1:{port} --node-ip-address=10.0.0.2 --num-cpus=4" in second[-1]
+    for command in (head, second):
+        assert "--temp-dir=/tmp/specdec-4711" in command[-1]
+    launch = plan.launch
+    assert launch[:5] == ["/env/bin/python", "-P", "-m", "cluster.launch", "cluster=slurm"]
+    assert {f"cluster.address=10.0.0.1:{port}", "cluster.placement.nodes=2", "hydra.run.dir=/shared/run"} <= set(launch)
+    assert launch[-2:] == ["job.resume=true", "target.tp=4"], "the user has the last word"
+
+
+def test_a_job_of_two_parts_keeps_the_drafter_on_the_second():
+    plan = plan_of(PARTS)
+    assert "placement.nodes={target:[10.0.1.1,10.0.1.2],draft:[10.0.2.1]}" in plan.launch
+    assert "--het-group=0" in plan.rays["big2"] and "--het-group=1" in plan.rays["cheap"]
+    own = plan_of(PARTS, "placement.nodes={draft:[big2]}")
+    assert [word for word in own.launch if word.startswith("placement.nodes")] == ["placement.nodes={draft:[big2]}"]
+
+
+def test_symmetric_run_holds_ray_in_one_step_and_the_launch_is_the_same():
+    plan = plan_of(bootstrap=SYMMETRIC, dashboard=False, wait_s=90.0)
+    (step,) = plan.rays.values()
+    assert step[0] == "srun" and "--ntasks=2" in step and plan.launch == plan_of().launch
+    assert "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=90 /env/bin/ray symmetric-run --address 10.0.0.1:" in step[-1]
+    assert "--min-nodes 2 " in step[-1] and step[-1].endswith("/env/bin/ray stop; rm -rf /tmp/specdec-4711")
+    assert "RAY_gcs_rpc_server_reconnect_timeout_s=5" in step[-1], "for Ray's own, not for the launch"
+    assert not any("gcs_rpc" in name for name in plan.environment)
+
+
+FAKE_RAY = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[0]).parent
+told = lambda number, frame: sys.exit((folder / "stopped").touch())
+if sys.argv[1] == "stop":
+    (folder / "stopped").touch()
+else:
+    signal.signal(signal.SIGTERM, told)
+    (folder / "job" / "specdec-4711").mkdir(parents=True)
+    (folder / "told").write_text(" ".join(sys.argv[1:]))
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("bootstrap", [EXPLICIT, SYMMETRIC])
+@pytest.mark.parametrize("node", [0, 1])
+def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_told(tmp_path, bootstrap, node):
+    """As `proctrack/cgroup` does it: signals reach what Slurm itself started. SIGTERM is for the launch to hear."""
+    ray, folder, told = tmp_path / "ray", tmp_path / "job" / "specdec-4711", tmp_path / "told"
+    ray.write_text(f"#!{sys.executable}{FAKE_RAY}")
+    ray.chmod(0o755)
+    plan = plan_of(bootstrap=bootstrap, python=f"{tmp_path}/python", tmp=f"{tmp_path}/job")
+    command = list(plan.rays.values())[-1 if bootstrap == SYMMETRIC else node]
+    shell = subprocess.Popen(command[command.index("bash") :], env={**os.environ, "SLURM_PROCID": str(node)})
+    while not told.exists() or not told.read_text():
+        assert shell.poll() is None
+        time.sleep(0.01)
+    assert ("--include-dashboard=true" in told.read_text()) == (node == 0), "the others refuse that"
+    shell.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        shell.wait(0.2)
+    shell.send_signal(STOP)
+    assert shell.wait(60) == 0
+    assert (tmp_path / "stopped").exists() and not folder.exists()
+
+
+def test_options_of_the_command_line_stand_before_all_overrides():
+    """In between they would part the overrides in two, of which Hydra takes one."""
+    launch = plan_of(TWO, "-m", "sampling.seed=1,2", "~x", "--cfg", "job").launch
+    assert launch[4:8] == ["-m", "--cfg", "job", "cluster=slurm"] and launch[-2:] == ["sampling.seed=1,2", "~x"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "allocation", "has_symmetric", "whole_nodes", "chosen"),
+    [
+        ("auto", TWO, True, True, SYMMETRIC),
+        ("auto", TWO, False, True, EXPLICIT),
+        ("auto", TWO, True, False, EXPLICIT),
+        ("auto", PARTS, True, True, EXPLICIT),
+        ("auto", Allocation(1, (Component(("n1",), (8,)),)), True, True, EXPLICIT),
+        (EXPLICIT, TWO, True, True, EXPLICIT),
+        (SYMMETRIC, TWO, True, False, SYMMETRIC),
+    ],
+)
+def test_symmetric_run_only_where_it_can_end_no_other_ray(wanted, allocation, has_symmetric, whole_nodes, chosen):
+    assert choose_bootstrap(wanted, allocation, has_symmetric=has_symmetric, whole_nodes=whole_nodes) == chosen
+
+
+@pytest.mark.parametrize(("wanted", "line"), [("both", "unknown; choose auto, sym"), (SYMMETRIC, "this Ray has no")])
+def test_a_bootstrap_that_cannot_be_is_refused(wanted, line):
+    with pytest.raises(ValueError, match=rf"^SPECDEC_RAY={wanted}: {line}"):
+        choose_bootstrap(wanted, TWO, has_symmetric=False, whole_nodes=True)
+
+
+def test_a_dry_run_prints_what_a_shell_would_understand():
+    plan = plan_of(TWO, "sampling.stop=[a b]")
+    lines = plan.describe().splitlines()
+    assert lines[0] == "export RAY_AUTH_MODE=token" and [shlex.split(line) for line in lines]
+    assert shlex.split(lines[-1]) == plan.launch and lines[-2] == shlex.join(plan.rays["n2"]) + " &"
+
+
+def run_script(*arguments, **environment):
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.run(
+        [ROOT / "launch.sh", *arguments],
+        env={**outside, "SPECDEC_VENV": sys.prefix, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment"),
+    [
+        (["drafter=ngram"], {}),
+        (["cluster=local", "drafter=ngram"], {"SLURM_JOB_ID": "7"}),
+        (["drafter=ngram", "sampling.stop=[a b]"], {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}),
+    ],
+    ids=["on this machine", "as told", "inside a step"],
+)
+def test_the_script_stays_on_one_machine_unless_it_is_a_job(overrides, environment):
+    done = run_script(*overrides, "--dry-run", **environment)
+    assert shlex.split(done.stdout) == [f"{sys.prefix}/bin/python", "-P", "-m", "cluster.launch", *overrides]
+
+
+def test_a_job_is_run_from_its_first_node():
+    """`salloc` runs a command where it was called; its interactive step is on that node."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_ID": "4294967290"}
+    assert "ray start --head" in run_script("--dry-run", **job).stdout
+    done = run_script("drafter=ngram", **job, SLURMD_NODENAME="login")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: this is login, and the job has to be run from its first node, localhost; use")
+
+
+def test_a_mistake_in_a_job_is_one_line_before_anything_is_started():
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
+    for override, line in (("target.tp=0", "target.tp=0: must be at least 1"), ("pipeline=x", "pipeline=x: no such")):
+        done = run_script(override, "--dry-run", **job)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {line}"), done.stderr
+        assert done.stderr.count("\n") == 1

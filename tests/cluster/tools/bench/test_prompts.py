@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.io.prompts import Prompt
+from cluster.io.text import load_tokenizer
+from cluster.tools.bench.prompts import fitting, of_length, tokenized
+
+PROMPTS = [Prompt("abc", category="x"), Prompt("defghi", category="y")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint):
+    return load_tokenizer(Path(tiny_checkpoint("Llama")))
+
+
+def test_prompts_become_tokens_and_keep_their_labels(tokenizer):
+    made = tokenized(PROMPTS, tokenizer)
+    assert [tokenizer.decode(list(prompt.content)) for prompt in made] == ["abc", "defghi"]
+    assert [prompt.category for prompt in made] == ["x", "y"]
+
+
+def test_prompts_without_room_for_the_answer_are_left_out(tokenizer):
+    made = tokenized(PROMPTS, tokenizer)
+    assert fitting(made, max_tokens=4, max_model_len=10) == made
+    assert fitting(made, max_tokens=4, max_model_len=9) == made[:1]
+    with pytest.raises(ValueError, match="the shortest has 3 tokens and leaves no room"):
+        fitting(made, max_tokens=4, max_model_len=6)
+
+
+def test_contexts_have_exactly_their_length_and_begin_with_their_prompt(tokenizer):
+    made = of_length(PROMPTS, 40, tokenizer, max_tokens=4, max_model_len=64)
+    assert [len(prompt.token_ids) for prompt in made] == [40, 40]
+    assert made[0].text.startswith("abc\n\ndefghi") and made[1].text.startswith("defghi\n\nabc")
+    assert tokenizer.decode(list(made[0].token_ids)) == made[0].text
+    assert [prompt.category for prompt in made] == ["x", "y"]
+    (short,) = of_length(PROMPTS[:1], 2, tokenizer, max_tokens=4, max_model_len=64)
+    assert short.text == "ab"
+    with pytest.raises(ValueError, match="job.contexts=61: with sampling.max_tokens=4 it exceeds the context of 64"):
+        of_length(PROMPTS, 61, tokenizer, max_tokens=4, max_model_len=64)

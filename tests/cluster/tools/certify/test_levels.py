@@ -1,0 +1,87 @@
+"""The enumeration of a certificate's cascade: right levels pass under every ratio rule, broken ones are found out."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from actors.drafters.cascade.level import CascadeDrafter
+from actors.options import ModelDrafterConfig, VerifyRule
+from actors.protocol.messages import Draw, SparseLaw
+from actors.topology import CascadeDrafterConfig, LevelLengths
+from actors.verification.distributions import Residual
+from actors.verification.random_source import HashCoins
+from actors.verification import rejection
+from cluster.tools.certify import levels
+from cluster.tools.certify.goodness import Fit
+from cluster.tools.certify.levels import check_levels
+from cluster.tools.certify.rounds import repeats_every_review
+
+MODEL = ModelDrafterConfig()
+TWO = CascadeDrafterConfig(levels=[MODEL] * 2)
+TAIL = CascadeDrafterConfig(levels=[MODEL] * 2, tails=[0, 2])
+THREE = CascadeDrafterConfig(levels=[MODEL] * 3)
+CHOSEN = CascadeDrafterConfig(levels=[MODEL] * 2, lengths=LevelLengths.auto)
+
+
+@pytest.fixture(autouse=True)
+def rounds_counted_before(monkeypatch):
+    """They do not depend on what is enumerated: tests of their own count them."""
+    found = {HashCoins: 0.5, repeats_every_review: 1e-9}
+    counted = partial(Fit, "rounds", 400, 16, 0.0, 0.05)
+    monkeypatch.setattr(levels, "fit_rounds", lambda rule, coins=HashCoins: counted(found[coins]))
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter", "kind"),
+    [
+        (VerifyRule.rejection, TAIL, Draw.DETERMINISTIC),
+        (VerifyRule.rejection, TAIL, Draw.WITHOUT_REPLACEMENT),
+        (VerifyRule.rejection, THREE, Draw.DETERMINISTIC),
+        (VerifyRule.traversal, TAIL, Draw.DETERMINISTIC),
+        (VerifyRule.kseq, CHOSEN, Draw.IID),
+    ],
+)
+def test_right_levels_pass(rule, drafter, kind):
+    check = check_levels(rule, drafter, kind)
+    assert check["passed"] and check["largest_distance"] < 1e-12
+    assert len(check["broken_rules_found_at"]) == 3 and min(check["broken_rules_found_at"].values()) > 0.01
+
+
+def test_a_level_that_resamples_from_its_own_law_fails(monkeypatch):
+    """Under k-SEQ levels verify by rejection and the target does not: only they are broken."""
+
+    class Unsubtracted(Residual):
+        def subtract(self, law, scale=1.0):
+            return 1.0
+
+    monkeypatch.setattr(rejection, "Residual", Unsubtracted)
+    check = check_levels(VerifyRule.kseq, TWO, Draw.IID)
+    assert not check["passed"] and check["largest_distance"] > 1e-3
+
+
+def test_a_wrong_law_that_travels_up_fails(monkeypatch):
+    right = CascadeDrafter._offer
+
+    def offer(self, *asked):
+        draft = right(self, *asked)
+        flat = SparseLaw((0, 1, 2), (1 / 3, 1 / 3, 1 / 3))
+        return type(draft)(draft.tree, draft.draws, tuple(law and flat for law in draft.laws))
+
+    monkeypatch.setattr(CascadeDrafter, "_offer", offer)
+    check = check_levels(VerifyRule.rejection, TWO, Draw.IID)
+    assert not check["passed"] and check["largest_distance"] > 1e-3
+
+
+def test_an_enumeration_that_cannot_fail_proves_nothing(monkeypatch):
+    def right(laws):
+        return levels._two_levels(laws)
+
+    monkeypatch.setattr(levels, "_BROKEN", (right,))
+    assert not check_levels(VerifyRule.rejection, TWO, Draw.IID)["passed"]
+
+
+def test_coins_that_are_met_twice_fail(monkeypatch):
+    monkeypatch.setattr(levels, "fit_rounds", lambda rule, coins=HashCoins: Fit("rounds", 400, 16, 0.0, 0.3, 1e-9))
+    assert not check_levels(VerifyRule.rejection, TWO, Draw.IID)["passed"]

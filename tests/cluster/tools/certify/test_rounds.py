@@ -1,0 +1,24 @@
+"""Rounds of a cascade, counted: the engine's coins are met once, and both ways of meeting them twice are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actors.coordinator.outbox import Ledger
+from cluster.tools.certify.rounds import fit_rounds, repeats_every_review
+
+
+def test_coins_that_are_met_once_pass_and_those_that_every_review_meets_do_not():
+    assert fit_rounds("rejection").p_value > 1e-3
+    assert fit_rounds("rejection", repeats_every_review).p_value < 1e-6
+
+
+def test_coins_that_come_back_when_a_request_is_told_again_are_found(monkeypatch):
+    right = Ledger.admit
+
+    def admit(self, sequence):
+        right(self, sequence)
+        self._admits[-1] = replace(self._admits[-1], admission=0)
+
+    monkeypatch.setattr(Ledger, "admit", admit)
+    assert fit_rounds("rejection").p_value < 1e-6

@@ -1,0 +1,71 @@
+"""A line with a delay: what goes in comes out, in order, and not before its time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from actors.options import PipelineConfig, PipelineName
+from actors.protocol.messages import Abort
+from actors.protocol.sampling_params import SamplingParams
+from actors.transport.channel import Hub, Link, open_hub
+from cluster.config.schema import ClusterConfig, ClusterName
+from cluster.tools.chaos.delay_proxy import Relay
+
+DELAY_S = 0.05
+ANY_PORT = "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def line():
+    hub = Hub(ANY_PORT)
+    relay = Relay(hub.address, DELAY_S, ANY_PORT)
+    link = Link(relay.address, "draft-0")
+    yield hub, link
+    link.close()
+    relay.close()
+    hub.close()
+
+
+def test_records_arrive_late_in_order_and_under_the_name_of_the_rank(line):
+    hub, link = line
+    started = time.monotonic()
+    for number in range(50):
+        link.send(Abort(number))
+    received = [hub.receive(timeout_s=10) for _ in range(50)]
+    assert received == [("draft-0", Abort(number)) for number in range(50)]
+    assert DELAY_S <= time.monotonic() - started < 20 * DELAY_S, "held back together, not one after the other"
+
+    started = time.monotonic()
+    hub.send(["draft-0"], Abort(7))
+    assert link.receive(timeout_s=10) == Abort(7)
+    assert time.monotonic() - started >= DELAY_S
+
+
+def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
+    hub, link = line
+    link.send(Abort(1))
+    assert hub.receive(timeout_s=10) == ("draft-0", Abort(1))
+    hub.send(["draft-0"], Abort(2))
+    hub.close()
+    assert link.receive(timeout_s=10) == Abort(2)
+    successor = open_hub(hub.address, patience_s=5.0)
+    assert link.receive(timeout_s=4 * DELAY_S) is None  # in here it is connected anew
+    link.send(Abort(3))
+    assert successor.receive(timeout_s=10) == ("draft-0", Abort(3))
+    successor.close()
+
+
+@pytest.mark.parametrize("pipeline", [PipelineName.sync, PipelineName.branches])
+def test_an_engine_with_a_slow_line_commits_the_same_tokens_later(open_engine, pipeline):
+    prompts, sampling = ["def median(values):", "x"], SamplingParams(max_tokens=16, ignore_eos=True)
+    expected = [completion.token_ids for completion in open_engine("none").generate(prompts, sampling)]
+    cluster = ClusterConfig(ClusterName.inprocess, oversubscribe=True, link_delay_ms=DELAY_S * 1e3)
+    engine = open_engine("model", pipeline=PipelineConfig(pipeline, adaptive=False), cluster=cluster)
+    engine.report(reset=True)
+    started = time.monotonic()
+    assert [completion.token_ids for completion in engine.generate(prompts, sampling)] == expected
+    rounds = engine.report().counters["num_spec_rounds"]
+    if pipeline == PipelineName.sync:
+        assert rounds and time.monotonic() - started >= 2 * DELAY_S * rounds / len(prompts)

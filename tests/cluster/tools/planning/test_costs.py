@@ -1,0 +1,104 @@
+"""Costs of a cluster: read, written, looked up, and refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.tools.planning.costs import Costs, DraftCost, TargetCost, read_costs, write_costs
+from cluster.tools.planning.layouts import Shape
+from cluster.tools.simulation import PassCost, power_law
+
+EXAMPLES = sorted((Path(__file__).parents[4] / "docs" / "plans").glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_(text: str) -> Path:
+        path = tmp_path / "costs.yaml"
+        path.write_text(text)
+        return path
+
+    return write_
+
+
+def test_a_short_file_is_enough(write):
+    costs = read_costs(write("target: [{ranks: 4, pass_ms: 10}]\ndrafter: [{pass_ms: {1: 1.5, 8: 2}}]"))
+    assert costs.num_devices == 4 and costs.runners_up == power_law(1.0)
+    assert costs.of_target(4, None, 0, beside=True).passes == PassCost.flat(0.01)
+    assert costs.of_drafter(Shape(), 4, 0, beside=False).passes(8) == 0.002
+    assert costs.of_target(2, None, 0, beside=False) is None
+    assert costs.of_drafter(Shape("tensor", 2), 4, 0, beside=False) is None
+
+
+def test_what_is_written_is_read_back(tmp_path: Path):
+    layer = Shape("layer", 2, 2, "tensor", (1, 2, 1, 2))
+    costs = Costs(
+        2,
+        (
+            TargetCost(1, PassCost.table({1: 0.005, 6: 0.006}), 1, False),
+            TargetCost(1, PassCost.flat(0.007), 1, True),
+            TargetCost(1, PassCost.flat(0.004), 2, False, layer),
+        ),
+        (
+            DraftCost(layer, PassCost.flat(0.001), PassCost.flat(0.002), (0.7, 0.5), 1, False, 2),
+            DraftCost(Shape(threads=1), PassCost.flat(0.003)),
+        ),
+        0.0002,
+        0.0001,
+        (0.8, 0.7),
+        (0.5, 0.2),
+    )
+    write_costs(tmp_path / "costs.yaml", costs)
+    assert read_costs(tmp_path / "costs.yaml") == costs
+
+
+def test_costs_belong_to_cores_and_company():
+    alone, beside, wide, paired = (
+        TargetCost(1, PassCost.flat(seconds), cores, busy, shape)
+        for seconds, cores, busy, shape in (
+            (1.0, 1, False, None),
+            (2.0, 1, True, None),
+            (3.0, 2, False, None),
+            (4.0, 1, False, Shape()),
+        )
+    )
+    draft = DraftCost(Shape(), PassCost.flat(1.0), target_ranks=2)
+    costs = Costs(2, (alone, beside, wide, paired), (draft,))
+    assert costs.of_target(1, None, 1, beside=False) is alone and costs.of_target(1, None, 1, beside=True) is beside
+    assert costs.of_target(1, None, 2, beside=False) is wide and costs.of_target(1, None, 2, beside=True) is None
+    assert costs.of_target(1, Shape(), 1, beside=False) is paired
+    assert costs.of_target(1, Shape("tensor", 2), 1, beside=False) is alone, "by itself stands for any company"
+    assert costs.of_drafter(Shape(), 2, 1, beside=False) is draft
+    assert costs.of_drafter(Shape(), 1, 1, beside=False) is None
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_are_costs(path: Path):
+    costs = read_costs(path)
+    assert costs.target and costs.drafter and costs.num_devices >= 5
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("target: [", "is no YAML"),
+        ("- 1", "the file: must be a mapping"),
+        ("drafter: []", "target: names no pass"),
+        ("targets: []", "the file has the unknown key targets; choose from devices"),
+        ("target: [{rank: 4}]", r"target\[0\] has the unknown key rank"),
+        ("target: [{ranks: 4}]", r"target\[0\].pass_ms: must be a number of 0 or above, not None"),
+        ("target: [{ranks: 0, pass_ms: 1}]", r"target\[0\].ranks: must be a whole number of at least 1"),
+        ("target: [{pass_ms: {0: 1}}]", r"target\[0\].pass_ms: must be a whole number of at least 1"),
+        ("target: [{pass_ms: 1}]\nacceptance: [1.2]", "acceptance: must be numbers from 0 to 1"),
+        ("target: [{pass_ms: 1}]\ndrafter: [{parallel: wide, pass_ms: 1}]", r"drafter\[0\].parallel: must be single"),
+        ("target: [{pass_ms: 1}]\ndrafter: [{mlp: half, pass_ms: 1}]", r"drafter\[0\].mlp: must be replicated or"),
+        ("target: [{pass_ms: 1, beside: 2}]", r"target\[0\].beside: must be true or false"),
+        ("target: [{pass_ms: 1}]\ndrafter: [{partition: 4, pass_ms: 1}]", r"drafter\[0\].partition: must be a list"),
+        ("target: 3", "target: must be a list"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(write, text: str, complaint: str):
+    with pytest.raises(ValueError, match=f"^job.costs=.*costs.yaml: {complaint}.*see docs/planning.md$"):
+        read_costs(write(text))

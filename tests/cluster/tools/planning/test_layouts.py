@@ -1,0 +1,99 @@
+"""Which layouts there are, and that their overrides say what they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config.schema import load_config
+from cluster.tools.planning.layouts import Layout, Shape, enumerate_layouts, local_layouts, simplest
+
+TENSOR = Shape("tensor", 2)
+
+
+def test_every_layout_that_fits_and_no_other():
+    found = list(enumerate_layouts([1, 2, 8], [Shape(), TENSOR], 3, ["sync", "branches", "pingpong"], batch=1))
+    assert len(found) == len(set(found))
+    assert {layout.target_ranks for layout in found} == {1, 2}
+    assert Layout(1, "branches", "separate", TENSOR) in found and Layout(2, "branches", "separate", Shape()) in found
+    assert Layout(2, "sync", "colocated", TENSOR) in found
+    assert Layout(2, "sync", "separate", TENSOR) not in found, "four ranks on three devices"
+    assert not [layout for layout in found if layout.pipeline == "pingpong"], "one request cannot alternate"
+    assert not [layout for layout in found if layout.placement == "colocated" and layout.overlaps]
+    assert Layout(1, "plain", "separate") in found
+    batched = enumerate_layouts([1], [Shape()], 2, ["pingpong"], batch=2)
+    assert Layout(1, "pingpong", "separate", Shape()) in list(batched)
+
+
+def layer_shapes(overrides: list[str], num_devices: int) -> set[Shape]:
+    layouts = local_layouts(load_config(["job=plan", "job.parallels=[layer]", *overrides]), num_devices)
+    return {layout.shape for layout in layouts if layout.shape}
+
+
+def test_layers_are_shared_as_the_drafter_allows_and_in_each_way_once(tiny_checkpoint):
+    def pair(num_layers: int) -> list[str]:
+        path = tiny_checkpoint("Llama", num_hidden_layers=num_layers)
+        return [f"target.path={path}", f"drafter.path={path}"]
+
+    whole = {shape.mlp for shape in layer_shapes([*pair(6), "drafter.calibration=broadcast"], 2)}
+    assert whole == {"replicated"}, "one rank makes the exact rows and needs whole MLPs"
+    four = {(shape.layer_group, shape.partition) for shape in layer_shapes(pair(5), 4)}
+    assert four == {(2, (1, 1, 2, 1)), (3, (1, 3, 1))}, "4 side by side are the 3 that there are"
+    six = layer_shapes([*pair(8), "job.layer_groups=[3,4,6]"], 8)
+    assert {(shape.layer_group, shape.partition) for shape in six} == {(3, (1, 3, 3, 1)), (6, (1, 6, 1))}
+    own = layer_shapes([*pair(6), "drafter.parallel=layer", "drafter.layer_partition=[[0,1],[2,3],[4],[5]]"], 2)
+    assert {shape.partition for shape in own} == {(2, 2, 1, 1)}
+    assert "layer 2 2+2+1+1 mlp tensor" in {shape.describe() for shape in own}
+
+
+def test_a_drafter_on_several_cores_may_leave_them_to_others(tiny_checkpoint):
+    path = tiny_checkpoint("Llama")
+    axes = ["job.parallels=[single,tensor]", "job.pipelines=[sync]", "job.target_ranks=[1]"]
+    config = load_config(["job=plan", f"target.path={path}", f"drafter.path={path}", *axes])
+    one = Shape(threads=1)
+
+    def one_threaded(num_cores: int) -> set[tuple[str, Shape]]:
+        layouts = local_layouts(config, num_cores, threads=True)
+        assert simplest(layouts).shape == Shape()
+        return {(layout.placement, layout.shape) for layout in layouts if layout.shape and layout.shape.threads}
+
+    assert one_threaded(1) == set() and one_threaded(2) == {("colocated", one)}
+    assert one_threaded(4) == {("colocated", one), ("separate", one)}
+    assert not [layout for layout in local_layouts(config, 2) if layout.shape and layout.shape.threads]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, "plain", "separate"),
+        Layout(1, "sync", "colocated", TENSOR),
+        Layout(1, "branches", "separate", Shape()),
+        Layout(2, "sync", "colocated", Shape(threads=1)),
+        Layout(2, "sync", "colocated", Shape("layer", 2, 2, "tensor")),
+        Layout(2, "sync", "colocated", Shape("layer", 2, 2, "replicated", (1, 2, 1, 1))),
+    ],
+    ids=Layout.describe,
+)
+def test_the_line_to_paste_is_the_layout_that_was_planned(layout: Layout, tiny_checkpoint):
+    pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
+    pasted = load_config([*layout.overrides(4), *pair[: 2 if layout.shape else 1]])
+    planned = layout.configure(load_config(["job=plan", *pair]), 4)
+    assert pasted.target == planned.target and pasted.pipeline == planned.pipeline
+    assert pasted.drafter == planned.drafter
+    if layout.shape:
+        assert pasted.placement == planned.placement
+
+
+def test_a_model_is_only_split_where_it_can_be(tiny_checkpoint):
+    pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama')}"]
+    layouts = local_layouts(load_config(["job=plan", "job.target_ranks=[1,2,3]", *pair]), 4)
+    assert {layout.target_ranks for layout in layouts} == {1, 2}, "four heads are no multiple of three"
+    assert {layout.shape.parallel for layout in layouts if layout.shape} >= {"single", "tensor"}
+    assert simplest(layouts) == Layout(1, "sync", "separate", Shape())
+    assert not [one for one in layouts if one.shape and one.shape.parallel == "layer"], "two layers are too few"
+    deep = [pair[0], f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=6)}"]
+    assert layer_shapes(deep, 2) == {
+        Shape("layer", 2, 2, "replicated", (1, 2, 2, 1)),
+        Shape("layer", 2, 2, "tensor", (1, 2, 2, 1)),
+    }
+    narrow = local_layouts(load_config(["job=plan", "job.parallels=[single]", "job.pipelines=[sync]", *pair]), 1)
+    assert simplest(narrow) == Layout(1, "sync", "colocated", Shape()) and len(narrow) == 2

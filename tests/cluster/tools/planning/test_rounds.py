@@ -1,0 +1,207 @@
+"""Roles played along known text do what the engine would have them do; ranks meet, and failures come back."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from actors.options import ModelDrafterConfig
+from actors.protocol.messages import SamplingParams
+from actors.worker import openmp
+from actors.worker.factory import build_role
+from cluster.config.schema import ClusterConfig, ClusterName
+from cluster.engine import Engine
+from cluster.placement.ranks import Devices, lay_out
+from cluster.runtime.specs import rank_spec
+from cluster.tools.planning.config import PlanConfig
+from cluster.tools.planning.fidelity import Calibrating, measure_acceptance
+from cluster.tools.planning.layouts import Layout, Shape
+from cluster.tools.planning.measuring import Measurer, derive_costs, parts_of, subjects, time_collectives
+from cluster.tools.planning.prediction import Workload, predict
+from cluster.tools.planning.ranks import Crew, run_crews
+from cluster.tools.planning.recording import record
+from cluster.tools.planning.rounds import Script, Stage, Text, play_drafts, play_verdicts
+from parallel.comm.group import SINGLE
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import Decoder
+
+SAMPLING = SamplingParams(max_tokens=48, ignore_eos=True)
+LENGTH = 4
+
+
+@pytest.fixture
+def pair(tiny_launch, half_agreeing_drafter, one_free_thread):
+    """A target, a drafter that is right about half of the time, and what the target writes."""
+    drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=LENGTH, device="cpu")
+    config = tiny_launch(PlanConfig(draft_lengths=[1, LENGTH], seconds=0.1), drafter=drafter)
+    with Engine(config) as engine:
+        prompts = [engine.tokenizer.encode(text).ids for text in ("Name a bird.", "Write of a bird.")]
+        answers = engine.generate(prompts, SAMPLING)
+        texts = tuple(Text((*p, *a.token_ids), len(p)) for p, a in zip(prompts, answers, strict=True))
+        counters = engine.report().counters
+    return config, texts, counters
+
+
+def role_of(config, name: str):
+    (place,) = [place for place in lay_out(config, Devices((0, 1))) if place.role == name]
+    return build_role(rank_spec(config, place, "", "", ()), SINGLE)[0]
+
+
+def engine_length(counters) -> float:
+    return 1 + counters["num_accepted_tokens"] / counters["num_spec_steps"]
+
+
+def script(texts, batch: int = 1, seconds: float = 0.0) -> Script:
+    return Script(texts, SAMPLING, batch, (LENGTH,), seconds)
+
+
+def test_drafts_are_accepted_as_often_as_in_the_engine(pair):
+    config, texts, counters = pair
+    played = play_drafts(role_of(config, "draft"), script(texts), Stage())
+    assert played.num_rounds > 20 and played.drafted[0] == played.num_rounds
+    measured = [kept / offered for kept, offered in zip(played.accepted, played.drafted, strict=True)]
+    engine = [
+        kept / offered
+        for kept, offered in zip(counters["num_accepted_per_pos"], counters["num_drafted_per_pos"], strict=True)
+    ]
+    assert measured == pytest.approx(engine, abs=0.15) and 0.05 < measured[0] < 0.98
+    assert {one.rows for one in played.passes} == {1, 2}, "one token, or two behind a draft that was all right"
+    assert len(played.passes) == LENGTH * played.num_rounds and all(one.seconds > 0 for one in played.passes)
+
+
+def test_a_drafter_ahead_works_between_its_rounds(pair):
+    config, texts, _ = pair
+    ahead = Layout(1, "branches", "separate", Shape()).configure(config, LENGTH)
+    played = play_drafts(role_of(ahead, "draft"), script(texts), Stage(), work_steps=3)
+    assert max(one.rows for one in played.passes) > 2 and played.accepted[0] > 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_target_is_shown_drafts_of_every_length(pair, batch: int):
+    config, texts, _ = pair
+    role, verdicts = role_of(config, "target"), []
+    answer = role.answer
+
+    def overheard(record):
+        for given in answer(record):
+            verdicts.extend(
+                (len(verdict.path), item.proposal.tree.num_draft_tokens)
+                for verdict, item in zip(given.verdicts, record.items, strict=True)
+                if item.proposal
+            )
+            yield given
+
+    role.answer = overheard
+    played = play_verdicts(role, replace(script(texts, batch), lengths=(1, LENGTH)), Stage())
+    assert {one.rows for one in played.passes} == {batch, 2 * batch, (LENGTH + 1) * batch}
+    assert verdicts and all(accepted == drafted for accepted, drafted in verdicts), "they were the target's own words"
+
+
+def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
+    config, texts, counters = pair
+    measurer = Measurer(config, texts, SAMPLING)
+    todo = subjects([Layout(1, "sync", "colocated", Shape())], config, Devices((0, 1)))
+    assert len(todo) == 1 and todo[0].draft and not todo[0].overlaps
+    acceptance, accepted = measure_acceptance(config.drafter, [1, 1], Calibrating(), texts, SAMPLING)
+    assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
+    measured = measurer.measure(todo[0])
+    rounds = [one.num_rounds for one in (measured.target.watched, measured.draft.watched)]
+    assert min(rounds) > 0 and max(rounds) - min(rounds) <= 1, "also watched they take turns"
+    for part, one in zip(parts_of([measured]), (measured.target, measured.draft), strict=True):
+        assert {"attention", "mlp", "rest"} <= set(part["parts_ms"]) and min(part["parts_ms"].values()) > 0
+        assert sum(part["parts_ms"].values()) == pytest.approx(part["watched_ms"]), "a pass and nothing else"
+        assert one.watched.blocks["attention"] == one.watched.blocks["mlp"] == 2 * len(one.watched.passes)
+        assert part["collective_ms"] == {}, "one rank"
+    costs = derive_costs([measured], 2, 1e-4, {(): acceptance})
+    assert costs.acceptance == acceptance and costs.of_drafter(Shape(), 1, 2, beside=False) is not None
+    assert [cost.cores for cost in costs.target] == [2] and costs.link_s == 1e-4
+    transcript = record(config.drafter, "cpu", texts, SAMPLING, ())
+    assert len(transcript.tokens) == 2 * SAMPLING.max_tokens
+    found = predict(Layout(1, "sync", "colocated", Shape()), LENGTH, costs, Workload(config.drafter, 1, transcript))
+    assert found.tokens_per_round == pytest.approx(engine_length(counters), rel=0.15)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def time_on_ranks(spec, group, meeting):
+    runner = SimpleNamespace(decoder=Decoder(DecoderConfig.from_hf(Path(spec.target.path)), group))
+    return time_collectives(group, runner, 3)
+
+
+def test_collectives_are_timed_on_the_group_itself(tiny_launch, one_free_thread):
+    (found, *_) = run_crews(crews(tiny_launch(PlanConfig()), time_on_ranks), ())
+    assert set(found) == {"all_gather", "all_reduce"} and min(found.values()) > 0
+
+
+def add_ranks(spec, group, meeting):
+    meeting.start()
+    return group.all_reduce(torch.tensor([float(spec.rank + 1)])).item(), spec.role
+
+
+def fail_on_rank_one(spec, group, meeting):
+    if spec.rank == 1:
+        raise ValueError("drafter.path: cannot be split; lower drafter.ranks")
+    meeting.start()
+
+
+def crews(config, work) -> list[Crew]:
+    layout = Layout(2, "branches", "separate", Shape("tensor", 2))
+    config = replace(config, cluster=replace(config.cluster, oversubscribe=True))
+    places = lay_out(layout.configure(config, 1), Devices((0, 1)))
+    return [Crew(config, tuple(place for place in places if place.role == role), work) for role in ("target", "draft")]
+
+
+def test_ranks_of_both_roles_meet_in_groups_of_their_own(tiny_launch, one_free_thread):
+    assert run_crews(crews(tiny_launch(PlanConfig()), add_ranks), ()) == [(3.0, "target"), (3.0, "draft")]
+
+
+def count_turns(spec, group, meeting):
+    times = []
+    for turns in meeting.acts:
+        meeting.start()
+        taken = []
+        while turns.take(spec.role, time.monotonic() if len(taken) == 3 else math.inf):
+            taken.append(time.monotonic())
+            turns.give(spec.role)
+        times.append(taken)
+    return times
+
+
+def test_two_leads_take_turns(tiny_launch, one_free_thread):
+    config = tiny_launch(PlanConfig())
+    places = lay_out(config, Devices((0, 1)))
+    alternating = [Crew(config, (place,), count_turns) for place in places]
+    for first, second in zip(*run_crews(alternating, (), in_turn=True), strict=True):
+        assert len(first) == len(second) == 3
+        assert sorted(first + second) == [at for pair in zip(first, second, strict=True) for at in pair]
+
+
+def test_the_rank_that_failed_says_why(tiny_launch, one_free_thread):
+    with pytest.raises(ValueError, match="^drafter.path: cannot be split"):
+        run_crews(crews(tiny_launch(PlanConfig()), fail_on_rank_one), ())
+
+
+def test_ranks_may_be_processes(tiny_launch):
+    config = tiny_launch(PlanConfig(), cluster=ClusterConfig(ClusterName.local))
+    target, _ = crews(config, add_ranks_and_tell)
+    assert run_crews([target], ()) == [(3.0, openmp.waiting(shared=target.places[0].share < 1))]
+    alone = [place for place in lay_out(config, Devices((0, 1))) if place.role == "target"]
+    with pytest.raises(RuntimeError, match="died while it measured"):
+        run_crews([Crew(config, tuple(alone), partial(leave, 3))], ())
+
+
+def add_ranks_and_tell(spec, group, meeting):
+    return add_ranks(spec, group, meeting)[0], openmp.in_effect()
+
+
+def leave(code, spec, group, meeting):
+    os._exit(code)

@@ -1,0 +1,89 @@
+"""Adaptive control on the virtual clock: it comes close to the best fixed length, and the guard bounds what is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.options import ModelDrafterConfig
+from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned
+
+LONGEST = 8
+CASES = {  # acceptance, draft pass, target pass, what each row of a pass adds, requests
+    "easy": (0.9, 1.5e-3, 10e-3, 0.0, 1),
+    "hard": (0.3, 1.5e-3, 10e-3, 0.0, 1),
+    "batch": (0.8, 1.5e-3, 10e-3, 0.5e-3, 6),
+}
+HOPELESS = {
+    "dear drafts": (0.1, 9e-3, 10e-3, 0.0, 1),
+    "dear rows": (0.4, 1.5e-3, 10e-3, 1.5e-3, 6),
+}
+
+
+def scenario(pipeline, case, tokens_of_one=1000) -> Scenario:
+    acceptance, draft_s, verify_s, row_s, requests = case
+    return Scenario(
+        pipeline,
+        PassCost(((1, verify_s), (100, verify_s + 99 * row_s))),
+        PassCost(((1, draft_s), (100, draft_s + 10 * row_s))),
+        ModelDrafterConfig(num_draft_tokens=LONGEST, fan_out=4, ahead_width=8),
+        Language((acceptance,), power_law(0.8)),
+        num_requests=requests,
+        max_tokens=tokens_of_one if requests == 1 else 500,
+        target_link_s=5e-5,
+        draft_link_s=5e-5,
+    )
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
+    """Probes, learning and all: within 7 % of a length that was tuned on the very same text of a few hundred rounds."""
+    fixed = scenario(pipeline, CASES[case])
+    best_length, best = tuned(fixed, (1, 2, 3, 5, 8))
+    result = simulate(replace(fixed, adaptive=True))
+    assert result.tokens_per_s > 0.93 * best.tokens_per_s, f"best was {best_length}"
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "pearl", "branches", "tree", "pingpong"])
+@pytest.mark.parametrize("case", HOPELESS)
+def test_speculation_that_does_not_pay_costs_next_to_nothing(pipeline, case):
+    fixed = scenario(pipeline, HOPELESS[case])
+    plain = simulate(replace(fixed, pipeline="plain"))
+    result = simulate(replace(fixed, adaptive=True))
+    assert simulate(fixed).tokens_per_s < 0.93 * plain.tokens_per_s, "the case is not hopeless"
+    assert result.tokens_per_s > 0.97 * plain.tokens_per_s
+    modes = result.counters["seconds_by_mode"]
+    assert modes["rest"] > 0.8 * sum(modes.values())
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches", "pingpong"])
+@pytest.mark.parametrize("link_s", [20e-3, 50e-3, 200e-3])
+def test_a_drafter_far_away_costs_next_to_nothing(pipeline, link_s):
+    """An exchange takes four passes or more; the first drafts, probes and trials included."""
+    far = replace(scenario(pipeline, (0.8, 1.5e-3, 10e-3, 0.0, 1), 500), draft_link_s=link_s, adaptive=True)
+    assert simulate(far).tokens_per_s > 0.93 * simulate(replace(far, pipeline="plain")).tokens_per_s
+
+
+def test_a_drafter_at_some_distance_is_waited_for():
+    """Where an exchange takes as long as a pass, waiting pays by far."""
+    near = replace(scenario("branches", (0.8, 1.5e-3, 10e-3, 0.0, 1), 500), draft_link_s=5e-3, adaptive=True)
+    assert simulate(near).tokens_per_s > 1.6 * simulate(replace(near, pipeline="plain")).tokens_per_s
+
+
+def test_a_text_that_becomes_easy_is_speculated_for_again():
+    """The first requests are hopeless, the later ones easy; one control sees both."""
+    hard = replace(scenario("sync", (0.05, 1.5e-3, 10e-3, 0.2e-3, 1)), adaptive=True)
+    easy = replace(hard, language=Language((0.9,), power_law(0.8)), max_tokens=1500)
+    control = hard.make_control()
+    simulate(hard, control=control)
+    result = simulate(easy, control=control)
+    assert result.tokens_per_s > 1.3 * simulate(replace(easy, pipeline="plain")).tokens_per_s
+    assert result.counters["num_by_mode"]["trial"] >= 1
+
+
+def test_the_shortest_draft_is_kept():
+    bounded = replace(scenario("sync", HOPELESS["dear drafts"]), adaptive=True, min_draft_tokens=2)
+    lengths = simulate(bounded).counters["orders_by_length"]
+    assert lengths[0] == 0 and lengths[1] <= 1 < lengths[2], "only the end of a request may be too near for two"

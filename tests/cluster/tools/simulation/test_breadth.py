@@ -1,0 +1,42 @@
+"""The width of draft-ahead that is chosen comes close to the best fixed one, whatever a row costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.options import ModelDrafterConfig
+from cluster.tools.simulation.costs import PassCost
+from cluster.tools.simulation.language import Language, power_law
+from cluster.tools.simulation.simulator import Scenario, simulate
+
+
+def scenario(pipeline: str, num_requests: int, row_share: float) -> Scenario:
+    draft_s = 1.2e-3
+    return Scenario(
+        pipeline,
+        PassCost.flat(10e-3),
+        PassCost(((1, draft_s), (101, draft_s * (1 + 100 * row_share)))),
+        ModelDrafterConfig(num_draft_tokens=5, fan_out=6, ahead_width=16),
+        Language((0.75,), power_law(0.8)),
+        num_requests=num_requests,
+        max_tokens=800 if num_requests == 1 else 200,
+        target_link_s=5e-5,
+        draft_link_s=5e-5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_requests", "row_share", "candidates"),
+    [("branches", 1, 0.1, (2, 4, 8)), ("branches", 8, 0.0, (16,)), ("tree", 8, 0.3, (1, 2))],
+)
+def test_the_chosen_width_is_nearly_the_best(pipeline, num_requests, row_share, candidates):
+    free = scenario(pipeline, num_requests, row_share)
+    fixed = [replace(free.drafter, ahead_width=width * num_requests) for width in candidates]
+    best = max(simulate(replace(free, drafter=drafter)).tokens_per_s for drafter in fixed)
+    # drafts no shorter than five tokens, so that only the width is chosen
+    chosen = simulate(replace(free, adaptive=True, min_draft_tokens=5)).tokens_per_s
+    assert chosen > 0.93 * best
+    widest = simulate(replace(free, drafter=replace(free.drafter, ahead_width=16 * num_requests))).tokens_per_s
+    assert chosen > 1.05 * widest or not row_share, "where rows cost, it is not simply the widest"

@@ -1,0 +1,135 @@
+"""The `train` job, small: loss falls, checkpoints load, stages need one another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.jobs import train
+from cluster.tools.training import stages
+from cluster.tools.training.config import TrainConfig
+from cluster.tools.training.corpus import Corpus, Source
+
+SMALL = TrainConfig(
+    compile=False,
+    threads=1,
+    vocab_size=320,
+    test_megabytes=0.0,
+    held_out_tokens=256,
+    batch_tokens=128,
+    sequence_length=64,
+    short_sequence_length=32,
+    target_minutes=5.0,
+    target_steps=8,
+    drafter_minutes=5.0,
+    drafter_steps=8,
+    warmup_steps=2,
+    lesson_tokens=512,
+    continuation_prompts=4,
+    continuation_length=64,
+    continuation_batch=4,
+    num_prompts=2,
+    num_prompt_tokens=8,
+    max_draft_tokens=5,
+    log_steps=1,
+)
+
+FUNCTION = '''def combine_{n}(first, second):
+    """Return the sum of both arguments, which must be numbers of the same kind.
+
+    Raises TypeError when they are not.
+    """
+    total = first + second
+    return total
+
+
+'''
+
+
+@pytest.fixture(scope="module")
+def tiny_corpus() -> Corpus:
+    """Four training sources of a few functions each, and two held-out ones."""
+    texts = ["".join(FUNCTION.format(n=4 * file + n) for n in range(4)) for file in range(6)]
+    sources = [Source(f"module_{n}.py", text) for n, text in enumerate(texts)]
+    return Corpus(tuple(sources[:4]), tuple(sources[4:]))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of one complete small run."""
+    run_dir = tmp_path_factory.mktemp("run") / "fresh"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "load_corpus", lambda seed, test_megabytes: tiny_corpus)
+        threads = torch.get_num_threads()
+        train.run(SMALL, run_dir)
+        torch.set_num_threads(threads)
+    return run_dir
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_loss_falls(finished: Path, role: str):
+    lines = [json.loads(line) for line in (finished / "work" / role / "loss.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["tokens"] == 8 * 128
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_checkpoints_load(finished: Path, role: str):
+    model = AutoModelForCausalLM.from_pretrained(finished / role)
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == 0
+    assert AutoTokenizer.from_pretrained(finished / role).vocab_size == 320
+
+
+def test_report_says_what_was_done(finished: Path):
+    report = json.loads((finished / "report.json").read_text())
+    assert report["training"]["target"]["steps"] == 8
+    assert report["num_prompts"] == 2
+    assert list(report["acceptance_length"]) == ["1", "2", "3", "4", "5"]
+    assert 1.0 <= report["acceptance_length"]["5"] <= 6.0
+    assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert report["corpus_sha256"] in (finished / "README.md").read_text()
+
+
+def test_same_seed_and_steps_give_the_same_weights(tiny_corpus: Corpus, tmp_path: Path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for attempt in ("first", "second"):
+        place = stages.Workplace(replace(SMALL, target_steps=2), tiny_corpus, tmp_path / attempt, tmp_path / "work")
+        stages.make_tokenizer(place)
+        stages.make_target(place)
+    torch.set_num_threads(threads)
+    first, second = (tmp_path / attempt / "target/model.safetensors" for attempt in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_stages_run_one_by_one_from_named_folders(finished: Path, tiny_corpus: Corpus, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(train, "load_corpus", lambda seed, test_megabytes: tiny_corpus)
+    config = replace(SMALL, stages=["continuations"], out=str(finished), work=str(tmp_path / "work"))
+    outcome = train.run(config, tmp_path / "unused")
+    assert outcome == {"continuation_tokens": 4 * 64}
+    assert torch.load(tmp_path / "work" / "continuations.pt").shape == (4 * 64,)
+    assert not (tmp_path / "unused").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "missing"), [("target", "tokenizer"), ("continuations", "tokenizer"), ("drafter", "continuations")]
+)
+def test_a_stage_without_its_predecessor_is_an_error(
+    tiny_corpus: Corpus, tmp_path: Path, monkeypatch, stage: str, missing: str
+):
+    monkeypatch.setattr(train, "load_corpus", lambda seed, test_megabytes: tiny_corpus)
+    with pytest.raises(FileNotFoundError, match=missing):
+        train.run(replace(SMALL, stages=[stage]), tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"stages": ["target", "magic"]}, {"stages": []}, {"max_draft_tokens": 4}])
+def test_wrong_settings_are_named(wrong: dict, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"job.{next(iter(wrong))}"):
+        train.run(replace(SMALL, **wrong), tmp_path)

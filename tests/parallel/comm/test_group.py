@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+
+from parallel.comm.group import SINGLE, PeerLost
+from parallel.comm.rendezvous import connect_store, host_store, join
+
+
+def collectives(group):
+    """One result per operation, each depending on every rank."""
+    own = torch.arange(6, dtype=torch.float32).view(2, 3) + 10 * group.rank
+    summed = group.all_reduce(own.clone())
+    columns = group.all_gather(own)
+    rows = group.all_gather(own[:, ::2], dim=0)  # not contiguous
+    last = group.broadcast(own.clone(), src=group.size - 1)
+    return summed, columns, rows, last
+
+
+def check_collectives(results):
+    size = len(results)
+    owns = [torch.arange(6, dtype=torch.float32).view(2, 3) + 10 * rank for rank in range(size)]
+    for summed, columns, rows, last in results:
+        assert torch.equal(summed, sum(owns))
+        assert torch.equal(columns, torch.cat(owns, 1))
+        assert torch.equal(rows, torch.cat([own[:, ::2] for own in owns], 0))
+        assert torch.equal(last, owns[-1])
+
+
+def test_a_group_of_one_is_the_identity():
+    tensor = torch.ones(2)
+    assert SINGLE.all_reduce(tensor) is tensor and SINGLE.all_gather(tensor) is tensor
+    assert SINGLE.broadcast(tensor) is tensor
+    assert join(None, "alone", 0, 0, 1) is SINGLE
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_between_threads(on_ranks, size):
+    check_collectives(on_ranks(size, collectives))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_collectives_of_other_types(on_ranks, dtype):
+    for summed in on_ranks(2, lambda group: group.all_reduce(torch.full((3,), group.rank + 1, dtype=dtype))):
+        assert summed.tolist() == [3, 3, 3] and summed.dtype == dtype
+
+
+def test_the_sum_has_the_same_bits_on_every_rank_and_in_every_run(on_ranks):
+    torch.manual_seed(0)
+    terms = torch.randn(3, 1000)
+    runs = [on_ranks(3, lambda group: group.all_reduce(terms[group.rank].clone())) for _ in range(2)]
+    for summed in [tensor for run in runs for tensor in run]:
+        assert torch.equal(summed, terms[0] + terms[1] + terms[2])
+
+
+def _process_main(port, rank, size, results):
+    group = join(connect_store("127.0.0.1", port), "processes", 0, rank, size, timeout_s=30)
+    results.put((rank, [tensor.tolist() for tensor in collectives(group)]))
+    group.close()
+
+
+def test_collectives_between_processes():
+    store = host_store()
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    processes = [spawn.Process(target=_process_main, args=(store.port, rank, 2, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    answers = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(timeout=30)
+    check_collectives([[torch.tensor(tensor) for tensor in answers[rank]] for rank in range(2)])
+
+
+def test_a_closed_peer_is_an_error_at_once_and_the_next_epoch_works():
+    store = host_store()
+    errors, sums = [], []
+
+    def rank_main(rank):
+        own_store = connect_store("127.0.0.1", store.port)
+        group = join(own_store, "tp", 0, rank, 2, timeout_s=20)
+        if rank == 1:
+            group.close()
+        try:
+            group.all_reduce(torch.ones(1))
+        except PeerLost as error:
+            errors.append(error)
+        group.close()
+        group = join(own_store, "tp", 1, rank, 2, timeout_s=20)
+        sums.append(group.all_reduce(torch.ones(1)).item())
+        group.close()
+
+    started = time.monotonic()
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2 and sums == [2, 2]
+    assert time.monotonic() - started < 10, "a closed group was noticed only by its time-out"
+
+
+def test_a_rank_that_never_comes_is_named():
+    store = host_store()
+    with pytest.raises(PeerLost, match=r"group 'tp' of epoch 3: rank 0 could not meet all 2 ranks in 0.2 s"):
+        join(connect_store("127.0.0.1", store.port), "tp", 3, 0, 2, timeout_s=0.2)

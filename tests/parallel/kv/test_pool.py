@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from parallel.kv.pool import KVPool
+
+SLOTS = 48
+
+
+def make_pool(num_slots: int = SLOTS) -> KVPool:
+    return KVPool(num_layers=1, num_slots=num_slots, num_kv_heads=1, head_dim=1)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against a model that is two lists of row names per sequence; names live in the slots' keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool()
+        self.committed: dict[int, list[int]] = {}
+        self.pending: dict[int, list[int]] = {}
+        self.names = iter(range(1, 10**6))
+
+    @rule(seq_id=st.integers(0, 4))
+    def open_or_close(self, seq_id):
+        if seq_id in self.pool:
+            self.pool.close(seq_id)
+            del self.committed[seq_id], self.pending[seq_id]
+        else:
+            self.pool.open(seq_id)
+            self.committed[seq_id], self.pending[seq_id] = [], []
+
+    def pick(self, data):
+        return data.draw(st.sampled_from(sorted(self.committed)))
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data(), num_rows=st.integers(1, 20))
+    def reserve(self, data, num_rows):
+        seq_id = self.pick(data)
+        owned = sum(map(len, [*self.committed.values(), *self.pending.values()]))
+        assert self.pool.can_reserve(num_rows) == (num_rows <= SLOTS - owned)
+        if not self.pool.can_reserve(num_rows):
+            return
+        slots = self.pool.reserve(seq_id, num_rows)
+        assert len(slots) == num_rows
+        for slot in slots.tolist():
+            name = next(self.names)
+            self.pool.keys[0, slot] = name
+            self.pending[seq_id].append(name)
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data())
+    def commit(self, data):
+        seq_id = self.pick(data)
+        rows = self.pending[seq_id]
+        order = data.draw(st.permutations(range(len(rows))))
+        cut = sorted(data.draw(st.tuples(*[st.integers(0, len(rows))] * 2)))
+        keep, retain = sorted(order[: cut[0]]), sorted(order[cut[0] : cut[1]])
+        self.pool.commit(seq_id, keep, retain)
+        self.committed[seq_id] += [rows[i] for i in keep]
+        self.pending[seq_id] = [rows[i] for i in retain]
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data())
+    def drop_pending(self, data):
+        seq_id = self.pick(data)
+        self.pool.drop_pending(seq_id)
+        self.pending[seq_id] = []
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data())
+    def truncate(self, data):
+        seq_id = self.pick(data)
+        length = data.draw(st.integers(0, len(self.committed[seq_id])))
+        self.pool.truncate(seq_id, length)
+        del self.committed[seq_id][length:]
+        self.pending[seq_id] = []
+
+    @invariant()
+    def rows_are_where_the_tables_say(self):
+        self.pool.check()
+        for seq_id, committed in self.committed.items():
+            slots = self.pool.slots(seq_id)
+            names = self.pool.keys[0, slots.tolist(), 0, 0].tolist()
+            assert names == committed + self.pending[seq_id]
+            assert self.pool.cached_len(seq_id) == len(committed)
+            assert self.pool.pending_len(seq_id) == len(self.pending[seq_id])
+            run = self.pool.run(seq_id)
+            assert run is None or list(run) == slots.tolist()
+            assert run is not None or list(range(slots[0], slots[0] + len(slots))) != slots.tolist()
+        assert self.pool.keys[0, self.pool.scratch_slot].item() == 0
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def test_a_cut_chain_stays_one_run():
+    pool = make_pool()
+    pool.open("a")
+    pool.reserve("a", 10)
+    pool.commit("a", range(10))
+    for accepted in (3, 0, 5, 1):
+        pool.reserve("a", 6)
+        pool.commit("a", range(accepted))
+    assert pool.run("a") is not None and pool.cached_len("a") == 19
+
+
+def test_neighbours_have_room_to_grow():
+    pool = make_pool(400)
+    for seq_id in range(4):
+        pool.open(seq_id)
+        pool.reserve(seq_id, 10)
+    for _ in range(40):
+        for seq_id in range(4):
+            pool.reserve(seq_id, 1)
+    assert all(pool.run(seq_id) is not None for seq_id in range(4))
+    pool.check()
+
+
+def test_a_tree_path_breaks_the_run_and_truncation_restores_it():
+    pool = make_pool()
+    pool.open("a")
+    pool.reserve("a", 4)
+    pool.commit("a", range(4))
+    first = pool.reserve("a", 5)[0]
+    pool.commit("a", [0, 3])
+    assert pool.run("a") is None and pool.slots("a")[4:].tolist() == [first, first + 3]
+    pool.truncate("a", 5)
+    assert pool.run("a") == range(first - 4, first + 1)
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda pool: pool._free.__setitem__(3, 1),  # free and owned
+        lambda pool: setattr(pool, "num_free", pool.num_free + 1),
+        lambda pool: pool._tables["a"].slots.__setitem__(1, 7),  # owned twice, and no run
+        lambda pool: setattr(pool._tables["a"], "run_len", 4),
+        lambda pool: setattr(pool._tables["a"], "cached_len", 99),
+    ],
+)
+def test_check_finds_a_corrupted_pool(corrupt):
+    pool = make_pool()
+    pool.open("a")
+    pool.reserve("a", 8)
+    pool.check()
+    corrupt(pool)
+    with pytest.raises(AssertionError):
+        pool.check()
+
+
+def test_misuse_is_an_assertion():
+    pool = make_pool()
+    pool.open("a")
+    with pytest.raises(AssertionError):
+        pool.open("a")
+    with pytest.raises(AssertionError):
+        pool.reserve("a", SLOTS + 1)
+    pool.reserve("a", 3)
+    with pytest.raises(AssertionError):
+        pool.commit("a", [1, 1])
+    with pytest.raises(AssertionError):
+        pool.truncate("a", 2)

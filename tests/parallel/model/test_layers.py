@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel.comm.group import SINGLE
+from parallel.model.layers.embedding import VocabTable
+from parallel.model.layers.linear import ColumnLinear, Part, RowLinear, even_rows
+from parallel.model.layers.norm import RMSNorm
+from parallel.model.layers.weight import Layer, Weight, packs
+
+PLAIN = {"dtype": torch.float32, "device": "cpu"}
+
+
+def filled(outputs, inputs, dtype=torch.float32):
+    weight = Weight(outputs, inputs, dtype=dtype, device="cpu")
+    weight.plain.normal_()
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (97, 33), (5, 7), (1792, 384)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_packed_weight_is_the_same_weight(shape, with_bias):
+    weight, bias = filled(*shape), torch.randn(shape[0]) if with_bias else None
+    plain = weight.plain
+    weight.pack()
+    assert weight.plain is None or not packs("cpu", torch.float32)
+    for num_rows in (1, 2, 3, 4, 5, 70):
+        x = torch.randn(num_rows, shape[1])
+        torch.testing.assert_close(weight.multiply(x, bias), F.linear(x, plain, bias), atol=1e-3, rtol=0)
+
+
+def test_only_float32_on_cpu_is_packed():
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = filled(8, 8, dtype)
+        plain = weight.plain
+        weight.pack()
+        assert not packs("cpu", dtype) and weight.plain is plain
+    assert not packs("cuda", torch.float32)
+
+
+def test_bytes_count_shared_weights_once():
+    class Twice(Layer):
+        def __init__(self):
+            self.first = filled(4, 4)
+            self.list = [self.first, RMSNorm(8, 1e-5, **PLAIN)]
+
+    assert Twice().nbytes() == 4 * (16 + 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_is_transformers_norm(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = RMSNorm(48, 1e-5, dtype=dtype, device="cpu")
+    norm.weight.normal_()
+    reference = LlamaRMSNorm(48, 1e-5).to(dtype)
+    reference.weight.data = norm.weight
+    for scale in (1e-4, 1.0, 300.0):  # the first is where eps matters
+        x = (scale * torch.randn(5, 3, 48)).to(dtype)
+        expected = reference(x)
+        assert norm(x).dtype == dtype
+        torch.testing.assert_close(norm(x), expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_column_and_a_row_layer_share_a_product(on_ranks, pack):
+    torch.manual_seed(0)
+    up, down, up_bias, down_bias = torch.randn(24, 10), torch.randn(10, 24), torch.randn(24), torch.randn(10)
+    x = torch.randn(5, 10)
+
+    def work(group):
+        rows = even_rows(12, group)
+        column = ColumnLinear(10, [Part("a", 12, rows), Part("b", 12, rows)], bias=True, **PLAIN)
+        row = RowLinear("c", 24, 10, group, bias=True, **PLAIN)
+        for name, source in (("a.weight", up[:12]), ("b.weight", up[12:]), ("a.bias", up_bias[:12])):
+            fill(column, name, source)
+        fill(column, "b.bias", up_bias[12:])
+        first = slice(group.rank * 6, group.rank * 6 + 6)
+        # this rank's inputs of the row layer are its halves of a and of b
+        columns = torch.cat((torch.arange(24)[first], torch.arange(12, 24)[first]))
+        row.weight.plain.copy_(down[:, columns] if group.size > 1 else down)
+        if row.bias is not None:
+            row.bias.copy_(down_bias)
+        if pack:
+            column.weight.pack()
+            row.weight.pack()
+        return row(torch.relu(column(x)))
+
+    expected = F.linear(torch.relu(F.linear(x, up, up_bias)), down, down_bias)
+    for result in [*on_ranks(2, work), work(SINGLE)]:
+        torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+
+
+def fill(layer, name, source):
+    (shard,) = [shard for shard in layer.shards("p") if shard.name == f"p.{name}"]
+    assert source.shape == shard.shape
+    shard.destination.copy_(source[shard.index])
+
+
+@pytest.mark.parametrize("vocab_size", [9, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_vocabulary_of_any_size_is_shared(on_ranks, vocab_size, size):
+    torch.manual_seed(0)
+    table, hidden = torch.randn(vocab_size, 6), torch.randn(3, 6)
+    token_ids = torch.tensor([0, vocab_size - 1, vocab_size // 2])
+
+    def work(group):
+        vocab = VocabTable("v", vocab_size, 6, group, **PLAIN)
+        (shard,) = vocab.shards()
+        shard.destination.copy_(table[shard.index])
+        vocab.weight.pack(keep_plain=True)
+        return vocab.embed(token_ids), vocab.logits(hidden)
+
+    for embedded, logits in on_ranks(size, work):
+        assert torch.equal(embedded, table[token_ids]) and logits.shape == (3, vocab_size)
+        torch.testing.assert_close(logits, hidden @ table.T, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.comm.rendezvous import connect_store, host_store, nccl_group
+from parallel.kv.pass_plan import Span
+from parallel.runtime.profiling import PassClock, watch
+from parallel.runtime.runner import open_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TOKENS = list(range(30))
+
+
+def walk(path, **options):
+    """Logits of a prefill, a tree and the steps behind it, of two sequences at once."""
+    model = open_model(path, num_slots=256, **options)
+    for seq_id in "ab":
+        model.open(seq_id)
+    logits = [model.forward([Span("a", 30), Span("b", 11)], TOKENS + TOKENS[:11]).logits]
+    for seq_id, size in (("a", 30), ("b", 11)):
+        model.commit(seq_id, range(size))
+    for _ in range(3):
+        spans = [Span("a", 5, [-1, 0, 0, 1, 2], num_logits=5), Span("b", 1)]
+        logits.append(model.forward(spans, [1, 2, 3, 4, 5, 6], taps=(1,)).logits)
+        model.commit("a", [0, 2, 4])
+        model.commit("b", [0])
+    return torch.cat(logits).cpu()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "padded"])
+def test_cuda_computes_what_the_cpu_does(llama, backend):
+    expected = walk(llama.path)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    logits = walk(llama.path, device="cuda", backend=backend, graphs=False)
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    low = walk(llama.path, device="cuda", backend=backend, graphs=False, dtype=torch.bfloat16)
+    assert (low - expected).std() < 0.1 * expected.std()
+
+
+def test_a_graph_is_its_eager_twin(make_checkpoint):
+    for family, overrides in (("Llama", {}), ("Mistral", {"sliding_window": 8})):
+        path = make_checkpoint(family, **overrides).path
+        eager = walk(path, device="cuda", graphs=False)
+        torch.testing.assert_close(walk(path, device="cuda"), eager, atol=1e-3, rtol=0)
+
+
+def test_passes_of_one_bucket_share_a_graph(llama):
+    model = open_model(llama.path, device="cuda", num_slots=256)
+    model.open(0)
+    for size in (5, 7, 8, 6):
+        model.forward([Span(0, size)], TOKENS[:size])
+        model.commit(0, range(size))
+    assert len(model._passes._captured) == 1
+
+
+def test_a_captured_model_can_be_taken_apart(llama):
+    """A captured pass shows nothing of its layers; run eagerly it is the same pass."""
+    model, clock, seen = open_model(llama.path, device="cuda", num_slots=64), PassClock("cuda"), []
+    watch(model.decoder, clock)
+    for seq_id in range(3):
+        if seq_id == 2:
+            model.run_eagerly()
+        model.open(seq_id)
+        clock.take()
+        seen.append(model.forward([Span(seq_id, 5)], TOKENS[:5]).logits)
+    assert clock.spans["attention"] == clock.spans["mlp"] == model.config.num_layers
+    torch.testing.assert_close(seen[2], seen[1], atol=1e-3, rtol=0)
+
+
+def test_an_nccl_group_of_one():
+    store = host_store()
+    client = connect_store("127.0.0.1", store.port)
+    group = nccl_group(client, 0, 1, torch.device("cuda", 0), timeout_s=30)
+    tensor = torch.arange(4.0, device="cuda")
+    assert torch.equal(group.all_reduce(tensor.clone()), tensor)
+    assert torch.equal(group.all_gather(tensor), tensor)
+    assert torch.equal(group.broadcast(tensor.clone()), tensor)
+    group.close()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from parallel.kv.pass_plan import Span
+from parallel.kv.pool import KVPool
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import Decoder
+from parallel.model.layer_parallel import LayerParallelDecoder
+from parallel.model.partition import LayerLayout, default_partition
+from parallel.runtime.layer_parallel_runner import LayerParallelRunner
+from parallel.runtime.profiling import PassClock, TimedGroup, faster_mlp, fill_at_random, watch
+from parallel.runtime.runner import ModelRunner, open_model
+
+
+def test_spans_within_spans_add_up_to_the_whole():
+    clock = PassClock()
+    started = time.perf_counter()
+    clock.enter("outer")
+    time.sleep(0.01)
+    clock.enter("inner")
+    time.sleep(0.02)
+    clock.leave()
+    clock.enter("inner")
+    clock.leave()
+    clock.leave()
+    whole = time.perf_counter() - started
+    seconds = clock.take()
+    assert seconds["inner"] >= 0.02 and 0.01 <= seconds["outer"] < 0.02 + whole - 0.03
+    assert sum(seconds.values()) == pytest.approx(whole, abs=2e-3) and clock.take() == {}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "layer"])
+def test_a_watched_pass_is_the_same_pass_with_its_seconds_by_kind(llama, make_checkpoint, on_ranks, kind):
+    path = make_checkpoint("Llama", num_hidden_layers=8, initializer_range=0.15).path
+    config = DecoderConfig.from_hf(path)
+
+    def measured(group):
+        clock = PassClock()
+        if kind == "tensor":
+            runner = open_model(path, TimedGroup(group, clock), num_slots=32)
+        else:
+            layout = LayerLayout(default_partition(8, 2), 2)
+            decoder = LayerParallelDecoder(config, layout, TimedGroup(group, clock))
+            fill_at_random(decoder)
+            runner = LayerParallelRunner(decoder, KVPool(8, 32, config.num_kv_heads, config.head_dim))
+        logits = []
+        for watched in (False, True):
+            if watched:
+                watch(runner.decoder, clock)
+                clock.take()
+            runner.open(watched)
+            logits.append(runner.forward([Span(watched, 3)], [1, 2, 3], fuzzy=True).logits)
+        assert torch.equal(*logits)
+        return clock.take()
+
+    for seconds in on_ranks(2, measured):
+        assert set(seconds) == {"attention", "mlp", "communication", "rest"} and min(seconds.values()) > 0
+
+
+def test_a_decoder_filled_at_random_runs(llama):
+    config = DecoderConfig.from_hf(llama.path)
+    decoder = Decoder(config)
+    fill_at_random(decoder)
+    runner = ModelRunner(decoder, KVPool(2, 8, config.num_kv_heads, config.head_dim))
+    runner.open(0)
+    assert runner.forward([Span(0, 2)], [1, 2]).logits.isfinite().all()
+
+
+def test_all_ranks_choose_the_same_way_to_run_the_mlps(llama, on_ranks):
+    config = DecoderConfig.from_hf(llama.path)
+    chosen = on_ranks(2, lambda group: faster_mlp(config, group, "cpu", torch.float32, 1))
+    assert chosen[0] == chosen[1] and chosen[0] in ("replicated", "tensor")
+    assert faster_mlp(config, type("Five", (), {"size": 5})(), "cpu", torch.float32, 1) == "replicated"
