@@ -1,6 +1,6 @@
 """The drafter as the coordinator sees it: what it was told, what it was asked, and what it answered.
 
-Pure bookkeeping around one `Ledger`. A policy says whom to draft for and a control how long the drafts are; this file
+Pure bookkeeping around one `Outbox`. A policy says whom to draft for and a control how long the drafts are; this file
 only knows which requests can have a draft now. It never starts a target pass and never decides to wait for a draft.
 """
 
@@ -9,20 +9,28 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from actors.coordinator.outbox import Ledger
+from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import Sequence
 from actors.policy.draft_length import Control
 from actors.policy.pipelines import Pipeline
 from actors.policy.speculation_switch import Mode
-from actors.protocol.draft_tree import HypothesisTree
-from actors.protocol.messages import Commit, DraftBatch, DraftOrder, Draw, OutlookBatch, Proposal, ProposalBatch
+from actors.protocol.draft_tree import DraftTree
+from actors.protocol.messages import (
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    DraftPreviewBatch,
+    Proposal,
+    ProposalBatch,
+    SamplingKind,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """Hypotheses of the drafter as far as it told them, and how its proposals are read off: chains or trees."""
 
-    tree: HypothesisTree
+    tree: DraftTree
     is_chain: bool
 
     def behind(self, token_ids: Collection[int]) -> _Prepared | None:
@@ -35,20 +43,23 @@ class _Prepared:
     def proposal(self, sequence: Sequence, num_draft_tokens: int) -> Proposal:
         """The best one, tested as tokens that were chosen without randomness."""
         nodes = self.tree.best_chain(num_draft_tokens) if self.is_chain else self.tree.best_nodes(num_draft_tokens)
-        draws, laws = (Draw.ROOT, *[Draw.DETERMINISTIC] * len(nodes)), (None,) * (len(nodes) + 1)
+        sampling_kinds, distributions = (
+            (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * len(nodes)),
+            (None,) * (len(nodes) + 1),
+        )
         return Proposal(
             sequence.request_id,
             sequence.epoch,
             sequence.prefix_len,
             sequence.prefix_hash,
             self.tree.proposal(nodes),
-            draws,
-            laws,
+            sampling_kinds,
+            distributions,
             prepared=True,
         )
 
 
-class DraftSide:
+class DrafterSession:
     """`here` is False where no drafter role exists, or none that lives."""
 
     def __init__(self, pipeline: Pipeline, control: Control, *, here: bool, first_round: int, piece: int) -> None:
@@ -60,14 +71,14 @@ class DraftSide:
         self.heard = False  # the first answer to the outstanding orders has come, but not the last
         self.given_up = False  # the target went on without the outstanding answer
         self._pipeline = pipeline
-        self._ledger = Ledger()
+        self._outbox = Outbox()
         self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
         self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
         self._catching_up: set[int] = set()  # requests whose text is being read, with nobody waiting
         self._read_in = first_round  # round in which such a text was last told of
         self._piece = piece  # tokens of a text to read between two drafts
         self._is_reading = False  # the outstanding answer comes after such a text
-        self._outlooks: dict[int, _Prepared] = {}  # below the present prefix, whose verdict is awaited
+        self._previews: dict[int, _Prepared] = {}  # below the present prefix, whose verdict is awaited
         self._prepared: dict[int, _Prepared] = {}  # what of the last outlook lies behind the verdict
         self.num_taken = 0  # proposals of the outstanding orders that were read off outlooks
 
@@ -85,7 +96,7 @@ class DraftSide:
         """Whether to let the drafter read on in this round, if it has time: one piece at most."""
         if not self.control.weighs_waiting or self._read_in >= round_:
             return False
-        return bool(self._ledger.unfinished or self._strangers(running))
+        return bool(self._outbox.unfinished or self._strangers(running))
 
     def give_up(self) -> None:
         """The target goes on without the answer that is awaited; nobody waits for another one until it is there."""
@@ -95,8 +106,8 @@ class DraftSide:
         """Nothing that was asked will be answered; what a drafter is told next is the whole of it."""
         self.here, self._drafting = False, None
         self.heard = self.given_up = self._is_reading = False
-        self._ledger = Ledger()
-        for known in (self._answered, self._catching_up, self.ordered, self._outlooks, self._prepared):
+        self._outbox = Outbox()
+        for known in (self._answered, self._catching_up, self.ordered, self._previews, self._prepared):
             known.clear()
 
     def serves(self, sequence: Sequence) -> bool:
@@ -105,20 +116,20 @@ class DraftSide:
     def admit(self, sequence: Sequence) -> None:
         """The request is about to run. Where it would keep others waiting, the drafter is told when it has time."""
         if self.serves(sequence) and not self.control.weighs_waiting:
-            self._ledger.admit(sequence)
+            self._outbox.admit(sequence)
 
     def commit(self, record: Commit) -> None:
-        self._ledger.commit(record)
-        outlook = self._outlooks.pop(record.request_id, None)
-        if outlook is not None and (behind := outlook.behind(record.token_ids)) is not None:
+        self._outbox.commit(record)
+        preview = self._previews.pop(record.request_id, None)
+        if preview is not None and (behind := preview.behind(record.token_ids)) is not None:
             self._prepared[record.request_id] = behind
 
     def release(self, request_id: int) -> None:
         """The request ended or lost its place."""
         self.forget_draft(request_id)
         self._catching_up.discard(request_id)
-        self._outlooks.pop(request_id, None)
-        self._ledger.release(request_id)
+        self._previews.pop(request_id, None)
+        self._outbox.release(request_id)
 
     def forget_draft(self, request_id: int) -> None:
         """The prefix grew: what was drafted for the old one is of no use."""
@@ -127,13 +138,13 @@ class DraftSide:
         self._prepared.pop(request_id, None)
         self._answered.discard(request_id)
 
-    def foresee(self, batch: OutlookBatch, sequences: Mapping[int, Sequence]) -> None:
+    def receive_previews(self, batch: DraftPreviewBatch, sequences: Mapping[int, Sequence]) -> None:
         """Keep what is prepared for the verdicts that are awaited; of late ones, and of the old, nothing."""
-        for outlook in batch.outlooks:
-            sequence = sequences.get(outlook.request_id)
-            if sequence is not None and sequence.accepts(outlook):
-                tree = HypothesisTree.read(outlook.tree, outlook.values)
-                self._outlooks[outlook.request_id] = _Prepared(tree, is_chain=not outlook.values)
+        for preview in batch.previews:
+            sequence = sequences.get(preview.request_id)
+            if sequence is not None and sequence.accepts(preview):
+                tree = DraftTree.read(preview.tree, preview.values)
+                self._previews[preview.request_id] = _Prepared(tree, is_chain=not preview.values)
 
     def answers(self, batch: ProposalBatch) -> bool:
         """Whether this is what was asked; anything else is stale."""
@@ -186,9 +197,9 @@ class DraftSide:
         chosen = self._pipeline.choose(self.expecting(running, verifying), len(running))
         orders = [self._order(sequence) for sequence in chosen]
         late = [] if orders and self.control.weighs_waiting else self._enlist(running)
-        if not orders and not late and not self._ledger.has_news:
+        if not orders and not late and not self._outbox.has_news:
             return []
-        admits, commits, releases = self._ledger.flush()
+        admits, commits, releases = self._outbox.flush()
         orders += [DraftOrder(request_id, 0) for request_id in late]
         orders += [DraftOrder(admit.request_id, 0) for admit in admits if admit.request_id in sequences]
         lengths = {order.request_id: order.num_draft_tokens for order in orders if order.num_draft_tokens}
@@ -216,7 +227,7 @@ class DraftSide:
         request_id = sequence.request_id
         if not self.serves(sequence) or sequence.uncached_len != 1:
             return 0
-        if not self._ledger.knows(request_id) or request_id in self._catching_up:
+        if not self._outbox.knows(request_id) or request_id in self._catching_up:
             return 0
         return self.control.length(request_id, self._pipeline.num_draft_tokens(sequence))
 
@@ -236,12 +247,12 @@ class DraftSide:
             return []
         here = [sequence for sequence in running if self.serves(sequence)]
         strangers = self._strangers(running)
-        begun = [sequence for sequence in here if sequence.request_id in self._ledger.unfinished]
+        begun = [sequence for sequence in here if sequence.request_id in self._outbox.unfinished]
         for sequence in strangers:
             # Drafters remember what a request that comes back had said: that text is told at once.
-            self._ledger.admit(sequence, None if sequence.num_generated else self._piece)
+            self._outbox.admit(sequence, None if sequence.num_generated else self._piece)
         for sequence in begun:
-            self._ledger.go_on(sequence, self._piece)
+            self._outbox.go_on(sequence, self._piece)
         behind = here if mode is Mode.catch_up else strangers + begun
         late = [sequence.request_id for sequence in behind if sequence.request_id not in self.ordered]
         self._catching_up.update(late)
@@ -249,11 +260,11 @@ class DraftSide:
 
     def _strangers(self, running: Collection[Sequence]) -> list[Sequence]:
         return [
-            sequence for sequence in running if self.serves(sequence) and not self._ledger.knows(sequence.request_id)
+            sequence for sequence in running if self.serves(sequence) and not self._outbox.knows(sequence.request_id)
         ]
 
     def _caught_up(self) -> None:
-        unfinished = self._catching_up & self._ledger.unfinished
+        unfinished = self._catching_up & self._outbox.unfinished
         if self._catching_up and not unfinished and self.control.mode is Mode.catch_up:
             self.control.caught_up()
         self._catching_up = unfinished

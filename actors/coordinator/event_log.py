@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 
 from actors.coordinator.scheduler import Load
-from actors.coordinator.stats import Tally
+from actors.coordinator.stats import CoordinatorStats
 from actors.protocol.membership import RankLost, Ready, Stop
 from actors.protocol.messages import Abort, ReportOrder, Request, Tokens
-from actors.worker.logs import logger_of, tell
+from actors.worker.logs import log_event, logger_of
 
 PROGRESS_S = 5.0
 """Between two lines about how it goes, while there is work."""
@@ -37,18 +37,18 @@ _COUNTED = (
 )
 
 
-class Chronicle:
+class EventLog:
     """Writes under `specdec.coordinator`."""
 
     def __init__(self) -> None:
         self._logger = logger_of("coordinator")
-        self._shown: tuple[Tally, Load] | None = None
+        self._shown: tuple[CoordinatorStats, Load] | None = None
         self._seen = dict.fromkeys(_COUNTED, 0.0)
 
     def received(self, record: object) -> None:
         match record:
             case Request():
-                tell(
+                log_event(
                     self._logger,
                     "request",
                     request=record.request_id,
@@ -58,18 +58,18 @@ class Chronicle:
                     speculate=record.speculate,
                 )
             case Abort():
-                tell(self._logger, "abort", request=record.request_id)
+                log_event(self._logger, "abort", request=record.request_id)
             case ReportOrder() if record.reset:
                 self._tell_progress(_LEAST_S)
                 if record.phase:
-                    tell(self._logger, "window", phase=record.phase)
+                    log_event(self._logger, "window", phase=record.phase)
             case Ready():
-                tell(self._logger, "joined", role=record.role, rank=record.rank, rank_pid=record.facts.get("pid"))
+                log_event(self._logger, "joined", role=record.role, rank=record.rank, rank_pid=record.facts.get("pid"))
             case RankLost():
                 why = f"process {record.incarnation} of this rank has ended"
-                tell(self._logger, "lost", level=logging.ERROR, role=record.role, rank=record.rank, why=why)
+                log_event(self._logger, "lost", level=logging.ERROR, role=record.role, rank=record.rank, why=why)
             case Stop():
-                tell(self._logger, "stop", why=record.reason)
+                log_event(self._logger, "stop", why=record.reason)
 
     def sent(self, record: object) -> None:
         if not isinstance(record, Tokens) or record.finish_reason is None:
@@ -82,26 +82,26 @@ class Chronicle:
             facts["preemptions"] = record.stats.num_preemptions
         if record.error is not None:
             facts["why"] = record.error
-        tell(self._logger, "finished", **facts)
+        log_event(self._logger, "finished", **facts)
 
-    def progress(self, tally: Tally, load: Load) -> None:
+    def progress(self, stats: CoordinatorStats, load: Load) -> None:
         """How the last seconds went, once there were enough of them with work, and when their window closes."""
-        if self._shown is None or tally is not self._shown[0]:
+        if self._shown is None or stats is not self._shown[0]:
             self._seen = dict.fromkeys(_COUNTED, 0.0)
-        self._shown = tally, load
+        self._shown = stats, load
         self._tell_progress(PROGRESS_S)
 
     def _tell_progress(self, least_s: float) -> None:
         if self._shown is None:
             return
-        tally, load = self._shown
-        now = {name: getattr(tally, name) for name in _COUNTED}
+        stats, load = self._shown
+        now = {name: getattr(stats, name) for name in _COUNTED}
         since = {name: value - self._seen[name] for name, value in now.items()}
         if since["active_s"] < least_s:
             return
         self._seen = now
         facts: dict[str, object] = {
-            "phase": tally.phase or "-",
+            "phase": stats.phase or "-",
             "running": load.num_running,
             "waiting": load.num_waiting,
             "tokens_per_s": since["num_tokens"] / since["active_s"],
@@ -121,4 +121,4 @@ class Chronicle:
         for name in ("num_preemptions", "num_stale"):
             if since[name]:
                 facts[name.removeprefix("num_")] = since[name]
-        tell(self._logger, "progress", **facts)
+        log_event(self._logger, "progress", **facts)

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from actors.protocol.membership import BEAT_S, Alive, Join, Ready, Recall, Silent
+from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent
 
 REPEAT_S = 0.3
 """How soon what was not followed is said again."""
@@ -51,7 +51,7 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class Muster:
+class RoleMembership:
     """`epoch` is the one that is gathered for, or served in. Times are seconds on any one clock."""
 
     role: str
@@ -96,7 +96,7 @@ class Muster:
             rank.busy = (alive.taken, beats + 1 if alive.busy and round_before == alive.taken else 0)
         has_left = alive.waiting and alive.epoch >= self.epoch
         if self.phase is not Phase.gathering and (is_new or has_left):
-            self.scatter(now)
+            self.start_new_epoch(now)
         return True
 
     def joined(self, ready: Ready) -> None:
@@ -116,9 +116,9 @@ class Muster:
             return
         lost.last, lost.oldest, lost.at = None, incarnation + 1, now
         if self.phase is not Phase.gathering:
-            self.scatter(now)
+            self.start_new_epoch(now)
 
-    def scatter(self, now: float) -> None:
+    def start_new_epoch(self, now: float) -> None:
         """This epoch is over for all ranks."""
         self.epoch += 1
         self.phase, self._since, self._said = Phase.gathering, now, now - REPEAT_S
@@ -159,7 +159,7 @@ class Muster:
 
     def _is_stuck(self, rank: _Rank, now: float, round_limit_s: float) -> bool:
         """Whether the heart of this rank beats, and nothing else of it moves."""
-        if rank.busy[1] * BEAT_S > round_limit_s:
+        if rank.busy[1] * HEARTBEAT_S > round_limit_s:
             return True
         is_recalled_in_vain = not rank.last.waiting and rank.last.epoch > 0
         return self.phase is Phase.gathering and now - self._since > RECALL_LIMIT_S and is_recalled_in_vain

@@ -12,7 +12,7 @@ from actors.coordinator.sequence import Sequence
 from actors.protocol.messages import Admit, Commit
 
 
-class Ledger:
+class Outbox:
     """What one role still has to be told, and which requests it knows."""
 
     def __init__(self) -> None:

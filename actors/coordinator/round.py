@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from actors.coordinator.sequence import Sequence
-from actors.policy.draft_length import Offer, RoundSeen
+from actors.policy.draft_length import DraftOutcome, RoundObservation
 from actors.protocol.messages import Commit, Proposal, ProposalBatch, VerdictBatch
 
 
@@ -20,7 +20,7 @@ class Round:
     started: float
     waited_s: float = 0.0
     went_on: bool = False
-    offers: list[Offer] = field(default_factory=list)
+    offers: list[DraftOutcome] = field(default_factory=list)
     num_tokens: int = 0
     _num_rows: int = 0  # of decoding
 
@@ -31,17 +31,19 @@ class Round:
 
     def committed(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
         """One sequence left the round, for which `num_ordered` draft tokens had been asked."""
-        self.offers.append(Offer(commit.request_id, num_ordered, commit.path))
+        self.offers.append(DraftOutcome(commit.request_id, num_ordered, commit.path))
         self.num_tokens += len(commit.token_ids)
         self._num_rows += 1 + (proposal.tree.num_draft_tokens if proposal is not None else 0)
 
     def reads_prompt(self, batch: VerdictBatch) -> bool:
         return batch.num_tokens > self._num_rows
 
-    def seen(self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_willing: int) -> RoundSeen:
+    def seen(
+        self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_willing: int
+    ) -> RoundObservation:
         """The round as the control is told of it, which ends with this verdict."""
         num_running, mean_len = extent(running)
-        return RoundSeen(
+        return RoundObservation(
             now - self.started,
             batch.finished - batch.started,
             self.waited_s,

@@ -18,7 +18,7 @@ FACTOR = 20.0
 
 
 @dataclass(slots=True)
-class Pace:
+class RoundTimeout:
     """`longest_s` is the longest round so far, `most_rows` the most tokens one had to deal with."""
 
     longest_s: float = 0.0

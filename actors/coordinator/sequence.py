@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from actors.protocol.messages import (
     HASH_SEED,
     Commit,
-    Outlook,
+    DraftPreview,
     Proposal,
     Request,
     RequestStats,
@@ -79,7 +79,7 @@ class Sequence:
         """Tokens the request may still get."""
         return self.max_len - len(self.token_ids)
 
-    def accepts(self, proposal: Proposal | Outlook) -> bool:
+    def accepts(self, proposal: Proposal | DraftPreview) -> bool:
         """Whether it was made for exactly this prefix; anything else is stale."""
         return (
             proposal.epoch == self.epoch
@@ -104,7 +104,7 @@ class Sequence:
         self.prefix_hash = extend_hash(self.prefix_hash, emitted)
         return record
 
-    def news_since(self, num_generated: int) -> list[Tokens]:
+    def tokens_since(self, num_generated: int) -> list[Tokens]:
         """What a client that holds so many generated tokens has missed."""
         missed = tuple(self.token_ids[self.prompt_len + num_generated :])
         return [Tokens(self.request_id, num_generated, missed)] if missed else []

@@ -13,7 +13,7 @@ hangs, is waited for until `patience_ends`; whoever has the clock then says that
                          DraftBatch(commit, order) <------------- commit, then Tokens to the client
                          ProposalBatch ---> VerifyBatch(commit, proposal) ---> VerdictBatch ...
 
-While the target works, an `OutlookBatch` may tell what is prepared: a verdict that leads there starts the next pass.
+While the target works, an `DraftPreviewBatch` may tell what is prepared: a verdict that leads there starts the next pass.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from actors.coordinator.drafter_session import DraftSide
-from actors.coordinator.outbox import Ledger
+from actors.coordinator.drafter_session import DrafterSession
+from actors.coordinator.outbox import Outbox
 from actors.coordinator.round import Round, extent
 from actors.coordinator.scheduler import Load, PassPlan, Scheduler
 from actors.coordinator.sequence import Sequence
-from actors.coordinator.stats import Tally
+from actors.coordinator.stats import CoordinatorStats
 from actors.policy.draft_length import Control, FixedControl
 from actors.policy.draft_wait import Costs, Standing
 from actors.policy.pipelines import Pipeline
@@ -35,7 +35,7 @@ from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
-    OutlookBatch,
+    DraftPreviewBatch,
     Proposal,
     ProposalBatch,
     ReportOrder,
@@ -61,17 +61,17 @@ class Coordinator:
         now: float = 0.0,
         first_round: int = 0,
     ) -> None:
-        self.tally = Tally(since=now)
+        self.stats = CoordinatorStats(since=now)
         self._scheduler = scheduler
         self._pipeline = pipeline
         self.patience_ends: float | None = None  # when to go on without what is awaited, on the clock of `now`
         control, piece = control or FixedControl(), scheduler.limits.prefill_chunk
-        self._draft = DraftSide(pipeline, control, here=drafts, first_round=first_round, piece=piece)
+        self._draft = DrafterSession(pipeline, control, here=drafts, first_round=first_round, piece=piece)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._has_target = True
         self._lost_at: dict[str, float] = {}  # roles that have not answered anything since they were lost
         self._sequences: dict[int, Sequence] = {}
-        self._target = Ledger()
+        self._target = Outbox()
         self._costs = Costs(control.weighs_waiting, pipeline.longest_draft)
         self._verify_round = first_round  # of the last batch to the target; both sides of one round bear one number
         self._verifying: dict[int, Proposal | None] | None = None  # requests of the outstanding pass
@@ -90,7 +90,7 @@ class Coordinator:
     def settle(self, now: float) -> None:
         """Count the time up to `now` in which there was work."""
         if self._active_since is not None:
-            self.tally.active_s += now - self._active_since
+            self.stats.active_s += now - self._active_since
             self._active_since = now
 
     def last_round(self, role: str) -> int:
@@ -111,8 +111,8 @@ class Coordinator:
                 news += self._abort(record, now)
             case ProposalBatch():
                 self._take_proposals(record, now)
-            case OutlookBatch():
-                self._draft.foresee(record, self._sequences)
+            case DraftPreviewBatch():
+                self._draft.receive_previews(record, self._sequences)
                 return []
             case VerdictBatch():
                 news += self._take_verdicts(record, now)
@@ -134,7 +134,7 @@ class Coordinator:
     def _submit(self, request: Request, now: float) -> list[Any]:
         known = self._sequences.get(request.request_id)
         if known is not None and replace(request, generated=known.request.generated) == known.request:
-            return known.news_since(len(request.generated))
+            return known.tokens_since(len(request.generated))
         sequence = Sequence.start(request, self._scheduler.capacity.max_model_len)
         refusal = self._scheduler.refusal(sequence)
         if refusal is None and known is not None:
@@ -144,7 +144,7 @@ class Coordinator:
         self._sequences[request.request_id] = sequence
         sequence.arrived_at = now
         self._scheduler.add(sequence)
-        self.tally.num_prompt_tokens += sequence.prompt_len
+        self.stats.num_prompt_tokens += sequence.prompt_len
         if self._active_since is None:
             self._active_since = now
         return []
@@ -154,19 +154,19 @@ class Coordinator:
         if sequence is None:
             return []
         sequence.finish_reason = "abort"
-        self.tally.request_ended(sequence, now)
+        self.stats.request_ended(sequence, now)
         self._end(sequence)
         return [Tokens(sequence.request_id, sequence.num_generated, (), "abort", sequence.stats())]
 
     def _lose(self, role: str, now: float) -> None:
         """Nothing that was asked of this role will be answered; what it is told next is the whole of it."""
-        self.tally.num_role_losses[role] = self.tally.num_role_losses.get(role, 0) + 1
+        self.stats.num_role_losses[role] = self.stats.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
         if role == "draft":
             self._draft.lose()
             return
         self._has_target = False
-        self._target, self._verifying = Ledger(), None
+        self._target, self._verifying = Outbox(), None
         for sequence in self._scheduler.preempt_all():
             self._draft.release(sequence.request_id)
 
@@ -180,42 +180,42 @@ class Coordinator:
 
     def _resumed(self, role: str, now: float) -> None:
         if role in self._lost_at and (self._has_target if role == "target" else self._draft.here):
-            self.tally.resumed(role, now - self._lost_at.pop(role))
+            self.stats.resumed(role, now - self._lost_at.pop(role))
 
     def _take_proposals(self, batch: ProposalBatch, now: float) -> None:
         if not self._draft.answers(batch):
-            self.tally.num_stale += 1
+            self.stats.num_stale += 1
             return
         self._resumed("draft", now)
-        self.tally.drafted(batch, 0 if batch.num_missing else self._draft.num_taken)
-        self.tally.sent("order", batch.round, self._draft_sent, batch.started)
-        self.tally.sent("proposal", batch.round, batch.finished, now)
+        self.stats.drafted(batch, 0 if batch.num_missing else self._draft.num_taken)
+        self.stats.sent("order", batch.round, self._draft_sent, batch.started)
+        self.stats.sent("proposal", batch.round, batch.finished, now)
         self._draft_sent = batch.finished  # of the second part of an answer
         if self._verifying is None and self._round is not None:
             self._round.waited(batch)
         if self._draft.is_drafting:
-            self._costs.saw_answer(now - self._asked_at, rest=self._draft.heard)
+            self._costs.update_delay(now - self._asked_at, rest=self._draft.heard)
             self._asked_at = now
         mode = self._draft.control.mode
-        self.tally.num_stale += self._draft.take(batch, self._sequences)
+        self.stats.num_stale += self._draft.take(batch, self._sequences)
         if mode is not self._draft.control.mode:  # a trial begins
             self._costs.forget_delays()
 
     def _take_verdicts(self, batch: VerdictBatch, now: float) -> list[Any]:
         if self._verifying is None or batch.round != self._verify_round:
-            self.tally.num_stale += 1
+            self.stats.num_stale += 1
             return []
         self._resumed("target", now)
-        self.tally.sent("verify", batch.round, self._verify_sent, batch.started)
-        self.tally.sent("verdict", batch.round, batch.finished, now)
+        self.stats.sent("verify", batch.round, self._verify_sent, batch.started)
+        self.stats.sent("verdict", batch.round, batch.finished, now)
         offered, self._verifying = self._verifying, None
         speculated = any(proposal is not None for proposal in offered.values())
-        self.tally.judged(batch, speculated=speculated)
+        self.stats.judged(batch, speculated=speculated)
         news: list[Any] = []
         round_ = self._round or Round(now)
         for verdict in batch.verdicts:
             if verdict.request_id not in offered:  # it was aborted meanwhile
-                self.tally.num_stale += 1
+                self.stats.num_stale += 1
                 continue
             sequence, proposal = self._sequences[verdict.request_id], offered[verdict.request_id]
             position = sequence.num_generated
@@ -223,20 +223,20 @@ class Coordinator:
             round_.committed(commit, self._draft.ordered.get(sequence.request_id, 0), proposal)
             self._draft.forget_draft(sequence.request_id)
             sequence.first_token_at = now if sequence.first_token_at is None else sequence.first_token_at
-            self.tally.verified(proposal, commit)
+            self.stats.verified(proposal, commit)
             if proposal is not None and proposal.tree.num_draft_tokens:
-                self._costs.saw_acceptance(len(commit.token_ids))
+                self._costs.update_acceptance(len(commit.token_ids))
             self._target.commit(commit)
             self._draft.commit(commit)
             ended = sequence.finish_reason is not None
             if ended:
                 self._end(sequence)
-                self.tally.request_ended(sequence, now)
+                self.stats.request_ended(sequence, now)
             stats = sequence.stats() if ended else None
             news.append(Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats))
-        self._costs.saw_verify(batch.finished - batch.started, reads_prompt=round_.reads_prompt(batch))
+        self._costs.update_verify(batch.finished - batch.started, reads_prompt=round_.reads_prompt(batch))
         if speculated:
-            self.tally.round_ended(now - round_.started, batch.finished - batch.started, round_.waited_s)
+            self.stats.round_ended(now - round_.started, batch.finished - batch.started, round_.waited_s)
         if round_.offers:
             self._teach(round_, batch, now)
         self._round = Round(now) if self.num_requests else None
@@ -247,10 +247,10 @@ class Coordinator:
         running, control = self._scheduler.running, self._draft.control
         seen = round_.seen(batch, now, running, sum(self._draft.serves(sequence) for sequence in running))
         if seen.num_willing:
-            self.tally.round_seen(control.mode, seen.seconds, [offer.num_draft_tokens for offer in seen.offers])
-        control.saw(seen)
+            self.stats.round_seen(control.mode, seen.seconds, [offer.num_draft_tokens for offer in seen.offers])
+        control.update(seen)
         if control.guard is not None:
-            self.tally.guard = control.guard.findings()
+            self.stats.guard = control.guard.findings()
         for offer in seen.offers:
             if offer.request_id not in self._sequences:
                 control.forget(offer.request_id)
@@ -296,7 +296,7 @@ class Coordinator:
         for sequence in plan.preempted:
             self._target.release(sequence.request_id)
             self._draft.release(sequence.request_id)
-            self.tally.num_preemptions += 1
+            self.stats.num_preemptions += 1
         if plan.admitted:
             self._draft.control.approach(*extent(self._scheduler.running))
         for sequence in plan.admitted:
@@ -338,7 +338,7 @@ class Coordinator:
 
     def _report(self, order: ReportOrder, now: float) -> Any:
         self.settle(now)
-        report = self.tally.report(now)
+        report = self.stats.report(now)
         if order.reset:
-            self.tally = Tally(since=now, phase=order.phase)
+            self.stats = CoordinatorStats(since=now, phase=order.phase)
         return report

@@ -44,7 +44,7 @@ class RequestTimes:
 
 
 @dataclass(slots=True)
-class Tally:
+class CoordinatorStats:
     """Counters of one measuring window, from `since` on; `phase` is the window's name, empty for none."""
 
     since: float = 0.0
@@ -65,7 +65,7 @@ class Tally:
     num_stale: int = 0
     num_branch_hits: int = 0
     num_branch_lookups: int = 0
-    num_foreseen: int = 0
+    num_prefetched: int = 0
     levels: dict[str, dict[str, float]] = field(default_factory=dict)
     draft_busy_s: float = 0.0
     target_busy_s: float = 0.0
@@ -114,7 +114,7 @@ class Tally:
             self.draft_busy_s += finished - started
             self.spans.append(("draft", "glue" if glued else "ahead", started, finished, {"round": batch.round}))
         hits = num_taken + sum(proposal.prepared is True for proposal in batch.proposals)
-        self.num_foreseen += num_taken
+        self.num_prefetched += num_taken
         self.num_branch_hits += hits
         self.num_branch_lookups += num_taken + sum(proposal.prepared is not None for proposal in batch.proposals)
         for work in batch.levels:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
-from actors.drafters.cascade.child import Beneath, LevelPort, LocalLevel
+from actors.drafters.cascade.child import ChildLevel, ChildPort, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths, LengthControl
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.draft_ahead.drafter import AheadDrafter
+from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.interface import Drafter
 from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.lookup.maxgram import MaxgramDrafter
 from actors.drafters.lookup.ngram import NgramDrafter
@@ -18,8 +20,6 @@ from actors.drafters.lookup.suffix import SuffixDrafter
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.loading import open_draft_model
 from actors.options import DrafterConfig, SchedulerConfig, VerifyConfig
-from actors.protocol.draft_tree import AHEAD
-from actors.roles.draft import Drafter
 from actors.topology import CascadeDrafterConfig, LevelLengths
 from parallel.comm.group import Group
 
@@ -79,7 +79,7 @@ def build_levels(
     group: Group,
     device: str,
     eos_token_ids: Sequence[int],
-    beneath: LevelPort | None,
+    beneath: ChildPort | None,
 ) -> tuple[Drafter, dict[str, object]]:
     """These levels of a cascade in this process, over the port to the level `beneath` them, if there is one.
 
@@ -96,10 +96,10 @@ def build_levels(
             drafter, held = build_drafter(model, verify, inner, scheduler, group, device, eos_token_ids)
         else:
             runner, held = open_draft_model(model, scheduler, group, device)
-            port, below = (LocalLevel(drafter) if drafter is not None else beneath), config.levels[level - 1]
+            port, below = (LocalChild(drafter) if drafter is not None else beneath), config.levels[level - 1]
             drafter = CascadeDrafter(
                 runner,
-                Beneath(port, level_name(level - 1, below), max(most[:level])),
+                ChildLevel(port, level_name(level - 1, below), max(most[:level])),
                 level=level,
                 name=level_name(level, model),
                 rule=verify.rule,

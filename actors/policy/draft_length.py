@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from math import log2
 from typing import Protocol
 
-from actors.policy.estimators import RoundCosts, Survival, Temper
-from actors.policy.speculation_switch import Guard, Mode
+from actors.policy.estimators import RequestAcceptance, RoundCosts, Survival
+from actors.policy.speculation_switch import Mode, SpeculationSwitch
 
 FIRST_LENGTH = 4
 """Draft tokens until costs are measured, if the bounds allow."""
@@ -27,7 +27,7 @@ FIRST_RETRY, MAX_RETRY = 16, 512
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DraftOutcome:
     """Draft tokens that were ordered for a request in a round, and the nodes of its draft that were accepted.
 
     What was ordered and did not come, or not in time, counts as not accepted: it is the order that is chosen.
@@ -39,7 +39,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSeen:
+class RoundObservation:
     """A target pass over `num_sequences`, and all the time since the one before it.
 
     Of the `num_running` requests under way, `num_willing` may be speculated for.
@@ -55,7 +55,7 @@ class RoundSeen:
     mean_len: float
     num_prompt_rows: int
     """Rows of prompts that the pass read beside."""
-    offers: Series[Offer]
+    offers: Series[DraftOutcome]
     went_on: bool = False
     """Drafts had been asked for, but the pass did not wait for them."""
 
@@ -64,7 +64,7 @@ class Control(Protocol):
     """What the coordinator asks before it orders drafts, and tells after each pass."""
 
     mode: Mode
-    guard: Guard | None
+    guard: SpeculationSwitch | None
     """Who compares speculation with plain decoding under the present load, if anybody does."""
     weighs_waiting: bool
     """Whether a draft is only waited for while that costs less than it brings."""
@@ -75,7 +75,7 @@ class Control(Protocol):
     def approach(self, num_running: int, mean_len: float) -> None:
         """Requests joined: the next rounds will be of so many sequences of such a length."""
 
-    def saw(self, seen: RoundSeen) -> None:
+    def update(self, seen: RoundObservation) -> None:
         """A round ended."""
 
     def caught_up(self) -> None:
@@ -98,7 +98,7 @@ class FixedControl:
     def approach(self, num_running: int, mean_len: float) -> None:
         pass
 
-    def saw(self, seen: RoundSeen) -> None:
+    def update(self, seen: RoundObservation) -> None:
         pass
 
     def caught_up(self) -> None:
@@ -120,7 +120,7 @@ class _Pace:
 class _Load:
     """What is known of one kind of load: so many sequences of about such a length."""
 
-    guard: Guard = field(default_factory=Guard)
+    guard: SpeculationSwitch = field(default_factory=SpeculationSwitch)
     decoding: _Pace = field(default_factory=_Pace)
     reading: _Pace = field(default_factory=_Pace)
     """Of rounds that also read prompts: under steady traffic there may be no others."""
@@ -147,7 +147,7 @@ class AdaptiveControl:
         self._length = max(self._shortest, min(longest, FIRST_LENGTH))
         self._rounds = 0
         self._lengths: dict[int, int] = {}  # of the requests of a batch, where they differ from it
-        self._tempers: dict[int, Temper] = {}
+        self._request_acceptance: dict[int, RequestAcceptance] = {}
         self._retries: dict[int, _Retry] = {}
         self._read_prompt = False
 
@@ -157,7 +157,7 @@ class AdaptiveControl:
         return self._shortest == 0
 
     @property
-    def guard(self) -> Guard | None:
+    def guard(self) -> SpeculationSwitch | None:
         return self._load.guard if self._shortest == 0 else None
 
     @property
@@ -175,7 +175,7 @@ class AdaptiveControl:
     def approach(self, num_running: int, mean_len: float) -> None:
         self._load = self._like(_kind(num_running, mean_len))
 
-    def saw(self, seen: RoundSeen) -> None:
+    def update(self, seen: RoundObservation) -> None:
         self._load, self._survival = self._known(seen)
         drafted = [offer for offer in seen.offers if offer.num_draft_tokens]
         for offer in seen.offers:
@@ -187,11 +187,11 @@ class AdaptiveControl:
         if drafted and not is_first:
             longest = max(offer.num_draft_tokens for offer in drafted)
             mean = sum(offer.num_draft_tokens for offer in drafted) / seen.num_sequences
-            pace.costs.saw(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
+            pace.costs.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
         elif not drafted:
             known = pace.plain_verify_s
             pace.plain_verify_s = seen.verify_s if known is None else 0.8 * known + 0.2 * seen.verify_s
-        self._load.guard.saw(
+        self._load.guard.update(
             seen.num_tokens,
             seen.seconds,
             speculated=bool(drafted),
@@ -205,13 +205,13 @@ class AdaptiveControl:
         self._load.guard.caught_up()
 
     def forget(self, request_id: int) -> None:
-        self._tempers.pop(request_id, None)
+        self._request_acceptance.pop(request_id, None)
         self._lengths.pop(request_id, None)
         self._retries.pop(request_id, None)
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
-    def _known(self, seen: RoundSeen) -> tuple[_Load, Survival]:
+    def _known(self, seen: RoundObservation) -> tuple[_Load, Survival]:
         """The kind of this round's load. One that was never seen starts as its nearest kin is."""
         kind = _kind(seen.num_running, seen.mean_len)
         _, context = kind
@@ -228,19 +228,19 @@ class AdaptiveControl:
             return self._load
         return self._loads[min(self._loads, key=lambda known: 4 * abs(known[1] - kind[1]) + abs(known[0] - kind[0]))]
 
-    def _follow(self, offer: Offer) -> None:
+    def _follow(self, offer: DraftOutcome) -> None:
         retry = self._retries.get(offer.request_id)
         if not offer.num_draft_tokens:
             if retry is not None:
                 retry.rounds += 1
             return
-        temper = self._tempers.setdefault(offer.request_id, Temper())
-        temper.saw(offer.num_draft_tokens, len(offer.path), self._survival)
+        temper = self._request_acceptance.setdefault(offer.request_id, RequestAcceptance())
+        temper.update(offer.num_draft_tokens, len(offer.path), self._survival)
         if retry is None:
-            self._survival.saw(offer.num_draft_tokens, offer.path)
+            self._survival.update(offer.num_draft_tokens, offer.path)
         elif offer.path:
             del self._retries[offer.request_id]
-            self._tempers[offer.request_id] = Temper()
+            self._request_acceptance[offer.request_id] = RequestAcceptance()
         else:
             retry.wait, retry.rounds = min(2 * retry.wait, MAX_RETRY), 0
 
@@ -267,10 +267,10 @@ class AdaptiveControl:
 
         `speed` is tokens per second of one sequence. A drafting pass costs `draft_s` however few take part in it.
         """
-        lengths = dict.fromkeys(self._tempers.keys() - self._retries.keys(), self._shortest)
+        lengths = dict.fromkeys(self._request_acceptance.keys() - self._retries.keys(), self._shortest)
         for place in range(self._shortest + 1, self._longest + 1):
             chances = {
-                request_id: self._tempers[request_id].chance(self._survival, place)
+                request_id: self._request_acceptance[request_id].chance(self._survival, place)
                 for request_id, length in lengths.items()
                 if length == place - 1
             }

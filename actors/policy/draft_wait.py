@@ -55,17 +55,17 @@ class Costs:
     _first_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _rest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
-    def saw_verify(self, seconds: float, *, reads_prompt: bool) -> None:
+    def update_verify(self, seconds: float, *, reads_prompt: bool) -> None:
         if reads_prompt:
             self._reads_s = seconds
         else:
             self.verify_s = _blend(self.verify_s, min(seconds, _HICCUP * self.verify_s or seconds))
 
-    def saw_acceptance(self, length: int) -> None:
+    def update_acceptance(self, length: int) -> None:
         self._tokens = _MEMORY * self._tokens + length
         self._weight = _MEMORY * self._weight + 1
 
-    def saw_answer(self, seconds: float, *, rest: bool) -> None:
+    def update_delay(self, seconds: float, *, rest: bool) -> None:
         """Seconds from an order to the first answer, or from that to the `rest` of it."""
         (self._rest_s if rest else self._first_s).append(seconds)
 

@@ -27,7 +27,7 @@ class Survival:
         self.chances = [_HOPE ** (i + 1) for i in range(longest)]
         self._weights = [0.0] * longest
 
-    def saw(self, num_offered: int, path: Sequence[int]) -> None:
+    def update(self, num_offered: int, path: Sequence[int]) -> None:
         """Of nodes 1, 2, ... `num_offered` those in `path` were accepted."""
         kept = set(path)
         for i in range(num_offered):
@@ -55,13 +55,13 @@ _BELIEF = 4.0
 
 
 @dataclass(slots=True)
-class Temper:
+class RequestAcceptance:
     """How one request fares beside the average: steps of its drafts that were accepted, and that should have been."""
 
     accepted: float = 0.0
     expected: float = 0.0
 
-    def saw(self, num_ordered: int, num_accepted: int, average: Survival) -> None:
+    def update(self, num_ordered: int, num_accepted: int, average: Survival) -> None:
         """The steps tested are those that were accepted and the one behind them."""
         self.accepted = MEMORY * self.accepted + num_accepted
         tested = range(min(num_accepted + 1, num_ordered))
@@ -83,7 +83,7 @@ class Line:
     _var_x: float = 0.0
     _cov: float = 0.0
 
-    def saw(self, x: float, y: float) -> None:
+    def update(self, x: float, y: float) -> None:
         if self.weight > 4:
             y = min(y, _HICCUP * self.mean_y)
         self.weight = MEMORY * self.weight + 1
@@ -107,7 +107,7 @@ class Rate:
     seconds: float = 0.0
     weight: float = 0.0
 
-    def saw(self, num_tokens: int, seconds: float) -> None:
+    def update(self, num_tokens: int, seconds: float) -> None:
         if self.weight > 4:
             seconds = min(seconds, _HICCUP * self.seconds / self.weight)
         self.tokens = _LONG_MEMORY * self.tokens + num_tokens
@@ -135,10 +135,10 @@ class RoundCosts:
     verify: Line = field(default_factory=Line)
     draft_s: Line = field(default_factory=Line)
 
-    def saw(self, longest: int, mean: float, seconds: float, verify_s: float, draft_s: float) -> None:
-        self.gap.saw(longest, max(0.0, seconds - verify_s))
-        self.verify.saw(mean, verify_s)
-        self.draft_s.saw(longest, draft_s)
+    def update(self, longest: int, mean: float, seconds: float, verify_s: float, draft_s: float) -> None:
+        self.gap.update(longest, max(0.0, seconds - verify_s))
+        self.verify.update(mean, verify_s)
+        self.draft_s.update(longest, draft_s)
 
     def rates(self, plain_verify_s: float | None) -> tuple[float, float]:
         """Seconds that one more draft token for everybody costs: while drafting, and in the target's pass."""

@@ -52,12 +52,12 @@ class Rates:
 
     of: dict[int, Rate] = field(default_factory=dict)
 
-    def saw(self, num_tokens: int, seconds: float, num_prompt_rows: int) -> None:
-        self.of.setdefault(num_prompt_rows.bit_length(), Rate()).saw(num_tokens, seconds)
+    def update(self, num_tokens: int, seconds: float, num_prompt_rows: int) -> None:
+        self.of.setdefault(num_prompt_rows.bit_length(), Rate()).update(num_tokens, seconds)
 
 
 @dataclass(slots=True)
-class Guard:
+class SpeculationSwitch:
     """Mode of one kind of load, and the rates it follows from."""
 
     mode: Mode = Mode.speculate
@@ -69,10 +69,10 @@ class Guard:
     _catch_up_rounds: int = 0
     _late_rounds: int = 0  # in a row
 
-    def like(self) -> Guard:
+    def like(self) -> SpeculationSwitch:
         """For a load that resembles this one: the same conclusion until its own rounds say otherwise."""
         is_plain = self.mode in (Mode.rest, Mode.catch_up)
-        return Guard(Mode.rest if is_plain else Mode.speculate, rest=self.rest)
+        return SpeculationSwitch(Mode.rest if is_plain else Mode.speculate, rest=self.rest)
 
     @property
     def gain(self) -> float | None:
@@ -94,7 +94,7 @@ class Guard:
         pairs = ((rate, self.plain.of.get(kind)) for kind, rate in self.speculative.of.items())
         return [(rate, plain) for rate, plain in pairs if plain is not None]
 
-    def saw(
+    def update(
         self,
         num_tokens: int,
         seconds: float,
@@ -108,7 +108,7 @@ class Guard:
 
         `went_on`: drafts had been asked for, but the round did not wait for them.
         """
-        (self.speculative if speculated else self.plain).saw(num_tokens, seconds, num_prompt_rows)
+        (self.speculative if speculated else self.plain).update(num_tokens, seconds, num_prompt_rows)
         if not willing:
             return
         self._late_rounds = self._late_rounds + 1 if went_on else 0

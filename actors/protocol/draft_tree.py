@@ -18,7 +18,7 @@ from actors.protocol.token_tree import TokenTree
 
 
 @dataclass(slots=True)
-class Hypothesis:
+class DraftNode:
     """One possible next token. `value` is the log-probability of its path from the root.
 
     `row` is its pending KV row, -1 if it was not fed; `children` are in the order of their likelihood. `offered`
@@ -35,20 +35,20 @@ class Hypothesis:
     children: list[int] = field(default_factory=list)
 
 
-class HypothesisTree:
+class DraftTree:
     """Hypotheses of one request; node 0 is the root, the last committed token."""
 
     def __init__(self, root_token: int) -> None:
-        self.nodes = [Hypothesis(root_token, -1, 0, 0.0)]
+        self.nodes = [DraftNode(root_token, -1, 0, 0.0)]
 
     @staticmethod
-    def read(tree: TokenTree, values: Sequence[float]) -> HypothesisTree:
+    def read(tree: TokenTree, values: Sequence[float]) -> DraftTree:
         """The hypotheses that somebody else holds, as `written` there; without values all are equally likely."""
-        read = HypothesisTree(tree.token_ids[0])
+        read = DraftTree(tree.token_ids[0])
         nodes = read.nodes
         for i in range(1, len(tree.token_ids)):
             parent = tree.parents[i]
-            nodes.append(Hypothesis(tree.token_ids[i], parent, nodes[parent].depth + 1, values[i] if values else 0.0))
+            nodes.append(DraftNode(tree.token_ids[i], parent, nodes[parent].depth + 1, values[i] if values else 0.0))
             nodes[parent].children.append(i)
         return read
 
@@ -67,7 +67,7 @@ class HypothesisTree:
         return TokenTree(tuple(token_ids), tuple(parents)), values
 
     @property
-    def root(self) -> Hypothesis:
+    def root(self) -> DraftNode:
         return self.nodes[0]
 
     def expand(self, node: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
@@ -82,7 +82,7 @@ class HypothesisTree:
             child = known.pop(token, None)
             if child is None:
                 child = len(self.nodes)
-                self.nodes.append(Hypothesis(token, node, parent.depth + 1, parent.value + log_prob))
+                self.nodes.append(DraftNode(token, node, parent.depth + 1, parent.value + log_prob))
             else:
                 self._shift(child, parent.value + log_prob - self.nodes[child].value)
             ranked.append(child)
@@ -171,12 +171,12 @@ class HypothesisTree:
             node = self.nodes[node].parent
         return path[::-1]
 
-    def reroot(self, node: int) -> tuple[HypothesisTree, list[int]]:
+    def reroot(self, node: int) -> tuple[DraftTree, list[int]]:
         """The tree below `node`, with that node as its root, and the KV rows its other nodes hold, renumbered from 0.
 
         Returns (tree, old rows in their new order): a row kept at index i of the list is row i of the new tree.
         """
-        tree = HypothesisTree(self.nodes[node].token)
+        tree = DraftTree(self.nodes[node].token)
         tree.root.expanded = self.nodes[node].expanded
         base, rows = self.nodes[node], []
         pending = [(child, 0) for child in base.children]
@@ -185,96 +185,10 @@ class HypothesisTree:
             place = len(tree.nodes)
             tree.nodes[parent].children.append(place)
             tree.nodes.append(
-                Hypothesis(was.token, parent, was.depth - base.depth, was.value - base.value, expanded=was.expanded)
+                DraftNode(was.token, parent, was.depth - base.depth, was.value - base.value, expanded=was.expanded)
             )
             if was.row >= 0:
                 tree.nodes[place].row = len(rows)
                 rows.append(was.row)
             pending += [(child, place) for child in was.children]
         return tree, rows
-
-
-# --- policies: which nodes to feed next, at most `width` of them, in one pass -----------------------------------------
-
-
-def _unfed_offer(tree: HypothesisTree, width: int) -> list[int]:
-    """Nodes of the proposal that were never fed: without them no continuation behind the whole of it is known."""
-    return [i for i, node in enumerate(tree.nodes) if i and node.offered and node.row < 0 and _can_feed(tree, i)][
-        :width
-    ]
-
-
-def _can_feed(tree: HypothesisTree, node: int) -> bool:
-    parent = tree.nodes[node].parent
-    return parent == 0 or tree.nodes[parent].row >= 0
-
-
-def run_ahead(tree: HypothesisTree, width: int, length: int) -> list[int]:
-    """`pearl`: extend the likeliest chain, as if everything were going to be accepted; `length` beyond the proposal."""
-    unfed = _unfed_offer(tree, width)
-    if unfed:
-        return unfed
-    offered = max(node.depth for node in tree.nodes if node.offered)
-    chain = tree.best_chain(offered + 1 + length)
-    if len(chain) > offered + length:
-        return []
-    return [node for node in chain if tree.nodes[node].row < 0 and _can_feed(tree, node)][:1]
-
-
-def enumerate_outcomes(tree: HypothesisTree, width: int, length: int) -> list[int]:
-    """`branches`: behind every node of the proposal its likeliest outcomes, each continued as a chain of `length`.
-
-    Outcomes compete by the probability of their whole path, so stop nodes get their fan-out without a table such as
-    the geometric one of SSD: the deeper a stop, the less likely, and the fewer outcomes it keeps.
-    """
-    unfed = _unfed_offer(tree, width)
-    outcomes = [
-        child for node in tree.nodes if node.offered for child in node.children if not tree.nodes[child].offered
-    ]
-    outcomes.sort(key=lambda node: -tree.nodes[node].value)
-    tips = []
-    for outcome in outcomes:
-        if len(tips) == width - len(unfed):
-            break
-        tip, steps = outcome, 1
-        while tree.nodes[tip].row >= 0 and tree.nodes[tip].children and steps < length:
-            tip, steps = tree.nodes[tip].children[0], steps + 1
-        if tree.nodes[tip].row < 0:
-            tips.append((steps, tip))
-    # The pass that the end of the proposal needs anyway takes the other outcomes' first step along.
-    return unfed + [tip for _, tip in sorted(tips, key=lambda tip: (tip[0], -tree.nodes[tip[1]].value))]
-
-
-def grow_best(tree: HypothesisTree, width: int, length: int) -> list[int]:
-    """`tree`: expand the likeliest unfed nodes of the whole tree, wherever they are; `length` bounds their depth."""
-    del length
-    leaves = [i for i, node in enumerate(tree.nodes) if i and node.row < 0 and _can_feed(tree, i)]
-    return sorted(leaves, key=lambda i: -tree.nodes[i].value)[:width]
-
-
-AHEAD_WORTH = 0.03
-"""Accepted tokens that a pass of draft-ahead must be expected to add. Less is not worth its energy nor, where the roles
-share memory or caches, what it costs the target: on two cores of one machine a drafter that never rests slows target
-passes by a tenth and more. On devices of their own the rest costs at most 2 % of the speed (simulated)."""
-
-REDRAFT_WORTH = 0.5
-"""Accepted tokens that a pass must be expected to add to a draft for which the target waits."""
-
-
-def redraft(tree: HypothesisTree, width: int, depth: int) -> list[int]:
-    """After a miss, while the target waits: a chain (`width` 1) or levels of `width` nodes, up to `depth`.
-
-    Ends as soon as the next pass would bring too little: the target's time is worth about E tokens a pass, so a draft
-    pass that takes a fifth of it must add about E / 5. Simulated, one to three passes are best for any acceptance.
-    """
-    if width == 1:
-        nodes = [node for node in tree.best_chain(depth - 1) if tree.nodes[node].row < 0][:1]
-    else:
-        nodes = [node for node in grow_best(tree, width, depth) if tree.nodes[node].depth < depth]
-    # A node's child is taken to be as likely as the mean step of the path to it.
-    gain = sum(math.exp(tree.nodes[node].value * (1 + 1 / tree.nodes[node].depth)) for node in nodes)
-    return nodes if gain > REDRAFT_WORTH else []
-
-
-AHEAD = {"pearl": run_ahead, "branches": enumerate_outcomes, "tree": grow_best}
-"""Policy of each asynchronous pipeline: (tree, width, length) -> nodes to feed next, none when there is no more use."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
-BEAT_S = 0.25
+HEARTBEAT_S = 0.25
 """Between two heartbeats."""
 
 

@@ -47,7 +47,7 @@ def retract_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
     return digest
 
 
-class Draw(IntEnum):
+class SamplingKind(IntEnum):
     """How a node's token came to be; decides which verification rules are exact for it."""
 
     ROOT = 0
@@ -58,7 +58,7 @@ class Draw(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SparseLaw:
+class SparseDistribution:
     """A draft law on its support: `probs` sum to one, and tokens were really drawn from exactly this law.
 
     Truncating to the top m and *sampling from the truncated law* keeps every rejection rule exact.
@@ -72,7 +72,7 @@ class SparseLaw:
 class Proposal:
     """A drafter's guess for one request, and the prefix it assumes.
 
-    `draws[i]` says how node i was drawn; `laws[i]` is the law from which the *children* of node i were drawn, None
+    `sampling_kinds[i]` says how node i was drawn; `distributions[i]` is the law from which the *children* of node i were drawn, None
     where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared` tells a branch hit
     (the draft was there before the verdict it follows) from a miss; None if the drafter does not work ahead. `parts`
     names the levels of a cascade and how many of the nodes, in order, each has drafted; empty if they have one drafter.
@@ -83,8 +83,8 @@ class Proposal:
     prefix_len: int
     prefix_hash: int
     tree: TokenTree
-    draws: tuple[int, ...] = ()
-    laws: tuple[SparseLaw | None, ...] = ()
+    sampling_kinds: tuple[int, ...] = ()
+    distributions: tuple[SparseDistribution | None, ...] = ()
     prepared: bool | None = None
     parts: tuple[tuple[str, int], ...] = ()
 
@@ -194,7 +194,7 @@ class Commit:
 class DraftOrder:
     """Propose for this request, at most so many tokens; zero asks only for its KV to be brought up to date.
 
-    `taken` was read off an `Outlook` and is being verified already: nothing more is awaited for this prefix.
+    `taken` was read off an `DraftPreview` and is being verified already: nothing more is awaited for this prefix.
     """
 
     request_id: int
@@ -254,7 +254,7 @@ class ProposalBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class DraftPreview:
     """What a drafter that works ahead has prepared below the last committed token, for a verdict still to come.
 
     Siblings of `tree` stand likeliest first. `values[i]` is the log-probability of the path to node i; without them
@@ -270,13 +270,13 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class OutlookBatch:
+class DraftPreviewBatch:
     """Draft lead to coordinator, unasked and before the verdict: a hit then costs no exchange with the drafter.
 
     One that comes too late is of no use and does no harm.
     """
 
-    outlooks: tuple[Outlook, ...]
+    previews: tuple[DraftPreview, ...]
 
 
 @dataclass(frozen=True, slots=True)

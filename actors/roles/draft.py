@@ -9,197 +9,24 @@ digest, so that a drafter without a model is a single function.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from actors.drafters.draft_ahead.timing import Patience
-from actors.drafters.draft_ahead.width import Breadth, Step
+from actors.drafters.draft_ahead.timing import DraftAheadTiming
+from actors.drafters.draft_ahead.width import WidthChooser
+from actors.drafters.interface import Context, Draft, Drafter, _readable, _readable_sampling
 from actors.protocol.messages import (
     HASH_SEED,
     Commit,
     DraftBatch,
-    Draw,
-    LevelWork,
-    Outlook,
-    OutlookBatch,
+    DraftPreviewBatch,
     Proposal,
     ProposalBatch,
-    SamplingParams,
-    SparseLaw,
-    TokenTree,
     extend_hash,
-    retract_hash,
 )
 
 LEVEL_WAIT_S = 0.5
 """How long at a time a rank listens for the level beneath, which wakes it."""
-
-
-@dataclass(slots=True, eq=False)
-class Context:
-    """The text of one request as the drafting side knows it. Drafters read it; only the role changes it.
-
-    For the drafter that the target listens to it is committed. Beneath a level of a cascade its end is provisional.
-    """
-
-    request_id: int
-    epoch: int
-    token_ids: list[int]
-    prompt_len: int
-    sampling: SamplingParams
-    prefix_hash: int = HASH_SEED
-    admission: int = 0  # tells this time of being told of the request from those before
-    num_cuts: int = 0  # how often provisional text was taken back
-    settled_len: int | None = None  # tokens that are known to stay; None: all
-
-    @property
-    def num_returned(self) -> int:
-        """Tokens that a request which comes back, as after a preemption, had said before; read when it is opened."""
-        return len(self.token_ids) if len(self.token_ids) > self.prompt_len else 0
-
-    @property
-    def step(self) -> int:
-        """Key of this draft's own noise: positions that are drafted again never meet the same numbers."""
-        return extend_hash(HASH_SEED, (self.admission, self.epoch, self.num_cuts, len(self.token_ids)))
-
-    def cut(self, length: int) -> None:
-        """Take back what stands behind the first `length` tokens."""
-        self.prefix_hash = retract_hash(self.prefix_hash, self.token_ids[length:])
-        del self.token_ids[length:]
-        self.num_cuts += 1
-
-    def extend(self, token_ids: Sequence[int], vocab_size: int | None = None) -> None:
-        self.token_ids.extend(_readable(token_ids, vocab_size))
-        self.prefix_hash = extend_hash(self.prefix_hash, token_ids)
-
-
-def _readable(token_ids: Sequence[int], vocab_size: int | None) -> list[int]:
-    """The tokens as a drafter reads them that has fewer: families pad their vocabularies differently.
-
-    Behind one that it lacks nothing is proposed, since that would be the root; further on the guess is a little worse.
-    """
-    return list(token_ids) if vocab_size is None else [min(token, vocab_size - 1) for token in token_ids]
-
-
-def _readable_sampling(sampling: SamplingParams, vocab_size: int | None) -> SamplingParams:
-    """Without what it says of tokens that the drafter does not have."""
-    if vocab_size is None:
-        return sampling
-    return replace(
-        sampling,
-        logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token < vocab_size),
-        bad_words=tuple(word for word in sampling.bad_words if max(word, default=0) < vocab_size),
-        stop_token_ids=tuple(token for token in sampling.stop_token_ids if token < vocab_size),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A guess: the tree, how each node was drawn, and the law behind each node's children (None if not random).
-
-    `parts` as in a `Proposal`.
-    """
-
-    tree: TokenTree
-    draws: tuple[int, ...] = ()
-    laws: tuple[SparseLaw | None, ...] = ()
-    parts: tuple[tuple[str, int], ...] = ()
-
-    @staticmethod
-    def nothing(context: Context) -> Draft:
-        """The empty proposal."""
-        return Draft.chosen(TokenTree.root(context.token_ids[-1]))
-
-    @staticmethod
-    def chosen(tree: TokenTree) -> Draft:
-        """A tree whose tokens were chosen without randomness."""
-        return Draft(tree, (Draw.ROOT, *[Draw.DETERMINISTIC] * tree.num_draft_tokens), (None,) * len(tree.parents))
-
-
-class Drafter(Protocol):
-    """What a family of drafters implements."""
-
-    vocab_size: int | None
-    """Tokens it knows; None for one that knows none and so copes with any."""
-
-    def open(self, context: Context) -> None:
-        """A request arrived (or came back after a preemption)."""
-
-    def prepare(self, contexts: Sequence[Context]) -> None:
-        """Bring private state, such as KV, up to the committed text, in the time the target reads it too."""
-
-    def prepared(self, context: Context) -> bool:
-        """Whether `propose` would answer for this context without a pass."""
-
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        """One draft per context, with at most `budgets[i]` >= 1 draft tokens; fewer or none is always allowed."""
-
-    def outlooks(self) -> Sequence[Outlook]:
-        """What draft-ahead prepared for verdicts that are awaited, as far as it was not given yet."""
-
-    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
-        """A proposal was read off an outlook: its verdict is awaited as if `propose` had given it."""
-
-    def observe(self, context: Context, commit: Commit) -> None:
-        """The verdict on the last draft: rows of `commit.path` stay valid. Called before the context is extended."""
-
-    def truncate(self, context: Context) -> None:
-        """Text that a level of a cascade had added was taken back: the context was cut; `observe` follows."""
-
-    def release(self, request_id: int) -> None:
-        """The request ended; forget it."""
-
-    def account(self) -> tuple[LevelWork, ...]:
-        """What the levels of a cascade did since this was last asked; nothing for a drafter without levels."""
-
-    @property
-    def wants_work(self) -> bool:
-        """Whether draft-ahead has something left to do until the next record arrives."""
-
-    waits: bool
-    """Whether work can only go on once the level beneath has said something."""
-
-    works_ahead: bool
-    """Whether this drafter uses the time while the target verifies."""
-
-    def width(self, breadth: Breadth, time_s: float) -> int:
-        """Nodes for each request in the next step of draft-ahead, if what was measured should decide."""
-
-    def work(self, width: int = 0) -> Step:
-        """One short step of draft-ahead, about one pass; at most `width` nodes for each request, 0: as configured."""
-
-
-class IdleDrafter:
-    """Base of drafters that never work ahead and have no levels."""
-
-    works_ahead = False
-    wants_work = False
-    vocab_size: int | None = None
-    waits = False
-
-    def prepared(self, context: Context) -> bool:
-        return False
-
-    def width(self, breadth: Breadth, time_s: float) -> int:
-        return 0
-
-    def work(self, width: int = 0) -> Step:
-        assert False, "nothing was wanted"
-
-    def outlooks(self) -> Sequence[Outlook]:
-        return ()
-
-    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
-        assert False, "nothing was prepared"
-
-    def truncate(self, context: Context) -> None:
-        """Start afresh: right for every drafter, and cheap for one without a model."""
-        self.release(context.request_id)
-        self.open(context)
-
-    def account(self) -> tuple[LevelWork, ...]:
-        return ()
 
 
 @dataclass(slots=True)
@@ -211,8 +38,8 @@ class DraftRole:
     adapts: bool = False  # the width of draft-ahead to what its passes cost
     contexts: dict[int, Context] = field(default_factory=dict)
     _ahead: list[tuple[float, float, bool]] = field(default_factory=list)
-    _patience: Patience = field(default_factory=Patience)
-    _breadth: Breadth = field(default_factory=Breadth)
+    _timing: DraftAheadTiming = field(default_factory=DraftAheadTiming)
+    _width_chooser: WidthChooser = field(default_factory=WidthChooser)
 
     @property
     def wants_work(self) -> bool:
@@ -220,33 +47,33 @@ class DraftRole:
 
     def width(self) -> int:
         """Of the next step: its argument. What was measured here decides for all ranks of the role."""
-        return self.drafter.width(self._breadth, self._patience.distance_s) if self.adapts else 0
+        return self.drafter.width(self._width_chooser, self._timing.distance_s) if self.adapts else 0
 
     def work(self, width: int = 0) -> None:
         started = self.clock()
         step = self.drafter.work(width)
         finished = self.clock()
         self._ahead.append((started, finished, step.glued))
-        self._patience.stepped(started, finished)
+        self._timing.stepped(started, finished)
         if step.num_rows and not step.glued:
-            self._breadth.saw(step.num_rows, finished - started)
+            self._width_chooser.update(step.num_rows, finished - started)
 
     def pause_s(self) -> float:
         """Seconds to wait for the next record before another step, which might keep it waiting, or lead nowhere."""
-        return LEVEL_WAIT_S if self.drafter.waits else self._patience.pause_s(self.clock())
+        return LEVEL_WAIT_S if self.drafter.waits else self._timing.pause_s(self.clock())
 
-    def outlook(self, *, last: bool) -> OutlookBatch | None:
+    def preview(self, *, last: bool) -> DraftPreviewBatch | None:
         """What is prepared and not told yet, if it is time for that; `last` if nothing more will be prepared."""
-        if not last and not self._patience.is_time_to_tell(self.clock()):
+        if not last and not self._timing.is_time_to_tell(self.clock()):
             return None
-        outlooks = self.drafter.outlooks()
-        return OutlookBatch(tuple(outlooks)) if outlooks else None
+        previews = self.drafter.previews()
+        return DraftPreviewBatch(tuple(previews)) if previews else None
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
-        self._patience.arrived(self.clock())
+        self._timing.arrived(self.clock())
         yield from self._answers(batch)
         if any(order.num_draft_tokens for order in batch.orders):
-            self._patience.answered(self.clock())
+            self._timing.answered(self.clock())
 
     def _answers(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         started = self.clock()
@@ -255,7 +82,7 @@ class DraftRole:
         misses = [(context, budget) for context, budget in asked if not self.drafter.prepared(context)]
         ahead, self._ahead = tuple(self._ahead), []
         if hits:
-            self._patience.told_too_late()
+            self._timing.told_too_late()
         if hits or (misses and self.drafter.works_ahead):
             proposals = self._propose(hits, prepared=True)
             levels = self.drafter.account()
@@ -300,7 +127,7 @@ class DraftRole:
             context = self.contexts[order.request_id]
             if order.taken is not None:
                 self.drafter.take(context, order.num_draft_tokens, order.taken)
-                self._patience.told_in_time()
+                self._timing.told_in_time()
             else:
                 wanted.append((context, order.num_draft_tokens))
         idle = [context for context, budget in wanted if not budget]
@@ -335,8 +162,8 @@ def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal
         len(context.token_ids),
         context.prefix_hash,
         draft.tree,
-        tuple(int(draw) for draw in draft.draws),
-        draft.laws,
+        tuple(int(draw) for draw in draft.sampling_kinds),
+        draft.distributions,
         prepared,
         draft.parts,
     )

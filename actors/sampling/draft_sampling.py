@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.protocol.messages import SamplingParams, SparseLaw
+from actors.protocol.messages import SamplingParams, SparseDistribution
 from actors.sampling.logits import is_greedy
 from actors.sampling.noise import Stream, gumbel, noise_key
 
@@ -25,7 +25,7 @@ class Drawn:
     """Children of one node in draw order (the order in which they must be tested), and their law."""
 
     token_ids: tuple[int, ...]
-    law: SparseLaw
+    distribution: SparseDistribution
 
 
 def draw_without_replacement(
@@ -37,14 +37,14 @@ def draw_without_replacement(
     Row i belongs to node `nodes[i]` of the proposal made at committed length `steps[i]`. A law with fewer than
     `width` tokens yields all of them.
     """
-    keys = [noise_key(p.seed, Stream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes)]
+    keys = [noise_key(p.seed, Stream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=False)]
     log_weights, token_ids, noise = _race(scores, keys, 1, top_m)
     drawn = []
     for row, p in enumerate(params):
-        law = _law(log_weights[row], token_ids[row], is_greedy(p))
-        m = len(law.token_ids)
+        distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
+        m = len(distribution.token_ids)
         order = np.argsort(-(log_weights[row, :m] + noise[row, 0, :m]), kind="stable")[:width]
-        drawn.append(Drawn(tuple(law.token_ids[i] for i in order), law))
+        drawn.append(Drawn(tuple(distribution.token_ids[i] for i in order), distribution))
     return drawn
 
 
@@ -54,23 +54,23 @@ def draw_iid(
     """`width` independent children per row, duplicates kept (SpecInfer, arXiv 2305.09781): one race for each."""
     keys = [
         noise_key(p.seed, Stream.DRAFT, step, node, draw)
-        for p, step, node in zip(params, steps, nodes)
+        for p, step, node in zip(params, steps, nodes, strict=False)
         for draw in range(width)
     ]
     log_weights, token_ids, noise = _race(scores, keys, width, top_m)
     drawn = []
     for row, p in enumerate(params):
-        law = _law(log_weights[row], token_ids[row], is_greedy(p))
-        m = len(law.token_ids)
+        distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
+        m = len(distribution.token_ids)
         winners = np.argmax(log_weights[row, :m] + noise[row, :, :m], axis=-1)
-        drawn.append(Drawn(tuple(law.token_ids[i] for i in winners), law))
+        drawn.append(Drawn(tuple(distribution.token_ids[i] for i in winners), distribution))
     return drawn
 
 
-def cut_law(scores: Tensor, params: SamplingParams, top_m: int) -> SparseLaw:
+def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:
     """The law behind one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised."""
     log_weights, token_ids = scores[0].topk(min(top_m, scores.shape[-1]))
-    return _law(log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy(), is_greedy(params))
+    return _distribution(log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy(), is_greedy(params))
 
 
 def _race(scores: Tensor, keys: list[int], races: int, top_m: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -84,9 +84,9 @@ def _race(scores: Tensor, keys: list[int], races: int, top_m: int) -> tuple[np.n
     )
 
 
-def _law(log_weights: np.ndarray, token_ids: np.ndarray, greedy: bool) -> SparseLaw:
+def _distribution(log_weights: np.ndarray, token_ids: np.ndarray, greedy: bool) -> SparseDistribution:
     """Softmax over the candidates that can occur at all; one-hot when greedy."""
     probs = np.exp(log_weights - log_weights[0])
     support = 1 if greedy else int(np.count_nonzero(probs))
     probs = probs[:support] / probs[:support].sum()
-    return SparseLaw(tuple(token_ids[:support].tolist()), tuple(probs.tolist()))
+    return SparseDistribution(tuple(token_ids[:support].tolist()), tuple(probs.tolist()))

@@ -106,7 +106,7 @@ def process_logits(
 
 def _bias_(logits: Tensor, params: SamplingParams) -> None:
     if params.logit_bias:
-        token_ids, biases = zip(*params.logit_bias)
+        token_ids, biases = zip(*params.logit_bias, strict=False)
         logits.index_add_(1, _indices(token_ids, logits), logits.new_tensor(biases).expand(len(logits), -1))
 
 
@@ -123,7 +123,7 @@ def _ban_words_(logits: Tensor, params: SamplingParams, token_ids: Sequence[int]
             if history[len(history) - len(beginning) :] == tuple(beginning):
                 cells.append((row, last))
     if cells:
-        rows, banned = _indices(list(zip(*cells)), logits)
+        rows, banned = _indices(list(zip(*cells, strict=False)), logits)
         logits[rows, banned] = _BANNED
 
 
@@ -146,7 +146,7 @@ def _penalise_(
     counts = _count(token_ids[prompt_len:], logits).repeat(len(paths), 1)  # [n, V] occurrences in the output
     cells = [(row, token) for row, path in enumerate(paths) for token in path]
     if cells:
-        rows, columns = _indices(list(zip(*cells)), logits)
+        rows, columns = _indices(list(zip(*cells, strict=False)), logits)
         counts.index_put_((rows, columns), counts.new_ones(()), accumulate=True)
     if repetition != 1.0:  # Keskar et al., CTRL, arXiv 1909.05858, with the sign rule of transformers
         seen = (counts > 0) | (_count(token_ids[:prompt_len], logits) > 0)
@@ -180,12 +180,12 @@ def _nucleus_threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ranked = logits.topk(top_k, dim=-1)
         mass = ranked.values.softmax(dim=-1, dtype=torch.float64)
     else:
-        law = logits.softmax(dim=-1, dtype=torch.float64)
+        distribution = logits.softmax(dim=-1, dtype=torch.float64)
         ranked = logits.topk(min(top_k, _RANKED_FIRST), dim=-1)
-        mass = law.gather(1, ranked.indices)
+        mass = distribution.gather(1, ranked.indices)
         if bool((mass.sum(dim=-1) < top_p).any()):
             ranked = logits.topk(top_k, dim=-1)
-            mass = law.gather(1, ranked.indices)
+            mass = distribution.gather(1, ranked.indices)
     num_kept = (mass.cumsum(dim=-1) - mass < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
     return ranked.values.gather(1, num_kept - 1)
 
@@ -263,8 +263,8 @@ def top_children(
     raced = _with_noise(scores, params, positions)
     # arg-max breaks ties as the target does; top-k promises no order among ties
     token_ids = raced.argmax(dim=-1, keepdim=True) if width == 1 else raced.topk(width, dim=-1).indices
-    law = raced if given_noise else scores
-    return token_ids, law.gather(1, token_ids) - law.logsumexp(dim=-1, keepdim=True)
+    distribution = raced if given_noise else scores
+    return token_ids, distribution.gather(1, token_ids) - distribution.logsumexp(dim=-1, keepdim=True)
 
 
 def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ One listening end at the coordinator (`Hub`), one connecting end at everyone els
 round; a role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. Each end is worked
 from the thread that owns it, within its calls: a thread of the line's own would take cores from those that compute, and
 wake up first. The same code runs between threads, processes and hosts. Carries no tensors and decides nothing. That a
-record was lost on the way is for others to notice (`muster.py`).
+record was lost on the way is for others to notice (`membership.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CODEC = Codec(
         messages.Tokens,
         messages.DraftBatch,
         messages.ProposalBatch,
-        messages.OutlookBatch,
+        messages.DraftPreviewBatch,
         messages.VerifyBatch,
         messages.VerdictBatch,
         membership.Alive,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from actors.protocol.messages import Draw, SparseLaw, TokenTree
+from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 
 TargetRow = Callable[[int], np.ndarray]
 """The target's law behind a node, float64 [V], already processed and normalised. Asked only for visited nodes."""
@@ -17,13 +17,13 @@ TargetRow = Callable[[int], np.ndarray]
 NO_MASS = 1e-15  # below it a residual is rounding: p and q were equal
 
 
-class ChildLaw:
+class ChildDistribution:
     """The law one child was drawn from, given its earlier siblings: `probs[i]` for the i-th of distinct `token_ids`.
 
     `own` is the probability of the token that was drawn.
     """
 
-    __slots__ = ("token_ids", "probs", "own")
+    __slots__ = ("own", "probs", "token_ids")
 
     def __init__(self, token_ids: np.ndarray, probs: np.ndarray, token: int) -> None:
         self.token_ids = token_ids
@@ -32,26 +32,28 @@ class ChildLaw:
         assert self.own > 0, f"token {token} cannot have been drawn from its law"
 
 
-def child_laws(tree: TokenTree, draws: Sequence[int], law: SparseLaw | None, children: Sequence[int]) -> list[ChildLaw]:
-    """The laws of one node's children, in test order; `law` is that of their parent context.
+def child_distributions(
+    tree: TokenTree, sampling_kinds: Sequence[int], distribution: SparseDistribution | None, children: Sequence[int]
+) -> list[ChildDistribution]:
+    """The laws of one node's children, in test order; `distribution` is that of their parent context.
 
     Independent draws follow it as it is; draws without replacement follow it with their earlier siblings of the same
     kind removed and the rest renormalised; whatever was not drawn at random is one-hot.
     """
     result = []
-    if law is not None:
-        token_ids = remaining_ids = np.array(law.token_ids)
-        probs = remaining_probs = np.array(law.probs)
+    if distribution is not None:
+        token_ids = remaining_ids = np.array(distribution.token_ids)
+        probs = remaining_probs = np.array(distribution.probs)
     for child in children:
         token = tree.token_ids[child]
-        if draws[child] == Draw.IID:
-            result.append(ChildLaw(token_ids, probs, token))
-        elif draws[child] == Draw.WITHOUT_REPLACEMENT:
-            result.append(ChildLaw(remaining_ids, remaining_probs / remaining_probs.sum(), token))
+        if sampling_kinds[child] == SamplingKind.IID:
+            result.append(ChildDistribution(token_ids, probs, token))
+        elif sampling_kinds[child] == SamplingKind.WITHOUT_REPLACEMENT:
+            result.append(ChildDistribution(remaining_ids, remaining_probs / remaining_probs.sum(), token))
             rest = remaining_ids != token
             remaining_ids, remaining_probs = remaining_ids[rest], remaining_probs[rest]
         else:
-            result.append(ChildLaw(np.array([token]), np.ones(1), token))
+            result.append(ChildDistribution(np.array([token]), np.ones(1), token))
     return result
 
 
@@ -61,7 +63,7 @@ class Residual:
     A subtraction touches the support of the draft law only; the dense row is summed, never rescaled.
     """
 
-    __slots__ = ("weights", "mass", "_target")
+    __slots__ = ("_target", "mass", "weights")
 
     def __init__(self, target: np.ndarray) -> None:
         self._target = target
@@ -74,10 +76,10 @@ class Residual:
     def probability(self, token: int) -> float:
         return float(self.weights[token]) / self.mass
 
-    def subtract(self, law: ChildLaw, scale: float = 1.0) -> float:
+    def subtract(self, distribution: ChildDistribution, scale: float = 1.0) -> float:
         """Become norm((scale * P - q)+) and return the mass before that norm; without mass, the target's law again."""
-        kept = self.weights[law.token_ids] - law.probs * (self.mass / scale)
-        self.weights[law.token_ids] = np.maximum(kept, 0.0)
+        kept = self.weights[distribution.token_ids] - distribution.probs * (self.mass / scale)
+        self.weights[distribution.token_ids] = np.maximum(kept, 0.0)
         before, self.mass = self.mass, float(self.weights.sum())
         left = scale * self.mass / before
         if left <= NO_MASS:

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.protocol.messages import SparseLaw, TokenTree
-from actors.verification.distributions import NO_MASS, ChildLaw, TargetRow, child_laws
-from actors.verification.random_source import Coins
+from actors.protocol.messages import SparseDistribution, TokenTree
+from actors.verification.distributions import NO_MASS, ChildDistribution, TargetRow, child_distributions
+from actors.verification.random_source import RandomSource
 
 
-def discount(target: np.ndarray, law: ChildLaw, num_draws: int) -> tuple[float, float]:
+def discount(target: np.ndarray, distribution: ChildDistribution, num_draws: int) -> tuple[float, float]:
     """(rho, beta): the least rho in [1, k] with 1 - (1 - beta)^k <= rho * beta, by bisection.
 
     beta = sum over x of min(p(x) / rho, q(x)) is the chance that a single draft is accepted.
     """
 
     def acceptance(rho: float) -> float:
-        return float(np.minimum(target[law.token_ids] / rho, law.probs).sum())
+        return float(np.minimum(target[distribution.token_ids] / rho, distribution.probs).sum())
 
     low, high = 1.0, float(num_draws)
     while low < (rho := (low + high) / 2) < high:
@@ -34,7 +34,11 @@ def discount(target: np.ndarray, law: ChildLaw, num_draws: int) -> tuple[float, 
 
 
 def verify_kseq(
-    tree: TokenTree, draws: Sequence[int], laws: Sequence[SparseLaw | None], target_row: TargetRow, coins: Coins
+    tree: TokenTree,
+    sampling_kinds: Sequence[int],
+    distributions: Sequence[SparseDistribution | None],
+    target_row: TargetRow,
+    random_source: RandomSource,
 ) -> tuple[tuple[int, ...], int]:
     """(path, next_token): at each node the first child accepted with min(1, p / (rho q)) wins."""
     children = tree.children()
@@ -44,22 +48,28 @@ def verify_kseq(
         target = target_row(node)
         siblings = children[node]
         if not siblings:
-            return tuple(path), coins.sample(target, node)
-        own_laws = child_laws(tree, draws, laws[node], siblings)
+            return tuple(path), random_source.sample(target, node)
+        own_laws = child_distributions(tree, sampling_kinds, distributions[node], siblings)
         rho, beta = discount(target, own_laws[0], len(siblings))
-        for child, law in zip(siblings, own_laws):
-            if coins.accept(min(1.0, float(target[tree.token_ids[child]]) / (rho * law.own)), child):
+        for child, distribution in zip(siblings, own_laws, strict=False):
+            if random_source.accept(min(1.0, float(target[tree.token_ids[child]]) / (rho * distribution.own)), child):
                 path.append(child)
                 node = child
                 break
         else:
-            return tuple(path), coins.sample(_residual(target, own_laws[0], rho, beta, len(siblings)), node)
+            return tuple(path), random_source.sample(_residual(target, own_laws[0], rho, beta, len(siblings)), node)
 
 
-def _residual(target: np.ndarray, law: ChildLaw, rho: float, beta: float, num_draws: int) -> np.ndarray:
+def _residual(
+    target: np.ndarray, distribution: ChildDistribution, rho: float, beta: float, num_draws: int
+) -> np.ndarray:
     """p - min(p / rho, q) (1 - (1 - beta)^k) / beta, [V] unnormalised; p itself where nothing is left or lost."""
     residual = target.copy()
     if beta > 0:
-        accepted = np.minimum(target[law.token_ids] / rho, law.probs) * (1.0 - (1.0 - beta) ** num_draws) / beta
-        residual[law.token_ids] = np.maximum(residual[law.token_ids] - accepted, 0.0)
+        accepted = (
+            np.minimum(target[distribution.token_ids] / rho, distribution.probs)
+            * (1.0 - (1.0 - beta) ** num_draws)
+            / beta
+        )
+        residual[distribution.token_ids] = np.maximum(residual[distribution.token_ids] - accepted, 0.0)
     return residual if residual.sum() > NO_MASS else target

@@ -9,7 +9,7 @@ import numpy as np
 from actors.sampling.noise import Stream, noise_key, uniform
 
 
-class Coins(Protocol):
+class RandomSource(Protocol):
     """`node` tells apart the decisions of one verification; a rule asks each question of a node at most once."""
 
     def accept(self, probability: float, node: int) -> bool: ...
@@ -17,7 +17,7 @@ class Coins(Protocol):
     def sample(self, weights: np.ndarray, node: int) -> int: ...
 
 
-class HashCoins:
+class HashRandomSource:
     """Coins of one verification, keyed by (seed, stream, step, node); `step` is the length of the committed prefix.
 
     Streams of acceptance and residual are apart from each other and from the draft's, and no step repeats the numbers

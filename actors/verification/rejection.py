@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.protocol.messages import SparseLaw, TokenTree
-from actors.verification.distributions import Residual, TargetRow, child_laws
-from actors.verification.random_source import Coins
+from actors.protocol.messages import SparseDistribution, TokenTree
+from actors.verification.distributions import Residual, TargetRow, child_distributions
+from actors.verification.random_source import RandomSource
 
 
 def verify_rejection(
-    tree: TokenTree, draws: Sequence[int], laws: Sequence[SparseLaw | None], target_row: TargetRow, coins: Coins
+    tree: TokenTree,
+    sampling_kinds: Sequence[int],
+    distributions: Sequence[SparseDistribution | None],
+    target_row: TargetRow,
+    random_source: RandomSource,
 ) -> tuple[tuple[int, ...], int]:
     """(path, next_token): at each node accept a child with min(1, P/q), else subtract its law and try the next."""
     children = tree.children()
@@ -23,11 +27,13 @@ def verify_rejection(
     node = 0
     while True:
         residual = Residual(target_row(node))
-        for child, law in zip(children[node], child_laws(tree, draws, laws[node], children[node])):
-            if coins.accept(min(1.0, residual.probability(tree.token_ids[child]) / law.own), child):
+        for child, distribution in zip(
+            children[node], child_distributions(tree, sampling_kinds, distributions[node], children[node]), strict=False
+        ):
+            if random_source.accept(min(1.0, residual.probability(tree.token_ids[child]) / distribution.own), child):
                 path.append(child)
                 node = child
                 break
-            residual.subtract(law)
+            residual.subtract(distribution)
         else:
-            return tuple(path), coins.sample(residual.weights, node)
+            return tuple(path), random_source.sample(residual.weights, node)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from actors.protocol.messages import SparseLaw, TokenTree
-from actors.verification.distributions import NO_MASS, ChildLaw, Residual, TargetRow, child_laws
-from actors.verification.random_source import Coins
+from actors.protocol.messages import SparseDistribution, TokenTree
+from actors.verification.distributions import NO_MASS, ChildDistribution, Residual, TargetRow, child_distributions
+from actors.verification.random_source import RandomSource
 
 
 def verify_traversal(
-    tree: TokenTree, draws: Sequence[int], laws: Sequence[SparseLaw | None], target_row: TargetRow, coins: Coins
+    tree: TokenTree,
+    sampling_kinds: Sequence[int],
+    distributions: Sequence[SparseDistribution | None],
+    target_row: TargetRow,
+    random_source: RandomSource,
 ) -> tuple[tuple[int, ...], int]:
     """(path, next_token): walk to the first leaf, accept its path with what is left of it, else delete it and go on.
 
@@ -23,24 +27,30 @@ def verify_traversal(
     deleted so far; the root's stays 1, so the walk ends.
     """
     children = tree.children()
-    untested: dict[int, Iterator[tuple[int, ChildLaw]]] = {}
+    untested: dict[int, Iterator[tuple[int, ChildDistribution]]] = {}
     residuals: dict[int, Residual] = {}
     reach = {0: 1.0}
-    own_laws: dict[int, ChildLaw] = {}
+    own_laws: dict[int, ChildDistribution] = {}
     node = 0
     while True:
         if reach[node] > 0:
             if node not in residuals:
                 residuals[node] = Residual(target_row(node))
-                untested[node] = zip(children[node], child_laws(tree, draws, laws[node], children[node]))
-            child, law = next(untested[node], (None, None))
+                untested[node] = zip(
+                    children[node],
+                    child_distributions(tree, sampling_kinds, distributions[node], children[node]),
+                    strict=False,
+                )
+            child, distribution = next(untested[node], (None, None))
             if child is not None:
-                own_laws[child] = law
-                reach[child] = min(1.0, reach[node] * residuals[node].probability(tree.token_ids[child]) / law.own)
+                own_laws[child] = distribution
+                reach[child] = min(
+                    1.0, reach[node] * residuals[node].probability(tree.token_ids[child]) / distribution.own
+                )
                 node = child
                 continue
-            if coins.accept(reach[node], node):
-                return tuple(tree.path_to(node)), coins.sample(residuals[node].weights, node)
+            if random_source.accept(reach[node], node):
+                return tuple(tree.path_to(node)), random_source.sample(residuals[node].weights, node)
         parent = tree.parents[node]
         left = residuals[parent].subtract(own_laws[node], reach[parent])
         total = left + (1.0 - reach[parent])  # in this order, so that the root stays at 1

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from actors.protocol.messages import Proposal, SamplingParams, SparseLaw, TokenTree
-from actors.sampling.draft_sampling import cut_law
+from actors.protocol.messages import Proposal, SamplingParams, SparseDistribution, TokenTree
+from actors.sampling.draft_sampling import truncate_distribution
 from actors.sampling.logits import NodeRows, choose_batch, probabilities, process_logits
 from actors.verification.coupled import verify_coupled
-from actors.verification.random_source import Coins, HashCoins
+from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from parallel.kv.pool import SeqId
 from parallel.runtime.runner import ModelRunner, Span
@@ -40,11 +40,11 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """The accepted `path` and the model's own `next_token`; `laws` of all these tokens where the model's was cut."""
+    """The accepted `path` and the model's own `next_token`; `distributions` of all these tokens where the model's was cut."""
 
     path: tuple[int, ...]
     next_token: int
-    laws: tuple[SparseLaw, ...] = ()
+    distributions: tuple[SparseDistribution, ...] = ()
 
 
 class Verifier:
@@ -83,7 +83,7 @@ class Verifier:
         return self.runner.forward(spans, token_ids).logits, len(token_ids)
 
     def judge(
-        self, subjects: Sequence[Subject], logits: Tensor, make_coins: Callable[[Subject], Coins] | None = None
+        self, subjects: Sequence[Subject], logits: Tensor, make_coins: Callable[[Subject], RandomSource] | None = None
     ) -> list[Ruling]:
         """Rulings on those whose root was reached; `make_coins` gives a ratio rule its randomness."""
         rows = [NodeRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in subjects]
@@ -96,25 +96,31 @@ class Verifier:
             if coupled:
                 rulings.append(Ruling(*verify_coupled(node_rows.tree, choices[where])))
             else:
-                coins = make_coins(subject) if make_coins else HashCoins(subject.sampling.seed, len(subject.token_ids))
-                rulings.append(self._test(subject, node_rows, logits[where], coins))
+                random_source = (
+                    make_coins(subject)
+                    if make_coins
+                    else HashRandomSource(subject.sampling.seed, len(subject.token_ids))
+                )
+                rulings.append(self._test(subject, node_rows, logits[where], random_source))
         return rulings
 
-    def _test(self, subject: Subject, rows: NodeRows, logits: Tensor, coins: Coins) -> Ruling:
+    def _test(self, subject: Subject, rows: NodeRows, logits: Tensor, random_source: RandomSource) -> Ruling:
         """A rejection rule: ratio tests against the laws the proposal was drawn from."""
         scores = process_logits(logits, rows.params, self._eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree)
-        cut: dict[int, SparseLaw] = {}
+        cut: dict[int, SparseDistribution] = {}
 
         def target_row(node: int) -> np.ndarray:  # most rules visit few nodes of a tree
             if self._law_size is None:
                 return probabilities(scores[node : node + 1], rows.params)[0].cpu().numpy()
             if node not in cut:
-                cut[node] = cut_law(scores[node : node + 1], rows.params, self._law_size)
+                cut[node] = truncate_distribution(scores[node : node + 1], rows.params, self._law_size)
             row = np.zeros(scores.shape[-1])
             row[list(cut[node].token_ids)] = cut[node].probs
             return row
 
         proposal = subject.proposal
-        draws, laws = (proposal.draws, proposal.laws) if proposal else ((0,), (None,))
-        path, next_token = RULES[self._rule](rows.tree, draws, laws, target_row, coins)
+        sampling_kinds, distributions = (
+            (proposal.sampling_kinds, proposal.distributions) if proposal else ((0,), (None,))
+        )
+        path, next_token = RULES[self._rule](rows.tree, sampling_kinds, distributions, target_row, random_source)
         return Ruling(path, next_token, tuple(cut[node] for node in (0, *path)) if cut else ())

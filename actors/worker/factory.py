@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from actors.drafters.cascade.remote_child import Mailbox, RemoteLevel
+from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
 from actors.drafters.registry import build_drafter, build_levels
 from actors.protocol.membership import Join
 from actors.roles.draft import DraftRole
@@ -22,8 +22,8 @@ from actors.roles.target import TargetRole
 from actors.topology import CascadeDrafterConfig, level_roles
 from actors.transport.channel import Link, link_name
 from actors.worker import openmp
-from actors.worker.logs import logger_of, tell
-from actors.worker.rank_loop import Heart, Pulse, Rank
+from actors.worker.logs import log_event, logger_of
+from actors.worker.rank_loop import Heartbeat, Rank, RankStatus
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, join
@@ -48,14 +48,14 @@ def serve(
         os.sched_setaffinity(0, spec.cores)
     torch.set_num_threads(max(1, spec.num_threads))
     logger = logger_of(spec.identity)
-    tell(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
+    log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     name = link_name(spec.identity, spec.incarnation)
     link = Mailbox(Link(spec.hub_address, name))
-    pulse = Pulse(spec.role, spec.rank, spec.incarnation, os.getpid())
-    heart = Heart(lambda: Link(spec.hub_address, f"{name}/heart", keeps="newest"), pulse)
+    status = RankStatus(spec.role, spec.rank, spec.incarnation, os.getpid())
+    heart = Heartbeat(lambda: Link(spec.hub_address, f"{name}/heart", keeps="newest"), status)
     rank = Rank(
         link,
-        pulse,
+        status,
         lambda call: _meet(spec, call),
         lambda group: build_role(spec, group, link),
         spec.device,
@@ -64,7 +64,7 @@ def serve(
     )
     try:
         rank.serve()
-        tell(logger, "stopped")
+        log_event(logger, "stopped")
     except Exception:
         logger.exception("failed", extra={"facts": {"incarnation": spec.incarnation}})
         raise
@@ -107,7 +107,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
     )
-    tell(logger_of(spec.identity), "sized", **fit.facts())  # before a weight is read
+    log_event(logger_of(spec.identity), "sized", **fit.facts())  # before a weight is read
     runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
     return role, {"vocab_size": runner.config.vocab_size, **fit.facts()}
@@ -117,7 +117,7 @@ def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple
     options = spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
     if isinstance(spec.drafter, CascadeDrafterConfig):
         levels = level_roles(spec.drafter)[spec.role]
-        beneath = RemoteLevel(mailbox, group, spec.device) if levels[0] else None
+        beneath = RemoteChild(mailbox, group, spec.device) if levels[0] else None
         drafter, facts = build_levels(spec.drafter, levels, *options, beneath)
     else:
         drafter, facts = build_drafter(spec.drafter, *options)

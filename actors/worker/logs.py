@@ -59,7 +59,7 @@ def logger_of(identity: str) -> logging.Logger:
     return logging.getLogger(f"{ROOT}.{identity}")
 
 
-def tell(logger: logging.Logger, event: str, *, level: int = logging.INFO, **facts: object) -> None:
+def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **facts: object) -> None:
     """One line about something that happened."""
     if logger.isEnabledFor(level):
         logger.log(level, event, extra={"facts": facts})

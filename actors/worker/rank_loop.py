@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from actors.protocol.membership import BEAT_S, Alive, Join, Ready, Recall, Stop, identity_of
+from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Stop, identity_of
 from actors.protocol.messages import DraftBatch, VerifyBatch
 from actors.transport.channel import Link
-from actors.worker.logs import logger_of, tell
+from actors.worker.logs import log_event, logger_of
 from parallel.comm.group import Group, PeerLost
 
 PATIENCE_S = 0.5
@@ -42,7 +42,7 @@ class Role(Protocol):
     def pause_s(self) -> float:
         """Seconds to listen before the next step of work."""
 
-    def outlook(self, *, last: bool) -> Any | None:
+    def preview(self, *, last: bool) -> Any | None:
         """What work has prepared, if it should be told now; `last` if no more work follows before the next record."""
 
     def forget(self) -> None:
@@ -50,7 +50,7 @@ class Role(Protocol):
 
 
 @dataclass(slots=True)
-class Pulse:
+class RankStatus:
     """What a rank says of itself; its loop writes it, its heart reads it."""
 
     role: str
@@ -76,20 +76,20 @@ class Pulse:
         )
 
 
-class Heart:
+class Heartbeat:
     """Beats from a thread of its own, over a link of its own, however long a pass takes."""
 
-    def __init__(self, open_link: Callable[[], Link], pulse: Pulse) -> None:
+    def __init__(self, open_link: Callable[[], Link], status: RankStatus) -> None:
         self._open_link = open_link
-        self._pulse = pulse
+        self._status = status
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"heart-{pulse.role}-{pulse.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"heart-{status.role}-{status.rank}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         link = self._open_link()
-        while not self._stopped.wait(BEAT_S):
-            link.send(self._pulse.beat())
+        while not self._stopped.wait(HEARTBEAT_S):
+            link.send(self._status.beat())
         link.close()
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ class Rank:
     def __init__(
         self,
         link: Link,
-        pulse: Pulse,
+        status: RankStatus,
         meet: Callable[[Join], Group],
         build: Callable[[Group], tuple[Role, dict[str, object]]],
         device: str,
@@ -112,7 +112,7 @@ class Rank:
         unwanted: Callable[[], bool],
     ) -> None:
         self._link = link
-        self._pulse = pulse
+        self._status = status
         self._meet = meet
         self._build = build
         self._device = device
@@ -121,7 +121,7 @@ class Rank:
         self._group: Group | None = None
         self._role: Role | None = None
         self._facts: dict[str, object] = {}
-        self._logger = logger_of(identity_of(pulse.role, pulse.rank))
+        self._logger = logger_of(identity_of(status.role, status.rank))
         self._call: Join | None = None  # the epoch to join next, where that is known already
 
     def serve(self) -> None:
@@ -132,7 +132,7 @@ class Rank:
                 if not self._follow():
                     return
             except PeerLost as error:
-                tell(self._logger, "peer-lost", level=logging.WARNING, epoch=join.epoch, why=str(error))
+                log_event(self._logger, "peer-lost", level=logging.WARNING, epoch=join.epoch, why=str(error))
             finally:
                 self._leave()
 
@@ -141,22 +141,22 @@ class Rank:
     def _wait(self) -> Join | None:
         """The next epoch, or None for the end."""
         call, self._call = self._call, None
-        self._pulse.waiting = True
+        self._status.waiting = True
         if call is not None:
             return call
-        self._link.send(self._pulse.beat(at_change=True))
+        self._link.send(self._status.beat(at_change=True))
         self._observe("waiting for its role")
         while not self._unwanted():
             record = self._link.receive(timeout_s=PATIENCE_S)
             if isinstance(record, Stop):
                 return None
-            if isinstance(record, Join) and record.epoch > self._pulse.epoch:
+            if isinstance(record, Join) and record.epoch > self._status.epoch:
                 return record
         return None
 
     def _join(self, join: Join) -> None:
-        pulse = self._pulse
-        pulse.epoch, pulse.taken, pulse.busy, pulse.waiting = join.epoch, join.round, False, False
+        status = self._status
+        status.epoch, status.taken, status.busy, status.waiting = join.epoch, join.round, False, False
         group = self._meet(join)
         if self._group is None:
             self._group = group
@@ -165,19 +165,19 @@ class Rank:
         if self._role is None:
             self._role, self._facts = self._build(self._group)
         self._say_ready()
-        tell(self._logger, "ready", epoch=join.epoch, **self._facts)
+        log_event(self._logger, "ready", epoch=join.epoch, **self._facts)
         self._observe(f"epoch {join.epoch}")
 
     def _leave(self) -> None:
-        self._pulse.busy = False
+        self._status.busy = False
         if self._group is not None:
             self._group.close()
         if self._role is not None:
             self._role.forget()
 
     def _say_ready(self) -> None:
-        pulse = self._pulse
-        self._link.send(Ready(pulse.role, pulse.rank, self._facts, pulse.epoch, pulse.incarnation))
+        status = self._status
+        self._link.send(Ready(status.role, status.rank, self._facts, status.epoch, status.incarnation))
 
     # --- within an epoch ----------------------------------------------------------------------------------------------
 
@@ -193,47 +193,47 @@ class Rank:
                     return True
                 case Recall():
                     return True
-            if record.after != self._pulse.taken:
-                tell(self._logger, "missed", level=logging.WARNING, round=record.after, taken=self._pulse.taken)
+            if record.after != self._status.taken:
+                log_event(self._logger, "missed", level=logging.WARNING, round=record.after, taken=self._status.taken)
                 return True
-            self._pulse.busy, self._pulse.taken = True, record.round
+            self._status.busy, self._status.taken = True, record.round
             for answer in self._role.answer(record):
-                if self._pulse.rank == 0:
+                if self._status.rank == 0:
                     self._link.send(answer)
-            self._pulse.busy = False
+            self._status.busy = False
             self._observe(f"round {record.round}")
             if self._logger.isEnabledFor(logging.INFO):
                 self._tell_of(record)
 
     def _tell_of(self, batch: VerifyBatch | DraftBatch) -> None:
         for admit in batch.admits:
-            tell(self._logger, "admit", request=admit.request_id, epoch=admit.epoch, tokens=len(admit.token_ids))
+            log_event(self._logger, "admit", request=admit.request_id, epoch=admit.epoch, tokens=len(admit.token_ids))
         if self._logger.isEnabledFor(logging.DEBUG):
             asked = batch.items if isinstance(batch, VerifyBatch) else batch.orders
             requests = [one.request_id for one in asked]
-            tell(self._logger, "round", level=logging.DEBUG, round=batch.round, requests=requests)
+            log_event(self._logger, "round", level=logging.DEBUG, round=batch.round, requests=requests)
 
     def _next(self) -> Any:
         """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
         while self._role.wants_work:
-            record = self._between_steps() if self._pulse.rank == 0 else None
-            width = self._role.width() if self._pulse.rank == 0 and record is None else _ARRIVED
+            record = self._between_steps() if self._status.rank == 0 else None
+            width = self._role.width() if self._status.rank == 0 and record is None else _ARRIVED
             told = torch.tensor([width], dtype=torch.int64, device=self._device)
             if (width := int(self._group.broadcast(told).item())) == _ARRIVED:
                 return record if record is not None else self._news(wait=True)
             self._role.work(width)
-            if self._pulse.rank == 0 and not self._role.wants_work:
-                self._foretell(last=True)
+            if self._status.rank == 0 and not self._role.wants_work:
+                self._send_preview(last=True)
         return self._news(wait=True)
 
     def _between_steps(self) -> Any | None:
         pause_s = self._role.pause_s()
-        self._foretell(last=pause_s > 0)
+        self._send_preview(last=pause_s > 0)
         return self._news(wait=False, for_s=pause_s)
 
-    def _foretell(self, *, last: bool) -> None:
-        if (outlook := self._role.outlook(last=last)) is not None:
-            self._link.send(outlook)
+    def _send_preview(self, *, last: bool) -> None:
+        if (preview := self._role.preview(last=last)) is not None:
+            self._link.send(preview)
 
     def _news(self, *, wait: bool, for_s: float = PATIENCE_S) -> Any:
         """The next record that is not of the past; None if none has come in time and nobody has to `wait`."""
@@ -245,13 +245,13 @@ class Rank:
                         return Stop()
                     if not wait:
                         return None
-                case Join() if record.epoch == self._pulse.epoch:
+                case Join() if record.epoch == self._status.epoch:
                     self._say_ready()  # the first time it was lost on the way
                 case Join() | Recall():
-                    if record.epoch > self._pulse.epoch:
+                    if record.epoch > self._status.epoch:
                         return record
                 case VerifyBatch() | DraftBatch():
-                    if record.round > self._pulse.taken:
+                    if record.round > self._status.taken:
                         return record
                 case Stop():
                     return record

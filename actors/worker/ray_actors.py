@@ -1,7 +1,7 @@
 """Ray shells: one actor class for a rank, one for the coordinator. They own a process and nothing else.
 
 `run` is called once and lasts for the session; its object ref is also the death watch. No round passes through Ray.
-What a shell runs (`roles.serve`, `Conductor.run`) is the same code the in-process backend runs in threads.
+What a shell runs (`roles.serve`, `CoordinatorService.run`) is the same code the in-process backend runs in threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from actors.coordinator.service import Conductor, CoordinatorSpec, Watch
+from actors.coordinator.service import CoordinatorService, CoordinatorSpec, Watch
 from actors.transport.channel import Hub, open_hub
 from actors.worker import openmp
 from actors.worker.logs import LogSpec, dump_stacks_on_signal, open_logs
@@ -102,7 +102,7 @@ class CoordinatorWorker:
     def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
         """Conduct rounds until told to stop; returns why."""
         try:
-            return Conductor(spec, self._hub, [make() for make in make_watches], self._store).run()
+            return CoordinatorService(spec, self._hub, [make() for make in make_watches], self._store).run()
         finally:
             self._hub.close()
 

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any, get_origin, get_type_hints
 
+from actors.drafters.draft_ahead.tree import AHEAD
 from actors.options import DrafterConfig, ModelDrafterConfig, PipelineName, Strategy
-from actors.protocol.draft_tree import AHEAD
 from actors.topology import CascadeDrafterConfig, LevelLengths, LevelsPlacement
 from cluster.config.errors import unknown_key
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from actors.drafters.draft_ahead.tree import AHEAD
 from actors.options import DrafterConfig, ModelDrafterConfig, NoDrafterConfig, Strategy, VerifyRule
-from actors.protocol.draft_tree import AHEAD
-from actors.protocol.messages import Draw
+from actors.protocol.messages import SamplingKind
 from actors.topology import CascadeDrafterConfig, LevelLengths, LevelsPlacement
 
 if TYPE_CHECKING:
     from cluster.config.schema import LaunchConfig
 
 
-def draws_of(config: LaunchConfig) -> set[Draw]:
+def sampling_kinds_of(config: LaunchConfig) -> set[SamplingKind]:
     """How the tokens that the target sees would be drawn for a ratio test."""
     drafter = config.drafter
     if isinstance(drafter, NoDrafterConfig):
         return set()
     if isinstance(drafter, CascadeDrafterConfig):
-        return {Draw.IID, first_draw(config)} if _hands_through(drafter) else {Draw.IID}
+        return {SamplingKind.IID, first_draw(config)} if _hands_through(drafter) else {SamplingKind.IID}
     return {first_draw(config)}
 
 
@@ -29,12 +29,12 @@ def _hands_through(cascade: CascadeDrafterConfig) -> bool:
     return left_out or (bool(cascade.tails) and all(cascade.tails[1:]))
 
 
-def first_draw(config: LaunchConfig) -> Draw:
+def first_draw(config: LaunchConfig) -> SamplingKind:
     """How the drafter draws, or the first level of a cascade."""
     match drafts_first(config):
         case ModelDrafterConfig(strategy=Strategy.chain | Strategy.tree), False:
-            return Draw.IID if config.verify.rule is VerifyRule.kseq else Draw.WITHOUT_REPLACEMENT
-    return Draw.DETERMINISTIC
+            return SamplingKind.IID if config.verify.rule is VerifyRule.kseq else SamplingKind.WITHOUT_REPLACEMENT
+    return SamplingKind.DETERMINISTIC
 
 
 def drafts_first(config: LaunchConfig) -> tuple[DrafterConfig, bool]:

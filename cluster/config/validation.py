@@ -27,7 +27,7 @@ from actors.options import (
 )
 from actors.topology import CascadeDrafterConfig
 from cluster.config.cascade import cascade_rules
-from cluster.config.draft_scheme import drafts_first, draws_of
+from cluster.config.draft_scheme import drafts_first, sampling_kinds_of
 
 if TYPE_CHECKING:
     from cluster.config.schema import CertifyConfig, LaunchConfig
@@ -173,7 +173,7 @@ def _verify(config: LaunchConfig) -> Iterator[_Rule]:
     if config.verify.rule is not VerifyRule.coupled:  # which is exact for any proposal whatever
         from actors.verification.rules import check_scheme  # loads PyTorch
 
-        check_scheme(config.verify.rule, draws_of(config))
+        check_scheme(config.verify.rule, sampling_kinds_of(config))
 
 
 def _pipeline(config: LaunchConfig) -> Iterator[_Rule]:
@@ -223,12 +223,12 @@ def _cluster(config: LaunchConfig) -> Iterator[_Rule]:
             "is only for cluster=existing; add that or drop it",
         )
         one_machine = "is only for clusters of several nodes; drop it"
-        yield "cluster.placement.nodes", cluster.placement.nodes, cluster.placement.nodes <= 1, one_machine
+        yield "cluster.nodes", cluster.nodes, cluster.nodes <= 1, one_machine
         yield "placement.nodes", config.placement.nodes, not config.placement.nodes, one_machine
     yield (
-        "cluster.placement.nodes",
-        cluster.placement.nodes,
-        cluster.placement.nodes >= 0,
+        "cluster.nodes",
+        cluster.nodes,
+        cluster.nodes >= 0,
         "must be 0 (those that are there) or above",
     )
     yield "cluster.wait_s", cluster.wait_s, cluster.wait_s >= 0, "must be 0 or above"

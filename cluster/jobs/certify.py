@@ -14,7 +14,7 @@ from actors.options import DrafterConfig, SamplingConfig, VerifyRule
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import is_greedy
 from actors.topology import CascadeDrafterConfig
-from cluster.config.draft_scheme import draws_of, first_draw
+from cluster.config.draft_scheme import first_draw, sampling_kinds_of
 from cluster.config.schema import CertifyConfig, LaunchConfig
 from cluster.engine import Engine
 from cluster.io.console import Bar, Terminal
@@ -23,8 +23,8 @@ from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import versions, write_json
 from cluster.tools.certify.checks import (
     Check,
+    check_distribution,
     check_identity,
-    check_law,
     check_rounding,
     draw_fits,
     kinds_of,
@@ -92,7 +92,7 @@ def _check(
     rounding = check_rounding(scorer.movement(first), outputs, scorer, target)
     bar.advance()
     bar.say("enumerating")
-    exact = [check_exactness(rule, draws_of(config))]
+    exact = [check_exactness(rule, sampling_kinds_of(config))]
     if isinstance(config.drafter, CascadeDrafterConfig) and rule is not VerifyRule.coupled:
         exact.append(check_levels(rule, config.drafter, first_draw(config)))
     bar.advance()
@@ -102,10 +102,10 @@ def _check(
     if sampled:
         bar.say("drawing")
         texts = list(dict.fromkeys(output.prompt_ids for output in outputs))[: job.contexts]
-        kinds = kinds_of(config.verify, config.drafter, draws_of(config))
+        kinds = kinds_of(config.verify, config.drafter, sampling_kinds_of(config))
         schemes = [scheme_of(config.verify, config.drafter, kind) for kind in kinds]
         fits = draw_fits(texts, sampled, schemes, eos_token_ids, (target, draft), job.draws, lambda n: bar.advance())
-        checks.append(check_law([*fits, fit_ranks(scorer, outputs)], job.significance, job.power))
+        checks.append(check_distribution([*fits, fit_ranks(scorer, outputs)], job.significance, job.power))
     return [*checks, rounding], remarks(outputs, rule, draft or target, target.vocab_size)
 
 
@@ -124,7 +124,7 @@ def _draft_reader(config: LaunchConfig, num_slots: int) -> Reader | None:
 
 def _num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_prompts: int) -> int:
     job: CertifyConfig = config.job
-    kinds = len(kinds_of(config.verify, config.drafter, draws_of(config)))
+    kinds = len(kinds_of(config.verify, config.drafter, sampling_kinds_of(config)))
     chunks = -(-job.draws // CHUNK) * min(job.contexts, num_prompts) * len(_tempered(params)) * kinds
     return 2 * num_prompts * len(params) + 2 + chunks
 

@@ -53,7 +53,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         sampling = config.sampling_params(engine.tokenizer)
         first_token_s = _warm_up(engine, prompts, sampling)
         num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
-        tell = partial(_report, engine, len(finished), first_token_s)
+        log_event = partial(_report, engine, len(finished), first_token_s)
         so_far, started, told_at = Run(interrupted=True), time.monotonic(), -math.inf
         with completions.open("a" if finished else "w", encoding="utf-8") as file:
 
@@ -64,15 +64,15 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
                 so_far.wall_s = time.monotonic() - started
                 if so_far.wall_s > told_at + REPORT_EVERY_S:
                     told_at = so_far.wall_s
-                    write_json(report_file, tell(so_far))
+                    write_json(report_file, log_event(so_far))
 
             speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
         plain = None
         if job.baseline and not speculative.interrupted:
-            write_json(report_file, {**tell(speculative), "interrupted": True})
+            write_json(report_file, {**log_event(speculative), "interrupted": True})
             plain = _timed(engine, prompts, sampling, terminal, speculate=False, on_finished=lambda served: None)
         # Before the engine ends: where all of a job's processes are told to stop at once, there may be no after.
-        report = tell(speculative, plain)
+        report = log_event(speculative, plain)
         write_json(report_file, report)
         if engine.trace:
             (run_dir / "failure.txt").write_text(engine.trace)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Protocol
 
-from actors.coordinator.service import Glance
-from actors.coordinator.stats import RequestTimes, Tally
+from actors.coordinator.service import StatsSnapshot
+from actors.coordinator.stats import CoordinatorStats, RequestTimes
 from actors.policy.speculation_switch import Mode
 from actors.protocol.membership import Ready
 from cluster.config.schema import LaunchConfig
@@ -42,32 +42,32 @@ class Counted:
 
     name: str
     text: str
-    read: Callable[[Tally], float | Mapping[str, float]]
+    read: Callable[[CoordinatorStats], float | Mapping[str, float]]
     label: str = ""
 
 
-def _per_position(tally: Tally) -> dict[str, float]:
-    return {str(position): count for position, count in enumerate(tally.num_accepted_per_pos)}
+def _per_position(stats: CoordinatorStats) -> dict[str, float]:
+    return {str(position): count for position, count in enumerate(stats.num_accepted_per_pos)}
 
 
-def _idle(tally: Tally) -> dict[str, float]:
+def _idle(stats: CoordinatorStats) -> dict[str, float]:
     """An engine without requests is not idle, it is off duty."""
-    busy = {"draft": tally.draft_busy_s, "target": tally.target_busy_s}
-    return {role: max(0.0, tally.active_s - busy_s) for role, busy_s in busy.items()}
+    busy = {"draft": stats.draft_busy_s, "target": stats.target_busy_s}
+    return {role: max(0.0, stats.active_s - busy_s) for role, busy_s in busy.items()}
 
 
-def _per_role(tally: Tally, of: Callable[[list[float]], float]) -> dict[str, float]:
-    return {role: of(outages) for role, outages in tally.resume_s.items()}
+def _per_role(stats: CoordinatorStats, of: Callable[[list[float]], float]) -> dict[str, float]:
+    return {role: of(outages) for role, outages in stats.resume_s.items()}
 
 
-def _per_level(tally: Tally, name: str) -> dict[str, float]:
-    return {level: counts[name] for level, counts in tally.levels.items()}
+def _per_level(stats: CoordinatorStats, name: str) -> dict[str, float]:
+    return {level: counts[name] for level, counts in stats.levels.items()}
 
 
-def _fallback(tally: Tally) -> dict[str, float]:
+def _fallback(stats: CoordinatorStats) -> dict[str, float]:
     """As in the report: what the guard decided, and what there was no drafter for."""
-    rested_s = sum(tally.seconds_by_mode.get(mode.value, 0.0) for mode in (Mode.rest, Mode.catch_up))
-    return {"guard": rested_s, "no_drafter": tally.fallback_s}
+    rested_s = sum(stats.seconds_by_mode.get(mode.value, 0.0) for mode in (Mode.rest, Mode.catch_up))
+    return {"guard": rested_s, "no_drafter": stats.fallback_s}
 
 
 COUNTERS = (
@@ -179,44 +179,44 @@ class MetricsWatch:
             name: registry.gauge(PREFIX + name, text, (*ENGINE_LABELS, "role", "rank"))
             for name, text in RANK_GAUGES.items()
         }
-        self._tally: Tally | None = None
+        self._tally: CoordinatorStats | None = None
         self._seen: dict[tuple[int, str], float] = {}
 
-    def __call__(self, glance: Glance) -> None:
-        if glance.tally is not self._tally:
-            self._tally, self._seen = glance.tally, {}
-        self._feed_counters(glance.tally)
-        self._feed_requests(glance.tally)
+    def __call__(self, snapshot: StatsSnapshot) -> None:
+        if snapshot.stats is not self._tally:
+            self._tally, self._seen = snapshot.stats, {}
+        self._feed_counters(snapshot.stats)
+        self._feed_requests(snapshot.stats)
         for name, (_, read) in GAUGES.items():
-            self._gauges[name](read(glance.load), self._labels)
-        for ready in glance.ready.values():
+            self._gauges[name](read(snapshot.load), self._labels)
+        for ready in snapshot.ready.values():
             self._feed_rank(ready)
 
-    def _feed_counters(self, tally: Tally) -> None:
+    def _feed_counters(self, stats: CoordinatorStats) -> None:
         for index, (counted, increment) in enumerate(zip(COUNTERS, self._counters, strict=True)):
-            read = counted.read(tally)
+            read = counted.read(stats)
             for value, total in read.items() if counted.label else (("", read),):
                 grown = total - self._seen.get((index, value), 0.0)
                 if grown > 0:
-                    increment(grown, self._of(tally, **({counted.label: value} if counted.label else {})))
+                    increment(grown, self._of(stats, **({counted.label: value} if counted.label else {})))
                     self._seen[index, value] = total
 
-    def _feed_requests(self, tally: Tally) -> None:
-        while tally.ended:
-            times = tally.ended.popleft()
-            self._ended(1, self._of(tally, finished_reason=times.finish_reason))
+    def _feed_requests(self, stats: CoordinatorStats) -> None:
+        while stats.ended:
+            times = stats.ended.popleft()
+            self._ended(1, self._of(stats, finished_reason=times.finish_reason))
             for (_, _, read, _), observe in zip(HISTOGRAMS, self._histograms, strict=True):
                 seconds = read(times)
                 if seconds is not None:
-                    observe(seconds, self._of(tally))
+                    observe(seconds, self._of(stats))
 
     def _feed_rank(self, ready: Ready) -> None:
         for name, update in self._rank_gauges.items():
             rank = {"role": ready.role, "rank": str(ready.rank)}
             update(float(ready.facts.get(name, 0)), {**self._labels, **rank})
 
-    def _of(self, tally: Tally, **labels: str) -> dict[str, str]:
-        return {**self._labels, "phase": tally.phase, **labels}
+    def _of(self, stats: CoordinatorStats, **labels: str) -> dict[str, str]:
+        return {**self._labels, "phase": stats.phase, **labels}
 
 
 class RayRegistry:

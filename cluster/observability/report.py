@@ -115,7 +115,7 @@ def speculation(counters: Mapping[str, object]) -> dict[str, object]:
         "num_draft_tokens": drafted,
         "num_accepted_tokens": accepted,
         "branch_hit_rate": _ratio(hits, lookups),
-        "foreseen_rate": _ratio(counters.get("num_foreseen"), lookups),
+        "foreseen_rate": _ratio(counters.get("num_prefetched"), lookups),
         "levels": levels(counters.get("levels") or {}),
     }
 

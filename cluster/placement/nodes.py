@@ -99,7 +99,7 @@ def _homes(config: LaunchConfig, nodes: Sequence[Node], ranks: list[RankPlacemen
     free = {(node, kind): node.count(kind) for node in nodes for kind in ("cpu", "cuda")}
     homes: dict[str, list[Node]] = {}
     leads = {place.role: place for place in reversed(ranks)}
-    for role, place in sorted(reversed(leads.items()), key=lambda entry: -entry[1].size):
+    for role, place in sorted(leads.items(), key=lambda entry: -entry[1].size):
         allowed = allowed_nodes(config, role, nodes)
         if not place.share:  # a lookup drafter needs no device of its own
             homes[role] = [allowed[0]] * place.size

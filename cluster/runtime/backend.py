@@ -49,7 +49,7 @@ class Backend(Protocol):
         """Who belongs on a node that is gone."""
 
     def publish(self, file: Path) -> None:
-        """Offer a copy of `file` where people look at the cluster, if there is such a place and it lasts."""
+        """DraftOutcome a copy of `file` where people look at the cluster, if there is such a place and it lasts."""
 
     def close(self, *, told: bool) -> None:
         """End everything that was started; `told` says that the coordinator was told to stop, and has said so."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from actors.coordinator.service import Conductor, CoordinatorSpec
+from actors.coordinator.service import CoordinatorService, CoordinatorSpec
 from actors.protocol.membership import Death
 from actors.transport.channel import Hub
 from actors.worker.factory import serve
@@ -104,7 +104,7 @@ class InprocessBackend:
 
     def _conduct(self, spec: CoordinatorSpec) -> None:
         store = (_LOOPBACK, self._store.port) if self._store is not None else None
-        self._launch("coordinator", lambda: Conductor(spec, self._hub, store=store).run())
+        self._launch("coordinator", lambda: CoordinatorService(spec, self._hub, store=store).run())
 
     def _serve(self, spec: RankSpec) -> None:
         self._specs[spec.identity] = spec

@@ -96,5 +96,5 @@ def _check_number(wanted: int, nodes: list[Node]) -> None:
     if len(nodes) < wanted:
         there = ", ".join(f"{node.name} ({node.host})" for node in nodes)
         raise ValueError(
-            f"cluster.placement.nodes={wanted}: only {len(nodes)} joined: {there}; look at the logs of Ray on the others"
+            f"cluster.nodes={wanted}: only {len(nodes)} joined: {there}; look at the logs of Ray on the others"
         )

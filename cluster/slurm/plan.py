@@ -158,7 +158,7 @@ def make_plan(
     overrides = [word for word in overrides if _is_override(word)]
     launch = [python, "-P", "-m", "cluster.launch", *options, "cluster=slurm", f"cluster.address={head_address}"]
     launch += [
-        f"cluster.placement.nodes={len(allocation.nodes)}",
+        f"cluster.nodes={len(allocation.nodes)}",
         f"hydra.run.dir={run_dir}",
         f"hydra.sweep.dir={run_dir}",
     ]

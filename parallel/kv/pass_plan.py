@@ -52,7 +52,7 @@ class PendingRows:
     `_ancestors[i]` has bit j set where row i sees row j, itself included; kept only while the rows are no plain chain.
     """
 
-    __slots__ = ("depths", "parents", "is_chain", "_ancestors")
+    __slots__ = ("_ancestors", "depths", "is_chain", "parents")
 
     def __init__(self) -> None:
         self.depths: list[int] = []

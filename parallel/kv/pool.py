@@ -24,7 +24,7 @@ SeqId = Hashable
 class _Table:
     """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run."""
 
-    __slots__ = ("slots", "cached_len", "num_rows", "run_len")
+    __slots__ = ("cached_len", "num_rows", "run_len", "slots")
 
     def __init__(self) -> None:
         self.slots = np.empty(64, dtype=np.int64)

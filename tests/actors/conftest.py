@@ -13,6 +13,7 @@ import torch
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.drafters.draft_ahead.drafter import AheadDrafter
+from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.lookup.ngram import NgramDrafter
 from actors.drafters.lookup.suffix import SuffixDrafter
 from actors.drafters.model.drafter import ModelDrafter
@@ -20,7 +21,6 @@ from actors.drafters.model.loading import open_draft_model
 from actors.drafters.registry import build_drafter
 from actors.options import NgramDrafterConfig, Parallel, SchedulerConfig, SuffixDrafterConfig, VerifyConfig
 from actors.policy.pipelines import PIPELINES
-from actors.protocol.draft_tree import AHEAD
 from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
@@ -37,7 +37,7 @@ MAX_LEN = 256
 
 @dataclass
 class Room:
-    """Drives requests to their end; `tokens`, `ends` and `tally` tell how they fared."""
+    """Drives requests to their end; `tokens`, `ends` and `stats` tell how they fared."""
 
     target: TargetRole
     draft: DraftRole | None
@@ -48,7 +48,7 @@ class Room:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str | None] = field(default_factory=dict)
-    tally: object = None
+    stats: object = None
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
     def serve(self, requests, after_round=None, control=None):
@@ -79,7 +79,7 @@ class Room:
                     self.ends[record.request_id] = record.finish_reason
                     self.errors[record.request_id] = record.error
         assert coordinator.num_requests == 0, "a request was left waiting"
-        self.tally = coordinator.tally
+        self.stats = coordinator.stats
         return self
 
     def _next(self, queue):
@@ -96,8 +96,8 @@ class Room:
                 break
             self.draft.work(self.leisure.randrange(4))  # any width may be chosen; 0 is the configured one
             self.draft.drafter.runner.pool.check()
-        if self.leisure.random() < 0.7 and (outlook := self.draft.outlook(last=True)) is not None:
-            assert not coordinator.on(outlook, next(clock))
+        if self.leisure.random() < 0.7 and (preview := self.draft.preview(last=True)) is not None:
+            assert not coordinator.on(preview, next(clock))
 
 
 @pytest.fixture(scope="session")

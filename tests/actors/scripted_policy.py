@@ -12,7 +12,7 @@ class MoodyControl:
         self.mode = Mode.speculate
         self.guard = None
         self.weighs_waiting = choose.random() < 0.7
-        self.seen = {mode: 0 for mode in Mode}
+        self.seen = dict.fromkeys(Mode, 0)
         self._choose = choose
         self._lengths: dict[int, int] = {}
 
@@ -24,7 +24,7 @@ class MoodyControl:
     def approach(self, num_running: int, mean_len: float) -> None:
         pass
 
-    def saw(self, seen) -> None:
+    def update(self, seen) -> None:
         self.seen[self.mode] += 1
         self._lengths = {offer.request_id: self._choose.randrange(6) for offer in seen.offers}
         if self.mode is not Mode.catch_up and self._choose.random() < 0.6:

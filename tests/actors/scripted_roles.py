@@ -18,8 +18,8 @@ from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
     HASH_SEED,
     DraftBatch,
-    Outlook,
-    OutlookBatch,
+    DraftPreview,
+    DraftPreviewBatch,
     Proposal,
     ProposalBatch,
     Tokens,
@@ -121,7 +121,7 @@ class ScriptedDrafter:
     def forget(self, last_round: int) -> None:
         self.knows = Knowledge(last_round=last_round, told=self.knows.told)
 
-    def answer(self, batch: DraftBatch) -> list[ProposalBatch | OutlookBatch]:
+    def answer(self, batch: DraftBatch) -> list[ProposalBatch | DraftPreviewBatch]:
         self.knows.learn(batch)
         assert len({order.request_id for order in batch.orders}) == len(batch.orders), "two orders for one request"
         for order in batch.orders:
@@ -130,10 +130,10 @@ class ScriptedDrafter:
                 assert order.taken.token_ids[0] == self.knows.texts[order.request_id][-1]
                 self.num_taken += 1
         asked = [order.request_id for order in batch.orders if order.num_draft_tokens]
-        seen = [self.outlook(request_id) for request_id in asked if self.choose.random() < self.foresees]
-        return self.proposals(batch) + ([OutlookBatch(tuple(seen))] if seen else [])
+        seen = [self.preview(request_id) for request_id in asked if self.choose.random() < self.foresees]
+        return self.proposals(batch) + ([DraftPreviewBatch(tuple(seen))] if seen else [])
 
-    def outlook(self, request_id) -> Outlook:
+    def preview(self, request_id) -> DraftPreview:
         """The right words for some way, beside wrong ones; sometimes of another text."""
         text = list(self.knows.texts[request_id])
         tokens, parents, at = [text[-1]], [-1], 0
@@ -148,7 +148,7 @@ class ScriptedDrafter:
         values = tuple(-float(i) for i in range(len(tokens))) if self.choose.random() < 0.5 else ()
         epoch = self.knows.epochs[request_id] + (self.choose.random() < 0.05)
         tree = TokenTree(tuple(tokens), tuple(parents))
-        return Outlook(request_id, epoch, len(text), extend_hash(HASH_SEED, text), tree, values)
+        return DraftPreview(request_id, epoch, len(text), extend_hash(HASH_SEED, text), tree, values)
 
     def proposals(self, batch: DraftBatch) -> list[ProposalBatch]:
         orders = [(order.request_id, order.num_draft_tokens) for order in batch.orders if order.taken is None]
@@ -251,15 +251,15 @@ class World:
         self.past += self.answers[role]
         self.answers[role].clear()
         self.lost.add(role)
-        self.tell(RoleLost(role))
+        self.deliver(RoleLost(role))
 
     def bring_back(self, role: str) -> None:
         """Another one takes its place, which knows nothing."""
         {"target": self.target, "draft": self.drafter}[role].forget(self.coordinator.last_round(role))
         self.lost.discard(role)
-        self.tell(RoleBack(role))
+        self.deliver(RoleBack(role))
 
-    def tell(self, record) -> None:
+    def deliver(self, record) -> None:
         self.clock += self.tick_s
         self.post(self.coordinator.on(record, self.clock))
 
@@ -318,10 +318,10 @@ class World:
             assert self.answers["target"], "time was up, and the target idles"
             return True
         if self.past and self.choose.random() < self.duplicates:
-            self.tell(self.choose.choice(self.past))
+            self.deliver(self.choose.choice(self.past))
         record = self.choose.choice(ready).popleft()
         self.past.append(record)
-        self.tell(record)
+        self.deliver(record)
         return True
 
     def settle(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from actors.coordinator.service import CLIENT, Conductor, CoordinatorSpec
+from actors.coordinator.service import CLIENT, CoordinatorService, CoordinatorSpec
 from actors.protocol.membership import Alive, Hello, Join, Ready, Stop
 from actors.transport.channel import Hub, Link
 
@@ -24,7 +24,7 @@ class Stage:
         self.links = {name: Link(self.hub.address, f"{name}#0") for name in self.ranks}
         self.links[CLIENT] = Link(self.hub.address, CLIENT)
         self.ended: list[object] = []
-        self.thread = threading.Thread(target=self.conduct, args=(Conductor(spec, self.hub, watches),))
+        self.thread = threading.Thread(target=self.conduct, args=(CoordinatorService(spec, self.hub, watches),))
         self.thread.start()
 
     def conduct(self, conductor) -> None:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from actors.drafters.interface import Draft
 from actors.options import NgramDrafterConfig
 from actors.policy.pipelines import PIPELINES
 from actors.protocol.messages import TokenTree
-from actors.roles.draft import Draft
 
 VOCAB_SIZE = 97
 
@@ -56,7 +56,7 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, pipeline, whim,
         NgramDrafterConfig(), pipeline=pipeline, wrap=lambda drafter: Adversary(drafter, whim, plain.tokens)
     ).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    accepted, drafted = room.tally.num_accepted_tokens, room.tally.num_draft_tokens
+    accepted, drafted = room.stats.num_accepted_tokens, room.stats.num_draft_tokens
     if whim == "right":
         assert accepted == drafted > 0
     elif whim == "wrong":

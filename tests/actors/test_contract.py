@@ -11,6 +11,8 @@ import random
 import pytest
 import torch
 
+from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.interface import Draft
 from actors.options import (
     ModelDrafterConfig,
     NgramDrafterConfig,
@@ -21,9 +23,7 @@ from actors.options import (
 )
 from actors.policy.pipelines import PIPELINES
 from actors.policy.speculation_switch import Mode
-from actors.protocol.draft_tree import AHEAD
 from actors.protocol.messages import SamplingParams, TokenTree
-from actors.roles.draft import Draft
 from tests.actors.scripted_policy import MoodyControl
 
 MAX_ROWS = 256
@@ -78,9 +78,9 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests)
     assert (room.tokens, room.ends) == plain_tokens[sampling]
     if pipeline != "plain" and "processed" not in sampling and drafter not in LOOKUPS:
-        assert room.tally.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+        assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
         if pipeline in AHEAD and drafter == "chain":
-            assert room.tally.num_foreseen > 0, "no outlook was ever of use"
+            assert room.stats.num_prefetched > 0, "no outlook was ever of use"
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -101,7 +101,7 @@ def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(DRAFTERS[drafter], limits=SchedulerConfig(3, 40, 16), slots=150).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    assert room.tally.num_preemptions > 0, "the pool was never short: the test shows nothing"
+    assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
 @pytest.mark.parametrize("drafter", ["chain", "tree"])
@@ -110,7 +110,7 @@ def test_a_perfect_drafter_is_accepted_whole(open_room, make_requests, models, d
     requests = make_requests(1, max_tokens=25)
     room = open_room(DRAFTERS[drafter], path=models["target"]).serve(requests)
     depth = 5 if drafter == "chain" else 4
-    histogram = room.tally.acceptance_histogram
+    histogram = room.stats.acceptance_histogram
     assert histogram[depth] >= 3 and sum(histogram[:depth]) <= 3, "only the last, shortened proposals may fall short"
 
 
@@ -190,7 +190,7 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
     room = open_room(NgramDrafterConfig(), wrap=lambda drafter: Adversary(drafter, ADVERSARIES[adversary]))
     room.serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    assert (room.tally.num_stale > 0) == (adversary == "wrong-root")
+    assert (room.stats.num_stale > 0) == (adversary == "wrong-root")
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
@@ -243,4 +243,4 @@ def test_a_drafter_may_have_fewer_tokens(open_room, make_requests, models, tmp_p
     assert any(token >= VOCAB_SIZE - 40 for tokens in plain.tokens.values() for token in tokens)
     room = open_room(DRAFTERS["chain"], path=tmp_path, pipeline=pipeline).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    assert room.tally.num_accepted_tokens > 0
+    assert room.stats.num_accepted_tokens > 0

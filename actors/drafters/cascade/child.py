@@ -1,7 +1,7 @@
 """The level beneath a level of a cascade, as the upper one sees it: told of text, asked for drafts, kept account of.
 
 It is spoken to in the records the coordinator uses, so a level in the same process and one on ranks of its own differ
-only in the `LevelPort` that carries them. The text it is told is provisional: what the level above takes back, it
+only in the `ChildPort` that carries them. The text it is told is provisional: what the level above takes back, it
 takes back too, by a `Commit` whose prefix lies below the text it knows. Knows no model and no rule.
 """
 
@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from actors.drafters.interface import Context, Drafter
 from actors.protocol.messages import Admit, Commit, DraftBatch, DraftOrder, LevelWork, Proposal, ProposalBatch
-from actors.roles.draft import Context, Drafter, DraftRole
+from actors.roles.draft import DraftRole
 from actors.sampling.noise import Stream as NoiseStream
 from actors.sampling.noise import noise_key
 
 
-class LevelPort(Protocol):
+class ChildPort(Protocol):
     """Carries records to the level beneath and back."""
 
     life: int
@@ -37,7 +38,7 @@ class LevelPort(Protocol):
         """Hear whether the level was lost, or has come back."""
 
 
-class LocalLevel:
+class LocalChild:
     """The level lives in this process and drafts when it is asked."""
 
     life = 0
@@ -74,10 +75,10 @@ class _Told:
     num_admissions: int = 0
 
 
-class Beneath:
+class ChildLevel:
     """Keeps the level beneath up to date, asks it, and counts its work under its `name`."""
 
-    def __init__(self, port: LevelPort, name: str, num_draft_tokens: int) -> None:
+    def __init__(self, port: ChildPort, name: str, num_draft_tokens: int) -> None:
         self.name = name
         self.num_draft_tokens = num_draft_tokens
         self._port = port

@@ -62,7 +62,7 @@ class _Passes:
     count: float = 0.0
     seconds: float = 0.0
 
-    def saw(self, count: float, seconds: float) -> None:
+    def update(self, count: float, seconds: float) -> None:
         if self.count:
             seconds = min(seconds, _HICCUP * count * self.seconds / self.count)
         self.count += count
@@ -78,7 +78,7 @@ class _Judged:
     accepted: float = 0.0
     squares: float = 0.0
 
-    def saw(self, num_tokens: int, num_accepted: int) -> None:
+    def update(self, num_tokens: int, num_accepted: int) -> None:
         self.drafts += 1
         self.tokens += num_tokens
         self.accepted += num_accepted
@@ -126,7 +126,7 @@ class LengthControl(Lengths):
         self._prefixes = prefixes
         self._guesses.clear()
         if self._left_at is not None:
-            self._away.saw(self._num_left, self.clock() - self._left_at)
+            self._away.update(self._num_left, self.clock() - self._left_at)
         self._num_orders += 1
         if self._num_orders % WINDOW == 0:
             self.lengths = self.agree(self.choose())
@@ -139,7 +139,7 @@ class LengthControl(Lengths):
 
     def judged(self, level: int, judge: int, num_tokens: int, num_accepted: int) -> None:
         """A level was asked for a draft of `num_tokens`, and `judge`, a level or the target, took so many of them."""
-        self._judged[level, judge].saw(num_tokens, num_accepted)
+        self._judged[level, judge].update(num_tokens, num_accepted)
         if self._by_token(level):
             self._passes[level, False].count += num_tokens
 
@@ -152,9 +152,9 @@ class LengthControl(Lengths):
         """What the target says shows, of every level that was asked at that text, what it would have made of it."""
         for level, num_tokens, tree in self._guesses.pop(request_id, ()):
             if token_ids:
-                self._judged[level, TARGET].saw(min(num_tokens, len(token_ids)), _depth_agreed(tree, token_ids))
+                self._judged[level, TARGET].update(min(num_tokens, len(token_ids)), _depth_agreed(tree, token_ids))
 
-    def saw(self, work: Iterable[LevelWork]) -> None:
+    def update(self, work: Iterable[LevelWork]) -> None:
         """What was worked at the present lengths."""
         for one in work:
             if one.num_passes:
@@ -162,7 +162,7 @@ class LengthControl(Lengths):
                 if self._by_token(level):
                     self._passes[level, False].seconds += one.busy_s
                 else:
-                    self._passes[level, any(self.lengths[:level])].saw(one.num_passes, one.busy_s)
+                    self._passes[level, any(self.lengths[:level])].update(one.num_passes, one.busy_s)
 
     def choose(self) -> tuple[int, ...]:
         """The lengths that what was seen speaks for; as configured while a level has not worked yet."""

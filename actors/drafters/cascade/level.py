@@ -23,18 +23,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from actors.drafters.cascade.child import Beneath
+from actors.drafters.cascade.child import ChildLevel
 from actors.drafters.cascade.draft_lengths import FixedLengths, LengthControl
-from actors.drafters.cascade.level_stats import Account
+from actors.drafters.cascade.level_stats import LevelStatsRecorder
 from actors.drafters.cascade.request_state import Stream, common_prefix
 from actors.drafters.cascade.tree_merge import merge_trees
-from actors.drafters.draft_ahead.width import Breadth, Step
-from actors.protocol.messages import Commit, Draw, LevelWork, Outlook, Proposal, TokenTree
-from actors.roles.draft import Context, Draft
+from actors.drafters.draft_ahead.width import Step, WidthChooser
+from actors.drafters.interface import Context, Draft
+from actors.protocol.messages import Commit, DraftPreview, LevelWork, Proposal, SamplingKind, TokenTree
 from actors.sampling.logits import is_greedy
 from actors.sampling.noise import Stream as NoiseStream
 from actors.sampling.noise import noise_key
-from actors.verification.random_source import Coins, HashCoins
+from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.verifier import Ruling, Subject, Verifier
 from parallel.runtime.runner import ModelRunner, Span
 
@@ -49,7 +49,7 @@ class CascadeDrafter:
     def __init__(
         self,
         runner: ModelRunner,
-        beneath: Beneath,
+        beneath: ChildLevel,
         *,
         level: int,
         name: str,
@@ -62,7 +62,7 @@ class CascadeDrafter:
         merge: int = 0,
         is_last: bool = True,
         works_ahead: bool = False,
-        make_coins: Callable[[int, int], Coins] = HashCoins,
+        make_coins: Callable[[int, int], RandomSource] = HashRandomSource,
     ) -> None:
         self.runner = runner
         self.vocab_size = runner.config.vocab_size
@@ -83,7 +83,9 @@ class CascadeDrafter:
         self._make_coins = make_coins
         self._streams: dict[int, Stream] = {}
         self._asked: list[tuple[Stream, int, int]] = []  # stream, its version, draft tokens asked of the level beneath
-        self._account = Account(name, level, beneath.name, lengths if isinstance(lengths, LengthControl) else None)
+        self._account = LevelStatsRecorder(
+            name, level, beneath.name, lengths if isinstance(lengths, LengthControl) else None
+        )
 
     # --- the drafter's contract ---------------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class CascadeDrafter:
             self._control.answered(sum(draft.tree.num_draft_tokens for draft in drafts) / len(drafts))
         return drafts
 
-    def outlooks(self) -> Sequence[Outlook]:
+    def previews(self) -> Sequence[DraftPreview]:
         return ()  # what lies behind a draft is only known once the levels have agreed on it
 
     def take(self, context: Context, budget: int, taken: TokenTree) -> None:
@@ -140,7 +142,7 @@ class CascadeDrafter:
         # A ratio rule has looked at every token it was offered: none of them may be offered again.
         fresh = self._coupled or len(token_ids) > own + tail
         if drafted[: len(token_ids)] == token_ids and fresh:
-            del stream.laws[: len(token_ids)]
+            del stream.distributions[: len(token_ids)]
             stream.first_guess = None
         else:
             agreed = sum(1 for _ in common_prefix(drafted, token_ids))
@@ -163,7 +165,7 @@ class CascadeDrafter:
     def account(self) -> tuple[LevelWork, ...]:
         work = self._account.close(self._beneath.account())
         if self._control is not None:
-            self._control.saw(work)
+            self._control.update(work)
         return work
 
     # --- working ahead: as if the whole proposal were going to be accepted --------------------------------------------
@@ -176,7 +178,7 @@ class CascadeDrafter:
     def waits(self) -> bool:
         return self._beneath.is_silent
 
-    def width(self, breadth: Breadth, time_s: float) -> int:
+    def width(self, width_chooser: WidthChooser, time_s: float) -> int:
         return 0  # reviews are of chains
 
     def work(self, width: int = 0) -> Step:
@@ -252,7 +254,7 @@ class CascadeDrafter:
             stream.request_id, stream.text, context.prompt_len, context.sampling, num_fed, proposal if fits else None
         )
 
-    def _coins(self, subject: Subject) -> Coins:
+    def _coins(self, subject: Subject) -> RandomSource:
         """New for every review of every level, also after the request was forgotten and told again in one epoch.
 
         Positions that are drafted again must not meet the same numbers.
@@ -269,7 +271,7 @@ class CascadeDrafter:
             stream.first_guess = tree
         self.runner.commit(stream.request_id, [*range(num_fed), *(num_fed - 1 + node for node in ruling.path)])
         stream.text += [*(tree.token_ids[node] for node in ruling.path), ruling.next_token]
-        stream.laws += ruling.laws
+        stream.distributions += ruling.distributions
         if tree.num_draft_tokens:
             self._beneath.accepted(stream.request_id, ruling.path)
 
@@ -307,9 +309,9 @@ class CascadeDrafter:
             return Draft(tree, parts=stream.parts)
         if is_greedy(stream.context.sampling):
             return replace(Draft.chosen(tree), parts=stream.parts)
-        draws = (Draw.ROOT, *[Draw.IID] * len(own), *(tail.draws[1:] if tail else ()))
-        laws = (*stream.laws[: len(own)], *(tail.laws if tail else (None,)))
-        return Draft(tree, draws, laws, stream.parts)
+        sampling_kinds = (SamplingKind.ROOT, *[SamplingKind.IID] * len(own), *(tail.sampling_kinds[1:] if tail else ()))
+        distributions = (*stream.distributions[: len(own)], *(tail.distributions if tail else (None,)))
+        return Draft(tree, sampling_kinds, distributions, stream.parts)
 
     # --- keeping up with the text -------------------------------------------------------------------------------------
 
@@ -317,7 +319,7 @@ class CascadeDrafter:
         """The text behind the first `length` tokens does not stand; `token_ids` follow them."""
         stream.text[length:] = token_ids
         stream.first_guess = None
-        stream.laws.clear()
+        stream.distributions.clear()
         stream.in_flight = False
         stream.version += 1
         kept = min(self.runner.cached_len(stream.request_id), length, len(stream.text) - 1)
@@ -347,4 +349,8 @@ class CascadeDrafter:
 
 
 def _largest_token(proposal: Proposal) -> int:
-    return max(*proposal.tree.token_ids, *(max(law.token_ids) for law in proposal.laws if law is not None), 0)
+    return max(
+        *proposal.tree.token_ids,
+        *(max(distribution.token_ids) for distribution in proposal.distributions if distribution is not None),
+        0,
+    )

@@ -17,7 +17,7 @@ Parts = tuple[tuple[str, int], ...]
 """Names of levels and how many nodes of a proposal, in order, each has drafted."""
 
 
-class Account:
+class LevelStatsRecorder:
     """`name` is that of level number `level`, `below` that of the one beneath; `control` hears who was judged how."""
 
     def __init__(self, name: str, level: int, below: str, control: LengthControl | None) -> None:

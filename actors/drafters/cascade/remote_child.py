@@ -78,8 +78,8 @@ class Mailbox:
         return True
 
 
-class RemoteLevel:
-    """A `LevelPort` to a role. All ranks of the level above hear the answers; only its lead speaks, and says when one
+class RemoteChild:
+    """A `ChildPort` to a role. All ranks of the level above hear the answers; only its lead speaks, and says when one
     counts: each hears at moments of its own, but they have to act alike."""
 
     has_own_lane = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from actors.protocol.messages import SparseLaw, TokenTree
-from actors.roles.draft import Context
+from actors.drafters.interface import Context
+from actors.protocol.messages import SparseDistribution, TokenTree
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class Stream:
 
     context: Context
     text: list[int]
-    laws: list[SparseLaw] = field(default_factory=list)
+    distributions: list[SparseDistribution] = field(default_factory=list)
     num_offered: int = 0
     num_tail: int = 0
     num_ordered: int = 0
@@ -53,7 +53,7 @@ class Stream:
 
 def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> Iterator[int]:
     """The tokens both begin with."""
-    for one, other in zip(ours, theirs):
+    for one, other in zip(ours, theirs, strict=False):
         if one != other:
             return
         yield one

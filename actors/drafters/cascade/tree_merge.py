@@ -11,7 +11,10 @@ from actors.protocol.messages import TokenTree
 def merge_trees(first: TokenTree, second: TokenTree, room: int) -> TokenTree:
     """`first`, whose nodes keep their numbers, and at most `room` nodes of `second` that it lacks, parents first."""
     token_ids, parents = list(first.token_ids), list(first.parents)
-    child = {(parent, token): node for node, (parent, token) in reversed(list(enumerate(zip(parents, token_ids))))}
+    child = {
+        (parent, token): node
+        for node, (parent, token) in reversed(list(enumerate(zip(parents, token_ids, strict=False))))
+    }
     place = {0: 0}
     for node in range(1, len(second.token_ids)):
         if second.parents[node] not in place:

@@ -16,7 +16,7 @@ _LIMIT = 6.0
 _TINY = 1e-9
 
 
-class Trust:
+class ConfidenceCalibration:
     """Log-odds `shift` of the first choice; 0 believes the drafter."""
 
     def __init__(self) -> None:

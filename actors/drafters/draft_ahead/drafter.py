@@ -1,6 +1,6 @@
 """`drafter=model` under an asynchronous pipeline: the same draft model, which also works while the target verifies.
 
-Every request has one `HypothesisTree`; a policy of `branches.py` chooses what to feed next, one pass at a time, until
+Every request has one `DraftTree`; a policy of `branches.py` chooses what to feed next, one pass at a time, until
 a record arrives. A verdict re-roots the tree: rows of the path become committed, rows below the new root stay pending,
 all by table edits. After a hit the next proposal is read off the tree; after a miss it is drafted from the root. Under
 a ratio rule proposals are the likeliest tokens, tested as deterministic ones. Where passes are fuzzy, calibration
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from actors.drafters.draft_ahead.confidence import Trust
-from actors.drafters.draft_ahead.width import Breadth, Step
+from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
+from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, redraft
+from actors.drafters.draft_ahead.width import Step, WidthChooser
+from actors.drafters.interface import Context, Draft
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import ModelDrafterConfig, Strategy
-from actors.protocol.draft_tree import AHEAD, AHEAD_WORTH, HypothesisTree, redraft
-from actors.protocol.messages import Commit, Outlook, TokenTree
-from actors.roles.draft import Context, Draft
+from actors.protocol.draft_tree import DraftTree
+from actors.protocol.messages import Commit, DraftPreview, TokenTree
 from actors.sampling.logits import NodeRows, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
@@ -34,7 +35,7 @@ class _Future:
     """Hypotheses of one request, and how many pending rows of committed text lie before theirs."""
 
     context: Context
-    tree: HypothesisTree
+    tree: DraftTree
     num_suffix: int = 0
     num_rows: int = 0
     budget: int = 0  # of the last order, 0 before there is one: the next will hardly be longer
@@ -54,13 +55,13 @@ class AheadDrafter(ModelDrafter):
         self._shows_tree = config.strategy is not Strategy.chain
         self._redraft_width = config.width if self._shows_tree else 1
         self._futures: dict[int, _Future] = {}
-        self._trust = Trust()
+        self._confidence = ConfidenceCalibration()
 
     works_ahead = True
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
-        self._futures[context.request_id] = _Future(context, HypothesisTree(context.token_ids[-1]))
+        self._futures[context.request_id] = _Future(context, DraftTree(context.token_ids[-1]))
 
     def prepared(self, context: Context) -> bool:
         return bool(self._futures[context.request_id].tree.root.children)
@@ -87,7 +88,7 @@ class AheadDrafter(ModelDrafter):
                 break
             walked.append(tree.nodes[node].row)
         if found is None:
-            fresh, retain = HypothesisTree(commit.token_ids[-1]), []
+            fresh, retain = DraftTree(commit.token_ids[-1]), []
         else:
             fresh, retain = tree.reroot(found)
         if future.num_rows:
@@ -98,16 +99,16 @@ class AheadDrafter(ModelDrafter):
             retain = []
         self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
 
-    def outlooks(self) -> list[Outlook]:
-        outlooks = []
+    def previews(self) -> list[DraftPreview]:
+        previews = []
         for future in self._futures.values():
             context, tree = future.context, future.tree
             if not future.budget or len(tree.nodes) == future.num_told:
                 continue
             future.num_told = len(tree.nodes)
             written, values = tree.written(self._fan_out if self._shows_tree else 1)
-            outlooks.append(
-                Outlook(
+            previews.append(
+                DraftPreview(
                     context.request_id,
                     context.epoch,
                     len(context.token_ids),
@@ -116,7 +117,7 @@ class AheadDrafter(ModelDrafter):
                     tuple(values) if self._shows_tree else (),
                 )
             )
-        return outlooks
+        return previews
 
     def take(self, context: Context, budget: int, taken: TokenTree) -> None:
         future = self._futures[context.request_id]
@@ -126,7 +127,7 @@ class AheadDrafter(ModelDrafter):
         request_id = context.request_id
         kept = max(0, min(self.runner.cached_len(request_id), len(context.token_ids) - 1))
         self.runner.truncate(request_id, kept)
-        self._futures[request_id] = _Future(context, HypothesisTree(context.token_ids[-1]))
+        self._futures[request_id] = _Future(context, DraftTree(context.token_ids[-1]))
 
     def release(self, request_id: int) -> None:
         del self._futures[request_id]
@@ -137,11 +138,11 @@ class AheadDrafter(ModelDrafter):
     def wants_work(self) -> bool:
         return any(future.in_flight for future in self._futures.values())
 
-    def width(self, breadth: Breadth, time_s: float) -> int:
+    def width(self, width_chooser: WidthChooser, time_s: float) -> int:
         busy = [future for future in self._futures.values() if future.in_flight]
         outcomes = [future.tree.outcomes() for future in busy]
         length = max(min(self._length, future.budget) for future in busy)
-        return breadth.width(outcomes, length, time_s, self._width)
+        return width_chooser.width(outcomes, length, time_s, self._width)
 
     def work(self, width: int = 0) -> Step:
         """One pass of draft-ahead over all requests whose verdict is awaited; one that calibrates glues."""
@@ -256,16 +257,16 @@ class AheadDrafter(ModelDrafter):
         """The children of every node that was fed, (token ids, log-probabilities) best first."""
         places = ((future.tree, node) for future, nodes in fed for node in nodes)
         for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
-            tree.expand(node, token_ids, self._trust.adjust(log_probs))
+            tree.expand(node, token_ids, self._confidence.adjust(log_probs))
 
-    def _learn(self, tree: HypothesisTree, token_ids: Sequence[int]) -> None:
+    def _learn(self, tree: DraftTree, token_ids: Sequence[int]) -> None:
         """Compare what was expected of first choices along the committed text with what it is."""
         node = tree.root
         for token in token_ids:
             if not node.children:
                 return
             first = tree.nodes[node.children[0]]
-            self._trust.learn(math.exp(first.value - node.value), kept=first.token == token)
+            self._confidence.learn(math.exp(first.value - node.value), kept=first.token == token)
             node = next((tree.nodes[child] for child in node.children if tree.nodes[child].token == token), None)
             if node is None:
                 return

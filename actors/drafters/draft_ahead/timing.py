@@ -16,7 +16,7 @@ SPARE = 5
 """Steps between two records of which one can be spared; where there are fewer, each brings more than it may cost."""
 
 
-class Patience:
+class DraftAheadTiming:
     """Expects records at about the distance from the last answer at which they came before."""
 
     def __init__(self) -> None:

@@ -30,13 +30,13 @@ class Step:
 
 
 @dataclass(slots=True)
-class Breadth:
+class WidthChooser:
     """What a pass costs by its rows."""
 
     _passes: Line = field(default_factory=Line)
 
-    def saw(self, num_rows: int, seconds: float) -> None:
-        self._passes.saw(num_rows, seconds)
+    def update(self, num_rows: int, seconds: float) -> None:
+        self._passes.update(num_rows, seconds)
 
     def width(self, outcomes: Sequence[Sequence[float]], length: int, time_s: float, widest: int) -> int:
         """Rows for each request in one pass, at most `widest`.

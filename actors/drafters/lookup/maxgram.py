@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.options import MaxgramDrafterConfig
 from actors.protocol.messages import Commit, TokenTree
-from actors.roles.draft import Context, Draft, IdleDrafter
 
 _LONGEST = 64
 """Tokens of agreement behind which a longer one tells nothing more; in a periodic text they would never end."""

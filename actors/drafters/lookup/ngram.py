@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.options import NgramDrafterConfig
 from actors.protocol.messages import Commit, TokenTree
-from actors.roles.draft import Context, Draft, IdleDrafter
 
 
 @dataclass(slots=True)

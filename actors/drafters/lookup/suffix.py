@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.options import SuffixDrafterConfig
 from actors.protocol.messages import Commit, TokenTree
-from actors.roles.draft import Context, Draft, IdleDrafter
 
 _REACH = 32
 """Tokens that a match in another text is looked for with."""

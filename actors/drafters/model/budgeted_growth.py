@@ -36,7 +36,7 @@ class _Mean:
     seconds: float = 0.0
     num_seen: int = 0
 
-    def saw(self, seconds: float) -> None:
+    def update(self, seconds: float) -> None:
         self.num_seen += 1
         if self.num_seen <= _FIRST:
             self.seconds = min(seconds, self.seconds or seconds)
@@ -58,7 +58,7 @@ class PassPrice:
         """A draft was ordered: the time since the last order was one round."""
         now = self.clock()
         if self._asked_at:
-            self._round.saw(now - self._asked_at)
+            self._round.update(now - self._asked_at)
         self._asked_at = now
 
     def started(self) -> None:
@@ -68,7 +68,7 @@ class PassPrice:
     def passed(self) -> None:
         """One more pass of this draft is done."""
         now = self.clock()
-        self._pass.saw(now - self._passed_at)
+        self._pass.update(now - self._passed_at)
         self._passed_at = now
 
     @property
@@ -134,5 +134,5 @@ class DynamicGrowth(BestFirstGrowth):
             reverse=True,
         )
         displaced = [0.0] * (room - len(standing)) + standing
-        gain = sum(max(0.0, child - lost) for child, lost in zip(children, displaced))
+        gain = sum(max(0.0, child - lost) for child, lost in zip(children, displaced, strict=False))
         return gain > self._price() * (len(trees) + sum(standing))

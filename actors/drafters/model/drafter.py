@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.kv_refresh import CalibrationSchedule
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
 from actors.options import ModelDrafterConfig, Strategy
-from actors.protocol.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
-from actors.roles.draft import Context, Draft, IdleDrafter
+from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
 from actors.sampling.logits import NodeRows, choose, is_greedy, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
@@ -51,7 +51,7 @@ class ModelDrafter(IdleDrafter):
         self.runner = runner
         self.vocab_size = runner.config.vocab_size
         self._coupled = rule == "coupled"
-        self._draw = Draw.IID if rule == "kseq" else Draw.WITHOUT_REPLACEMENT
+        self._draw = SamplingKind.IID if rule == "kseq" else SamplingKind.WITHOUT_REPLACEMENT
         self._law_size = law_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._prefill_chunk = prefill_chunk
@@ -210,10 +210,10 @@ class ModelDrafter(IdleDrafter):
         logits = self._feed_suffixes(contexts)
         self._price.started()
         trees = [GrowingTree(context.token_ids[-1]) for context in contexts]
-        laws: list[dict[int, SparseLaw]] = [{} for _ in contexts]
+        distributions: list[dict[int, SparseDistribution]] = [{} for _ in contexts]
         frontier = [[0] for _ in contexts]
         for level in range(self._growth.depth):
-            offered = self._offer(contexts, trees, frontier, logits, level, laws)
+            offered = self._offer(contexts, trees, frontier, logits, level, distributions)
             frontier = self._growth.extend_all(trees, offered, budgets)
             if level + 1 == self._growth.depth:
                 break
@@ -228,8 +228,8 @@ class ModelDrafter(IdleDrafter):
             self._price.passed()
         grown = self._growth.finish_all(trees, budgets)
         return {
-            context.request_id: self._finish(context, law, *tree)
-            for context, law, tree in zip(contexts, laws, grown, strict=True)
+            context.request_id: self._finish(context, distribution, *tree)
+            for context, distribution, tree in zip(contexts, distributions, grown, strict=True)
         }
 
     def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> Tensor:
@@ -253,9 +253,9 @@ class ModelDrafter(IdleDrafter):
         frontier: list[list[int]],
         logits: Tensor,
         level: int,
-        laws: list[dict[int, SparseLaw]],
+        distributions: list[dict[int, SparseDistribution]],
     ) -> list[list[Candidate]]:
-        """Children for every frontier node, in the order they were drawn. Fills `laws` for nodes drawn at random."""
+        """Children for every frontier node, in the order they were drawn. Fills `distributions` for nodes drawn at random."""
         batch = [
             NodeRows(
                 context.sampling,
@@ -273,21 +273,25 @@ class ModelDrafter(IdleDrafter):
         for i, nodes in enumerate(frontier):
             offered.append([])
             for node in nodes:
-                token_ids, log_probs, law = next(children)
-                if law is not None:
-                    laws[i][node] = law
-                offered[i] += [Candidate(node, *child) for child in zip(token_ids, log_probs) if child[1] > -torch.inf]
+                token_ids, log_probs, distribution = next(children)
+                if distribution is not None:
+                    distributions[i][node] = distribution
+                offered[i] += [
+                    Candidate(node, *child)
+                    for child in zip(token_ids, log_probs, strict=False)
+                    if child[1] > -torch.inf
+                ]
         return offered
 
     def _draw_children(
         self, scores: Tensor, batch: list[NodeRows], steps: list[int], width: int
-    ) -> Iterator[tuple[Sequence[int], Sequence[float], SparseLaw | None]]:
+    ) -> Iterator[tuple[Sequence[int], Sequence[float], SparseDistribution | None]]:
         """Children of every row: token ids in draw order, their log-probabilities, and the law if drawn at random."""
         row_of = [(rows, node) for rows in batch for node in rows.row_nodes()]
         sampled = [i for i, (rows, _) in enumerate(row_of) if self._samples(rows.params)]
         drawn = {}
         if sampled:
-            draw = draw_iid if self._draw is Draw.IID else draw_without_replacement
+            draw = draw_iid if self._draw is SamplingKind.IID else draw_without_replacement
             params = [row_of[i][0].params for i in sampled]
             nodes = [row_of[i][1] for i in sampled]
             steps = [steps[i] for i in sampled]
@@ -297,7 +301,7 @@ class ModelDrafter(IdleDrafter):
         token_ids, log_probs = (values.tolist() for values in self._likeliest(scores, params, positions, width))
         for i in range(len(row_of)):
             if i in drawn:
-                yield drawn[i].token_ids, [0.0] * len(drawn[i].token_ids), drawn[i].law
+                yield drawn[i].token_ids, [0.0] * len(drawn[i].token_ids), drawn[i].distribution
             else:
                 yield token_ids[i], log_probs[i], None
 
@@ -314,16 +318,18 @@ class ModelDrafter(IdleDrafter):
         """Without shared noise the best guess is the likeliest token."""
         return params if self._coupled else replace(params, temperature=0.0)
 
-    def _finish(self, context: Context, laws: dict[int, SparseLaw], grown: TokenTree, kept: list[int]) -> Draft:
+    def _finish(
+        self, context: Context, distributions: dict[int, SparseDistribution], grown: TokenTree, kept: list[int]
+    ) -> Draft:
         rows = self._rows[context.request_id]
         place = {node: i for i, node in enumerate(kept)}
         rows.of_node = {place[node]: row for node, row in rows.of_node.items() if node in place}
         if self._coupled:
             return Draft(grown)
-        if not laws:
+        if not distributions:
             return Draft.chosen(grown)
-        draws = (Draw.ROOT, *[self._draw] * grown.num_draft_tokens)
-        return Draft(grown, draws, tuple(laws.get(node) for node in kept))
+        sampling_kinds = (SamplingKind.ROOT, *[self._draw] * grown.num_draft_tokens)
+        return Draft(grown, sampling_kinds, tuple(distributions.get(node) for node in kept))
 
 
 def _behind_root(context: Context) -> NodeRows:

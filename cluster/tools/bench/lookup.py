@@ -21,12 +21,12 @@ from statistics import median, quantiles
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from actors.drafters.interface import Context, Drafter
 from actors.drafters.lookup.maxgram import MaxgramDrafter
 from actors.drafters.lookup.ngram import NgramDrafter
 from actors.drafters.lookup.suffix import SuffixDrafter
 from actors.options import MaxgramDrafterConfig, NgramDrafterConfig, SuffixDrafterConfig
 from actors.protocol.messages import SamplingParams
-from actors.roles.draft import Context, Drafter
 from cluster import pocket
 from cluster.io.console import Terminal, figure
 from cluster.io.text import load_tokenizer
@@ -130,7 +130,7 @@ def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
     """Time per proposal against the context, a panel for each text; dashed beneath a level of a cascade."""
     page = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
     FigureCanvasAgg(page)
-    for panel, text in zip(page.subplots(1, len(TEXTS), sharey=True), TEXTS):
+    for panel, text in zip(page.subplots(1, len(TEXTS), sharey=True), TEXTS, strict=False):
         for name in DRAFTERS:
             lengths = [length for drafter, of_text, length in costs if (drafter, of_text) == (name, text)]
             found = [costs[name, text, length] for length in lengths]

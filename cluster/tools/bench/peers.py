@@ -97,7 +97,7 @@ class Transformers:
         from transformers import GenerationConfig
 
         ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]
-        laws = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        distributions = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
             max_new_tokens=sampling.max_tokens,
@@ -105,7 +105,7 @@ class Transformers:
             repetition_penalty=sampling.repetition_penalty,
             eos_token_id=ends or None,
             pad_token_id=(*self._eos_token_ids, 0)[0],
-            **({**laws, "min_p": sampling.min_p or None} if sampling.temperature > 0 else {}),
+            **({**distributions, "min_p": sampling.min_p or None} if sampling.temperature > 0 else {}),
             **more,
         )
 

@@ -14,12 +14,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from actors.drafters.cascade.child import Beneath, LocalLevel
+from actors.drafters.cascade.child import ChildLevel, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths
 from actors.drafters.cascade.level import CascadeDrafter
-from actors.protocol.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
-from actors.roles.draft import Context, Draft, IdleDrafter
-from actors.verification.random_source import Coins
+from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
+from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
 from cluster.tools.certify import rule_enumeration
 from cluster.tools.certify.rule_enumeration import Law, emission, total_variation
@@ -39,12 +39,12 @@ class Tape:
         self._laws: list[np.ndarray] = []
 
     def draw(self, weights: Sequence[float] | np.ndarray) -> int:
-        law = np.asarray(weights, dtype=float) / np.sum(weights)
+        distribution = np.asarray(weights, dtype=float) / np.sum(weights)
         if len(self._laws) == len(self._script):
-            self._script.append(int(np.flatnonzero(law)[0]))
+            self._script.append(int(np.flatnonzero(distribution)[0]))
         choice = self._script[len(self._laws)]
-        self._laws.append(law)
-        self.weight *= law[choice]
+        self._laws.append(distribution)
+        self.weight *= distribution[choice]
         return choice
 
     def accept(self, probability: float, node: int) -> bool:
@@ -79,11 +79,11 @@ class ToyRunner:
 
     decoder = SimpleNamespace(group=SimpleNamespace(size=1))
 
-    def __init__(self, law: Law, vocab_size: int, prompt_len: int) -> None:
+    def __init__(self, distribution: Law, vocab_size: int, prompt_len: int) -> None:
         self.config = SimpleNamespace(max_positions=_LONGEST, vocab_size=vocab_size)
         self.scored: list[np.ndarray] = []
         """The laws behind the nodes of the last pass that was asked for logits."""
-        self._law = law
+        self._distribution = distribution
         self._prompt_len = prompt_len
         self._kept: list[int] = []
         self._pending: list[tuple[int, int]] = []
@@ -112,7 +112,7 @@ class ToyRunner:
         (span,) = spans
         parents = span.parents if span.parents is not None else range(-1, span.num_tokens - 1)
         self._pending = list(zip(token_ids, parents, strict=True))
-        rows = [self._law(tuple(self._text(row)[self._prompt_len :])) for row in range(len(token_ids))]
+        rows = [self._distribution(tuple(self._text(row)[self._prompt_len :])) for row in range(len(token_ids))]
         self.scored = rows[len(rows) - span.num_logits :]
         logits = torch.tensor(np.log(np.maximum(rows, 1e-300)), dtype=torch.float64)
         return Output(logits[len(rows) - span.num_logits :], logits, ())
@@ -126,10 +126,10 @@ class ToyRunner:
 
 
 class Sampler(IdleDrafter):
-    """The level beneath: a chain drawn from `law` as the tape says, or its likeliest tokens, which nobody drew."""
+    """The level beneath: a chain drawn from `distribution` as the tape says, or its likeliest tokens, which nobody drew."""
 
-    def __init__(self, law: Law, tape: Tape, kind: Draw = Draw.IID) -> None:
-        self._law, self._tape, self._kind = law, tape, kind
+    def __init__(self, distribution: Law, tape: Tape, kind: SamplingKind = SamplingKind.IID) -> None:
+        self._distribution, self._tape, self._kind = distribution, tape, kind
 
     def open(self, context: Context) -> None:
         """It remembers nothing."""
@@ -146,27 +146,27 @@ class Sampler(IdleDrafter):
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         (context,), (budget,) = contexts, budgets
         drawn: list[int] = []
-        laws: list[SparseLaw | None] = []
+        distributions: list[SparseDistribution | None] = []
         for _ in range(budget):
-            row = self._law((*context.token_ids[len(PROMPT) :], *drawn))
-            laws.append(SparseLaw(tuple(range(VOCAB)), tuple(row)))
-            drawn.append(int(row.argmax()) if self._kind is Draw.DETERMINISTIC else self._tape.draw(row))
+            row = self._distribution((*context.token_ids[len(PROMPT) :], *drawn))
+            distributions.append(SparseDistribution(tuple(range(VOCAB)), tuple(row)))
+            drawn.append(int(row.argmax()) if self._kind is SamplingKind.DETERMINISTIC else self._tape.draw(row))
         tree = TokenTree.chain(context.token_ids[-1], drawn)
-        if self._kind is Draw.DETERMINISTIC:
+        if self._kind is SamplingKind.DETERMINISTIC:
             return [Draft.chosen(tree)]
-        return [Draft(tree, (Draw.ROOT, *[self._kind] * budget), (*laws, None))]
+        return [Draft(tree, (SamplingKind.ROOT, *[self._kind] * budget), (*distributions, None))]
 
 
-CoinsOf = Callable[[Tape, ToyRunner], Coins]
+CoinsOf = Callable[[Tape, ToyRunner], RandomSource]
 """The coins of a level whose model is this runner."""
 
 
-def honest(tape: Tape, runner: ToyRunner) -> Coins:
+def honest(tape: Tape, runner: ToyRunner) -> RandomSource:
     return tape
 
 
 def level(
-    law: Law,
+    distribution: Law,
     below: IdleDrafter | CascadeDrafter,
     tape: Tape,
     lengths: tuple[int, ...],
@@ -175,16 +175,16 @@ def level(
     tail: int = 0,
     law_size: int = VOCAB,
     coins_of: CoinsOf = honest,
-    make_coins: Callable[[int, int], Coins] | None = None,
+    make_coins: Callable[[int, int], RandomSource] | None = None,
 ) -> CascadeDrafter:
     """The level `number` of a cascade in which level i hands up `lengths[i]` tokens, 0 to pass on others.
 
     Its coins are the tape's, as `coins_of` hands them out, or the production ones that `make_coins` makes.
     """
-    runner = ToyRunner(law, VOCAB, len(PROMPT))
+    runner = ToyRunner(distribution, VOCAB, len(PROMPT))
     return CascadeDrafter(
         runner,
-        Beneath(LocalLevel(below), str(number - 1), max(lengths[:number])),
+        ChildLevel(LocalChild(below), str(number - 1), max(lengths[:number])),
         level=number,
         name=str(number),
         rule=rule,
@@ -198,20 +198,20 @@ def level(
 
 
 def guesses(
-    laws: Sequence[Law],
+    distributions: Sequence[Law],
     lengths: tuple[int, ...],
     rule: str,
     tail: int = 0,
     law_size: int = VOCAB,
-    kind: Draw = Draw.IID,
+    kind: SamplingKind = SamplingKind.IID,
     coins_of: CoinsOf = honest,
 ) -> list[tuple[float, Draft]]:
     """Everything a cascade over these laws, the cheapest first, can propose; the first level draws as `kind` says."""
 
     def run(tape: Tape) -> Draft:
-        drafter: IdleDrafter | CascadeDrafter = Sampler(laws[0], tape, kind)
-        for number, law in enumerate(laws[1:], 1):
-            drafter = level(law, drafter, tape, lengths, number, rule, tail, law_size, coins_of)
+        drafter: IdleDrafter | CascadeDrafter = Sampler(distributions[0], tape, kind)
+        for number, distribution in enumerate(distributions[1:], 1):
+            drafter = level(distribution, drafter, tape, lengths, number, rule, tail, law_size, coins_of)
         context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
         drafter.open(context)
         return drafter.propose([context], [lengths[-1] or max(lengths)])[0]
@@ -221,6 +221,9 @@ def guesses(
 
 def distance(p: Law, proposed: Sequence[tuple[float, Draft]], rule: str) -> float:
     """Total variation between what `rule` emits for these drafts and the target's law."""
-    drafts = (rule_enumeration.Draft(weight, guess.tree, guess.draws, guess.laws) for weight, guess in proposed)
+    drafts = (
+        rule_enumeration.Draft(weight, guess.tree, guess.sampling_kinds, guess.distributions)
+        for weight, guess in proposed
+    )
     length = max(guess.tree.num_draft_tokens for _, guess in proposed) + 1
     return total_variation(emission(RULES[rule], drafts, p, length), p, length)

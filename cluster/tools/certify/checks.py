@@ -11,7 +11,7 @@ from dataclasses import asdict
 from tokenizers import Tokenizer
 
 from actors.options import DrafterConfig, ModelDrafterConfig, Strategy, VerifyConfig, VerifyRule
-from actors.protocol.messages import Draw, SamplingParams
+from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import is_greedy
 from actors.topology import CascadeDrafterConfig
 from cluster.tools.certify.draws import Scene, Scheme, fit_draws
@@ -88,19 +88,19 @@ def check_rounding(movement: Movement, outputs: Sequence[Output], scorer: Scorer
     }
 
 
-def scheme_of(verify: VerifyConfig, drafter: DrafterConfig, kind: Draw) -> Scheme:
+def scheme_of(verify: VerifyConfig, drafter: DrafterConfig, kind: SamplingKind) -> Scheme:
     """Drafts of this kind in the width the user's drafter tries."""
     chain = getattr(drafter, "strategy", None) is Strategy.chain
     width = 1 if chain else getattr(drafter, "width", 1)
     return Scheme(str(verify.rule), kind, min(width, verify.law_size), verify.law_size)
 
 
-def kinds_of(verify: VerifyConfig, drafter: DrafterConfig, kinds: set[Draw]) -> list[Draw]:
+def kinds_of(verify: VerifyConfig, drafter: DrafterConfig, kinds: set[SamplingKind]) -> list[SamplingKind]:
     """How the drafter draws; under the coupled rule a model's tokens share the target's noise."""
     if verify.rule is VerifyRule.coupled:
         models = ModelDrafterConfig | CascadeDrafterConfig
-        return [Draw.COUPLED if isinstance(drafter, models) else Draw.DETERMINISTIC]
-    return sorted(kinds) or [Draw.DETERMINISTIC]
+        return [SamplingKind.COUPLED if isinstance(drafter, models) else SamplingKind.DETERMINISTIC]
+    return sorted(kinds) or [SamplingKind.DETERMINISTIC]
 
 
 def draw_fits(
@@ -123,7 +123,7 @@ def draw_fits(
     return fits
 
 
-def check_law(fits: Sequence[Fit], significance: float, power: float) -> Check:
+def check_distribution(fits: Sequence[Fit], significance: float, power: float) -> Check:
     """All comparisons with the target's law together: one false alarm among them has probability `significance`."""
     alarms = rejected(fits, significance)
     each = significance / max(1, len(fits))

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.protocol.messages import Draw, Proposal, SamplingParams, TokenTree
-from actors.sampling.draft_sampling import Drawn, cut_law, draw_iid, draw_without_replacement
+from actors.protocol.messages import Proposal, SamplingKind, SamplingParams, TokenTree
+from actors.sampling.draft_sampling import Drawn, draw_iid, draw_without_replacement, truncate_distribution
 from actors.sampling.logits import probabilities, process_logits, top_children
-from actors.verification.random_source import HashCoins
+from actors.verification.random_source import HashRandomSource
 from actors.verification.verifier import Ruling, Subject, Verifier
-from cluster.tools.certify.goodness import Fit, fit_law, fit_share
+from cluster.tools.certify.goodness import Fit, fit_distribution, fit_share
 from cluster.tools.certify.reader import Reader
 
 CHUNK = 128
@@ -32,7 +32,7 @@ class Scheme:
     """How drafts are drawn: `width` children below the root, one below each of those."""
 
     rule: str
-    kind: Draw
+    kind: SamplingKind
     width: int
     law_size: int
 
@@ -63,17 +63,17 @@ class Scene:
         outside = torch.ones(self._guesses.shape[-1], dtype=torch.bool)
         outside[self.starts] = False
         self._guesses[0, outside] = -torch.inf
-        self.laws = probabilities(self._scores(self._logits[:-1], self.starts), params).numpy()
+        self.distributions = probabilities(self._scores(self._logits[:-1], self.starts), params).numpy()
 
-    def draft_law(self) -> np.ndarray:
+    def draft_distribution(self) -> np.ndarray:
         """What drafts begin with, dense [V]; for tokens that were chosen, the ones that are chosen."""
-        law = np.zeros(self._guesses.shape[-1])
-        if self._scheme.kind is Draw.DETERMINISTIC:
-            law[self.starts[: self._scheme.width]] = 1.0
+        distribution = np.zeros(self._guesses.shape[-1])
+        if self._scheme.kind is SamplingKind.DETERMINISTIC:
+            distribution[self.starts[: self._scheme.width]] = 1.0
         else:
-            cut = cut_law(self._guesses[:1], self.params, self._scheme.law_size)
-            law[list(cut.token_ids)] = cut.probs
-        return law
+            cut = truncate_distribution(self._guesses[:1], self.params, self._scheme.law_size)
+            distribution[list(cut.token_ids)] = cut.probs
+        return distribution
 
     def verify(self, seeds: Sequence[int]) -> list[tuple[Proposal, Ruling]]:
         """One draft and one verification per seed."""
@@ -104,9 +104,9 @@ class Scene:
             below = [next(seconds) for _ in first.token_ids]
             tokens = (self.token_ids[-1], *first.token_ids, *(drawn.token_ids[0] for drawn in below))
             parents = (-1, *[0] * len(below), *range(1, 1 + len(below)))
-            draws = (Draw.ROOT, *[self._scheme.kind] * (len(tokens) - 1))
-            laws = (first.law, *(drawn.law for drawn in below), *[None] * len(below))
-            proposals.append(Proposal(i, 0, length, 0, TokenTree(tokens, parents), draws, laws))
+            draws = (SamplingKind.ROOT, *[self._scheme.kind] * (len(tokens) - 1))
+            distributions = (first.distribution, *(drawn.distribution for drawn in below), *[None] * len(below))
+            proposals.append(Proposal(i, 0, length, 0, TokenTree(tokens, parents), draws, distributions))
         return proposals
 
     def _draw(
@@ -115,11 +115,11 @@ class Scene:
         """Children of every row, as the drafters of this kind draw them; laws only where they were drawn at random."""
         steps = [len(self.token_ids)] * len(params)
         match self._scheme.kind:
-            case Draw.IID:
+            case SamplingKind.IID:
                 return draw_iid(scores, params, steps, nodes, width, self._scheme.law_size)
-            case Draw.WITHOUT_REPLACEMENT:
+            case SamplingKind.WITHOUT_REPLACEMENT:
                 return draw_without_replacement(scores, params, steps, nodes, width, self._scheme.law_size)
-            case Draw.DETERMINISTIC:
+            case SamplingKind.DETERMINISTIC:
                 params = [replace(one, temperature=0.0) for one in params]
         width = min(width, len(self.starts))
         chosen, _ = top_children(scores, params, [step + depth for step in steps], width)
@@ -145,9 +145,9 @@ def _padded(logits: Tensor) -> Tensor:
 
 def fit_draws(name: str, scene: Scene, num_draws: int, on_chunk: Callable[[int], None]) -> list[Fit]:
     """Verify `num_draws` requests and compare: first tokens; how often a likely draft came first; second tokens."""
-    first_law = scene.laws[0]
+    first_law = scene.distributions[0]
     known = max(range(len(scene.starts)), key=lambda i: first_law[scene.starts[i]])
-    start, second_law = scene.starts[known], scene.laws[1 + known]
+    start, second_law = scene.starts[known], scene.distributions[1 + known]
     first, second = np.zeros(len(first_law)), np.zeros(len(first_law))
     for begin in range(0, num_draws, CHUNK):
         seeds = range(begin, min(begin + CHUNK, num_draws))
@@ -155,14 +155,14 @@ def fit_draws(name: str, scene: Scene, num_draws: int, on_chunk: Callable[[int],
             tokens = [*(proposal.tree.token_ids[node] for node in ruling.path), ruling.next_token]
             first[tokens[0]] += 1
             if tokens[0] == start:  # a round that ended here is followed by another
-                coins = HashCoins(seed, len(scene.token_ids) + 1)
-                second[tokens[1] if len(tokens) > 1 else coins.sample(second_law, 0)] += 1
+                random_source = HashRandomSource(seed, len(scene.token_ids) + 1)
+                second[tokens[1] if len(tokens) > 1 else random_source.sample(second_law, 0)] += 1
         on_chunk(len(seeds))
-    fits = [fit_law(f"{name}, first token", first, first_law)]
-    favoured = scene.draft_law() > first_law
+    fits = [fit_distribution(f"{name}, first token", first, first_law)]
+    favoured = scene.draft_distribution() > first_law
     share = float(first_law[favoured].sum())
     if 0.0 < share < 1.0:
         fits.append(fit_share(f"{name}, tokens the drafter favours", int(first[favoured].sum()), num_draws, share))
     if second.sum():
-        fits.append(fit_law(f"{name}, second token", second, second_law))
+        fits.append(fit_distribution(f"{name}, second token", second, second_law))
     return fits

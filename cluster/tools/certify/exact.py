@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 
 from actors.options import VerifyRule
-from actors.protocol.messages import Draw, TokenTree
-from actors.verification.rules import RULES
+from actors.protocol.messages import SamplingKind, TokenTree
 from actors.verification import coupled
+from actors.verification.rules import RULES
 from cluster.tools.certify.rule_enumeration import (
     Law,
     Rule,
@@ -34,10 +34,12 @@ SHAPES = ((1, 1), (2, 1))
 """Children per level: a chain, and a tree that branches."""
 
 
-def check_exactness(rule: VerifyRule, kinds: Iterable[Draw]) -> dict[str, object]:
+def check_exactness(rule: VerifyRule, kinds: Iterable[SamplingKind]) -> dict[str, object]:
     """Enumerate `rule` for drafts drawn in these ways (chosen without randomness if none is named)."""
     schemes = [
-        [(kind,) * width for width in shape] for kind in sorted(kinds) or [Draw.DETERMINISTIC] for shape in SHAPES
+        [(kind,) * width for width in shape]
+        for kind in sorted(kinds) or [SamplingKind.DETERMINISTIC]
+        for shape in SHAPES
     ]
     distance = _worst(rule, _in_use(rule), schemes)
     controls = {broken.__name__.strip("_"): _worst(rule, broken, schemes) for broken in _broken(rule)}
@@ -45,7 +47,7 @@ def check_exactness(rule: VerifyRule, kinds: Iterable[Draw]) -> dict[str, object
         "name": "exact enumeration",
         "passed": distance < EXACT and min(controls.values()) > FOUND_OUT,
         "rule": str(rule),
-        "draws": [Draw(kind).name for kind in sorted(kinds)],
+        "draws": [SamplingKind(kind).name for kind in sorted(kinds)],
         "num_enumerations": len(schemes) * NUM_MODELS,
         "largest_distance": distance,
         "allowed_distance": EXACT,
@@ -58,31 +60,31 @@ def _in_use(rule: VerifyRule) -> Rule:
     return coupled.verify_coupled if rule is VerifyRule.coupled else RULES[rule]
 
 
-def _worst(rule: VerifyRule, function: Rule, schemes: Sequence[Sequence[Sequence[Draw]]]) -> float:
+def _worst(rule: VerifyRule, function: Rule, schemes: Sequence[Sequence[Sequence[SamplingKind]]]) -> float:
     """Largest total variation over toy models and schemes."""
     emitted = matching_emission if rule is VerifyRule.coupled else emission
     found = []
     for scheme in schemes:
         for seed in range(NUM_MODELS):
-            p, q = toy_law(seed), toy_law(seed + NUM_MODELS)
+            p, q = toy_distribution(seed), toy_distribution(seed + NUM_MODELS)
             length = len(scheme) + 1
             drafts = enumerate_drafts(q, scheme)
             found.append(total_variation(emitted(function, drafts, p, length), p, length))
     return max(found)
 
 
-def toy_law(seed: int) -> Law:
+def toy_distribution(seed: int) -> Law:
     """A model of three tokens: one random row per context, every third model with zeros in it."""
 
     @cache
-    def law(context: tuple[int, ...]) -> np.ndarray:
+    def distribution(context: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([seed, *context])
         row = rng.dirichlet(np.ones(VOCAB_SIZE))
         if seed % 3 == 2:
             row[rng.integers(VOCAB_SIZE)] = 0.0
         return row / row.sum()
 
-    return law
+    return distribution
 
 
 # --- negative controls ------------------------------------------------------------------------------------------------
@@ -93,14 +95,16 @@ def _broken(rule: VerifyRule) -> list[Callable[..., tuple[tuple[int, ...], int]]
         return [_accepts_the_first_child, _repeats_the_first_choice]
     function = RULES[rule]
 
-    def accepts_everything(tree, draws, laws, target_row, coins):
-        return function(tree, draws, laws, target_row, _Coins(coins, accept=lambda probability, node: True))
+    def accepts_everything(tree, draws, distributions, target_row, random_source):
+        return function(
+            tree, draws, distributions, target_row, _Coins(random_source, accept=lambda probability, node: True)
+        )
 
-    def corrects_from_the_target(tree, draws, laws, target_row, coins):
+    def corrects_from_the_target(tree, draws, distributions, target_row, random_source):
         def sample(weights: np.ndarray, node: int) -> int:
-            return coins.sample(target_row(node), node)
+            return random_source.sample(target_row(node), node)
 
-        return function(tree, draws, laws, target_row, _Coins(coins, sample=sample))
+        return function(tree, draws, distributions, target_row, _Coins(random_source, sample=sample))
 
     return [accepts_everything, corrects_from_the_target]
 
@@ -108,9 +112,9 @@ def _broken(rule: VerifyRule) -> list[Callable[..., tuple[tuple[int, ...], int]]
 class _Coins:
     """Coins of which one verb lies."""
 
-    def __init__(self, coins, *, accept=None, sample=None) -> None:
-        self.accept = accept or coins.accept
-        self.sample = sample or coins.sample
+    def __init__(self, random_source, *, accept=None, sample=None) -> None:
+        self.accept = accept or random_source.accept
+        self.sample = sample or random_source.sample
 
 
 def _accepts_the_first_child(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:

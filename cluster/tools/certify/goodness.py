@@ -31,10 +31,10 @@ class Fit:
     p_value: float
 
 
-def fit_law(name: str, counts: np.ndarray, law: np.ndarray) -> Fit:
+def fit_distribution(name: str, counts: np.ndarray, distribution: np.ndarray) -> Fit:
     """G-test of counts [V] against a law [V]; a token that cannot occur and did is impossible."""
     num_draws = int(counts.sum())
-    expected = law * num_draws
+    expected = distribution * num_draws
     own = expected >= LEAST_EXPECTED
     observed_cells = [*counts[own], counts[~own].sum()]
     expected_cells = [*expected[own], expected[~own].sum()]
@@ -45,12 +45,12 @@ def fit_law(name: str, counts: np.ndarray, law: np.ndarray) -> Fit:
     observed, wanted = np.array(observed_cells, dtype=float), np.array(expected_cells)
     seen = observed > 0
     statistic = 2.0 * float((observed[seen] * np.log(observed[seen] / wanted[seen])).sum())
-    impossible = bool(counts[law == 0].sum())
+    impossible = bool(counts[distribution == 0].sum())
     return Fit(
         name,
         num_draws,
         len(observed),
-        float(law[~own].sum()),
+        float(distribution[~own].sum()),
         float(np.abs(observed - wanted).sum() / 2 / num_draws),
         0.0 if impossible else tail(len(observed) - 1, statistic),
     )
@@ -58,7 +58,7 @@ def fit_law(name: str, counts: np.ndarray, law: np.ndarray) -> Fit:
 
 def fit_share(name: str, count: int, num_draws: int, share: float) -> Fit:
     """The same for one event of probability `share`."""
-    return fit_law(name, np.array([count, num_draws - count]), np.array([share, 1.0 - share]))
+    return fit_distribution(name, np.array([count, num_draws - count]), np.array([share, 1.0 - share]))
 
 
 def tail(degrees: int, statistic: float) -> float:

@@ -34,7 +34,7 @@ class Output:
         """Index of the first generated token that differs, or is missing on one side."""
         if self.plain == self.speculative:
             return None
-        pairs = enumerate(zip(self.plain, self.speculative))
+        pairs = enumerate(zip(self.plain, self.speculative, strict=False))
         return next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(self.plain), len(self.speculative)))
 
 

@@ -12,12 +12,12 @@ from functools import partial
 
 import numpy as np
 
+from actors.drafters.interface import Draft
 from actors.options import VerifyRule
-from actors.protocol.messages import Draw, SparseLaw, TokenTree
-from actors.roles.draft import Draft
+from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.topology import CascadeDrafterConfig, LevelLengths
 from cluster.tools.certify.cascade_enumeration import VOCAB, Tape, ToyRunner, distance, guesses
-from cluster.tools.certify.exact import EXACT, FOUND_OUT, toy_law
+from cluster.tools.certify.exact import EXACT, FOUND_OUT, toy_distribution
 from cluster.tools.certify.goodness import detectable_distance
 from cluster.tools.certify.rounds import fit_rounds, repeats_every_review
 from cluster.tools.certify.rule_enumeration import Law
@@ -32,7 +32,7 @@ _POWER = 0.99
 Weighed = list[tuple[float, Draft]]
 
 
-def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Draw) -> dict[str, object]:
+def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: SamplingKind) -> dict[str, object]:
     """As deep as the user's up to three levels, with a tail or a level passed over if it may have one, over a first
     level that draws as `kind`."""
     shapes = [((1, 2), 0), ((2, 3), 0)]
@@ -43,9 +43,9 @@ def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Draw) ->
     if drafter.lengths is LevelLengths.auto or not all(level.num_draft_tokens for level in drafter.levels):
         shapes.append(((2, 0), 0))
     found = [
-        float(distance(target, guesses(laws, lengths, rule, tail, kind=kind), rule))
+        float(distance(target, guesses(distributions, lengths, rule, tail, kind=kind), rule))
         for lengths, tail in shapes
-        for target, *laws in (_models(seed, len(lengths)) for seed in range(NUM_MODELS))
+        for target, *distributions in (_models(seed, len(lengths)) for seed in range(NUM_MODELS))
     ]
     controls = {broken.__name__.strip("_"): _found_out(broken) for broken in _BROKEN}
     rounds, repeating = fit_rounds(rule), fit_rounds(rule, repeats_every_review)
@@ -55,7 +55,7 @@ def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Draw) ->
         "passed": exact and repeating.p_value < _SIGNIFICANCE < rounds.p_value,
         "rule": str(rule),
         "num_levels": min(len(drafter.levels), _DEEPEST),
-        "draws": [Draw(kind).name],
+        "draws": [SamplingKind(kind).name],
         "num_enumerations": len(found),
         "largest_distance": max(found),
         "allowed_distance": EXACT,
@@ -69,7 +69,7 @@ def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Draw) ->
 
 def _models(seed: int, num_levels: int) -> list[Law]:
     """A target and its levels, the cheapest first."""
-    return [toy_law(10 * seed + number) for number in range(1 + num_levels)]
+    return [toy_distribution(10 * seed + number) for number in range(1 + num_levels)]
 
 
 # --- negative controls: a cascade of two levels under the rejection rule ----------------------------------------------
@@ -77,8 +77,12 @@ def _models(seed: int, num_levels: int) -> list[Law]:
 
 def _found_out(broken: Callable[[Sequence[Law]], Weighed]) -> float:
     """How far from the target's law the mistake shows, at most."""
-    models = ([toy_law(3 * (10 * seed + number)) for number in range(3)] for seed in range(NUM_MODELS))  # no zeros
-    return float(max(distance(target, broken(laws), VerifyRule.rejection) for target, *laws in models))
+    models = (
+        [toy_distribution(3 * (10 * seed + number)) for number in range(3)] for seed in range(NUM_MODELS)
+    )  # no zeros
+    return float(
+        max(distance(target, broken(distributions), VerifyRule.rejection) for target, *distributions in models)
+    )
 
 
 class _OwnLaw:
@@ -95,35 +99,42 @@ class _OwnLaw:
 _two_levels = partial(guesses, lengths=(1, 2), rule=VerifyRule.rejection)
 
 
-def _level_resamples_from_its_own_law(laws: Sequence[Law]) -> Weighed:
+def _level_resamples_from_its_own_law(distributions: Sequence[Law]) -> Weighed:
     """As TriForce was released."""
-    return _two_levels(laws, coins_of=_OwnLaw)
+    return _two_levels(distributions, coins_of=_OwnLaw)
 
 
-def _law_of_the_level_beneath_travels_up(laws: Sequence[Law]) -> Weighed:
-    beneath = laws[0]
+def _law_of_the_level_beneath_travels_up(distributions: Sequence[Law]) -> Weighed:
+    beneath = distributions[0]
 
-    def law(draft: Draft, node: int) -> SparseLaw:
-        return SparseLaw(tuple(range(VOCAB)), tuple(beneath(draft.tree.token_ids[1 : node + 1])))
+    def distribution(draft: Draft, node: int) -> SparseDistribution:
+        return SparseDistribution(tuple(range(VOCAB)), tuple(beneath(draft.tree.token_ids[1 : node + 1])))
 
     return [
-        (weight, Draft(draft.tree, draft.draws, tuple(law(draft, node) for node in range(len(draft.laws)))))
-        for weight, draft in _two_levels(laws)
+        (
+            weight,
+            Draft(
+                draft.tree,
+                draft.sampling_kinds,
+                tuple(distribution(draft, node) for node in range(len(draft.distributions))),
+            ),
+        )
+        for weight, draft in _two_levels(distributions)
     ]
 
 
-def _unlikely_tokens_are_dropped(laws: Sequence[Law]) -> Weighed:
+def _unlikely_tokens_are_dropped(distributions: Sequence[Law]) -> Weighed:
     """Whether a drawn token is handed up depends on which token it is."""
     kept = []
-    for weight, draft in _two_levels(laws):
+    for weight, draft in _two_levels(distributions):
         token_ids, length = draft.tree.token_ids, 0
         while length < draft.tree.num_draft_tokens:
-            law = draft.laws[length]
-            if law.probs[law.token_ids.index(token_ids[length + 1])] < _UNLIKELY:
+            distribution = draft.distributions[length]
+            if distribution.probs[distribution.token_ids.index(token_ids[length + 1])] < _UNLIKELY:
                 break
             length += 1
         chain = TokenTree.chain(token_ids[0], token_ids[1 : length + 1])
-        kept.append((weight, Draft(chain, draft.draws[: length + 1], (*draft.laws[:length], None))))
+        kept.append((weight, Draft(chain, draft.sampling_kinds[: length + 1], (*draft.distributions[:length], None))))
     return kept
 
 

@@ -18,7 +18,7 @@ from actors.options import VerifyRule
 from actors.protocol.messages import TokenTree
 from actors.sampling.logits import is_greedy, probabilities, process_logits
 from actors.sampling.noise import Stream, gumbel, noise_key, uniform
-from cluster.tools.certify.goodness import Fit, fit_law
+from cluster.tools.certify.goodness import Fit, fit_distribution
 from cluster.tools.certify.identity import Output
 from cluster.tools.certify.reader import Reader
 
@@ -73,12 +73,12 @@ class Scorer:
         If the tokens are the target's draws, these are independent and uniform, whatever the texts
         (randomised probability integral transform).
         """
-        law = probabilities(self._scores(output, output.speculative), output.sampling).numpy()
+        distribution = probabilities(self._scores(output, output.speculative), output.sampling).numpy()
         tokens = np.array(output.speculative)
-        own = law[np.arange(len(tokens)), tokens]
-        likelier = np.where(law > own[:, None], law, 0.0).sum(axis=1)
+        own = distribution[np.arange(len(tokens)), tokens]
+        likelier = np.where(distribution > own[:, None], distribution, 0.0).sum(axis=1)
         keys = (noise_key(output.sampling.seed, Stream.DRAFT, output.prompt, i) for i in range(len(tokens)))
-        return [float(before + own * uniform(key)) for before, own, key in zip(likelier, own, keys)]
+        return [float(before + own * uniform(key)) for before, own, key in zip(likelier, own, keys, strict=False)]
 
     def _scores(self, output: Output, token_ids: Sequence[int]) -> Tensor:
         """Processed logits [n, V] behind which every one of `token_ids` was chosen."""
@@ -99,4 +99,4 @@ def fit_ranks(scorer: Scorer, outputs: Sequence[Output]) -> Fit | None:
         return None
     cells = np.minimum((np.array(ranks) * NUM_CELLS).astype(int), NUM_CELLS - 1)
     counts = np.bincount(cells, minlength=NUM_CELLS)
-    return fit_law("the engine's sampled tokens", counts, np.full(NUM_CELLS, 1.0 / NUM_CELLS))
+    return fit_distribution("the engine's sampled tokens", counts, np.full(NUM_CELLS, 1.0 / NUM_CELLS))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.protocol.messages import Draw, SparseLaw, TokenTree
+from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.distributions import TargetRow
 
 Law = Callable[[tuple[int, ...]], np.ndarray]
@@ -28,8 +28,8 @@ class Draft:
 
     weight: float
     tree: TokenTree
-    draws: tuple[int, ...]
-    laws: tuple[SparseLaw | None, ...]
+    sampling_kinds: tuple[int, ...]
+    distributions: tuple[SparseDistribution | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class Emission:
 
 
 # A subtree during enumeration: (token, draw, its own children) in test order.
-_Children = tuple[tuple[int, Draw, "_Children"], ...]
+_Children = tuple[tuple[int, SamplingKind, "_Children"], ...]
 
 
-def enumerate_drafts(q: Law, scheme: Sequence[Sequence[Draw]]) -> Iterator[Draft]:
+def enumerate_drafts(q: Law, scheme: Sequence[Sequence[SamplingKind]]) -> Iterator[Draft]:
     """All trees in which every node of level i gets children drawn as `scheme[i]` says, in that order.
 
     The j-th child without randomness of its own (DETERMINISTIC or COUPLED) is the j-th likeliest token of q. Without
@@ -54,46 +54,48 @@ def enumerate_drafts(q: Law, scheme: Sequence[Sequence[Draw]]) -> Iterator[Draft
         yield _flatten(q, children, weight)
 
 
-def _subtrees(q: Law, scheme: Sequence[Sequence[Draw]], context: tuple[int, ...]) -> Iterator[tuple[_Children, float]]:
+def _subtrees(
+    q: Law, scheme: Sequence[Sequence[SamplingKind]], context: tuple[int, ...]
+) -> Iterator[tuple[_Children, float]]:
     if not scheme:
         yield (), 1.0
         return
     row = q(context)
-    for tokens, draws, weight in _siblings(row, row, scheme[0], 0):
+    for tokens, sampling_kinds, weight in _siblings(row, row, scheme[0], 0):
         below = [list(_subtrees(q, scheme[1:], (*context, token))) for token in tokens]
         for combination in itertools.product(*below):
-            children = tuple(zip(tokens, draws, (subtree for subtree, _ in combination)))
+            children = tuple(zip(tokens, sampling_kinds, (subtree for subtree, _ in combination), strict=False))
             yield children, weight * float(np.prod([part for _, part in combination]))
 
 
 def _siblings(
-    row: np.ndarray, remaining: np.ndarray, kinds: Sequence[Draw], num_fixed: int
-) -> Iterator[tuple[tuple[int, ...], tuple[Draw, ...], float]]:
-    """(tokens, draws, probability) of the children of one node; `remaining` is `row` without tokens used up."""
+    row: np.ndarray, remaining: np.ndarray, kinds: Sequence[SamplingKind], num_fixed: int
+) -> Iterator[tuple[tuple[int, ...], tuple[SamplingKind, ...], float]]:
+    """(tokens, sampling_kinds, probability) of the children of one node; `remaining` is `row` without tokens used up."""
     if not kinds:
         yield (), (), 1.0
         return
     kind, rest = kinds[0], kinds[1:]
-    if kind in (Draw.DETERMINISTIC, Draw.COUPLED):
+    if kind in (SamplingKind.DETERMINISTIC, SamplingKind.COUPLED):
         token = int(np.argsort(-row, kind="stable")[num_fixed])
-        for tokens, draws, weight in _siblings(row, remaining, rest, num_fixed + 1):
-            yield (token, *tokens), (kind, *draws), weight
+        for tokens, sampling_kinds, weight in _siblings(row, remaining, rest, num_fixed + 1):
+            yield (token, *tokens), (kind, *sampling_kinds), weight
         return
-    law = row if kind == Draw.IID else remaining
-    if law.sum() == 0:
+    distribution = row if kind == SamplingKind.IID else remaining
+    if distribution.sum() == 0:
         yield from _siblings(row, remaining, rest, num_fixed)
         return
-    for token in np.flatnonzero(law).tolist():
+    for token in np.flatnonzero(distribution).tolist():
         left = remaining
-        if kind == Draw.WITHOUT_REPLACEMENT:
+        if kind == SamplingKind.WITHOUT_REPLACEMENT:
             left = remaining.copy()
             left[token] = 0.0
-        for tokens, draws, weight in _siblings(row, left, rest, num_fixed):
-            yield (token, *tokens), (kind, *draws), weight * float(law[token] / law.sum())
+        for tokens, sampling_kinds, weight in _siblings(row, left, rest, num_fixed):
+            yield (token, *tokens), (kind, *sampling_kinds), weight * float(distribution[token] / distribution.sum())
 
 
 def _flatten(q: Law, children: _Children, weight: float) -> Draft:
-    token_ids, parents, draws = [0], [-1], [Draw.ROOT]
+    token_ids, parents, sampling_kinds = [0], [-1], [SamplingKind.ROOT]
     contexts: list[tuple[int, ...]] = [()]
     level = [(0, children)]
     while level:
@@ -103,16 +105,16 @@ def _flatten(q: Law, children: _Children, weight: float) -> Draft:
                 below.append((len(token_ids), grandchildren))
                 token_ids.append(token)
                 parents.append(parent)
-                draws.append(draw)
+                sampling_kinds.append(draw)
                 contexts.append((*contexts[parent], token))
         level = below
-    laws: list[SparseLaw | None] = [None] * len(token_ids)
-    for parent, draw in zip(parents, draws):
-        if draw in (Draw.IID, Draw.WITHOUT_REPLACEMENT) and laws[parent] is None:
+    distributions: list[SparseDistribution | None] = [None] * len(token_ids)
+    for parent, draw in zip(parents, sampling_kinds, strict=False):
+        if draw in (SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT) and distributions[parent] is None:
             row = q(contexts[parent])
             support = np.flatnonzero(row)
-            laws[parent] = SparseLaw(tuple(support.tolist()), tuple(row[support].tolist()))
-    return Draft(weight, TokenTree(tuple(token_ids), tuple(parents)), tuple(draws), tuple(laws))
+            distributions[parent] = SparseDistribution(tuple(support.tolist()), tuple(row[support].tolist()))
+    return Draft(weight, TokenTree(tuple(token_ids), tuple(parents)), tuple(sampling_kinds), tuple(distributions))
 
 
 class _Explorer:
@@ -144,9 +146,9 @@ def explore(rule: Rule, draft: Draft, target_row: TargetRow) -> Iterator[tuple[f
     """(probability, path, law of the next token) for every way the coins can fall on one draft."""
     script: list[bool] = []
     while True:
-        coins = _Explorer(script)
-        path, _ = rule(draft.tree, draft.draws, draft.laws, target_row, coins)
-        yield coins.weight, path, coins.next_law
+        random_source = _Explorer(script)
+        path, _ = rule(draft.tree, draft.sampling_kinds, draft.distributions, target_row, random_source)
+        yield random_source.weight, path, random_source.next_law
         while script and not script[-1]:
             script.pop()
         if not script:
@@ -170,14 +172,14 @@ def emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) -> Emissi
 
 
 def matching_emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) -> Emission:
-    """The same for a rule that looks at the target's own draws, `rule(tree, choices)`: one draw for every context."""
+    """The same for a rule that looks at the target's own sampling_kinds, `rule(tree, choices)`: one draw for every context."""
     begun: dict[tuple[int, ...], float] = defaultdict(float)
     mean_accepted = 0.0
     for draft in drafts:
         contexts = _contexts(draft)
         rows = {context: p(context) for context in contexts}
         for tokens in itertools.product(*(np.flatnonzero(row).tolist() for row in rows.values())):
-            drawn = dict(zip(rows, tokens))
+            drawn = dict(zip(rows, tokens, strict=False))
             weight = draft.weight * float(np.prod([rows[context][token] for context, token in drawn.items()]))
             path, next_token = rule(draft.tree, [drawn[context] for context in contexts])
             mean_accepted += weight * len(path)
@@ -187,7 +189,7 @@ def matching_emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) 
 
 def _contexts(draft: Draft) -> list[tuple[int, ...]]:
     """Tokens on the way to every node."""
-    return [tuple(draft.tree.token_ids[i] for i in draft.tree.path_to(n)) for n in range(len(draft.draws))]
+    return [tuple(draft.tree.token_ids[i] for i in draft.tree.path_to(n)) for n in range(len(draft.sampling_kinds))]
 
 
 def _continued(begun: dict[tuple[int, ...], float], p: Law, length: int) -> dict[tuple[int, ...], float]:

@@ -61,21 +61,21 @@ def _divergence_lines(checks: Sequence[Check]) -> list[str]:
 
 
 def _bias_lines(checks: Sequence[Check]) -> list[str]:
-    law = next((check for check in checks if check["name"] == "law at the model's vocabulary"), None)
-    if law is None:
+    distribution = next((check for check in checks if check["name"] == "law at the model's vocabulary"), None)
+    if distribution is None:
         return []
-    bounds = {name: bound for name, bound in law["visible_bias"].items() if bound is not None}
+    bounds = {name: bound for name, bound in distribution["visible_bias"].items() if bound is not None}
     lines = [
         "## The smallest bias the samples could have shown",
         "",
         "Output that differs from the target's law by at least this total variation would have been found with",
-        f"probability {law['power']:.0%}, at {law['significance']:.1%} for one false alarm among all comparisons.",
+        f"probability {distribution['power']:.0%}, at {distribution['significance']:.1%} for one false alarm among all comparisons.",
         "Tokens expected less than ten times are counted as one. What is smaller is left to the exact enumeration.",
         "",
         *(f"- {name}: {bound:.3f}" for name, bound in bounds.items()),
         "",
     ]
-    alarms = [f"- does not fit: {name}" for name in law["alarms"]]
+    alarms = [f"- does not fit: {name}" for name in distribution["alarms"]]
     return [*lines, *alarms, *[""] * bool(alarms)]
 
 
@@ -102,7 +102,7 @@ def _levels(check: Check) -> str:
     )
 
 
-def _law(check: Check) -> str:
+def _distribution(check: Check) -> str:
     least = check["smallest_p_value"]
     return (
         f"{check['num_draws']} verifications, {check['num_comparisons']} comparisons: "
@@ -122,6 +122,6 @@ _FINDINGS = {
     "token identity": _identity,
     "exact enumeration": _exact,
     "exact enumeration of levels": _levels,
-    "law at the model's vocabulary": _law,
+    "law at the model's vocabulary": _distribution,
     "rounding": _rounding,
 }

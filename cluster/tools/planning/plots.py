@@ -46,7 +46,7 @@ def draw_fidelity(path: Path, found: Sequence[Mapping[str, object]]) -> None:
         (panels[0], "acceptance_length", "Acceptance length"),
         (panels[1], "top1_agreement", "Likeliest token equals that of an exact pass"),
     ):
-        for colour, policy in zip(_LINES, policies):
+        for colour, policy in zip(_LINES, policies, strict=False):
             widest = {max(one["partition"]): one for one in found if one["calibration"] == policy}
             line = [exact, *(widest[width] for width in sorted(widest))]
             widths, heights = [max(one["partition"]) for one in line], [one[name] for one in line]

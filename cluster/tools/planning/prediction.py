@@ -102,7 +102,9 @@ def _worse(transcript: Transcript, exact: Sequence[float], acceptance: Sequence[
     """The recorded drafter, as often right as the one that was measured beside it."""
     if not acceptance:
         return transcript
-    return replace(transcript, kept=tuple(min(1.0, a / e) if e else 1.0 for a, e in zip(acceptance, exact)))
+    return replace(
+        transcript, kept=tuple(min(1.0, a / e) if e else 1.0 for a, e in zip(acceptance, exact, strict=False))
+    )
 
 
 def _prediction(layout: Layout, num_draft_tokens: int, result: SimulationResult) -> Prediction:

@@ -61,7 +61,7 @@ class Role(Protocol):
 
     def pause_s(self) -> float: ...
 
-    def outlook(self, *, last: bool) -> Any | None: ...
+    def preview(self, *, last: bool) -> Any | None: ...
 
 
 class Lane:
@@ -92,13 +92,13 @@ class Lane:
                 self._send(answer, self._time.now)
         elif self._role.wants_work:
             pause_s = self._role.pause_s()
-            self._foretell(last=pause_s > 0)
+            self._send_preview(last=pause_s > 0)
             if pause_s > 0:
                 self._pause(pause_s)
                 return
             self._role.work(self._role.width())
             if not self._role.wants_work:
-                self._foretell(last=True)
+                self._send_preview(last=True)
         else:
             self._resting = True
             return
@@ -106,9 +106,9 @@ class Lane:
             self.busy.append((started, self._time.now))
         self._clock.at(self._time.now, STEP, self._step)
 
-    def _foretell(self, *, last: bool) -> None:
-        if (outlook := self._role.outlook(last=last)) is not None:
-            self._send(outlook, self._time.now)
+    def _send_preview(self, *, last: bool) -> None:
+        if (preview := self._role.preview(last=last)) is not None:
+            self._send(preview, self._time.now)
 
     def _pause(self, seconds: float) -> None:
         """Listen for so long, and go on unless a record came."""

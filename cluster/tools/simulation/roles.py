@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from actors.drafters.draft_ahead.drafter import AheadDrafter
+from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.tree_growth import Candidate
 from actors.options import ModelDrafterConfig
-from actors.protocol.draft_tree import AHEAD
 from actors.protocol.messages import Admit, Commit, TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
 from actors.roles.draft import DraftRole
 from actors.verification.coupled import verify_coupled
@@ -138,7 +138,7 @@ class _Synchronous(ModelDrafter):
     def _keeps_tokens_on_device(self, able) -> bool:
         return False
 
-    def _offer(self, contexts, trees, frontier, logits, level, laws) -> list[list[Candidate]]:
+    def _offer(self, contexts, trees, frontier, logits, level, distributions) -> list[list[Candidate]]:
         guesses, width = iter(logits), self._growth.width(level)
         return [
             [

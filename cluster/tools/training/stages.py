@@ -14,8 +14,8 @@ from cluster.tools.training.checkpoint import load_model, save_model
 from cluster.tools.training.config import TrainConfig
 from cluster.tools.training.continuations import continue_all
 from cluster.tools.training.corpus import Corpus, Source, is_test
+from cluster.tools.training.distillation import DistillationSet
 from cluster.tools.training.evaluation import spread_rows
-from cluster.tools.training.lessons import Lessons
 from cluster.tools.training.objectives import Loss, cross_entropy, distillation
 from cluster.tools.training.prompts import choose_prompts, write_prompts
 from cluster.tools.training.schedule import Budget
@@ -96,10 +96,10 @@ def make_drafter(place: Workplace) -> TrainingRecord:
             spread_rows(continuations, length, len(continuations))[:, :length],
         )
     )
-    lessons = Lessons(teacher, rows, config.seed)
+    distillation_set = DistillationSet(teacher, rows, config.seed)
 
     def draw(_: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return lessons.draw(max(1, config.batch_tokens // length))
+        return distillation_set.draw(max(1, config.batch_tokens // length))
 
     budget = Budget(config.drafter_minutes, config.drafter_steps)
     loss_of = _compiled(distillation(student, teacher), config)

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from cluster.tools.training.objectives import Loss
 from cluster.tools.training.schedule import Budget, Clock, rate_factor
 
-Draw = Callable[[float], tuple[torch.Tensor, torch.Tensor]]
+SamplingKind = Callable[[float], tuple[torch.Tensor, torch.Tensor]]
 """Gives the batch for the current progress in [0, 1): tokens, and what is to be learnt at each; see `Loss`."""
 
 
@@ -67,7 +67,7 @@ def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optim
 
 def fit(
     model: LlamaForCausalLM,
-    draw: Draw,
+    draw: SamplingKind,
     loss_of: Loss,
     recipe: Recipe,
     budget: Budget,

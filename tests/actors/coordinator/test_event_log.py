@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from actors.coordinator.event_log import PROGRESS_S, Chronicle
+from actors.coordinator.event_log import PROGRESS_S, EventLog
 from actors.coordinator.scheduler import Load
-from actors.coordinator.stats import Tally
+from actors.coordinator.stats import CoordinatorStats
 from actors.protocol.membership import RankLost, Stop
 from actors.protocol.messages import Abort, ReportOrder, Request, RequestStats, Tokens, VerdictBatch
 
@@ -23,15 +23,15 @@ def told(caplog):
 
 
 def test_the_life_of_a_request(told):
-    chronicle = Chronicle()
-    chronicle.received(Request(7, (1, 2, 3)))
-    chronicle.sent(Tokens(7, 0, (4, 5)))
-    chronicle.received(VerdictBatch(1, (), 0.0, 0.0))
-    chronicle.sent(
+    event_log = EventLog()
+    event_log.received(Request(7, (1, 2, 3)))
+    event_log.sent(Tokens(7, 0, (4, 5)))
+    event_log.received(VerdictBatch(1, (), 0.0, 0.0))
+    event_log.sent(
         Tokens(7, 2, (6,), "stop", RequestStats(num_spec_steps=2, num_draft_tokens=4, num_accepted_tokens=1))
     )
-    chronicle.received(Abort(8))
-    chronicle.sent(Tokens(9, 0, (), "error", RequestStats(), "prompt: is empty"))
+    event_log.received(Abort(8))
+    event_log.sent(Tokens(9, 0, (), "error", RequestStats(), "prompt: is empty"))
     names = [name for name, _ in told()]
     assert names == ["request", "finished", "abort", "finished"], "rounds are not told"
     first, ended, _, refused = (facts for _, facts in told())
@@ -41,25 +41,25 @@ def test_the_life_of_a_request(told):
 
 
 def test_losses_and_the_end_are_told_with_their_reason(told):
-    chronicle = Chronicle()
-    chronicle.received(RankLost("draft", 1, 2))
-    chronicle.received(Stop("closed"))
+    event_log = EventLog()
+    event_log.received(RankLost("draft", 1, 2))
+    event_log.received(Stop("closed"))
     why = "process 2 of this rank has ended"
     assert told() == [("lost", {"role": "draft", "rank": 1, "why": why}), ("stop", {"why": "closed"})]
 
 
 def test_progress_is_of_the_last_seconds_and_only_while_there_is_work(told):
-    chronicle, tally = Chronicle(), Tally(phase="speculative")
-    chronicle.progress(tally, LOAD)
+    event_log, stats = EventLog(), CoordinatorStats(phase="speculative")
+    event_log.progress(stats, LOAD)
     assert not told()
-    tally.active_s, tally.num_tokens, tally.target_busy_s = PROGRESS_S, 100, PROGRESS_S / 2
-    chronicle.progress(tally, LOAD)
-    chronicle.progress(tally, LOAD)
-    tally.active_s += PROGRESS_S
-    tally.num_tokens, tally.num_spec_rounds, tally.spec_round_s = 150, 10, 0.1
-    tally.num_spec_steps, tally.num_draft_tokens, tally.num_accepted_tokens = 10, 40, 20
-    tally.num_branch_lookups, tally.num_branch_hits, tally.num_stale = 8, 6, 1
-    chronicle.progress(tally, LOAD)
+    stats.active_s, stats.num_tokens, stats.target_busy_s = PROGRESS_S, 100, PROGRESS_S / 2
+    event_log.progress(stats, LOAD)
+    event_log.progress(stats, LOAD)
+    stats.active_s += PROGRESS_S
+    stats.num_tokens, stats.num_spec_rounds, stats.spec_round_s = 150, 10, 0.1
+    stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens = 10, 40, 20
+    stats.num_branch_lookups, stats.num_branch_hits, stats.num_stale = 8, 6, 1
+    event_log.progress(stats, LOAD)
     (_, plain), (_, speculative) = told()
     assert plain["tokens_per_s"] == 100 / PROGRESS_S and plain["target_busy"] == 0.5
     assert plain["kv_slots"] == "30/120" and "acceptance_length" not in plain
@@ -69,9 +69,9 @@ def test_progress_is_of_the_last_seconds_and_only_while_there_is_work(told):
 
 
 def test_a_window_that_closes_is_told_to_its_end(told):
-    chronicle, tally = Chronicle(), Tally(phase="plain")
-    tally.active_s, tally.num_tokens = PROGRESS_S - 1, 100
-    chronicle.progress(tally, LOAD)
-    chronicle.received(ReportOrder(reset=True, phase="next"))
-    chronicle.progress(Tally(phase="next"), LOAD)
+    event_log, stats = EventLog(), CoordinatorStats(phase="plain")
+    stats.active_s, stats.num_tokens = PROGRESS_S - 1, 100
+    event_log.progress(stats, LOAD)
+    event_log.received(ReportOrder(reset=True, phase="next"))
+    event_log.progress(CoordinatorStats(phase="next"), LOAD)
     assert [(name, facts["phase"]) for name, facts in told()] == [("progress", "plain"), ("window", "next")]

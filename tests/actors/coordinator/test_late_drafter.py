@@ -42,7 +42,7 @@ class Weighing(FixedControl):
 def silent(pipeline: str, control) -> World:
     """A world whose drafter has an order and says nothing, while the target waits for it."""
     world = Quick(random.Random(0), pipeline, whims=("right",), control=control)
-    world.tell(REQUEST)
+    world.deliver(REQUEST)
     while len(world.tokens.get(1, [])) < 6 or world.answers["target"]:
         world.deliver_one()
     assert world.answers["draft"] and world.coordinator.patience_ends is not None
@@ -51,7 +51,7 @@ def silent(pipeline: str, control) -> World:
 
 def serve_target(world: World) -> None:
     while world.answers["target"]:
-        world.tell(world.answers["target"].popleft())
+        world.deliver(world.answers["target"].popleft())
 
 
 @pytest.mark.parametrize("pipeline", DRAFTING)
@@ -59,7 +59,7 @@ def serve_target(world: World) -> None:
 def test_behind_a_silent_drafter_tokens_go_on_for_everybody(pipeline, control):
     world = silent(pipeline, control())
     orders = sum(isinstance(record, DraftBatch) for record in world.sent)
-    world.tell(PLAIN)
+    world.deliver(PLAIN)
     assert not world.answers["target"], "a moment's wait pays"
     world.hurry()
     admitted = [admit.request_id for admit in world.sent[-1].admits]
@@ -74,19 +74,19 @@ def test_a_drafter_that_was_late_is_asked_again(pipeline):
     world = silent(pipeline, Weighing())
     world.hurry()
     for _ in range(3):
-        world.tell(world.answers["target"].popleft())
-    before = world.coordinator.tally.num_spec_steps
+        world.deliver(world.answers["target"].popleft())
+    before = world.coordinator.stats.num_spec_steps
     world.settle()
     assert world.tokens[1] == oracle(REQUEST)
-    assert world.coordinator.tally.num_spec_steps > before, "and its drafts are verified again"
-    assert world.coordinator.tally.num_stale >= 1, "the late one was of no use"
+    assert world.coordinator.stats.num_spec_steps > before, "and its drafts are verified again"
+    assert world.coordinator.stats.num_stale >= 1, "the late one was of no use"
 
 
 @pytest.mark.parametrize(("control", "waits_s"), [(Weighing, 4 * 0.5), (FixedControl, HANG_S)])
 def test_how_long_it_waits_follows_from_what_a_draft_may_bring(control, waits_s):
     """Four tokens, each worth a pass of half a second; where nothing is weighed, until it must be a hang."""
     world = Quick(random.Random(0), whims=("right",), control=control())
-    world.tell(REQUEST)
+    world.deliver(REQUEST)
     while not (world.answers["draft"] and world.answers["draft"][0].proposals):
         world.deliver_one()
     coordinator, asked_at = world.coordinator, world.clock
@@ -99,7 +99,7 @@ def test_how_long_it_waits_follows_from_what_a_draft_may_bring(control, waits_s)
 def test_running_requests_do_not_wait_while_the_drafter_reads_a_prompt(pipeline):
     world = silent(pipeline, Weighing())
     coming = Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True))
-    world.tell(coming)
+    world.deliver(coming)
     reading = 0
     while not reading or not world.answers["draft"]:
         world.deliver_one()
@@ -113,7 +113,7 @@ def test_running_requests_do_not_wait_while_the_drafter_reads_a_prompt(pipeline)
 def test_long_texts_are_read_in_pieces_between_drafts():
     world = silent("sync", Weighing())
     world.coordinator._draft._piece = 5
-    world.tell(Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True)))
+    world.deliver(Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True)))
     world.settle()
     batches = [record for record in world.sent if isinstance(record, DraftBatch)]
     read = [batch for batch in batches if any(order.num_draft_tokens == 0 for order in batch.orders)][1:]
@@ -128,12 +128,12 @@ class TestCosts:
 
     def costs(self, *delays: float, length: int = 3) -> Costs:
         costs = Costs(longest_draft=4)
-        costs.saw_verify(2.0, reads_prompt=True)
+        costs.update_verify(2.0, reads_prompt=True)
         for _ in range(50):
-            costs.saw_verify(0.01, reads_prompt=False)
-            costs.saw_acceptance(length)
+            costs.update_verify(0.01, reads_prompt=False)
+            costs.update_acceptance(length)
         for delay in delays:
-            costs.saw_answer(delay, rest=False)
+            costs.update_delay(delay, rest=False)
         return costs
 
     def test_nobody_waits_for_what_could_not_pay_if_all_of_it_were_accepted(self):
@@ -155,12 +155,12 @@ class TestCosts:
         late = self.costs(*[0.005] * 4, *[9.0] * 5)
         assert not late.worth_waiting(Standing(1))
         for _ in range(5):
-            late.saw_answer(0.005, rest=False)
+            late.update_delay(0.005, rest=False)
         assert late.worth_waiting(Standing(1))
 
     def test_the_rest_of_an_answer_has_to_pay_by_what_drafts_bring_lately(self):
         costs = self.costs()
-        costs.saw_answer(0.03, rest=True)
+        costs.update_delay(0.03, rest=True)
         assert not costs.worth_waiting(Standing(1, answered=True)) and costs.worth_waiting(Standing(1))
 
     def test_where_nothing_is_weighed_the_first_part_is_awaited(self):

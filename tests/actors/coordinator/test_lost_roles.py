@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from actors.options import SchedulerConfig
 from actors.policy.pipelines import PIPELINES
-from actors.protocol.messages import Abort, OutlookBatch, ReportOrder, Request, SamplingParams, VerifyBatch
+from actors.protocol.messages import Abort, DraftPreviewBatch, ReportOrder, Request, SamplingParams, VerifyBatch
 from tests.actors.scripted_policy import MoodyControl
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import oracle, requests_of
@@ -38,7 +38,7 @@ class Storm(World):
         elif action < 0.85 and len(queue) > 1:
             self.past.append(queue.popleft())  # the second part of an answer overtakes the first
         elif queue:
-            self.tell(corrupted(self.choose, queue[0]))
+            self.deliver(corrupted(self.choose, queue[0]))
 
     def calm(self) -> None:
         for role in sorted(self.lost):
@@ -47,8 +47,8 @@ class Storm(World):
 
 def corrupted(choose, answer):
     """An answer that names another round or text, as one that is torn or of another life would."""
-    if isinstance(answer, OutlookBatch):
-        return OutlookBatch(tuple(replace(one, prefix_hash=one.prefix_hash ^ 1) for one in answer.outlooks))
+    if isinstance(answer, DraftPreviewBatch):
+        return DraftPreviewBatch(tuple(replace(one, prefix_hash=one.prefix_hash ^ 1) for one in answer.previews))
     return replace(answer, round=answer.round + choose.choice((-1, 1, 1_000_000)))
 
 
@@ -72,7 +72,7 @@ def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, s
     while coming or left:
         action = choose.random()
         if coming and action < 0.2:
-            storm.tell(coming.pop(0))
+            storm.deliver(coming.pop(0))
         elif left and action < 0.5:
             left -= 1
             storm.blow()
@@ -82,7 +82,7 @@ def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, s
     storm.settle()
     for request in requests:
         assert storm.tokens[request.request_id] == oracle(request)
-    assert storm.coordinator.tally.num_tokens == sum(map(len, storm.tokens.values()))
+    assert storm.coordinator.stats.num_tokens == sum(map(len, storm.tokens.values()))
 
 
 @settings(max_examples=80, deadline=None)
@@ -92,7 +92,7 @@ def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipelin
     requests = requests_of(choose, choose.randint(1, 5))
     world = World(choose, pipeline, foresees=0.5)
     for request in requests:
-        world.tell(request)
+        world.deliver(request)
     held: dict[int, list[int]] = {}
     for _ in range(choose.randint(1, 3)):
         for _ in range(choose.randint(0, 30)):
@@ -103,10 +103,10 @@ def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipelin
             held[request.request_id] = got if request.request_id in ended else got[: choose.randint(0, len(got))]
         world = World(choose, pipeline, foresees=0.5)
         world.tokens = held | {}
-        world.ends = {request_id: None for request_id in ended}
+        world.ends = dict.fromkeys(ended)
         for request in requests:
             if request.request_id not in ended:
-                world.tell(replace(request, generated=tuple(held[request.request_id])))
+                world.deliver(replace(request, generated=tuple(held[request.request_id])))
     world.settle()
     assert world.tokens == {request.request_id: oracle(request) for request in requests}
 
@@ -115,7 +115,7 @@ def steady(pipeline: str = "sync") -> tuple[World, Request]:
     """A request that is in the middle of its text."""
     request = Request(1, (3, 4), SamplingParams(max_tokens=25, ignore_eos=True))
     world = World(random.Random(0), pipeline, whims=("right",))
-    world.tell(request)
+    world.deliver(request)
     while len(world.tokens.get(1, [])) < 6:
         world.deliver_one()
     return world, request
@@ -130,14 +130,14 @@ def test_without_a_drafter_the_target_goes_on_at_once(pipeline):
     world.lose("draft")
     if not world.answers["target"]:
         assert any(isinstance(record, VerifyBatch) for record in world.sent[before:]), "somebody is still waited for"
-    drafted = world.coordinator.tally.num_spec_steps
+    drafted = world.coordinator.stats.num_spec_steps
     for _ in range(3):
         world.deliver_one()
-    assert world.coordinator.tally.num_spec_steps <= drafted + 1, "only what was proposed before may still be verified"
+    assert world.coordinator.stats.num_spec_steps <= drafted + 1, "only what was proposed before may still be verified"
     world.bring_back("draft")
     world.settle()
     assert world.tokens[1] == oracle(request)
-    assert world.coordinator.tally.num_spec_steps > drafted + 1, "speculation resumes"
+    assert world.coordinator.stats.num_spec_steps > drafted + 1, "speculation resumes"
 
 
 def test_without_a_target_requests_wait_and_lose_nothing():
@@ -161,9 +161,9 @@ def test_a_late_verdict_of_the_lost_target_is_recognised():
     (late,) = world.answers["target"]
     world.lose("target")
     world.bring_back("target")
-    stale, held = world.coordinator.tally.num_stale, list(world.tokens[1])
-    world.tell(late)
-    assert world.coordinator.tally.num_stale == stale + 1 and world.tokens[1] == held
+    stale, held = world.coordinator.stats.num_stale, list(world.tokens[1])
+    world.deliver(late)
+    assert world.coordinator.stats.num_stale == stale + 1 and world.tokens[1] == held
     world.settle()
     assert world.tokens[1] == oracle(request)
 
@@ -171,7 +171,7 @@ def test_a_late_verdict_of_the_lost_target_is_recognised():
 def test_a_request_may_be_aborted_while_there_is_no_target():
     world, _ = steady()
     world.lose("target")
-    world.tell(Abort(1))
+    world.deliver(Abort(1))
     assert world.ends[1].finish_reason == "abort"
     world.bring_back("target")
     world.settle()
@@ -195,11 +195,11 @@ def test_losses_and_times_are_counted():
     world.lose("draft")
     lost_at = world.clock
     world.bring_back("draft")
-    while not coordinator.tally.resume_s:
+    while not coordinator.stats.resume_s:
         world.deliver_one()
-    assert coordinator.tally.num_role_losses == {"draft": 1}
-    assert coordinator.tally.resume_s == {"draft": [world.clock - lost_at]}
-    assert coordinator.tally.fallback_s == world.clock - lost_at
+    assert coordinator.stats.num_role_losses == {"draft": 1}
+    assert coordinator.stats.resume_s == {"draft": [world.clock - lost_at]}
+    assert coordinator.stats.fallback_s == world.clock - lost_at
     world.lose("target")
     world.clock += 100
     world.bring_back("target")
@@ -214,7 +214,7 @@ def test_a_role_that_comes_back_to_an_idle_engine_has_resumed():
     world.lose("target")
     world.clock += 7
     world.bring_back("target")
-    assert world.coordinator.tally.resume_s == {"target": [8.0]}
+    assert world.coordinator.stats.resume_s == {"target": [8.0]}
 
 
 def test_what_is_awaited_is_known():

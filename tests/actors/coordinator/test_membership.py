@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator.membership import DOUBTFUL_BEATS, RECALL_LIMIT_S, Muster, Phase
-from actors.protocol.membership import BEAT_S, Alive, Join, Ready, Recall, Silent
+from actors.coordinator.membership import DOUBTFUL_BEATS, RECALL_LIMIT_S, Phase, RoleMembership
+from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Barracks:
 
     def __init__(self, choose: random.Random, size: int, loss: float) -> None:
         self.choose, self.loss, self.now = choose, loss, 0.0
-        self.muster = Muster("target", size)
+        self.membership = RoleMembership("target", size)
         self.ranks = [ScriptedRank(rank) for rank in range(size)]
         self.said: list[Alive | Ready] = []
 
@@ -53,10 +53,10 @@ class Barracks:
         while len(self.said) > kept:
             word = self.said.pop()
             if isinstance(word, Alive):
-                self.muster.hear(word, self.now)
+                self.membership.hear(word, self.now)
             else:
-                self.muster.joined(word)
-        for ranks, order in self.muster.orders(5, None, self.now):
+                self.membership.joined(word)
+        for ranks, order in self.membership.orders(5, None, self.now):
             for rank in ranks:
                 if self.choose.random() >= loss:
                     self.said += self.ranks[rank].hear(order)
@@ -65,7 +65,7 @@ class Barracks:
         dead = self.ranks[rank]
         self.ranks[rank] = ScriptedRank(rank, dead.incarnation + 1)
         if told:
-            self.muster.lose(rank, dead.incarnation, self.now)
+            self.membership.lose(rank, dead.incarnation, self.now)
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,116 +79,116 @@ def test_whatever_happens_all_ranks_end_in_one_epoch(choose, size, loss):
         elif event < 0.2:  # a peer is lost, or a batch
             choose.choice(barracks.ranks).waiting = True
         elif event < 0.25:
-            barracks.muster.scatter(barracks.now)
+            barracks.membership.start_new_epoch(barracks.now)
         barracks.step()
     for _ in range(20):
         barracks.step(loss=0.0)
-    assert barracks.muster.serving and len(barracks.muster.ready()) == size
-    assert {(rank.epoch, rank.waiting) for rank in barracks.ranks} == {(barracks.muster.epoch, False)}
+    assert barracks.membership.serving and len(barracks.membership.ready()) == size
+    assert {(rank.epoch, rank.waiting) for rank in barracks.ranks} == {(barracks.membership.epoch, False)}
 
 
-def serving(size: int = 2) -> Muster:
-    muster = Muster("target", size)
+def serving(size: int = 2) -> RoleMembership:
+    membership = RoleMembership("target", size)
     for rank in range(size):
-        muster.hear(Alive("target", rank, 0, 1), 0.0)
-    ((ranks, call),) = muster.orders(5, ("host", 1), 0.0)
+        membership.hear(Alive("target", rank, 0, 1), 0.0)
+    ((ranks, call),) = membership.orders(5, ("host", 1), 0.0)
     assert ranks == list(range(size)) and call == Join(1, 5, ("host", 1))
     for rank in range(size):
-        muster.joined(Ready("target", rank, {}, 1))
-    assert muster.serving and muster.orders(5, None, 1.0) == []
-    return muster
+        membership.joined(Ready("target", rank, {}, 1))
+    assert membership.serving and membership.orders(5, None, 1.0) == []
+    return membership
 
 
 def test_a_rank_that_waited_before_it_joined_has_not_left():
-    muster = serving()
-    muster.hear(Alive("target", 0, 0, 1, epoch=0, waiting=True), 1.0)
-    assert muster.serving
-    muster.hear(Alive("target", 0, 0, 1, epoch=1, waiting=True), 1.0)
-    assert muster.phase is Phase.gathering and muster.epoch == 2
+    membership = serving()
+    membership.hear(Alive("target", 0, 0, 1, epoch=0, waiting=True), 1.0)
+    assert membership.serving
+    membership.hear(Alive("target", 0, 0, 1, epoch=1, waiting=True), 1.0)
+    assert membership.phase is Phase.gathering and membership.epoch == 2
 
 
 def test_nobody_is_called_by_old_news():
     """Both had waited once; the one that died was never heard of again, and the other has just come back."""
-    muster = serving()
-    muster.hear(Alive("target", 1, 0, 1, epoch=1, waiting=True), 1.0)
-    muster.hear(Alive("target", 0, 0, 1, epoch=0, waiting=True), 1.0)
-    assert all(not isinstance(order, Join) for _, order in muster.orders(5, None, 2.0))
+    membership = serving()
+    membership.hear(Alive("target", 1, 0, 1, epoch=1, waiting=True), 1.0)
+    membership.hear(Alive("target", 0, 0, 1, epoch=0, waiting=True), 1.0)
+    assert all(not isinstance(order, Join) for _, order in membership.orders(5, None, 2.0))
 
 
 def test_the_word_of_a_replaced_process_counts_for_nothing():
-    muster = serving()
-    muster.lose(0, 0, 1.0)
-    assert not muster.hear(Alive("target", 0, 0, 1, epoch=9, waiting=True), 1.0)
-    assert muster.incarnation(0) is None and muster.hear(Alive("target", 0, 1, 2), 1.0)
-    muster.lose(0, 0, 1.0)
-    assert muster.incarnation(0) == 1, "a death that is told of late is not that of the successor"
+    membership = serving()
+    membership.lose(0, 0, 1.0)
+    assert not membership.hear(Alive("target", 0, 0, 1, epoch=9, waiting=True), 1.0)
+    assert membership.incarnation(0) is None and membership.hear(Alive("target", 0, 1, 2), 1.0)
+    membership.lose(0, 0, 1.0)
+    assert membership.incarnation(0) == 1, "a death that is told of late is not that of the successor"
 
 
 def test_silence_is_measured_and_can_be_allowed():
-    muster = serving()
-    muster.hear(Alive("target", 1, 0, 7, epoch=1, waiting=False), 3.0)
-    assert muster.silent(0.0, 99.0) == [] and muster.silent(2.0, 3.5) == [Silent("target", 0, 0, 1)]
+    membership = serving()
+    membership.hear(Alive("target", 1, 0, 7, epoch=1, waiting=False), 3.0)
+    assert membership.silent(0.0, 99.0) == [] and membership.silent(2.0, 3.5) == [Silent("target", 0, 0, 1)]
 
 
 def test_silence_is_told_again_until_a_successor_beats():
     """The first word may be lost, and nothing that the process still says counts any more."""
-    muster = serving(1)
-    assert muster.silent(2.0, 3.0) == [Silent("target", 0, 0, 1)] and muster.silent(2.0, 4.0) == []
-    assert not muster.hear(Alive("target", 0, 0, 1), 4.5)
-    assert muster.silent(2.0, 5.5) == [Silent("target", 0)] and muster.silent(2.0, 6.0) == []
-    assert muster.silent(2.0, 8.0) == [Silent("target", 0)]
-    muster.hear(Alive("target", 0, 1, 2), 9.0)
-    assert muster.silent(2.0, 10.5) == []
+    membership = serving(1)
+    assert membership.silent(2.0, 3.0) == [Silent("target", 0, 0, 1)] and membership.silent(2.0, 4.0) == []
+    assert not membership.hear(Alive("target", 0, 0, 1), 4.5)
+    assert membership.silent(2.0, 5.5) == [Silent("target", 0)] and membership.silent(2.0, 6.0) == []
+    assert membership.silent(2.0, 8.0) == [Silent("target", 0)]
+    membership.hear(Alive("target", 0, 1, 2), 9.0)
+    assert membership.silent(2.0, 10.5) == []
 
 
 def test_who_was_never_heard_is_silent_too():
-    muster = Muster("target", 2)
+    membership = RoleMembership("target", 2)
     for now in (0.0, 1.0, 2.0, 3.0):
-        muster.hear(Alive("target", 0, 0, 1), now)
-    assert muster.silent(0.0, 3.0) == [] and muster.silent(2.0, 3.0) == [Silent("target", 1)]
+        membership.hear(Alive("target", 0, 0, 1), now)
+    assert membership.silent(0.0, 3.0) == [] and membership.silent(2.0, 3.0) == [Silent("target", 1)]
 
 
 def test_a_round_that_never_ends_is_counted_in_the_heartbeats_of_its_rank():
-    muster = serving(1)
+    membership = serving(1)
 
     def beats(count, **state):
         for _ in range(count):
-            muster.hear(Alive("target", 0, 0, 7, epoch=1, waiting=False, **state), 1.0)
+            membership.hear(Alive("target", 0, 0, 7, epoch=1, waiting=False, **state), 1.0)
 
     beats(9, taken=7, busy=True)
     beats(9, taken=8, busy=True)
-    assert muster.silent(2.0, 1.0, round_limit_s=8 * BEAT_S) == [], "two rounds, and none that long"
+    assert membership.silent(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [], "two rounds, and none that long"
     beats(9, taken=8)
-    assert muster.silent(2.0, 1.0, round_limit_s=8 * BEAT_S) == [], "idle"
+    assert membership.silent(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [], "idle"
     beats(10, taken=9, busy=True)
-    assert muster.silent(2.0, 1.0, round_limit_s=8 * BEAT_S) == [Silent("target", 0, 0, 7)]
+    assert membership.silent(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [Silent("target", 0, 0, 7)]
 
 
 def test_a_rank_that_is_recalled_in_vain_is_stuck():
-    muster = serving()
-    muster.scatter(10.0)
+    membership = serving()
+    membership.start_new_epoch(10.0)
     late = 10.0 + RECALL_LIMIT_S + 1
-    muster.hear(Alive("target", 0, 0, 7, epoch=1, waiting=False), late)
-    muster.hear(Alive("target", 1, 0, 7, epoch=1, waiting=True), late)
-    assert muster.silent(2.0, late) == [Silent("target", 0, 0, 7)]
+    membership.hear(Alive("target", 0, 0, 7, epoch=1, waiting=False), late)
+    membership.hear(Alive("target", 1, 0, 7, epoch=1, waiting=True), late)
+    assert membership.silent(2.0, late) == [Silent("target", 0, 0, 7)]
 
 
 def test_doubts_need_several_beats_about_one_round():
-    muster = serving()
+    membership = serving()
     idle = Alive("target", 0, 0, 7, epoch=1, waiting=False, taken=4)
-    beats = [muster.doubts(idle, awaited) for awaited in (5, 5, 6, 6, None, 6)]
+    beats = [membership.doubts(idle, awaited) for awaited in (5, 5, 6, 6, None, 6)]
     assert beats == [False] * 5 + [True] and DOUBTFUL_BEATS == 3
     answered = Alive("target", 0, 0, 7, epoch=1, waiting=False, taken=7)
-    assert [muster.doubts(answered, 7) for _ in range(3)] == [False, False, True], "its answer was lost"
+    assert [membership.doubts(answered, 7) for _ in range(3)] == [False, False, True], "its answer was lost"
     busy = Alive("target", 1, 0, 7, epoch=1, waiting=False, taken=7)
-    assert not any(muster.doubts(busy, 7) for _ in range(9)), "only the lead answers"
+    assert not any(membership.doubts(busy, 7) for _ in range(9)), "only the lead answers"
 
 
 def test_a_successor_is_not_blamed_for_the_round_that_its_forerunner_was_stuck_in():
     """Its first word may come long before its first heartbeat."""
-    muster = serving(1)
+    membership = serving(1)
     for beat in range(20):
-        muster.hear(Alive("target", 0, 0, 1, epoch=1, waiting=False, taken=7, busy=True), beat * BEAT_S)
-    assert muster.silent(0.0, 5.0, round_limit_s=2.0) == [Silent("target", 0, 0, 1)]
-    muster.hear(Alive("target", 0, 1, 2, at_change=True), 5.1)
-    assert muster.silent(0.0, 5.2, round_limit_s=2.0) == []
+        membership.hear(Alive("target", 0, 0, 1, epoch=1, waiting=False, taken=7, busy=True), beat * HEARTBEAT_S)
+    assert membership.silent(0.0, 5.0, round_limit_s=2.0) == [Silent("target", 0, 0, 1)]
+    membership.hear(Alive("target", 0, 1, 2, at_change=True), 5.1)
+    assert membership.silent(0.0, 5.2, round_limit_s=2.0) == []

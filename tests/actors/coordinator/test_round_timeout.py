@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from actors.coordinator.round_timeout import FACTOR, FLOOR_S, Pace, num_rows
+from actors.coordinator.round_timeout import FACTOR, FLOOR_S, RoundTimeout, num_rows
 from actors.protocol.messages import (
     Admit,
     Commit,
@@ -27,13 +27,13 @@ def verdict(round_: int, seconds: float) -> VerdictBatch:
 
 
 def test_before_a_round_was_measured_none_is_too_long():
-    pace = Pace()
+    pace = RoundTimeout()
     pace.ordered(verify(1, 500))
     assert pace.limit_s == math.inf
 
 
 def test_many_times_the_longest_and_more_for_more_rows():
-    pace = Pace()
+    pace = RoundTimeout()
     for round_, rows, seconds in ((1, 10, 2.0), (2, 1, 0.1)):
         pace.ordered(verify(round_, rows))
         pace.answered(verdict(round_, seconds))
@@ -49,7 +49,7 @@ def test_rows_of_a_drafter_are_what_it_reads_and_what_it_writes():
     admit, commit = Admit(1, 0, (3, 4, 5), 3, SamplingParams()), Commit(2, 0, 9, (), (7, 8))
     batch = DraftBatch(1, admits=(admit,), commits=(commit,), orders=(DraftOrder(1, 4), DraftOrder(2, 4)))
     assert num_rows(batch) == 3 + 2 + 8 and num_rows(DraftBatch(2)) == 1
-    pace = Pace()
+    pace = RoundTimeout()
     pace.ordered(batch)
     pace.answered(ProposalBatch(1, (), 0.0, 1.0))
     assert pace.limit_s == FLOOR_S + FACTOR

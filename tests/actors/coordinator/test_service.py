@@ -197,7 +197,7 @@ def test_what_makes_no_sense_here_stops_nobody(open_stage):
 
 def test_the_watch_sees_the_tally_about_once_a_second(open_stage):
     seen = []
-    stage = open_stage(draft_ranks=0, watches=[lambda glance: seen.append(glance.tally.num_prompt_tokens)])
+    stage = open_stage(draft_ranks=0, watches=[lambda snapshot: seen.append(snapshot.stats.num_prompt_tokens)])
     stage.get_ready()
     stage.say(CLIENT, Request(1, (3, 4, 5)))
     assert isinstance(stage.hear("target-0"), VerifyBatch)
@@ -211,7 +211,7 @@ def test_the_watch_sees_the_tally_about_once_a_second(open_stage):
 def test_a_watch_misses_no_window(open_stage):
     """However short: it looks before every reset, and once more at the end."""
     seen = []
-    stage = open_stage(draft_ranks=0, watches=[lambda glance: seen.append((glance.tally.phase, glance.load))])
+    stage = open_stage(draft_ranks=0, watches=[lambda snapshot: seen.append((snapshot.stats.phase, snapshot.load))])
     stage.get_ready()
     for phase in ("first", "second", "third"):
         stage.say(CLIENT, ReportOrder(reset=True, phase=phase))

@@ -6,7 +6,7 @@ import time
 
 from actors.coordinator.round_timeout import FACTOR, FLOOR_S
 from actors.coordinator.service import CLIENT
-from actors.protocol.membership import BEAT_S, Alive, Hello, Recall, Silent
+from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, Recall, Silent
 from actors.protocol.messages import Request, SamplingParams, Verdict, VerdictBatch
 from tests.actors.service_harness import WAIT_S
 
@@ -55,7 +55,7 @@ def test_a_rank_whose_pass_never_ends_is_told_of(open_stage):
     first = stage.hear("target-0")
     stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.1, 2))
     second = stage.hear("target-0")
-    for _ in range(int((FLOOR_S + FACTOR * 0.1) / BEAT_S) + 2):
+    for _ in range(int((FLOOR_S + FACTOR * 0.1) / HEARTBEAT_S) + 2):
         stage.beat("target-0", epoch=1, waiting=False, taken=second.round, busy=True)
     while not isinstance(record := stage.hear(CLIENT), Silent):
         assert record is not None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator.outbox import Ledger
+from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import Sequence
 from actors.options import SchedulerConfig
 from actors.policy.pipelines import PIPELINES
@@ -65,12 +65,12 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
     while coming:
         action = choose.random()
         if action < 0.4:
-            world.tell(coming.pop(0))
+            world.deliver(coming.pop(0))
         elif action < 0.45:
             victim = choose.choice(requests).request_id
             if victim in world.tokens and victim not in world.ends:
                 aborted.add(victim)
-            world.tell(Abort(victim))
+            world.deliver(Abort(victim))
         else:
             world.deliver_one()
     world.settle()
@@ -85,7 +85,7 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
             assert end.finish_reason == ("stop" if tokens[-1] in (EOS, *request.sampling.stop_token_ids) else "length")
     check_what_roles_were_told(world, requests)
     check_records_of_a_round(world)
-    assert world.coordinator.tally.num_tokens == sum(map(len, world.tokens.values()))
+    assert world.coordinator.stats.num_tokens == sum(map(len, world.tokens.values()))
 
 
 def check_what_roles_were_told(world: World, requests: list[Request]) -> None:
@@ -93,7 +93,7 @@ def check_what_roles_were_told(world: World, requests: list[Request]) -> None:
     plain = {request.request_id for request in requests if not request.speculate}
     assert not world.drafter.knows.told & plain, "a plain request was told to the drafter"
     assert not world.drafter.knows.texts, "the drafter still holds a request"
-    world.tell(Request(999, (3,), SamplingParams(max_tokens=1), speculate=False))
+    world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), speculate=False))
     assert set(world.target.knows.texts) == {999}, "the target still holds a request"
     world.settle()
 
@@ -116,7 +116,7 @@ def check_records_of_a_round(world: World) -> None:
 @given(choose=st.randoms(use_true_random=False))
 def test_a_steady_round_is_four_records(choose):
     world = World(choose)
-    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=25)))
+    world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=25)))
     world.settle()
     batches = [batch for batch in world.sent if not isinstance(batch, Tokens)]
     prompt, steady = batches[:2], batches[2:]
@@ -130,7 +130,7 @@ def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
     """A hit costs no exchange: the pass leaves with the verdict's own news, and ahead of them."""
     request = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
     world = World(random.Random(1), "branches", whims=("right",), foresees=1.0)
-    world.tell(request)
+    world.deliver(request)
     world.settle()
     assert world.drafter.num_taken >= 2 and world.tokens[1] == oracle(request)
     batches = [(i, batch) for i, batch in enumerate(world.sent) if isinstance(batch, DraftBatch)]
@@ -138,44 +138,44 @@ def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
     for i in taking:
         verify, order = world.sent[i - 1], world.sent[i].orders[0]
         assert isinstance(verify, VerifyBatch) and verify.items[0].proposal.tree == order.taken
-    tally = world.coordinator.tally
-    assert tally.num_branch_hits == tally.num_branch_lookups == len(taking) == world.drafter.num_taken
+    stats = world.coordinator.stats
+    assert stats.num_branch_hits == stats.num_branch_lookups == len(taking) == world.drafter.num_taken
 
 
 @pytest.mark.parametrize("whim", ["right", "wrong", "missing"])
 def test_what_a_drafter_is_worth_shows_in_the_counters(whim):
     request = Request(1, (3, 4), SamplingParams(max_tokens=21, ignore_eos=True))
     world = World(random.Random(0), whims=(whim,))
-    world.tell(request)
+    world.deliver(request)
     world.settle()
-    tally, stats = world.coordinator.tally, world.ends[1].stats
-    assert tally.num_tokens == 21 and tally.num_requests_finished == 1 and tally.num_prompt_tokens == 2
+    totals, stats = world.coordinator.stats, world.ends[1].stats
+    assert totals.num_tokens == 21 and totals.num_requests_finished == 1 and totals.num_prompt_tokens == 2
     if whim == "right":  # one plain token behind the prompt, then five at a time
-        assert tally.acceptance_histogram == [0, 0, 0, 0, 4] and tally.num_rounds == 5
-        assert tally.num_drafted_per_pos == tally.num_accepted_per_pos == [4] * 4
+        assert totals.acceptance_histogram == [0, 0, 0, 0, 4] and totals.num_rounds == 5
+        assert totals.num_drafted_per_pos == totals.num_accepted_per_pos == [4] * 4
     elif whim == "wrong":
-        assert tally.acceptance_histogram[0] == tally.num_spec_steps == 19 and tally.num_accepted_tokens == 0
+        assert totals.acceptance_histogram[0] == totals.num_spec_steps == 19 and totals.num_accepted_tokens == 0
     else:
-        assert tally.num_spec_steps == 0 and tally.num_rounds == 21
-    assert stats.num_spec_steps == tally.num_spec_steps and stats.num_accepted_tokens == tally.num_accepted_tokens
+        assert totals.num_spec_steps == 0 and totals.num_rounds == 21
+    assert stats.num_spec_steps == totals.num_spec_steps and stats.num_accepted_tokens == totals.num_accepted_tokens
 
 
 def test_answers_of_other_rounds_are_counted_and_change_nothing():
     world = World(random.Random(0), whims=("right",))
-    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=20)))
+    world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=20)))
     assert world.deliver_one() and world.deliver_one() and world.deliver_one()
     coordinator, before = world.coordinator, dict(world.tokens)
     stale = 0
     for record in list(world.past):
         for other in (record, replace(record, round=record.round + 50)):
-            busy = coordinator.tally.draft_busy_s, coordinator.tally.target_busy_s, coordinator.tally.num_rounds
+            busy = coordinator.stats.draft_busy_s, coordinator.stats.target_busy_s, coordinator.stats.num_rounds
             assert coordinator.on(other, 99.0) == []
             stale += 1
-            assert coordinator.tally.num_stale == stale and world.tokens == before
+            assert coordinator.stats.num_stale == stale and world.tokens == before
             assert busy == (
-                coordinator.tally.draft_busy_s,
-                coordinator.tally.target_busy_s,
-                coordinator.tally.num_rounds,
+                coordinator.stats.draft_busy_s,
+                coordinator.stats.target_busy_s,
+                coordinator.stats.num_rounds,
             )
     world.settle()
     assert world.tokens[1] == oracle(Request(1, (3, 4), SamplingParams(max_tokens=20)))
@@ -184,35 +184,35 @@ def test_answers_of_other_rounds_are_counted_and_change_nothing():
 def test_an_old_answer_does_not_stand_in_for_the_one_awaited():
     """Were it taken, the target would go ahead without the drafts that are on their way."""
     world = World(random.Random(0), whims=("right",))
-    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=20)))
+    world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=20)))
     while not (world.answers["draft"] and world.answers["draft"][0].proposals):
         world.deliver_one()
     old = [record for record in world.past if isinstance(record, ProposalBatch)][-1]
     assert world.coordinator.on(old, 99.0) == [], "the target must wait"
     world.settle()
-    assert world.coordinator.tally.acceptance_histogram[0] == 0
+    assert world.coordinator.stats.acceptance_histogram[0] == 0
 
 
 def test_a_request_id_may_come_back_while_its_old_verdict_is_out():
     world = World(random.Random(0), whims=("right",))
     again = Request(1, (5, 6, 7), SamplingParams(max_tokens=9))
-    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=9)))
-    world.tell(Abort(1))
+    world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    world.deliver(Abort(1))
     del world.tokens[1], world.ends[1], world.target.knows.epochs[1], world.drafter.knows.epochs[1]
-    world.tell(again)
+    world.deliver(again)
     world.settle()
-    assert world.tokens[1] == oracle(again) and world.coordinator.tally.num_stale == 1
+    assert world.tokens[1] == oracle(again) and world.coordinator.stats.num_stale == 1
 
 
 def test_an_abort_ends_a_request_at_once_wherever_it_is():
     for steps in range(8):
         world = World(random.Random(0), limits=SchedulerConfig(1, 20, 6))
         for request_id in (1, 2):
-            world.tell(Request(request_id, (3,) * 9, SamplingParams(max_tokens=20, ignore_eos=True)))
+            world.deliver(Request(request_id, (3,) * 9, SamplingParams(max_tokens=20, ignore_eos=True)))
         for _ in range(steps):
             world.deliver_one()
         for request_id in (1, 2, 3):
-            world.tell(Abort(request_id))
+            world.deliver(Abort(request_id))
         assert {end.finish_reason for end in world.ends.values()} == {"abort"} and set(world.ends) == {1, 2}
         world.settle()
         assert world.coordinator.num_requests == 0 and not world.drafter.knows.texts
@@ -221,10 +221,10 @@ def test_an_abort_ends_a_request_at_once_wherever_it_is():
 def test_refusals_reach_the_client_and_stop_nobody():
     world = World(random.Random(0))
     good = Request(1, (3, 4), SamplingParams(max_tokens=12))
-    world.tell(good)
-    world.tell(Request(2, (3,) * 40))
-    world.tell(Request(3, ()))
-    world.tell(Request(1, (9,)))
+    world.deliver(good)
+    world.deliver(Request(2, (3,) * 40))
+    world.deliver(Request(3, ()))
+    world.deliver(Request(1, (9,)))
     errors = [news for news in world.sent if isinstance(news, Tokens) and news.finish_reason == "error"]
     assert [news.request_id for news in errors] == [2, 3, 1]
     assert "context" in errors[0].error and "empty" in errors[1].error and "in use" in errors[2].error
@@ -237,7 +237,7 @@ def test_a_request_without_speculation_makes_no_difference_to_the_others():
     requests = [Request(i, (3, 4 + i), SamplingParams(max_tokens=15), speculate=bool(i % 2)) for i in range(6)]
     world = World(random.Random(0), whims=("right",))
     for request in requests:
-        world.tell(request)
+        world.deliver(request)
     world.settle()
     assert {request.request_id: oracle(request) for request in requests} == world.tokens
     assert world.drafter.asked == {1, 3, 5}
@@ -247,7 +247,7 @@ def test_a_request_without_speculation_makes_no_difference_to_the_others():
 def test_plain_needs_no_drafter_at_all():
     world = World(random.Random(0), pipeline="plain", drafts=False)
     request = Request(1, (3, 4), SamplingParams(max_tokens=15))
-    world.tell(request)
+    world.deliver(request)
     world.settle()
     assert world.tokens[1] == oracle(request)
     assert not any(isinstance(record, DraftBatch) for record in world.sent)
@@ -255,7 +255,7 @@ def test_plain_needs_no_drafter_at_all():
 
 def test_a_report_closes_its_window():
     world = World(random.Random(0), whims=("right",))
-    world.tell(Request(1, (3, 4), SamplingParams(max_tokens=10, ignore_eos=True)))
+    world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=10, ignore_eos=True)))
     while 1 not in world.ends:
         world.deliver_one()
     ended_at = world.clock
@@ -283,45 +283,45 @@ class TestLedger:
         return Commit(request_id, 0, 2, (), (5,))
 
     def test_a_stranger_has_no_commits_and_no_release(self):
-        ledger = Ledger()
-        ledger.commit(self.commit())
-        ledger.release(1)
-        assert ledger.flush() == ((), (), ()) and not ledger.has_news
+        outbox = Outbox()
+        outbox.commit(self.commit())
+        outbox.release(1)
+        assert outbox.flush() == ((), (), ()) and not outbox.has_news
 
     def test_who_came_and_went_between_two_batches_is_never_mentioned(self):
-        ledger = Ledger()
-        ledger.admit(self.sequence())
-        ledger.commit(self.commit())
-        ledger.release(1)
-        assert ledger.flush() == ((), (), ())
+        outbox = Outbox()
+        outbox.admit(self.sequence())
+        outbox.commit(self.commit())
+        outbox.release(1)
+        assert outbox.flush() == ((), (), ())
 
     def test_a_release_is_told_once(self):
-        ledger = Ledger()
-        ledger.admit(self.sequence())
-        ledger.flush()
-        ledger.commit(self.commit())
-        ledger.release(1)
-        ledger.release(1)
-        assert ledger.has_news and ledger.flush() == ((), (), (1,)) and ledger.flush() == ((), (), ())
+        outbox = Outbox()
+        outbox.admit(self.sequence())
+        outbox.flush()
+        outbox.commit(self.commit())
+        outbox.release(1)
+        outbox.release(1)
+        assert outbox.has_news and outbox.flush() == ((), (), (1,)) and outbox.flush() == ((), (), ())
 
     def test_plain_rounds_that_nobody_was_told_of_are_one_record(self):
-        ledger = Ledger()
-        ledger.admit(self.sequence())
-        ledger.flush()
-        ledger.commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
+        outbox = Outbox()
+        outbox.admit(self.sequence())
+        outbox.flush()
+        outbox.commit(Commit(1, 0, 2, (1, 2), (5, 6, 7)))
         for i in range(500):
-            ledger.commit(Commit(1, 0, 5 + i, (), (i,)))
-        assert ledger.flush() == ((), (Commit(1, 0, 2, (1, 2), (5, 6, 7, *range(500))),), ())
+            outbox.commit(Commit(1, 0, 5 + i, (), (i,)))
+        assert outbox.flush() == ((), (Commit(1, 0, 2, (1, 2), (5, 6, 7, *range(500))),), ())
 
     def test_who_comes_back_is_released_first(self):
-        ledger = Ledger()
+        outbox = Outbox()
         sequence = self.sequence()
-        ledger.admit(sequence)
-        ledger.flush()
+        outbox.admit(sequence)
+        outbox.flush()
         sequence.preempt()
-        ledger.admit(sequence)
-        admits, commits, releases = ledger.flush()
+        outbox.admit(sequence)
+        admits, commits, releases = outbox.flush()
         assert [admit.epoch for admit in admits] == [1] and releases == (1,) and not commits
-        ledger.admit(sequence)
-        ledger.release(1)
-        assert ledger.flush() == ((), (), (1,)), "admitted and released again unheard: one release stands"
+        outbox.admit(sequence)
+        outbox.release(1)
+        assert outbox.flush() == ((), (), (1,)), "admitted and released again unheard: one release stands"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from actors.policy.draft_length import AdaptiveControl, FixedControl, Offer, RoundSeen, make_control
+from actors.policy.draft_length import AdaptiveControl, DraftOutcome, FixedControl, RoundObservation, make_control
 from actors.policy.speculation_switch import Mode
 
 
@@ -32,15 +32,15 @@ class Rounds:
                 kept = 0
                 while kept < length and self.draw.random() < self.chances[request_id]:
                     kept += 1
-                offers.append(Offer(request_id, length, range(1, kept + 1)))
+                offers.append(DraftOutcome(request_id, length, range(1, kept + 1)))
             draft_s = self.draft_s * max(lengths.values())
             prompt_rows = self.reads(i)
             verify_s = 0.01 + self.row_s * (prompt_rows + sum(1 + length for length in lengths.values()))
             tokens = sum(1 + len(offer.path) for offer in offers)
             size = len(offers)
             self.seconds, self.tokens = self.seconds + draft_s + verify_s, self.tokens + tokens
-            self.control.saw(
-                RoundSeen(
+            self.control.update(
+                RoundObservation(
                     draft_s + verify_s, verify_s, draft_s, tokens, size, size, size, self.mean_len, prompt_rows, offers
                 )
             )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from actors.policy.estimators import Line, Rate, RoundCosts, Survival, Temper
+from actors.policy.estimators import Line, Rate, RequestAcceptance, RoundCosts, Survival
 
 
 def accepted(draw: random.Random, chance: float, length: int) -> range:
@@ -22,7 +22,7 @@ def test_survival_of_a_chain_is_that_of_its_coins(chance):
     draw, survival = random.Random(0), Survival(4)
     means = [0.0] * 4
     for _ in range(4000):
-        survival.saw(4, accepted(draw, chance, 4))
+        survival.update(4, accepted(draw, chance, 4))
         means = [mean + value / 4000 for mean, value in zip(means, survival.chances, strict=True)]
     assert means == pytest.approx([chance**i for i in (1, 2, 3, 4)], abs=0.02)
     assert survival.expected(4) == pytest.approx(1 + sum(survival.chances))
@@ -31,45 +31,45 @@ def test_survival_of_a_chain_is_that_of_its_coins(chance):
 def test_places_that_are_not_offered_follow_those_that_are():
     survival = Survival(6)
     for _ in range(300):
-        survival.saw(6, range(1, 7))
+        survival.update(6, range(1, 7))
     assert survival.chances[5] == pytest.approx(1, abs=0.01)
     draw = random.Random(0)
     for _ in range(600):
-        survival.saw(2, accepted(draw, 0.5, 2))
+        survival.update(2, accepted(draw, 0.5, 2))
     assert survival.chances[5] < 0.15, "an old opinion outlived the text it was formed on"
     for _ in range(600):
-        survival.saw(2, range(1, 3))
+        survival.update(2, range(1, 3))
     assert survival.chances[5] > 0.8, "and a new one is worth a try"
 
 
 def test_a_temper_is_the_average_until_proved_otherwise():
-    temper, average = Temper(), Survival(4)
+    temper, average = RequestAcceptance(), Survival(4)
     first, second = average.chances[:2]
     assert temper.chance(average, 1) == first
     for _ in range(30):
-        temper.saw(4, 0, average)
+        temper.update(4, 0, average)
     assert temper.chance(average, 1) < 0.3 * first and temper.chance(average, 2) < 0.1 * second
     for _ in range(200):
-        temper.saw(4, 4, average)
+        temper.update(4, 4, average)
     assert temper.chance(average, 1) > first, "it fares better than the average now"
 
 
 def test_a_line_finds_its_slope_and_keeps_the_expected_one_where_it_cannot():
     line = Line()
     for x in (1, 2, 3) * 20:
-        line.saw(x, 5 + 2 * x)
+        line.update(x, 5 + 2 * x)
     assert line.slope(expected=0.0, stiffness=0.01) == pytest.approx(2, abs=0.05)
     still = Line()
     for _ in range(50):
-        still.saw(4, 10)
+        still.update(4, 10)
     assert still.slope(expected=1.5, stiffness=0.01) == pytest.approx(1.5)
 
 
 def test_costs_tell_hidden_drafting_from_drafting_that_is_waited_for():
     waited, hidden = RoundCosts(), RoundCosts()
     for length in (2, 3, 4) * 20:
-        waited.saw(length, length, 0.010 + 0.002 * length, 0.010, 0.002 * length)
-        hidden.saw(length, length, 0.011, 0.010, 0.002 * length)
+        waited.update(length, length, 0.010 + 0.002 * length, 0.010, 0.002 * length)
+        hidden.update(length, length, 0.011, 0.010, 0.002 * length)
     assert waited.rates(0.010)[0] == pytest.approx(0.002, rel=0.05)
     assert hidden.rates(0.010)[0] < 0.0006
     assert waited.seconds(6, waited.rates(0.010)) == pytest.approx(0.022, rel=0.02)
@@ -78,7 +78,7 @@ def test_costs_tell_hidden_drafting_from_drafting_that_is_waited_for():
 def test_a_hiccup_does_not_make_a_rate():
     rate = Rate()
     for _ in range(20):
-        rate.saw(4, 0.01)
+        rate.update(4, 0.01)
     steady = rate.per_s
-    rate.saw(4, 10.0)
+    rate.update(4, 10.0)
     assert rate.per_s > 0.8 * steady

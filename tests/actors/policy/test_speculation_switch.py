@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import random
 
-from actors.policy.speculation_switch import LATE_ROUNDS, MAX_REST, MIN_REST, PROBE_ROUNDS, TRIAL_ROUNDS, Guard, Mode
+from actors.policy.speculation_switch import (
+    LATE_ROUNDS,
+    MAX_REST,
+    MIN_REST,
+    PROBE_ROUNDS,
+    TRIAL_ROUNDS,
+    Mode,
+    SpeculationSwitch,
+)
 
 
-def run(guard: Guard, rounds: int, gain, *, noise: float = 0.0, seed: int = 0) -> dict[Mode, int]:
+def run(guard: SpeculationSwitch, rounds: int, gain, *, noise: float = 0.0, seed: int = 0) -> dict[Mode, int]:
     """Rounds of 10 ms; a plain one brings 10 tokens, one with speculation `gain(i)` times as many."""
     draw, modes = random.Random(seed), dict.fromkeys(Mode, 0)
     for i in range(rounds):
         speculated = guard.mode in (Mode.speculate, Mode.trial)
         tokens = 10 * gain(i) * (1 + noise * (2 * draw.random() - 1)) if speculated else 10
         modes[guard.mode] += 1
-        guard.saw(tokens, 0.01, speculated=speculated, willing=True)
+        guard.update(tokens, 0.01, speculated=speculated, willing=True)
         if guard.mode is Mode.catch_up:
             guard.caught_up()
     return modes
 
 
 def test_speculation_that_pays_goes_on_and_is_looked_at_ever_more_rarely():
-    modes = run(Guard(), 2000, lambda i: 1.5, noise=0.3)
+    modes = run(SpeculationSwitch(), 2000, lambda i: 1.5, noise=0.3)
     assert modes[Mode.rest] == 0
     assert 0 < modes[Mode.probe] <= 8 * PROBE_ROUNDS
 
 
 def test_speculation_that_does_not_pay_ends_after_the_first_look():
-    guard = Guard()
+    guard = SpeculationSwitch()
     modes = run(guard, 300, lambda i: 0.7)
     assert modes[Mode.speculate] <= 8 and guard.mode is Mode.rest
     lost = (modes[Mode.speculate] + modes[Mode.trial]) * 0.3
@@ -35,14 +43,14 @@ def test_speculation_that_does_not_pay_ends_after_the_first_look():
 
 
 def test_trials_become_rarer_but_never_stop():
-    guard = Guard()
+    guard = SpeculationSwitch()
     modes = run(guard, 20_000, lambda i: 0.7)
     assert guard.rest == MAX_REST
     assert TRIAL_ROUNDS <= modes[Mode.trial] <= 46 * TRIAL_ROUNDS
 
 
 def test_it_returns_when_it_pays_again_and_rests_again_when_it_does_not():
-    guard = Guard()
+    guard = SpeculationSwitch()
     run(guard, 100, lambda i: 0.7)
     assert guard.mode is Mode.rest
     run(guard, 2 * 4 * MIN_REST, lambda i: 1.6)
@@ -52,26 +60,26 @@ def test_it_returns_when_it_pays_again_and_rests_again_when_it_does_not():
 
 
 def test_noise_alone_does_not_make_it_rest():
-    assert all(run(Guard(), 1000, lambda i: 1.3, noise=0.5, seed=seed)[Mode.rest] == 0 for seed in range(5))
+    assert all(run(SpeculationSwitch(), 1000, lambda i: 1.3, noise=0.5, seed=seed)[Mode.rest] == 0 for seed in range(5))
 
 
 def test_rounds_in_which_nobody_wants_drafts_only_teach():
-    guard = Guard()
+    guard = SpeculationSwitch()
     for _ in range(100):
-        guard.saw(10, 0.01, speculated=False, willing=False)
+        guard.update(10, 0.01, speculated=False, willing=False)
     assert guard.mode is Mode.speculate and guard.plain.of[0].per_s > 0
     run(guard, 7, lambda i: 0.7)
     assert guard.mode is Mode.rest, "what plain decoding costs was known already"
 
 
 def test_a_load_like_another_starts_with_its_conclusion():
-    guard = Guard()
+    guard = SpeculationSwitch()
     run(guard, 100, lambda i: 0.7)
-    assert guard.like().mode is Mode.rest and Guard().like().mode is Mode.speculate
+    assert guard.like().mode is Mode.rest and SpeculationSwitch().like().mode is Mode.speculate
 
 
 def test_what_it_found_is_told():
-    guard = Guard()
+    guard = SpeculationSwitch()
     assert guard.findings() == {"mode": "speculate", "plain_tokens_per_s": None, "gain": None}
     run(guard, 100, lambda i: 0.7)
     found = guard.findings()
@@ -80,19 +88,19 @@ def test_what_it_found_is_told():
 
 def test_rounds_are_compared_with_those_that_read_as_much():
     """Plain rounds are seen beside long prompts, speculation beside short ones: nothing follows from that."""
-    guard = Guard()
+    guard = SpeculationSwitch()
     for _ in range(20):
-        guard.saw(10, 0.05, speculated=False, willing=False, num_prompt_rows=500)
-        guard.saw(10, 0.01, speculated=True, willing=False, num_prompt_rows=20)
+        guard.update(10, 0.05, speculated=False, willing=False, num_prompt_rows=500)
+        guard.update(10, 0.01, speculated=True, willing=False, num_prompt_rows=20)
     assert guard.gain is None
-    guard.saw(10, 0.02, speculated=True, willing=False, num_prompt_rows=400)
+    guard.update(10, 0.02, speculated=True, willing=False, num_prompt_rows=400)
     assert abs(guard.gain - 2.5) < 0.01
 
 
 def test_speculation_in_name_only_ends():
-    guard = Guard()
+    guard = SpeculationSwitch()
     for _ in range(LATE_ROUNDS - 1):
-        guard.saw(10, 0.01, speculated=False, willing=True, went_on=True)
+        guard.update(10, 0.01, speculated=False, willing=True, went_on=True)
     assert guard.mode is Mode.speculate
-    guard.saw(10, 0.01, speculated=False, willing=True, went_on=True)
+    guard.update(10, 0.01, speculated=False, willing=True, went_on=True)
     assert guard.mode is Mode.rest

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from actors.drafters.interface import Draft, IdleDrafter
 from actors.protocol.messages import (
     HASH_SEED,
     Admit,
     Commit,
     DraftBatch,
     DraftOrder,
-    Draw,
+    SamplingKind,
     SamplingParams,
-    SparseLaw,
+    SparseDistribution,
     TokenTree,
     extend_hash,
 )
-from actors.roles.draft import Draft, DraftRole, IdleDrafter
+from actors.roles.draft import DraftRole
 
 
 class Recorder(IdleDrafter):
@@ -85,7 +86,9 @@ def test_a_proposal_names_the_prefix_it_was_made_for(role):
     assert answer.round == 5 and answer.started <= answer.finished
     assert (proposal.request_id, proposal.epoch, proposal.prefix_len) == (1, 3, 2)
     assert proposal.prefix_hash == extend_hash(HASH_SEED, [3, 4]) and proposal.tree == TokenTree.chain(4, [7, 8])
-    assert proposal.draws == (0, 1, 1) and all(type(draw) is int for draw in proposal.draws), "as it travels"
+    assert proposal.sampling_kinds == (0, 1, 1) and all(type(draw) is int for draw in proposal.sampling_kinds), (
+        "as it travels"
+    )
     batch = DraftBatch(6, commits=(Commit(1, 3, 2, (1,), (7, 9)),), orders=(DraftOrder(1, 1),))
     (proposal,) = last_answer(role, batch).proposals
     assert proposal.prefix_len == 4 and proposal.prefix_hash == extend_hash(HASH_SEED, [3, 4, 7, 9])
@@ -93,11 +96,11 @@ def test_a_proposal_names_the_prefix_it_was_made_for(role):
 
 
 def test_laws_travel_with_their_proposal(role):
-    law = SparseLaw((7, 8), (0.5, 0.5))
-    drafted = Draft(TokenTree.chain(4, [7]), (Draw.ROOT, Draw.IID), (law, None))
+    distribution = SparseDistribution((7, 8), (0.5, 0.5))
+    drafted = Draft(TokenTree.chain(4, [7]), (SamplingKind.ROOT, SamplingKind.IID), (distribution, None))
     role.drafter.propose = lambda contexts, budgets: [drafted]
     (proposal,) = last_answer(role, DraftBatch(1, admits=(admit(1),), orders=(DraftOrder(1, 1),))).proposals
-    assert proposal.laws == (law, None) and proposal.draws == (0, 3)
+    assert proposal.distributions == (distribution, None) and proposal.sampling_kinds == (0, 3)
 
 
 def test_without_orders_the_answer_is_empty(role):

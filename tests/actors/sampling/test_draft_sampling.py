@@ -36,16 +36,16 @@ def count(drawn) -> dict:
 @pytest.mark.parametrize("draw", [draw_iid, draw_without_replacement])
 def test_the_law_is_the_renormalised_top_m(draw):
     (drawn,) = many(draw, 1, width=2, top_m=4)
-    assert drawn.law.token_ids == (0, 2, 4, 5)
-    np.testing.assert_allclose(drawn.law.probs, np.array([0.30, 0.25, 0.16, 0.14]) / 0.85, rtol=1e-6)
-    assert sum(drawn.law.probs) == pytest.approx(1.0, abs=1e-15)
-    assert set(drawn.token_ids) <= set(drawn.law.token_ids)
+    assert drawn.distribution.token_ids == (0, 2, 4, 5)
+    np.testing.assert_allclose(drawn.distribution.probs, np.array([0.30, 0.25, 0.16, 0.14]) / 0.85, rtol=1e-6)
+    assert sum(drawn.distribution.probs) == pytest.approx(1.0, abs=1e-15)
+    assert set(drawn.token_ids) <= set(drawn.distribution.token_ids)
 
 
 def test_without_replacement_follows_the_sequential_law():
     n = 20_000
     drawn = many(draw_without_replacement, n, width=2, top_m=4)
-    q = dict(zip(drawn[0].law.token_ids, drawn[0].law.probs))
+    q = dict(zip(drawn[0].distribution.token_ids, drawn[0].distribution.probs))
     expected = {(a, b): q[a] * q[b] / (1 - q[a]) for a in q for b in q if a != b}
     value, limit = chi_square(count(drawn), expected, n)
     assert value < limit
@@ -54,7 +54,7 @@ def test_without_replacement_follows_the_sequential_law():
 def test_independent_draws_follow_the_product_law_and_keep_duplicates():
     n = 20_000
     drawn = many(draw_iid, n, width=2, top_m=3)
-    q = dict(zip(drawn[0].law.token_ids, drawn[0].law.probs))
+    q = dict(zip(drawn[0].distribution.token_ids, drawn[0].distribution.probs))
     value, limit = chi_square(count(drawn), {(a, b): q[a] * q[b] for a in q for b in q}, n)
     assert value < limit
 
@@ -82,7 +82,7 @@ def test_a_small_support_yields_all_of_it_and_nothing_banned():
     scores[0, [2, 6]] = torch.tensor([1.0, 0.0])
     for drawn in many(draw_without_replacement, 50, width=4, top_m=6, scores=scores):
         assert sorted(drawn.token_ids) == [2, 6]
-        assert drawn.law.token_ids == (2, 6)
+        assert drawn.distribution.token_ids == (2, 6)
     for drawn in many(draw_iid, 50, width=4, top_m=6, scores=scores):
         assert len(drawn.token_ids) == 4 and set(drawn.token_ids) <= {2, 6}
 
@@ -90,5 +90,5 @@ def test_a_small_support_yields_all_of_it_and_nothing_banned():
 @pytest.mark.parametrize("draw", [draw_iid, draw_without_replacement])
 def test_greedy_draws_from_a_one_hot_law(draw):
     (drawn,) = draw(SCORES, [SamplingParams()], [0], [0], 2, 4)
-    assert drawn.law.token_ids == (0,) and drawn.law.probs == (1.0,)
+    assert drawn.distribution.token_ids == (0,) and drawn.distribution.probs == (1.0,)
     assert set(drawn.token_ids) == {0}

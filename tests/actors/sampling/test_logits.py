@@ -224,13 +224,13 @@ def test_choices_follow_the_processed_law():
     params = SamplingParams(temperature=0.7, top_k=4, min_p=0.05)
     logits = torch.tensor([[1.0, 0.2, -0.5, 0.8, 0.1, -3.0]])
     scores = process_logits(logits, params, EOS, 1, [0], TokenTree.root(0))
-    law = probabilities(scores, params)[0].numpy()
+    distribution = probabilities(scores, params)[0].numpy()
     per_seed = [replace(params, seed=seed) for seed in range(n)]
     first = choose(scores.expand(n, -1), per_seed, [100] * n).numpy()
     second = choose(scores.expand(n, -1), per_seed, [101] * n).numpy()
     counts = np.zeros((6, 6))
     np.add.at(counts, (first, second), 1)
-    expected = n * np.outer(law, law)
+    expected = n * np.outer(distribution, distribution)
     assert counts[expected == 0].sum() == 0
     cells = expected > 0
     degrees = cells.sum() - 1

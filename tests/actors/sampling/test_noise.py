@@ -138,5 +138,7 @@ def test_neighbouring_inputs_are_independent(neighbour):
 def test_uniform_fills_the_half_open_unit_interval():
     assert uniform(0) == 0.0
     assert uniform(MASK_64) == 1.0 - 2.0**-53
-    draws = np.array([uniform(noise_key(1, Stream.ACCEPT, step, node)) for step in range(200) for node in range(100)])
-    assert chi_square(np.histogram(draws, bins=50, range=(0, 1))[0], 400.0) < limit(49)
+    sampling_kinds = np.array(
+        [uniform(noise_key(1, Stream.ACCEPT, step, node)) for step in range(200) for node in range(100)]
+    )
+    assert chi_square(np.histogram(sampling_kinds, bins=50, range=(0, 1))[0], 400.0) < limit(49)

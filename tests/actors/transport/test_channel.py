@@ -15,8 +15,8 @@ from actors.protocol.messages import (
     Commit,
     DraftBatch,
     DraftOrder,
-    Outlook,
-    OutlookBatch,
+    DraftPreview,
+    DraftPreviewBatch,
     Proposal,
     ProposalBatch,
     Report,
@@ -24,7 +24,7 @@ from actors.protocol.messages import (
     Request,
     RequestStats,
     SamplingParams,
-    SparseLaw,
+    SparseDistribution,
     Tokens,
     TokenTree,
     Verdict,
@@ -38,7 +38,13 @@ from actors.transport.codec import CodecError
 ANY_PORT = "tcp://127.0.0.1:*"
 SAMPLING = SamplingParams(temperature=0.7, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), stop=("é", "\n"), seed=9)
 PROPOSAL = Proposal(
-    5, 1, 3, 2**64 - 1, TokenTree((7, 8, 9), (-1, 0, 0)), (0, 4, 4), (SparseLaw((8, 9), (0.25, 0.75)), None, None)
+    5,
+    1,
+    3,
+    2**64 - 1,
+    TokenTree((7, 8, 9), (-1, 0, 0)),
+    (0, 4, 4),
+    (SparseDistribution((8, 9), (0.25, 0.75)), None, None),
 )
 RECORDS = [
     Request(5, (1, 2, 3), SAMPLING, False),
@@ -49,7 +55,7 @@ RECORDS = [
         4, (Admit(5, 1, (1, 2, 3), 2, SAMPLING),), (Commit(5, 1, 3, (1,), (8, 9)),), (3, 4), (DraftOrder(5, 4),)
     ),
     ProposalBatch(4, (PROPOSAL,), 1.5, 2.5),
-    OutlookBatch((Outlook(5, 1, 3, 12345, TokenTree((9, 7, 8), (-1, 0, 0)), (0.0, -0.5, -1.5)),)),
+    DraftPreviewBatch((DraftPreview(5, 1, 3, 12345, TokenTree((9, 7, 8), (-1, 0, 0)), (0.0, -0.5, -1.5)),)),
     VerifyBatch(4, (), (), (6,), (VerifyItem(5, 1, PROPOSAL), VerifyItem(6, 8))),
     VerdictBatch(4, (Verdict(5, 1, 3, (2,), 11),), 1.5, 2.5, 3),
     Hello(),

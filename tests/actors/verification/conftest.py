@@ -12,7 +12,7 @@ def random_law(vocab_size: int, seed: int, style: str = "dense") -> Law:
     """Conditional rows drawn once per context; `sparse` puts zeros into them, `one-hot` leaves a single token."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
 
-    def law(context: tuple[int, ...]) -> np.ndarray:
+    def distribution(context: tuple[int, ...]) -> np.ndarray:
         if context not in rows:
             rng = np.random.default_rng([seed, *context])
             row = rng.dirichlet(np.ones(vocab_size))
@@ -23,7 +23,7 @@ def random_law(vocab_size: int, seed: int, style: str = "dense") -> Law:
             rows[context] = row / row.sum()
         return rows[context]
 
-    return law
+    return distribution
 
 
 @pytest.fixture(name="random_law")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.protocol.messages import Draw, SamplingParams, TokenTree
+from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 from actors.sampling.logits import NodeRows, choose_batch, process_logits, top_children
 from actors.verification.coupled import verify_coupled
 from cluster.tools.certify.rule_enumeration import Emission, enumerate_drafts, total_variation
@@ -60,7 +60,7 @@ def test_the_path_is_the_longest_that_agrees_with_the_target():
         assert next_token == choices[path[-1] if path else 0]
 
 
-@pytest.mark.parametrize("kind", [Draw.DETERMINISTIC, Draw.IID, Draw.WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("kind", [SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT])
 @pytest.mark.parametrize("pruned", [False, True])
 def test_the_emitted_law_is_exact_for_any_tree_even_one_pruned_after_the_draw(random_law, kind, pruned):
     """Marginalised over the noise: the draws behind nodes of one context agree, others are independent."""

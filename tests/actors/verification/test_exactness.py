@@ -5,18 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.protocol.messages import Draw, SparseLaw, TokenTree
+from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.rules import ALLOWED, RULES, check_scheme
 from cluster.tools.certify.rule_enumeration import Draft, emission, enumerate_drafts, total_variation
 
-ROOT, DET, COUPLED, IID, WOR = Draw.ROOT, Draw.DETERMINISTIC, Draw.COUPLED, Draw.IID, Draw.WITHOUT_REPLACEMENT
+ROOT, DET, COUPLED, IID, WOR = (
+    SamplingKind.ROOT,
+    SamplingKind.DETERMINISTIC,
+    SamplingKind.COUPLED,
+    SamplingKind.IID,
+    SamplingKind.WITHOUT_REPLACEMENT,
+)
 EXACT = 1e-12
 
 CHAINS = ((1,), (1, 1), (1, 1, 1))
 TREES = ((2,), (2, 1), (1, 2), (3, 1), (2, 1, 1), (2, 2))
 
 
-def scheme(kind: Draw, *widths: int) -> list[tuple[Draw, ...]]:
+def scheme(kind: SamplingKind, *widths: int) -> list[tuple[SamplingKind, ...]]:
     return [(kind,) * width for width in widths]
 
 
@@ -116,7 +122,9 @@ def restrict(draft: Draft, kept: list[int]) -> Draft:
         tuple(draft.tree.token_ids[node] for node in kept),
         tuple(place.get(draft.tree.parents[node], -1) for node in kept),
     )
-    return Draft(draft.weight, tree, tuple(draft.draws[n] for n in kept), tuple(draft.laws[n] for n in kept))
+    return Draft(
+        draft.weight, tree, tuple(draft.sampling_kinds[n] for n in kept), tuple(draft.distributions[n] for n in kept)
+    )
 
 
 @pytest.mark.parametrize("rule, kind", [(rule, kind) for rule in RULES for kind in (IID, WOR) if kind in ALLOWED[rule]])
@@ -131,13 +139,13 @@ def test_a_truncated_law_that_was_really_sampled_is_exact(random_law, rule, kind
     assert check(RULES[rule], p, top_two, scheme(kind, 2, 2), 4) < EXACT
 
 
-def block(tree, draws, laws, target_row, coins):
+def block(tree, sampling_kinds, distributions, target_row, random_source):
     """Block verification as its paper states it (2403.10444), for chains: the oracle of `traversal`."""
     depth = len(tree.token_ids) - 1
     p = [target_row(i) for i in range(depth + 1)]
     q = [np.zeros_like(p[0]) for _ in range(depth)]
-    for row, law in zip(q, laws):
-        row[list(law.token_ids)] = law.probs
+    for row, distribution in zip(q, distributions):
+        row[list(distribution.token_ids)] = distribution.probs
     reach = [1.0]
     for i in range(depth):
         x = tree.token_ids[i + 1]
@@ -147,10 +155,10 @@ def block(tree, draws, laws, target_row, coins):
     for i in range(1, depth + 1):
         left = residuals[i].sum()
         spare = left + (1.0 - reach[i])
-        if coins.accept(reach[i] if i == depth else left / spare if spare > 0 else 1.0, i):
+        if random_source.accept(reach[i] if i == depth else left / spare if spare > 0 else 1.0, i):
             accepted = i
     residual = residuals[accepted] if residuals[accepted].sum() > 0 else p[accepted]
-    return tuple(range(1, accepted + 1)), coins.sample(residual, accepted)
+    return tuple(range(1, accepted + 1)), random_source.sample(residual, accepted)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -227,7 +235,7 @@ class _Scripted:
 
 
 P = np.array([0.5, 0.3, 0.2])
-Q = SparseLaw((0, 1, 2), (0.2, 0.3, 0.5))
+Q = SparseDistribution((0, 1, 2), (0.2, 0.3, 0.5))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -257,9 +265,9 @@ def test_traversal_does_not_descend_into_what_cannot_be_reached():
 def test_acceptance_probabilities_of_the_second_sibling():
     """Without replacement the second is tested against the law it was drawn from, not against the first's."""
     tree = TokenTree((7, 2, 1), (-1, 0, 0))
-    for kind, law in ((IID, 0.3), (WOR, 0.3 / 0.5), (DET, 1.0)):
-        coins = _Scripted(False, False)
-        RULES["rejection"](tree, (ROOT, kind, kind), (Q, None, None), lambda node: P, coins)
+    for kind, distribution in ((IID, 0.3), (WOR, 0.3 / 0.5), (DET, 1.0)):
+        random_source = _Scripted(False, False)
+        RULES["rejection"](tree, (ROOT, kind, kind), (Q, None, None), lambda node: P, random_source)
         first = 0.2 if kind == DET else 0.2 / 0.5
         residual = 0.3 / 0.8 if kind == DET else 0.0  # p - q leaves token 0 only: (0.3, 0, -0.3)
-        assert coins.probabilities == pytest.approx([first, min(1.0, residual / law)])
+        assert random_source.probabilities == pytest.approx([first, min(1.0, residual / distribution)])

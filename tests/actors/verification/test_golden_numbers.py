@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.protocol.messages import Draw
-from actors.verification.distributions import ChildLaw
+from actors.protocol.messages import SamplingKind
+from actors.verification.distributions import ChildDistribution
 from actors.verification.kseq import discount
 from actors.verification.rules import RULES
 from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
 
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
-IID, WOR = Draw.IID, Draw.WITHOUT_REPLACEMENT
+IID, WOR = SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
 
 # tree: rejection and traversal without replacement, both with replacement, exact match on the draws w/o replacement
 TABLE = {
@@ -26,7 +26,7 @@ TABLE = {
 COLUMNS = (("rejection", WOR), ("traversal", WOR), ("rejection", IID), ("traversal", IID))
 
 
-def mean_accepted(rule: str, kind: Draw, widths: tuple[int, ...], p=P, q=Q) -> float:
+def mean_accepted(rule: str, kind: SamplingKind, widths: tuple[int, ...], p=P, q=Q) -> float:
     drafts = enumerate_drafts(lambda context: q, [(kind,) * width for width in widths])
     result = emission(RULES[rule], drafts, lambda context: p, len(widths) + 1)
     assert total_variation(result, lambda context: p, len(widths) + 1) < 1e-12
@@ -43,7 +43,9 @@ def test_trees(widths, column):
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_exact_match_is_what_remains_when_drawn_tokens_are_read_as_one_hot(widths, rule):
     drafts = (
-        replace(draft, draws=(Draw.ROOT,) + (Draw.DETERMINISTIC,) * draft.tree.num_draft_tokens)
+        replace(
+            draft, sampling_kinds=(SamplingKind.ROOT,) + (SamplingKind.DETERMINISTIC,) * draft.tree.num_draft_tokens
+        )
         for draft in enumerate_drafts(lambda context: Q, [(WOR,) * width for width in widths])
     )
     result = emission(RULES[rule], drafts, lambda context: P, len(widths) + 1)
@@ -64,7 +66,7 @@ def test_the_example_of_the_block_verification_paper():
 
 @pytest.mark.parametrize("k, rho, accepted", [(2, 1.456776, 0.791355), (3, 1.792593, 0.858519)])
 def test_kseq(k, rho, accepted):
-    found, beta = discount(P, ChildLaw(np.arange(3), Q, 0), k)
+    found, beta = discount(P, ChildDistribution(np.arange(3), Q, 0), k)
     assert found == pytest.approx(rho, abs=1e-6)
     assert 1 - (1 - beta) ** k == pytest.approx(found * beta, abs=1e-12)
     assert mean_accepted("kseq", IID, (k,)) == pytest.approx(accepted, abs=1e-6)
@@ -72,7 +74,7 @@ def test_kseq(k, rho, accepted):
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_the_discount_of_kseq_is_the_least_that_leaves_a_residual(k):
-    rho, _ = discount(P, ChildLaw(np.arange(3), Q, 0), k)
+    rho, _ = discount(P, ChildDistribution(np.arange(3), Q, 0), k)
 
     def least_of_residual(rho: float) -> float:
         accepted = np.minimum(P / rho, Q)
@@ -84,4 +86,4 @@ def test_the_discount_of_kseq_is_the_least_that_leaves_a_residual(k):
 
 
 def test_a_single_draft_needs_no_discount():
-    assert discount(P, ChildLaw(np.arange(3), Q, 0), 1)[0] == 1.0
+    assert discount(P, ChildDistribution(np.arange(3), Q, 0), 1)[0] == 1.0

@@ -13,14 +13,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.coordinator.outbox import Ledger
+from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import Sequence
-from actors.drafters.cascade.child import Beneath, LocalLevel
+from actors.drafters.cascade.child import ChildLevel, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths
 from actors.drafters.cascade.level import CascadeDrafter
+from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.protocol.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
-from actors.roles.draft import Context, Draft, DraftRole, IdleDrafter
-from actors.verification.random_source import Coins, HashCoins
+from actors.roles.draft import DraftRole
+from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from cluster.tools.certify.cascade_enumeration import ToyRunner
 
@@ -46,10 +47,10 @@ class Lookup(IdleDrafter):
         ]
 
 
-def role(rule: str, make_coins: Callable[[int, int], Coins]) -> DraftRole:
+def role(rule: str, make_coins: Callable[[int, int], RandomSource]) -> DraftRole:
     level = CascadeDrafter(
         ToyRunner(lambda text: LEVEL, VOCAB, 1),
-        Beneath(LocalLevel(Lookup()), "0", 1),
+        ChildLevel(LocalChild(Lookup()), "0", 1),
         level=1,
         name="1",
         rule=rule,
@@ -65,28 +66,30 @@ def role(rule: str, make_coins: Callable[[int, int], Coins]) -> DraftRole:
 def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_coins) -> tuple[int, ...]:
     """The first tokens of one request; a role that `forgets` is told of it again before every round."""
     request = Request(1, (0,), SamplingParams(temperature=1.0, seed=seed, max_tokens=99))
-    sequence, ledger, draft = Sequence.start(request, 999), Ledger(), role(rule, make_coins)
-    ledger.admit(sequence)
+    sequence, outbox, draft = Sequence.start(request, 999), Outbox(), role(rule, make_coins)
+    outbox.admit(sequence)
     for round_ in range(1, LENGTH + 1):
         if forgets and round_ > 1:
             draft.forget()
-            ledger = Ledger()
-            ledger.admit(sequence)
-        admits, commits, releases = ledger.flush()
+            outbox = Outbox()
+            outbox.admit(sequence)
+        admits, commits, releases = outbox.flush()
         if not told_apart:
             admits = tuple(replace(admit, admission=0) for admit in admits)
         (answer,) = draft.answer(DraftBatch(round_, admits, commits, releases, (DraftOrder(1, 2),)))
         (proposal,) = answer.proposals
-        coins = HashCoins(seed, sequence.prefix_len)
-        path, token = RULES[rule](proposal.tree, proposal.draws, proposal.laws, lambda node: TARGET, coins)
+        random_source = HashRandomSource(seed, sequence.prefix_len)
+        path, token = RULES[rule](
+            proposal.tree, proposal.sampling_kinds, proposal.distributions, lambda node: TARGET, random_source
+        )
         verdict = Verdict(1, sequence.epoch, sequence.prefix_len, path, token)
-        ledger.commit(sequence.commit(verdict, proposal, frozenset()))
+        outbox.commit(sequence.commit(verdict, proposal, frozenset()))
         if sequence.num_generated >= LENGTH:
             break
     return tuple(sequence.token_ids[1 : LENGTH + 1])
 
 
-def excess(rule: str, *, forgets: bool = False, told_apart: bool = True, make_coins=HashCoins) -> float:
+def excess(rule: str, *, forgets: bool = False, told_apart: bool = True, make_coins=HashRandomSource) -> float:
     """Chi-square of the joint of all tokens, in standard deviations above its mean."""
     options = dict(forgets=forgets, told_apart=told_apart, make_coins=make_coins)
     counts = Counter(text(seed, rule, **options) for seed in range(COUNT))
@@ -102,7 +105,7 @@ def test_rounds_emit_the_targets_joint_law(rule, forgets):
 
 
 def test_coins_that_every_review_meets_again_are_found():
-    assert excess("traversal", make_coins=lambda seed, step: HashCoins(seed, 0)) > 6
+    assert excess("traversal", make_coins=lambda seed, step: HashRandomSource(seed, 0)) > 6
 
 
 def test_coins_that_come_back_when_a_request_is_told_again_are_found():

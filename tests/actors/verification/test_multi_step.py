@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from actors.protocol.messages import Draw, SamplingParams, TokenTree
+from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
-from actors.verification.random_source import HashCoins
+from actors.verification.random_source import HashRandomSource
 from actors.verification.rules import RULES
 
 LENGTH = 4
-IID, WOR = Draw.IID, Draw.WITHOUT_REPLACEMENT
+IID, WOR = SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
 DRAW = {IID: draw_iid, WOR: draw_without_replacement}
 
 
-class PositionCoins(HashCoins):
+class PositionCoins(HashRandomSource):
     """The mistake: a coin is keyed by the position of the token it judges, whatever the round."""
 
     def __init__(self, seed: int, step: int, depths: list[int]) -> None:
         super().__init__(seed, step)
-        self._by_position = [HashCoins(seed, step + depth) for depth in depths]
+        self._by_position = [HashRandomSource(seed, step + depth) for depth in depths]
 
     def accept(self, probability: float, node: int) -> bool:
         return self._by_position[node].accept(probability, 0)
@@ -34,7 +34,7 @@ class PositionCoins(HashCoins):
 def grow(roots, seeds, lengths, widths, kind, q_scores, by_position):
     """One tree per sequence, level by level, all sequences in one call of the production draw."""
     token_ids = [[root] for root in roots]
-    parents, laws = [[-1] for _ in roots], [[None] for _ in roots]
+    parents, distributions = [[-1] for _ in roots], [[None] for _ in roots]
     frontier = [(i, 0) for i in range(len(roots))]
     for depth, width in enumerate(widths):
         scores = q_scores[torch.tensor([token_ids[i][node] for i, node in frontier])]
@@ -43,14 +43,17 @@ def grow(roots, seeds, lengths, widths, kind, q_scores, by_position):
         nodes = [0 if by_position else node for _, node in frontier]
         below = []
         for (i, node), drawn in zip(frontier, DRAW[kind](scores, params, steps, nodes, width, scores.shape[-1])):
-            laws[i][node] = drawn.law
+            distributions[i][node] = drawn.distribution
             for token in drawn.token_ids:
                 below.append((i, len(token_ids[i])))
                 token_ids[i].append(token)
                 parents[i].append(node)
-                laws[i].append(None)
+                distributions[i].append(None)
         frontier = below
-    return [(TokenTree(tuple(t), tuple(p)), tuple(law)) for t, p, law in zip(token_ids, parents, laws)]
+    return [
+        (TokenTree(tuple(t), tuple(p)), tuple(distribution))
+        for t, p, distribution in zip(token_ids, parents, distributions)
+    ]
 
 
 def emitted(rule, kind, widths, p, q, n, reuse=None) -> np.ndarray:
@@ -68,11 +71,13 @@ def emitted(rule, kind, widths, p, q, n, reuse=None) -> np.ndarray:
             q_scores,
             reuse == "draft noise",
         )
-        for i, (tree, laws) in zip(live, trees):
-            draws = (Draw.ROOT,) + (kind,) * tree.num_draft_tokens
+        for i, (tree, distributions) in zip(live, trees):
+            sampling_kinds = (SamplingKind.ROOT,) + (kind,) * tree.num_draft_tokens
             step = len(sequences[i])
-            coins = PositionCoins(i, step, tree.depths()) if reuse == "coins" else HashCoins(i, step)
-            path, next_token = rule(tree, draws, laws, lambda node: p[tree.token_ids[node]], coins)
+            random_source = PositionCoins(i, step, tree.depths()) if reuse == "coins" else HashRandomSource(i, step)
+            path, next_token = rule(
+                tree, sampling_kinds, distributions, lambda node: p[tree.token_ids[node]], random_source
+            )
             sequences[i] += [*(tree.token_ids[node] for node in path), next_token]
         live = [i for i in live if len(sequences[i]) <= LENGTH]
     return np.array([sequence[1 : LENGTH + 1] for sequence in sequences])

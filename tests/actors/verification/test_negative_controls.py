@@ -13,21 +13,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.protocol.messages import Draw, SparseLaw, TokenTree
-from actors.verification.distributions import ChildLaw, child_laws
-from actors.verification.rules import RULES
+from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification import kseq, rejection
+from actors.verification.distributions import ChildDistribution, child_distributions
+from actors.verification.rules import RULES
 from cluster.tools.certify.rule_enumeration import Draft, emission, enumerate_drafts, total_variation
 
 VOCAB, LENGTH = 4, 3
-DET, IID, WOR = Draw.DETERMINISTIC, Draw.IID, Draw.WITHOUT_REPLACEMENT
+DET, IID, WOR = SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
 
 
-def drafts_of(kind: Draw, q) -> Iterator[Draft]:
+def drafts_of(kind: SamplingKind, q) -> Iterator[Draft]:
     return enumerate_drafts(q, [(kind, kind), (kind,)])
 
 
-def distances(random_law, rule, kind: Draw, mistake: Callable = lambda draft, q: draft, models: int = 8) -> np.ndarray:
+def distances(
+    random_law, rule, kind: SamplingKind, mistake: Callable = lambda draft, q: draft, models: int = 8
+) -> np.ndarray:
     """Total variation of each model after `mistake` was made on every draft; both laws are four-token Dirichlet."""
     found = []
     for seed in range(models):
@@ -41,9 +43,13 @@ def contexts(tree: TokenTree) -> list[tuple[int, ...]]:
     return [tuple(tree.token_ids[i] for i in tree.path_to(node)) for node in range(len(tree.parents))]
 
 
-def relabelled(draft: Draft, kind: Draw, laws=None) -> Draft:
-    draws = (Draw.ROOT,) + (kind,) * draft.tree.num_draft_tokens
-    return replace(draft, draws=draws, laws=draft.laws if laws is None else laws)
+def relabelled(draft: Draft, kind: SamplingKind, distributions=None) -> Draft:
+    sampling_kinds = (SamplingKind.ROOT,) + (kind,) * draft.tree.num_draft_tokens
+    return replace(
+        draft,
+        sampling_kinds=sampling_kinds,
+        distributions=draft.distributions if distributions is None else distributions,
+    )
 
 
 def restricted(draft: Draft, kept: list[int]) -> Draft:
@@ -55,8 +61,8 @@ def restricted(draft: Draft, kept: list[int]) -> Draft:
             tuple(draft.tree.token_ids[node] for node in kept),
             (-1, *(place[draft.tree.parents[node]] for node in kept[1:])),
         ),
-        draws=tuple(draft.draws[node] for node in kept),
-        laws=tuple(draft.laws[node] for node in kept),
+        sampling_kinds=tuple(draft.sampling_kinds[node] for node in kept),
+        distributions=tuple(draft.distributions[node] for node in kept),
     )
 
 
@@ -91,11 +97,11 @@ def read_without_replacement_as_independent(draft: Draft, q) -> Draft:
     return relabelled(draft, IID)
 
 
-def full_laws(draft: Draft, q) -> tuple[SparseLaw | None, ...]:
+def full_laws(draft: Draft, q) -> tuple[SparseDistribution | None, ...]:
     places = contexts(draft.tree)
     inner = set(draft.tree.parents)
     return tuple(
-        SparseLaw(tuple(range(VOCAB)), tuple(q(place).tolist())) if node in inner else None
+        SparseDistribution(tuple(range(VOCAB)), tuple(q(place).tolist())) if node in inner else None
         for node, place in enumerate(places)
     )
 
@@ -123,13 +129,13 @@ def sort_siblings(draft: Draft, q) -> Draft:
 
 
 def record_another_temperature(draft: Draft, q) -> Draft:
-    def hotter(law: SparseLaw | None) -> SparseLaw | None:
-        if law is None:
+    def hotter(distribution: SparseDistribution | None) -> SparseDistribution | None:
+        if distribution is None:
             return None
-        flat = np.sqrt(law.probs)
-        return SparseLaw(law.token_ids, tuple((flat / flat.sum()).tolist()))
+        flat = np.sqrt(distribution.probs)
+        return SparseDistribution(distribution.token_ids, tuple((flat / flat.sum()).tolist()))
 
-    return replace(draft, laws=tuple(hotter(law) for law in draft.laws))
+    return replace(draft, distributions=tuple(hotter(distribution) for distribution in draft.distributions))
 
 
 @pytest.mark.parametrize(
@@ -153,39 +159,39 @@ def test_mistakes_of_the_drafter_are_found(random_law, rule, kind, mistake, floo
 # --- mistakes of the test --------------------------------------------------------------------------------------------
 
 
-def next_from_the_target(tree, draws, laws, target_row, coins):
+def next_from_the_target(tree, sampling_kinds, distributions, target_row, random_source):
     class Wrong:
-        accept = staticmethod(coins.accept)
+        accept = staticmethod(random_source.accept)
 
         @staticmethod
         def sample(weights, node):
-            return coins.sample(target_row(node), node)
+            return random_source.sample(target_row(node), node)
 
-    return RULES["rejection"](tree, draws, laws, target_row, Wrong)
+    return RULES["rejection"](tree, sampling_kinds, distributions, target_row, Wrong)
 
 
-def longest_path_of_independent_coins(tree, draws, laws, target_row, coins):
+def longest_path_of_independent_coins(tree, sampling_kinds, distributions, target_row, random_source):
     """One coin per edge against the parent's own law, keep the longest surviving path, then draw from p."""
     best = 0
     alive = {0}
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
         if parent in alive:
-            law = child_laws(tree, draws, laws[parent], [node])[0]
-            if coins.accept(min(1.0, float(target_row(parent)[tree.token_ids[node]]) / law.own), node):
+            distribution = child_distributions(tree, sampling_kinds, distributions[parent], [node])[0]
+            if random_source.accept(min(1.0, float(target_row(parent)[tree.token_ids[node]]) / distribution.own), node):
                 alive.add(node)
                 if len(tree.path_to(node)) > len(tree.path_to(best)):
                     best = node
-    return tuple(tree.path_to(best)), coins.sample(target_row(best), best)
+    return tuple(tree.path_to(best)), random_source.sample(target_row(best), best)
 
 
-def arg_max_match_with_sampled_bonus(tree, draws, laws, target_row, coins):
+def arg_max_match_with_sampled_bonus(tree, sampling_kinds, distributions, target_row, random_source):
     path, node = [], 0
     while True:
         likeliest = int(np.argmax(target_row(node)))
         matching = [child for child in tree.children()[node] if tree.token_ids[child] == likeliest]
         if not matching:
-            return tuple(path), coins.sample(target_row(node), node)
+            return tuple(path), random_source.sample(target_row(node), node)
         node = matching[0]
         path.append(node)
 
@@ -203,11 +209,11 @@ def test_mistakes_of_the_test_are_found(random_law, rule, floor):
     assert found.mean() > floor
 
 
-def law_without(law: SparseLaw, gone: list[int], token: int, renormalise: bool) -> ChildLaw:
-    """`law` with tokens removed, for a child that may be one of them (then `own` is never looked at again)."""
-    left = {t: prob for t, prob in zip(law.token_ids, law.probs) if t not in gone}
+def law_without(distribution: SparseDistribution, gone: list[int], token: int, renormalise: bool) -> ChildDistribution:
+    """`distribution` with tokens removed, for a child that may be one of them (then `own` is never looked at again)."""
+    left = {t: prob for t, prob in zip(distribution.token_ids, distribution.probs) if t not in gone}
     probs = np.array(list(left.values()))
-    return ChildLaw(
+    return ChildDistribution(
         np.array(list(left)), probs / probs.sum() if renormalise else probs, token if token in left else min(left)
     )
 
@@ -220,11 +226,11 @@ def law_without(law: SparseLaw, gone: list[int], token: int, renormalise: bool) 
     ],
 )
 def test_a_wrong_conditional_law_is_found(random_law, monkeypatch, kind, renormalise, floor):
-    def wrong(tree, draws, law, children):
+    def wrong(tree, sampling_kinds, distribution, children):
         tokens = [tree.token_ids[child] for child in children]
-        return [law_without(law, tokens[:i], token, renormalise) for i, token in enumerate(tokens)]
+        return [law_without(distribution, tokens[:i], token, renormalise) for i, token in enumerate(tokens)]
 
-    monkeypatch.setattr(rejection, "child_laws", wrong)
+    monkeypatch.setattr(rejection, "child_distributions", wrong)
     assert distances(random_law, rejection.verify_rejection, kind).mean() > floor
 
 
@@ -248,9 +254,9 @@ def test_a_wrong_discount_of_kseq_is_found(random_law, monkeypatch, off):
     """A smaller one leaves a negative residual; a larger one is merely slower, and stays exact."""
     right = kseq.discount
 
-    def wrong(target, law, num_draws):
-        rho = right(target, law, num_draws)[0] * off
-        return rho, float(np.minimum(target[law.token_ids] / rho, law.probs).sum())
+    def wrong(target, distribution, num_draws):
+        rho = right(target, distribution, num_draws)[0] * off
+        return rho, float(np.minimum(target[distribution.token_ids] / rho, distribution.probs).sum())
 
     monkeypatch.setattr(kseq, "discount", wrong)
     found = distances(random_law, kseq.verify_kseq, IID, models=2).max()

@@ -11,12 +11,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from actors.protocol.messages import Commit, SamplingParams, SparseLaw, TokenTree
-from actors.roles.draft import Context
-from actors.roles.draft import Draft as Guess
+from actors.drafters.interface import Context
+from actors.drafters.interface import Draft as Guess
+from actors.protocol.messages import Commit, SamplingParams, SparseDistribution, TokenTree
+from actors.verification import rejection
 from actors.verification.distributions import Residual
 from actors.verification.rules import RULES
-from actors.verification import rejection
 from cluster.tools.certify.cascade_enumeration import (
     PROMPT,
     VOCAB,
@@ -45,21 +45,28 @@ def test_two_levels_are_exact(random_law, rule, lengths, tail):
 @pytest.mark.parametrize("lengths", [(2, 0), (1, 0, 2), (1, 2, 0), (2, 0, 0)])
 def test_a_level_that_passes_on_what_is_beneath_it_is_exact(random_law, rule, lengths):
     """At any place of a cascade: the law of what it hands up is that of the level which drafted it."""
-    p, *laws = (random_law(VOCAB, seed) for seed in range(1, len(lengths) + 2))
-    proposed = guesses(laws, lengths, rule)
+    p, *distributions = (random_law(VOCAB, seed) for seed in range(1, len(lengths) + 2))
+    proposed = guesses(distributions, lengths, rule)
     assert distance(p, proposed, rule) < EXACT
     nearest = next(place for place in reversed(range(len(lengths))) if lengths[place])
     for _, guess in proposed:
         assert dict(guess.parts) == {str(nearest): lengths[nearest]}
-        law = guess.laws[0]
-        assert dict(zip(law.token_ids, law.probs)) == pytest.approx(dict(enumerate(laws[nearest](()))))
+        distribution = guess.distributions[0]
+        assert dict(zip(distribution.token_ids, distribution.probs)) == pytest.approx(
+            dict(enumerate(distributions[nearest](())))
+        )
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
 def test_the_cut_law_is_the_one_that_is_verified_against_and_reported(random_law, rule):
     p, m, s = (random_law(VOCAB, seed) for seed in (1, 2, 3))
     proposed = guesses([s, m], (1, 2), rule, law_size=2)
-    assert all(len(law.probs) == 2 for _, guess in proposed for law in guess.laws if law is not None)
+    assert all(
+        len(distribution.probs) == 2
+        for _, guess in proposed
+        for distribution in guess.distributions
+        if distribution is not None
+    )
     assert distance(p, proposed, rule) < EXACT
 
 
@@ -105,13 +112,13 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
         context.extend(token_ids)
         hit = drafter.prepared(context)
         guess = drafter.propose([context], [1])[0]
-        return token_ids, hit, guess.tree.token_ids[1], guess.laws[0]
+        return token_ids, hit, guess.tree.token_ids[1], guess.distributions[0]
 
     hits = 0.0
-    for weight, (token_ids, hit, token, law) in every_run(run):
+    for weight, (token_ids, hit, token, distribution) in every_run(run):
         followed[token_ids][token] += weight
         hits += weight * hit
-        assert dict(zip(law.token_ids, law.probs)) == pytest.approx(dict(enumerate(m(token_ids))))
+        assert dict(zip(distribution.token_ids, distribution.probs)) == pytest.approx(dict(enumerate(m(token_ids))))
     assert 0.1 < hits < 0.9
     for token_ids, counted in followed.items():
         total = sum(counted.values())
@@ -140,7 +147,7 @@ def own_law_after_a_rejection(monkeypatch, models):
     """The level resamples from its own law instead of the residual (as TriForce was released)."""
 
     class Unsubtracted(Residual):
-        def subtract(self, law, scale=1.0):
+        def subtract(self, distribution, scale=1.0):
             return 1.0
 
     monkeypatch.setattr(rejection, "Residual", Unsubtracted)
@@ -155,10 +162,10 @@ def law_of_the_level_beneath(monkeypatch, models):
             weight,
             Guess(
                 guess.tree,
-                guess.draws,
+                guess.sampling_kinds,
                 tuple(
-                    SparseLaw(tuple(range(VOCAB)), tuple(s(guess.tree.token_ids[1 : node + 1])))
-                    for node in range(len(guess.laws))
+                    SparseDistribution(tuple(range(VOCAB)), tuple(s(guess.tree.token_ids[1 : node + 1])))
+                    for node in range(len(guess.distributions))
                 ),
             ),
         )
@@ -172,19 +179,19 @@ def drop_unlikely_tokens(monkeypatch, models):
     for weight, guess in guesses(models, (1, 2), "rejection"):
         kept = 0
         while kept < 2:
-            law, token = guess.laws[kept], guess.tree.token_ids[kept + 1]
-            if law.probs[law.token_ids.index(token)] < 0.3:
+            distribution, token = guess.distributions[kept], guess.tree.token_ids[kept + 1]
+            if distribution.probs[distribution.token_ids.index(token)] < 0.3:
                 break
             kept += 1
         chain = TokenTree.chain(guess.tree.token_ids[0], guess.tree.token_ids[1 : kept + 1])
-        proposed.append((weight, Guess(chain, guess.draws[: kept + 1], (*guess.laws[:kept], None))))
+        proposed.append((weight, Guess(chain, guess.sampling_kinds[: kept + 1], (*guess.distributions[:kept], None))))
     return proposed
 
 
 def nucleus_acceptance(monkeypatch, models):
     """The level keeps whatever lies in its nucleus, as if that were a ratio test."""
 
-    def verify(tree, draws, laws, target_row, coins):
+    def verify(tree, sampling_kinds, distributions, target_row, random_source):
         path, node = [], 0
         while children := tree.children()[node]:
             row = target_row(node)
@@ -193,7 +200,7 @@ def nucleus_acceptance(monkeypatch, models):
                 break
             node = children[0]
             path.append(node)
-        return tuple(path), coins.sample(target_row(node), node)
+        return tuple(path), random_source.sample(target_row(node), node)
 
     monkeypatch.setitem(RULES, "rejection", verify)
     return guesses(models, (1, 2), "rejection")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.worker.logs import LogSpec, close_logs, logger_of, open_logs, tell
+from actors.worker.logs import LogSpec, close_logs, log_event, logger_of, open_logs
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +28,7 @@ def opened():
 def test_an_event_is_one_line_of_keys_and_values(opened):
     stream = io.StringIO()
     opened("target-0", LogSpec(), stream)
-    tell(logger_of("target-0"), "ready", epoch=0, load_s=0.41234, cores=(0, 1), why='two "words"\nhere', phase="")
+    log_event(logger_of("target-0"), "ready", epoch=0, load_s=0.41234, cores=(0, 1), why='two "words"\nhere', phase="")
     (line,) = stream.getvalue().splitlines()
     moment, level, identity, *told = line.split(" ", 4)
     assert (level, identity, told[0]) == ("INFO", "target-0", f"pid={os.getpid()}")
@@ -52,15 +52,15 @@ def test_every_directory_gets_a_file_and_levels_hold(opened, tmp_path):
     directories = tuple(str(tmp_path / name) for name in ("run/logs", "blocked/logs", "session"))
     file = opened("draft-0", LogSpec("warning", directories))
     assert Path(file.name) == tmp_path / "run/logs/draft-0.log"
-    tell(logger_of("draft-0"), "ready")
-    tell(logger_of("draft-0"), "failed", level=logging.ERROR)
+    log_event(logger_of("draft-0"), "ready")
+    log_event(logger_of("draft-0"), "failed", level=logging.ERROR)
     for directory in ("run/logs", "session"):
         (line,) = (tmp_path / directory / "draft-0.log").read_text().splitlines()
         assert "event=failed" in line
 
 
 def test_what_is_not_opened_is_silent(capfd):
-    tell(logger_of("target-0"), "failed", level=logging.INFO)
+    log_event(logger_of("target-0"), "failed", level=logging.INFO)
     assert capfd.readouterr() == ("", "")
 
 

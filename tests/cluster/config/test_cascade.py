@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 
+from actors.drafters.draft_ahead.tree import AHEAD as AHEAD_PIPELINES
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy
-from actors.protocol.draft_tree import AHEAD as AHEAD_PIPELINES
 from actors.topology import LevelLengths, checkpoints, level_roles
 from cluster import pocket
 from cluster.config.schema import load_config

@@ -15,7 +15,7 @@ import torch
 
 import actors.worker.factory
 from actors.coordinator.state_machine import Coordinator
-from actors.coordinator.stats import Tally
+from actors.coordinator.stats import CoordinatorStats
 from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
@@ -58,7 +58,17 @@ def coordinators(monkeypatch) -> list[Coordinator]:
     return made
 
 
-LEAVES = (Tally, type, types.ModuleType, types.FunctionType, str, bytes, torch.Tensor, torch.nn.Module, np.ndarray)
+LEAVES = (
+    CoordinatorStats,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    str,
+    bytes,
+    torch.Tensor,
+    torch.nn.Module,
+    np.ndarray,
+)
 """Where the walk ends: tensors, and what a tally counts in one window."""
 
 

@@ -80,7 +80,7 @@ def weather(monkeypatch):
 
     monkeypatch.setattr(channel.Link, "send", link_send)
     monkeypatch.setattr(channel.Hub, "send", hub_send)
-    monkeypatch.setattr(rank_loop, "BEAT_S", 0.03)
+    monkeypatch.setattr(rank_loop, "HEARTBEAT_S", 0.03)
     monkeypatch.setattr(engine_module, "_ASK_AGAIN_S", 0.5)
     return storm
 

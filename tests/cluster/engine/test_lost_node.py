@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.cluster.engine.test_multinode import ENVIRONMENT, PORT, RAY, Driver, wait_until_answered
 
 from tests.cluster.across_hosts import answer
+from tests.cluster.engine.test_multinode import ENVIRONMENT, PORT, RAY, Driver, wait_until_answered
 from tests.cluster.hosts import PRIVATE_TMP, Host, network
 
 pytestmark = [pytest.mark.multinode, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -56,9 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Iterat
         wait_until_answered(first)
         target = [f"target.path={tiny_checkpoint('Llama')}", "target.device=cpu"]
         address = f"cluster.address={first.address}:{PORT}"
-        driver = Driver(
-            first, [*target, "cluster=existing", address, "cluster.placement.nodes=3", "cluster.silence_s=1"]
-        )
+        driver = Driver(first, [*target, "cluster=existing", address, "cluster.nodes=3", "cluster.silence_s=1"])
         cluster = Cluster(switch, hosts, driver, directory)
         for host in hosts[1:]:
             cluster.join(host)

@@ -121,7 +121,7 @@ def expected(target) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def driver(hosts, target) -> Iterator[Driver]:
-    cluster = [*target, "cluster=existing", f"cluster.address={hosts[0].address}:{PORT}", "cluster.placement.nodes=2"]
+    cluster = [*target, "cluster=existing", f"cluster.address={hosts[0].address}:{PORT}", "cluster.nodes=2"]
     cluster.append("pipeline.adaptive=false")  # speculation does not pay for models this small
     driver = Driver(hosts[0], cluster)
     yield driver
@@ -148,9 +148,9 @@ def test_a_target_whose_ranks_meet_over_the_network(ask: Ask, hosts, expected):
 
 
 def test_what_a_cluster_lacks_is_said_while_waiting_and_at_the_end(ask: Ask):
-    said = ask("drafter=ngram", "cluster.placement.nodes=3", "cluster.wait_s=6")
-    assert said["error"].startswith("cluster.placement.nodes=3: only 2 joined: n1 (10.78.0.1), n2 (10.78.0.2)")
-    assert sum(line.startswith("waiting for 5 s: cluster.placement.nodes=3") for line in said["said"]) == 1
+    said = ask("drafter=ngram", "cluster.nodes=3", "cluster.wait_s=6")
+    assert said["error"].startswith("cluster.nodes=3: only 2 joined: n1 (10.78.0.1), n2 (10.78.0.2)")
+    assert sum(line.startswith("waiting for 5 s: cluster.nodes=3") for line in said["said"]) == 1
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(ask: Ask):

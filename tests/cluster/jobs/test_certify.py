@@ -59,9 +59,12 @@ def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
     assert error is None and certificate["passed"] and not failed(certificate)
     identity = check(certificate, IDENTITY)
     assert identity["num_outputs"] == (6 if rule == "coupled" else 2) and identity["num_accepted_draft_tokens"] > 0
-    law = check(certificate, LAW)
-    assert law["num_draws"] == 1200 and 0 < law["visible_bias"]["of first tokens"] < 0.2
-    assert {fit["name"] for fit in law["comparisons"]} >= {"T=1, text 1, first token", "the engine's sampled tokens"}
+    distribution = check(certificate, LAW)
+    assert distribution["num_draws"] == 1200 and 0 < distribution["visible_bias"]["of first tokens"] < 0.2
+    assert {fit["name"] for fit in distribution["comparisons"]} >= {
+        "T=1, text 1, first token",
+        "the engine's sampled tokens",
+    }
     page = (tmp_path / "certificate.md").read_text()
     assert page.startswith("# Certificate of unchanged output: PASSED") and str(rule) in page
     assert "PASSED" in capsys.readouterr().out
@@ -97,23 +100,23 @@ def test_a_cascade_is_certified_level_by_level(run_certify, half_agreeing_drafte
 # --- what must fail ---------------------------------------------------------------------------------------------------
 
 
-def accept_always(tree, draws, laws, target_row, coins):
+def accept_always(tree, draws, distributions, target_row, random_source):
     """The classic mistake: drafts stand untested."""
     leaf = len(tree.parents) - 1
-    return tuple(tree.path_to(leaf)), coins.sample(target_row(leaf), leaf)
+    return tuple(tree.path_to(leaf)), random_source.sample(target_row(leaf), leaf)
 
 
-def correct_from_the_target(tree, draws, laws, target_row, coins):
+def correct_from_the_target(tree, draws, distributions, target_row, random_source):
     """The quiet one: after a rejection the next token comes from p instead of the residual."""
 
-    class Coins:
-        accept = staticmethod(coins.accept)
+    class RandomSource:
+        accept = staticmethod(random_source.accept)
 
         @staticmethod
         def sample(weights, node):
-            return coins.sample(target_row(node), node)
+            return random_source.sample(target_row(node), node)
 
-    return RIGHT(tree, draws, laws, target_row, Coins)
+    return RIGHT(tree, draws, distributions, target_row, RandomSource)
 
 
 RIGHT = RULES["rejection"]
@@ -152,7 +155,7 @@ def test_a_coupled_rule_that_accepts_always_fails(run_certify, monkeypatch):
         return tuple(path), choices[node]
 
     monkeypatch.setattr(actors.verification.verifier, "verify_coupled", accepts_the_first_child)
-    monkeypatch.setattr("actors.verification.rules.coupled.verify_coupled", accepts_the_first_child)
+    monkeypatch.setattr("actors.verification.coupled.verify_coupled", accepts_the_first_child)
     certificate, error = run_certify()
     assert failed(certificate) == {IDENTITY, EXACT, LAW} and error is not None
 

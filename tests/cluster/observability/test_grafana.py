@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.cluster.observability.test_metrics import LABELS, Registry
 
 from actors.options import ModelDrafterConfig, PipelineConfig, SamplingConfig
 from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig
 from cluster.jobs import generate
 from cluster.observability.metrics import MetricsWatch
+from tests.cluster.observability.test_metrics import LABELS, Registry
 
 GRAFANA = Path(__file__).parents[3] / "conf" / "grafana"
 DASHBOARD = json.loads((GRAFANA / "specdec.json").read_text())

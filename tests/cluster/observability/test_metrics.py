@@ -7,8 +7,8 @@ from collections import defaultdict
 import pytest
 
 from actors.coordinator.scheduler import Load
-from actors.coordinator.service import Glance
-from actors.coordinator.stats import RequestTimes, Tally
+from actors.coordinator.service import StatsSnapshot
+from actors.coordinator.stats import CoordinatorStats, RequestTimes
 from actors.policy.speculation_switch import Mode
 from actors.protocol.membership import Ready
 from cluster.observability.metrics import COUNTERS, ENGINE_LABELS, PREFIX, MetricsWatch, metric_labels
@@ -65,16 +65,16 @@ def registry():
 @pytest.fixture
 def show(registry):
     watch = MetricsWatch(registry, LABELS)
-    return lambda tally: watch(Glance(tally, LOAD, READY))
+    return lambda stats: watch(StatsSnapshot(stats, LOAD, READY))
 
 
 def test_counters_grow_by_what_was_counted_since_the_last_look(registry, show):
-    tally = Tally(phase="plain")
-    show(tally)
+    stats = CoordinatorStats(phase="plain")
+    show(stats)
     assert not any(key[0].endswith("_total") for key in registry.values)
     for num_tokens, busy_s in ((3, 0.5), (3, 0.5), (10, 0.75)):
-        tally.num_tokens, tally.target_busy_s, tally.active_s = num_tokens, busy_s, 1.0
-        show(tally)
+        stats.num_tokens, stats.target_busy_s, stats.active_s = num_tokens, busy_s, 1.0
+        show(stats)
         assert registry.values["generation_tokens_total", "plain"] == num_tokens
         assert registry.values["busy_seconds_total", "plain", "target"] == busy_s
     assert registry.values["idle_seconds_total", "plain", "draft"] == 1.0
@@ -82,9 +82,13 @@ def test_counters_grow_by_what_was_counted_since_the_last_look(registry, show):
 
 
 def test_every_window_counts_from_zero_under_its_own_name(registry, show):
-    first, second, third = Tally(phase="a", num_tokens=5), Tally(phase="b", num_tokens=1), Tally(phase="a")
-    for tally in (first, second, second, third):
-        show(tally)
+    first, second, third = (
+        CoordinatorStats(phase="a", num_tokens=5),
+        CoordinatorStats(phase="b", num_tokens=1),
+        CoordinatorStats(phase="a"),
+    )
+    for stats in (first, second, second, third):
+        show(stats)
     third.num_tokens = 2
     show(third)
     assert registry.values["generation_tokens_total", "a"] == 7
@@ -92,9 +96,9 @@ def test_every_window_counts_from_zero_under_its_own_name(registry, show):
 
 
 def test_what_is_derived(registry, show):
-    tally = Tally(num_draft_tokens=9, num_accepted_tokens=4, num_branch_lookups=7, num_branch_hits=5)
-    tally.num_accepted_per_pos = [3, 1, 0]
-    show(tally)
+    stats = CoordinatorStats(num_draft_tokens=9, num_accepted_tokens=4, num_branch_lookups=7, num_branch_hits=5)
+    stats.num_accepted_per_pos = [3, 1, 0]
+    show(stats)
     assert registry.values["spec_decode_num_wasted_tokens_total", ""] == 5
     assert registry.values["branch_misses_total", ""] == 2
     positions = {key[2]: value for key, value in registry.values.items() if "per_pos" in key[0]}
@@ -102,11 +106,11 @@ def test_what_is_derived(registry, show):
 
 
 def test_losses_are_counted_by_role(registry, show):
-    tally = Tally(num_role_losses={"draft": 2, "target": 1})
-    tally.resumed("draft", 0.5)
-    tally.resumed("target", 2.0)
-    show(tally)
-    show(tally)
+    stats = CoordinatorStats(num_role_losses={"draft": 2, "target": 1})
+    stats.resumed("draft", 0.5)
+    stats.resumed("target", 2.0)
+    show(stats)
+    show(stats)
     found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "draft")}
     assert found == {"role_losses_total": 2, "role_restarts_total": 1, "role_outage_seconds_total": 0.5}
     assert registry.values["fallback_seconds_total", "", "no_drafter"] == 0.5, (
@@ -115,21 +119,21 @@ def test_losses_are_counted_by_role(registry, show):
 
 
 def test_what_the_guard_does_is_counted_as_the_report_counts_it(registry, show):
-    tally = Tally()
+    stats = CoordinatorStats()
     for mode, seconds in ((Mode.speculate, 3.0), (Mode.rest, 2.0), (Mode.catch_up, 0.5), (Mode.trial, 1.0)):
-        tally.round_seen(mode, seconds, [])
-    tally.resumed("draft", 0.25)
-    show(tally)
+        stats.round_seen(mode, seconds, [])
+    stats.resumed("draft", 0.25)
+    show(stats)
     assert registry.values["guard_seconds_total", "", "speculate"] == 3.0
-    assert registry.values["guard_turns_total", "", "trial"] == control(tally.report(1.0).counters)["num_trials"] == 1
+    assert registry.values["guard_turns_total", "", "trial"] == control(stats.report(1.0).counters)["num_trials"] == 1
     fallback = {key[2]: value for key, value in registry.values.items() if key[0] == "fallback_seconds_total"}
     assert fallback == {"guard": 2.5, "no_drafter": 0.25}
-    assert sum(fallback.values()) == control(tally.report(1.0).counters)["fallback_s"]
+    assert sum(fallback.values()) == control(stats.report(1.0).counters)["fallback_s"]
 
 
 def test_levels_of_a_cascade_count_for_themselves(registry, show):
-    tally = Tally(levels={"small": {"busy_s": 0.5, "num_draft_tokens": 8, "num_accepted_tokens": 6}})
-    show(tally)
+    stats = CoordinatorStats(levels={"small": {"busy_s": 0.5, "num_draft_tokens": 8, "num_accepted_tokens": 6}})
+    show(stats)
     found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "small")}
     assert found == {
         "level_busy_seconds_total": 0.5,
@@ -139,11 +143,11 @@ def test_levels_of_a_cascade_count_for_themselves(registry, show):
 
 
 def test_ended_requests_are_observed_once(registry, show):
-    tally = Tally(phase="plain")
-    tally.ended.append(RequestTimes("length", 0.1, 0.25, 1.25, num_tokens=5))
-    tally.ended.append(RequestTimes("abort", None, None, 0.5, num_tokens=0))
-    show(tally)
-    show(tally)
+    stats = CoordinatorStats(phase="plain")
+    stats.ended.append(RequestTimes("length", 0.1, 0.25, 1.25, num_tokens=5))
+    stats.ended.append(RequestTimes("abort", None, None, 0.5, num_tokens=0))
+    show(stats)
+    show(stats)
     assert registry.values["request_success_total", "plain", "length"] == 1
     assert registry.values["request_success_total", "plain", "abort"] == 1
     assert registry.observed == {
@@ -155,7 +159,7 @@ def test_ended_requests_are_observed_once(registry, show):
 
 
 def test_gauges_tell_how_full_the_engine_is(registry, show):
-    show(Tally())
+    show(CoordinatorStats())
     assert registry.values["num_requests_running",] == 2 and registry.values["num_requests_waiting",] == 1
     assert registry.values["kv_slots_used",] == 30 and registry.values["kv_cache_usage_perc",] == 0.25
     assert registry.values["weight_bytes", "target", "0"] == 70 and registry.values["kv_bytes", "draft", "0"] == 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.cluster.placement.test_nodes import config_of
 
 from actors.options import ModelDrafterConfig
 from cluster.placement.nodes import Node, over_nodes
 from cluster.placement.relocation import NoRoom, relocate
 from cluster.runtime.ray_reservation import device_bundles
+from tests.cluster.placement.test_nodes import config_of
 
 N1, N2, N3, N4 = (Node(f"10.0.0.{i}", f"n{i}", 4, 4) for i in range(1, 5))
 CPUS = [replace(node, num_gpus=0) for node in (N1, N2, N3, N4)]

@@ -7,10 +7,10 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.cluster.placement.test_nodes import CONFIG
 
 from cluster.placement.nodes import Node
 from cluster.runtime.ray_nodes import await_head, await_layout
+from tests.cluster.placement.test_nodes import CONFIG
 
 ONE, TWO = Node("10.0.0.1", "n1", 1), Node("10.0.0.2", "n2", 1)
 
@@ -39,11 +39,7 @@ def test_waits_for_nodes_and_says_what_is_missing(nodes):
     waiting = Waiting(joins_at=12.0, nodes=nodes)
     assert [place.host for place in waiting.place()] == ["10.0.0.1", "10.0.0.2"]
     assert waiting.now == 12.0 and len(waiting.said) == 2
-    missing = (
-        "cluster.placement.nodes=2: only 1 joined: n1 (10.0.0.1)"
-        if nodes
-        else "target.tp: 2 ranks need 2 cores, 1 here"
-    )
+    missing = "cluster.nodes=2: only 1 joined: n1 (10.0.0.1)" if nodes else "target.tp: 2 ranks need 2 cores, 1 here"
     assert waiting.said[0].startswith(f"waiting for 5 s: {missing}")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.cluster.placement.test_nodes import GPUS, config_of
 
 from cluster.placement.nodes import over_nodes
 from cluster.runtime import ray_reservation
 from cluster.runtime.ray_reservation import Reservation
+from tests.cluster.placement.test_nodes import GPUS, config_of
 
 
 class Group:

@@ -102,7 +102,7 @@ def test_a_requeued_job_goes_on_and_a_cancelled_one_leaves_nothing(cluster: Slur
     cluster.ask("scancel", job)
     cluster.wait_for(job, lambda: cluster.is_over(job))
     report, lines = json.loads((run_dir / "report.json").read_text()), lines_of(run_dir)
-    assert report["interrupted"] is True and 0 < report["num_requests"], cluster.outcome(job)
+    assert report["interrupted"] is True and report["num_requests"] > 0, cluster.outcome(job)
     assert lines[: report["num_resumed"]] == [line for line in before if line["finish_reason"] == "length"]
     places = {place["identity"]: place["host"] for place in report["layout"]}
     assert sorted(places.values()) == [host.address for host in cluster.hosts], "a node each"

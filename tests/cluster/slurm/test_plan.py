@@ -92,7 +92,7 @@ def test_a_step_asks_for_all_devices_the_job_has_on_its_node():
 
 def test_jobs_that_follow_each_other_share_no_port():
     taken = [port for job in range(4700, 4800) for port in astuple(Ports.of(job))]
-    assert len(set(taken)) == len(taken) and 20000 <= min(taken) and max(Ports.of(1595).client, *taken) < 32768
+    assert len(set(taken)) == len(taken) and min(taken) >= 20000 and max(Ports.of(1595).client, *taken) < 32768
 
 
 def test_ray_is_started_on_every_node_and_the_launch_once_on_the_head():
@@ -106,7 +106,7 @@ def test_ray_is_started_on_every_node_and_the_launch_once_on_the_head():
         assert "--temp-dir=/tmp/specdec-4711" in command[-1]
     launch = plan.launch
     assert launch[:5] == ["/env/bin/python", "-P", "-m", "cluster.launch", "cluster=slurm"]
-    assert {f"cluster.address=10.0.0.1:{port}", "cluster.placement.nodes=2", "hydra.run.dir=/shared/run"} <= set(launch)
+    assert {f"cluster.address=10.0.0.1:{port}", "cluster.nodes=2", "hydra.run.dir=/shared/run"} <= set(launch)
     assert launch[-2:] == ["job.resume=true", "target.tp=4"], "the user has the last word"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from actors.drafters.cascade.level import CascadeDrafter
+from actors.drafters.draft_ahead.tree import AHEAD
 from actors.options import (
     MaxgramDrafterConfig,
     ModelDrafterConfig,
@@ -16,7 +17,6 @@ from actors.options import (
     Strategy,
     SuffixDrafterConfig,
 )
-from actors.protocol.draft_tree import AHEAD
 from actors.topology import CascadeDrafterConfig
 from parallel.runtime.runner import Span, open_model
 
@@ -93,13 +93,13 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     config = CASCADES[levels]
     room = open_room(config, pipeline=pipeline).serve(requests)
     assert (room.tokens, room.ends) == plain_tokens[sampling]
-    assert room.tally.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
-    work = room.tally.levels
+    assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+    work = room.stats.levels
     assert sorted(work) == [f"{i}-{level.name}" for i, level in enumerate(config.levels) if level.num_draft_tokens]
     assert all(count["num_passes"] and count["num_drafts"] for count in work.values())
     assert all(count["num_accepted_tokens"] <= count["num_draft_tokens"] for count in work.values())
     # The verdict that ends a request is not told to its drafter.
-    assert 0 < work[max(work)]["num_accepted_tokens"] <= room.tally.num_accepted_tokens
+    assert 0 < work[max(work)]["num_accepted_tokens"] <= room.stats.num_accepted_tokens
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests
     room = open_room(CASCADES[levels], limits=SchedulerConfig(3, 40, 16), slots=150, pipeline="branches")
     room.serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    assert room.tally.num_preemptions > 0, "the pool was never short: the test shows nothing"
+    assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
@@ -126,7 +126,7 @@ def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, ru
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(CASCADES[levels], rule=rule, pipeline="branches").serve(requests)
-    assert room.tokens == plain.tokens and room.tally.num_accepted_tokens > 0
+    assert room.tokens == plain.tokens and room.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
@@ -137,14 +137,14 @@ def test_ratio_rules_serve_sampled_requests(open_room, make_requests, rule):
         room = open_room(CASCADES[levels], rule=rule, pipeline=pipeline)
         room.serve(make_requests(3, max_tokens=20, temperature=0.3, ignore_eos=True))
         assert all(len(tokens) == 20 for tokens in room.tokens.values())
-        assert room.tally.num_accepted_tokens > 0 or pipeline == "branches", "ahead, a miss may not be worth the wait"
+        assert room.stats.num_accepted_tokens > 0 or pipeline == "branches", "ahead, a miss may not be worth the wait"
 
 
 def test_the_target_as_a_level_is_always_right(open_room, make_requests, models):
     """A level takes what the one beneath says only where it agrees: a perfect upper level hides any lower one."""
     requests = make_requests(2, max_tokens=25)
     room = open_room(cascade(model("tiny", 3), model("drafter", 4)), path=models["target"]).serve(requests)
-    histogram = room.tally.acceptance_histogram
+    histogram = room.stats.acceptance_histogram
     assert histogram[4] >= 6 and sum(histogram[:4]) <= 4, "only the last, shortened proposals may fall short"
 
 
@@ -155,7 +155,7 @@ def test_a_better_base_saves_passes(open_room, make_requests, models):
     useless = NgramDrafterConfig(num_draft_tokens=5, max_ngram=9, min_ngram=9)
     for name, base in (("perfect", model("drafter", 5)), ("useless", useless)):
         room = open_room(cascade(base, model("drafter", 6))).serve(requests)
-        passes[name] = room.tally.levels["1-model"]["num_passes"] / room.tally.num_rounds
+        passes[name] = room.stats.levels["1-model"]["num_passes"] / room.stats.num_rounds
     assert passes["perfect"] < 2 and passes["useless"] > 4
 
 
@@ -165,8 +165,8 @@ def test_merged_guesses_are_accepted_where_the_last_level_was_wrong(open_room, m
     lengths = {}
     for merge in (0, 4):
         config = cascade(model("target", 4), model("tiny", 4), merge=merge)
-        tally = open_room(config).serve(requests).tally
-        lengths[merge] = tally.num_accepted_tokens / tally.num_spec_steps
+        stats = open_room(config).serve(requests).stats
+        lengths[merge] = stats.num_accepted_tokens / stats.num_spec_steps
     assert lengths[4] > lengths[0] + 1
 
 

@@ -64,7 +64,7 @@ class World:
 
     def _work(self, level):
         self.now += self.pass_s[level]
-        self.control.saw([LevelWork(str(level), 1, self.pass_s[level])])
+        self.control.update([LevelWork(str(level), 1, self.pass_s[level])])
 
     def best(self):
         costs = {(level, fed): self.pass_s[level] for level in range(3) for fed in (False, True)}
@@ -163,9 +163,9 @@ def test_tokens_are_those_of_plain_decoding_while_lengths_change(
     plain = open_room(pipeline="plain").serve(requests)
     levels = NGRAM, ModelDrafterConfig(path="small", num_draft_tokens=4), ModelDrafterConfig(path="drafter")
     room = open_room(auto(*levels), rule=rule).serve(requests)
-    assert room.tokens == plain.tokens and room.tally.num_accepted_tokens > 0
+    assert room.tokens == plain.tokens and room.stats.num_accepted_tokens > 0
     assert room.draft.drafter._lengths.lengths in chosen
-    assert sum(work["num_accepted_tokens"] for work in room.tally.levels.values()) > room.tally.num_accepted_tokens
+    assert sum(work["num_accepted_tokens"] for work in room.stats.levels.values()) > room.stats.num_accepted_tokens
 
 
 def test_what_was_measured_is_seen(open_room, make_requests):

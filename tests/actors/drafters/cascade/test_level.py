@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.drafters.cascade.child import Beneath, LocalLevel
+from actors.drafters.cascade.child import ChildLevel, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths
 from actors.drafters.cascade.level import CascadeDrafter
-from actors.protocol.messages import Commit, Draw, SamplingParams, SparseLaw, TokenTree
-from actors.roles.draft import Context, Draft, IdleDrafter
+from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from cluster.tools.certify.cascade_enumeration import ToyRunner
 
 VOCAB = 5
@@ -47,7 +47,7 @@ def chain(root, *token_ids) -> Draft:
 def open_level(below, lengths, *, number=1, rule="coupled", temperature=0.0, **options):
     level = CascadeDrafter(
         ToyRunner(successor, VOCAB, 0),
-        Beneath(LocalLevel(below), str(number - 1), max(lengths[:number])),
+        ChildLevel(LocalChild(below), str(number - 1), max(lengths[:number])),
         level=number,
         name=str(number),
         rule=rule,
@@ -62,15 +62,15 @@ def open_level(below, lengths, *, number=1, rule="coupled", temperature=0.0, **o
     return level, context
 
 
-FAMILIAR = SparseLaw((2, 3), (0.5, 0.5))
-STRANGE = SparseLaw((2, VOCAB), (0.5, 0.5))
+FAMILIAR = SparseDistribution((2, 3), (0.5, 0.5))
+STRANGE = SparseDistribution((2, VOCAB), (0.5, 0.5))
 
 
 @pytest.mark.parametrize(
     "draft",
     [
         chain(1, 2, VOCAB),
-        Draft(TokenTree.chain(1, (2,)), (Draw.ROOT, Draw.IID), (STRANGE, None)),
+        Draft(TokenTree.chain(1, (2,)), (SamplingKind.ROOT, SamplingKind.IID), (STRANGE, None)),
     ],
 )
 def test_a_draft_with_tokens_that_this_model_lacks_is_no_draft(draft):
@@ -83,7 +83,7 @@ def test_a_draft_with_tokens_that_this_model_lacks_is_no_draft(draft):
 
 def test_a_draft_of_its_own_tokens_is_reviewed():
     level, context = open_level(
-        Scripted(Draft(TokenTree.chain(1, (2,)), (Draw.ROOT, Draw.IID), (FAMILIAR, None))),
+        Scripted(Draft(TokenTree.chain(1, (2,)), (SamplingKind.ROOT, SamplingKind.IID), (FAMILIAR, None))),
         (2, 3),
         rule="rejection",
         temperature=1.0,

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from actors.drafters.cascade.remote_child import Mailbox, RemoteLevel
+from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
 from actors.drafters.registry import build_drafter, build_levels
 from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, VerifyConfig
 from actors.protocol.membership import RoleBack, RoleLost, Stop
@@ -88,7 +88,7 @@ def test_an_answer_in_parts_is_waited_for_and_an_old_one_is_nobodys():
     line = Loop()
     line.arrived += [proposals(1), proposals(2, 1), Stop("later"), proposals(2)]
     mailbox = Mailbox(line)
-    port = RemoteLevel(mailbox, SINGLE)
+    port = RemoteChild(mailbox, SINGLE)
     port.post(DraftBatch(2))
     assert port.collect(2, wait=True) is None, "the rank is called away"
     assert mailbox.receive() == Stop("later")
@@ -109,14 +109,14 @@ class Told(Group):
 
 def test_only_the_lead_speaks():
     line = Loop()
-    RemoteLevel(Mailbox(line), Told()).post(DraftBatch(1))
+    RemoteChild(Mailbox(line), Told()).post(DraftBatch(1))
     assert not line.sent
 
 
 def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
     """One has the answer already, or not yet, or has heard of a loss that the lead has not: none acts on its own."""
     line = Loop()
-    port = RemoteLevel(Mailbox(line), Told(-1, 2, 0, 1))
+    port = RemoteChild(Mailbox(line), Told(-1, 2, 0, 1))
     port.post(DraftBatch(1))
     line.arrived += [proposals(1, 1), proposals(1)]
     assert port.collect(1, wait=False) is None, "the lead has nothing yet"
@@ -131,7 +131,7 @@ def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
 
 def test_a_batch_says_which_one_it_follows_and_an_answer_that_was_lost_is_silence():
     line = Loop()
-    port = RemoteLevel(Mailbox(line), SINGLE)
+    port = RemoteChild(Mailbox(line), SINGLE)
     line.gives_up = True
     port.post(DraftBatch(1))
     assert not port.collect(1, wait=True)
@@ -159,7 +159,7 @@ def test_the_line_wakes_a_rank_that_listens_when_the_level_beneath_says_somethin
 
 def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
     line = Loop()
-    port = RemoteLevel(Mailbox(line), SINGLE)
+    port = RemoteChild(Mailbox(line), SINGLE)
     line.arrived.append(RoleLost("draft2"))
     assert port.collect(1, wait=True) == []
     port.post(DraftBatch(2))
@@ -183,7 +183,7 @@ def open_pair(open_room, models):
         room = open_room(pipeline=pipeline)
         options = options_of(pipeline)
         line = Loop(DraftRole(build_drafter(lower, *options)[0]), **line_options)
-        port = RemoteLevel(Mailbox(line), SINGLE)
+        port = RemoteChild(Mailbox(line), SINGLE)
         room.draft = DraftRole(build_levels(config, range(1, 2), *options, port)[0])
         room.num_draft_tokens = 5
         return room, line
@@ -207,8 +207,8 @@ def test_tokens_are_those_of_plain_decoding(open_room, open_pair, make_requests,
     room, _ = open_pair(pipeline, seed=3)
     room.serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    assert room.tally.levels["0-model"]["num_accepted_tokens"] > 0
-    assert any(lane == "0-model" for lane, *_ in room.tally.spans), "a level elsewhere has a lane of its own"
+    assert room.stats.levels["0-model"]["num_accepted_tokens"] > 0
+    assert any(lane == "0-model" for lane, *_ in room.stats.spans), "a level elsewhere has a lane of its own"
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "branches"])
@@ -229,5 +229,5 @@ def test_a_level_that_dies_is_skipped_and_one_that_comes_back_is_used_again(
 
     came_back = returns
     room.serve(requests, come_back)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends) and room.tally.num_accepted_tokens > 0
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends) and room.stats.num_accepted_tokens > 0
     assert (len(line.sent) > 5) == came_back

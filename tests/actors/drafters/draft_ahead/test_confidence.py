@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from actors.drafters.draft_ahead.confidence import Trust
+from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
 
 
 @pytest.mark.parametrize("says, keeps", [(0.4, 0.8), (0.9, 0.6), (0.5, 0.5)])
 def test_what_is_expected_comes_to_what_is_kept(says, keeps):
-    trust, choose = Trust(), random.Random(0)
+    trust, choose = ConfidenceCalibration(), random.Random(0)
     seen = []
     for _ in range(2000):
         expected = math.exp(trust.adjust([math.log(says), math.log((1 - says) / 2)])[0])
@@ -22,7 +22,7 @@ def test_what_is_expected_comes_to_what_is_kept(says, keeps):
 
 
 def test_the_other_children_share_what_is_left():
-    trust = Trust()
+    trust = ConfidenceCalibration()
     assert trust.adjust([math.log(0.6), math.log(0.3), math.log(0.1)]) == pytest.approx(
         [math.log(0.6), math.log(0.3), math.log(0.1)]
     ), "before anything was learned the drafter is believed"
@@ -32,7 +32,7 @@ def test_the_other_children_share_what_is_left():
 
 
 def test_certainty_stays_finite_and_forgettable():
-    trust = Trust()
+    trust = ConfidenceCalibration()
     for _ in range(10_000):
         trust.learn(0.0, kept=True)
     values = trust.adjust([0.0, -40.0, -math.inf])

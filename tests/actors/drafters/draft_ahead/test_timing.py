@@ -1,15 +1,15 @@
-"""Patience on scripted times: what it learns, when it waits, and when it does not."""
+"""DraftAheadTiming on scripted times: what it learns, when it waits, and when it does not."""
 
 from __future__ import annotations
 
 import pytest
 
-from actors.drafters.draft_ahead.timing import SPARE, Patience
+from actors.drafters.draft_ahead.timing import SPARE, DraftAheadTiming
 
 
-def steady(distance: float, step: float, rounds: int = 5) -> Patience:
+def steady(distance: float, step: float, rounds: int = 5) -> DraftAheadTiming:
     """After some rounds in which a record came `distance` after each answer; an answer was just given at time 0."""
-    patience, now = Patience(), -100.0
+    patience, now = DraftAheadTiming(), -100.0
     for _ in range(rounds):
         patience.answered(now)
         patience.stepped(now, now + step)
@@ -38,7 +38,7 @@ def test_where_steps_are_few_none_is_spared():
 
 
 def test_what_came_during_a_step_came_half_way():
-    patience = Patience()
+    patience = DraftAheadTiming()
     for _ in range(50):
         patience.answered(0.0)
         patience.stepped(9.0, 11.0)
@@ -48,13 +48,13 @@ def test_what_came_during_a_step_came_half_way():
 
 
 def test_nothing_is_expected_before_anything_was_answered():
-    patience = Patience()
+    patience = DraftAheadTiming()
     patience.arrived(3.0)
     assert patience.pause_s(4.0) == 0
 
 
 def test_what_is_prepared_is_told_before_the_last_step_and_earlier_where_that_was_too_late():
-    patience = Patience()
+    patience = DraftAheadTiming()
 
     def first_told(rounds, told):
         for _ in range(rounds):

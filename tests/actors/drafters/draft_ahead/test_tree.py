@@ -6,12 +6,13 @@ from math import log
 
 import pytest
 
-from actors.protocol.draft_tree import HypothesisTree, enumerate_outcomes, redraft
+from actors.drafters.draft_ahead.tree import enumerate_outcomes, redraft
+from actors.protocol.draft_tree import DraftTree
 
 
 def fed_chain(probs, length, fed):
     """A root and a chain of `length` first choices, of which the first `fed` were fed; every fed node has children."""
-    tree, node = HypothesisTree(0), 0
+    tree, node = DraftTree(0), 0
     for step in range(length):
         tree.expand(node, [10 * step + i for i in range(len(probs))], [log(p) for p in probs])
         node = tree.nodes[node].children[0]
@@ -48,7 +49,7 @@ def test_an_outcome_is_continued_as_a_chain_and_then_left():
 
 def test_a_redraft_ends_when_a_pass_is_not_worth_it():
     def passes(prob, depth):
-        tree, count = HypothesisTree(0), 1
+        tree, count = DraftTree(0), 1
         tree.expand(0, [1], [log(prob)])
         while nodes := redraft(tree, 1, depth):
             (node,) = nodes
@@ -63,7 +64,7 @@ def test_a_redraft_ends_when_a_pass_is_not_worth_it():
 
 
 def test_a_redrafted_tree_counts_what_all_its_nodes_may_add():
-    tree = HypothesisTree(0)
+    tree = DraftTree(0)
     tree.expand(0, [1, 2, 3], [log(0.65), log(0.3), log(0.05)])
     assert redraft(tree, 1, depth=3) == [], "alone the likeliest adds 0.42 tokens"
     assert tokens(tree, redraft(tree, 2, depth=3)) == [1, 2], "with the next one 0.51"
@@ -82,7 +83,7 @@ def test_further_outcomes_are_prepared_once_the_likeliest_are():
 
 
 def bushy():
-    tree = HypothesisTree(7)
+    tree = DraftTree(7)
     tree.expand(0, [1, 2, 3], [log(0.6), log(0.3), log(0.1)])
     tree.expand(2, [4, 5, 6], [log(0.7), log(0.2), log(0.1)])
     tree.expand(1, [8, 9], [log(0.5), log(0.4)])
@@ -93,7 +94,7 @@ def test_what_is_written_down_is_read_off_like_the_original():
     """Every proposal that could be made behind an outcome can be made by who was only told of the tree."""
     tree = bushy()
     for num_leaves in (1, 3):
-        told = HypothesisTree.read(*tree.written(num_leaves))
+        told = DraftTree.read(*tree.written(num_leaves))
         for outcome in ([1], [2]):
             ours, theirs = (one.reroot(one.find(outcome))[0] for one in (tree, told))
             assert ours.proposal(ours.best_chain(4)) == theirs.proposal(theirs.best_chain(4))

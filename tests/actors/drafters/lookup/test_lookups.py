@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
+from actors.drafters.interface import Context
 from actors.drafters.lookup.maxgram import MaxgramDrafter
 from actors.drafters.lookup.ngram import NgramDrafter
 from actors.drafters.lookup.suffix import History, SuffixDrafter
 from actors.options import MaxgramDrafterConfig, ModelDrafterConfig, NgramDrafterConfig, SuffixDrafterConfig
 from actors.protocol.messages import Admit, Commit, DraftBatch, SamplingParams
-from actors.roles.draft import Context, DraftRole
+from actors.roles.draft import DraftRole
 from actors.topology import CascadeDrafterConfig
 
 LOOKUPS = {
@@ -111,7 +112,7 @@ def test_a_proposal_costs_the_same_behind_a_long_periodic_text(name, depth):
 # --- what requests share ----------------------------------------------------------------------------------------------
 
 
-def tell(role, *commits, admits=(), releases=()):
+def log_event(role, *commits, admits=(), releases=()):
     list(role.answer(DraftBatch(1, tuple(admits), tuple(commits), tuple(releases))))
 
 
@@ -131,22 +132,22 @@ def shared(monkeypatch):
 def test_only_text_that_stays_is_shared(name):
     """The end of what a level above tells may never be said."""
     role = DraftRole(LOOKUPS[name]())
-    tell(role, admits=[admitted([1, 2])])
-    tell(role, Commit(1, 0, 2, (), (3, 4), settled_len=2))
-    tell(role, Commit(1, 0, 2, (), (5, 6, 7, 8), settled_len=4))
-    tell(role, releases=[1])
+    log_event(role, admits=[admitted([1, 2])])
+    log_event(role, Commit(1, 0, 2, (), (3, 4), settled_len=2))
+    log_event(role, Commit(1, 0, 2, (), (5, 6, 7, 8), settled_len=4))
+    log_event(role, releases=[1])
     expected = {(9, 1, 2): (5, 6), (9, 5): (6,), (9, 6): (), (9, 3): ()}
     assert {text: draft(role.drafter, text).tree.token_ids[1:] for text in expected} == expected
 
 
 def test_a_request_that_comes_back_shares_what_it_says_once(shared):
     role = DraftRole(LOOKUPS["suffix"]())
-    tell(role, admits=[admitted([1, 2])])
-    tell(role, Commit(1, 0, 2, (), (3, 4)))
-    tell(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
-    tell(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
-    tell(role, Commit(1, 0, 4, (), (5,)))
-    tell(role, releases=[1])
+    log_event(role, admits=[admitted([1, 2])])
+    log_event(role, Commit(1, 0, 2, (), (3, 4)))
+    log_event(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
+    log_event(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
+    log_event(role, Commit(1, 0, 4, (), (5,)))
+    log_event(role, releases=[1])
     assert shared == [[1, 2, 3, 4], [1, 2, 3, 4, 5]], "behind the text before it, for matches to begin in"
 
 

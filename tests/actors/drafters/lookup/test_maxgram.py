@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from actors.drafters.interface import Context
 from actors.drafters.lookup.maxgram import MaxgramDrafter
 from actors.options import MaxgramDrafterConfig
 from actors.protocol.messages import SamplingParams
-from actors.roles.draft import Context
 
 
 def open_text(drafter, token_ids, request_id=1):

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from actors.drafters.interface import Context
 from actors.drafters.lookup.ngram import NgramDrafter
 from actors.options import NgramDrafterConfig
-from actors.protocol.messages import Draw, SamplingParams, TokenTree
-from actors.roles.draft import Context
+from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 
 
 def context_of(token_ids, request_id=1) -> Context:
@@ -82,7 +82,10 @@ def test_drafts_say_that_their_tokens_were_not_drawn_at_random():
     drafter.open(context)
     (draft,) = drafter.propose([context], [3])
     assert draft.tree == TokenTree.chain(2, [3, 1, 2])
-    assert draft.draws == (Draw.ROOT, *[Draw.DETERMINISTIC] * 3) and draft.laws == (None,) * 4
+    assert (
+        draft.sampling_kinds == (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * 3)
+        and draft.distributions == (None,) * 4
+    )
 
 
 def test_requests_do_not_see_each_others_text():

@@ -8,11 +8,11 @@ import random
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from actors.drafters.interface import Context
 from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.lookup.suffix import SuffixDrafter
 from actors.options import SuffixDrafterConfig
-from actors.protocol.messages import Draw, SamplingParams, TokenTree
-from actors.roles.draft import Context
+from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 
 
 def context_of(token_ids, request_id=1, prompt_len=1) -> Context:
@@ -79,7 +79,10 @@ def test_a_tree_tries_the_likeliest_followers_first():
     assert draft.tree == TokenTree((2, 3, 1, 2), (-1, 0, 1, 2)), "the branch is less likely than the three of the chain"
     wide = propose(make(width=2), text, budget=4).tree
     assert {wide.token_ids[i] for i in wide.children()[0]} == {3, 4}
-    assert draft.draws == (Draw.ROOT, *[Draw.DETERMINISTIC] * 3) and draft.laws == (None,) * 4
+    assert (
+        draft.sampling_kinds == (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * 3)
+        and draft.distributions == (None,) * 4
+    )
 
 
 def test_finished_requests_are_drafted_from_and_running_ones_are_not():

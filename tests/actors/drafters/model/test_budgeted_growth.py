@@ -45,13 +45,13 @@ def test_what_is_kept_is_the_best_of_everything_that_could_have_been_grown(seed)
     """Feeding only what stands loses nothing: the same nodes as from trees grown in full, then cut."""
     choose_ = random.Random(seed)
     depth, width, budgets, shared = 3, 2, [choose_.randint(1, 6) for _ in range(3)], choose_.randint(2, 9)
-    laws: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+    distributions: dict[tuple[int, ...], list[tuple[int, float]]] = {}
 
     def children(path):
-        if path not in laws:
+        if path not in distributions:
             first = choose_.uniform(0.4, 0.9)
-            laws[path] = [(0, math.log(first)), (1, math.log(1 - first))]
-        return laws[path]
+            distributions[path] = [(0, math.log(first)), (1, math.log(1 - first))]
+        return distributions[path]
 
     def path(tree, node):
         tokens = []
@@ -147,7 +147,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sa
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(config, pipeline=pipeline).serve(requests)
-    assert (room.tokens, room.ends) == (plain.tokens, plain.ends) and room.tally.num_accepted_tokens > 0
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends) and room.stats.num_accepted_tokens > 0
 
 
 def test_a_dynamic_tree_may_be_the_base_of_a_cascade(open_room, make_requests):
@@ -156,7 +156,7 @@ def test_a_dynamic_tree_may_be_the_base_of_a_cascade(open_room, make_requests):
     base = ModelDrafterConfig(path="small", strategy=Strategy.dynamic, num_draft_tokens=8, depth=3, width=3)
     levels = (base, ModelDrafterConfig(path="drafter", num_draft_tokens=5))
     room = open_room(CascadeDrafterConfig(levels=levels, tails=(0, 0), num_draft_tokens=5)).serve(requests)
-    assert room.tokens == plain.tokens and room.tally.num_accepted_tokens > 0
+    assert room.tokens == plain.tokens and room.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])

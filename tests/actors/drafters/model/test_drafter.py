@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
+from actors.drafters.interface import Context
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import ModelDrafterConfig, Strategy
-from actors.protocol.messages import Commit, Draw, SamplingParams
-from actors.roles.draft import Context
+from actors.protocol.messages import Commit, SamplingKind, SamplingParams
 from parallel.runtime.runner import Span, open_model
 
 EOS = 1
@@ -119,7 +119,14 @@ def test_a_row_drafts_the_same_alone_and_in_company(open_drafter, shape, rule, t
                 )
             )
             drafted.append(
-                [(draft.tree, draft.draws, [law and law.token_ids for law in draft.laws]) for draft in drafts]
+                [
+                    (
+                        draft.tree,
+                        draft.sampling_kinds,
+                        [distribution and distribution.token_ids for distribution in draft.distributions],
+                    )
+                    for draft in drafts
+                ]
             )
             for context, draft in zip(contexts, drafts, strict=True):
                 judge(drafter, context, draft.tree, (step + context.request_id) % (DEPTH + 1), 5 + step)
@@ -180,22 +187,27 @@ def test_a_chain_costs_one_pass_per_token(open_drafter):
     assert passes == [9, 1, 1, 1], "the text, and every draft token but the last"
 
 
-@pytest.mark.parametrize(("rule", "draw"), [("rejection", Draw.WITHOUT_REPLACEMENT), ("kseq", Draw.IID)])
+@pytest.mark.parametrize(
+    ("rule", "draw"), [("rejection", SamplingKind.WITHOUT_REPLACEMENT), ("kseq", SamplingKind.IID)]
+)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_sampled_drafts_show_the_laws_they_were_drawn_from(open_drafter, shape, rule, draw):
     drafter, _ = open_drafter(shape, rule=rule)
     (context,) = opened(drafter, context_of(1, 9, temperature=1.0))
     (draft,) = drafter.propose([context], [budget_of(shape)])
     tree = draft.tree
-    assert tree.num_draft_tokens > 0 and set(draft.draws[1:]) == {draw}
+    assert tree.num_draft_tokens > 0 and set(draft.sampling_kinds[1:]) == {draw}
     for parent, children in enumerate(tree.children()):
         if not children:
             continue
-        law = draft.laws[parent]
-        assert len(law.token_ids) == len(set(law.token_ids)) <= 8 and abs(sum(law.probs) - 1) < 1e-6
+        distribution = draft.distributions[parent]
+        assert (
+            len(distribution.token_ids) == len(set(distribution.token_ids)) <= 8
+            and abs(sum(distribution.probs) - 1) < 1e-6
+        )
         drawn = [tree.token_ids[child] for child in children]
-        assert set(drawn) <= set(law.token_ids)
-        assert draw is Draw.IID or len(set(drawn)) == len(drawn)
+        assert set(drawn) <= set(distribution.token_ids)
+        assert draw is SamplingKind.IID or len(set(drawn)) == len(drawn)
 
 
 class TestPoolAndContext:

@@ -10,13 +10,13 @@ import torch
 
 import actors.drafters.draft_ahead.drafter
 from actors.drafters.draft_ahead.drafter import AheadDrafter
+from actors.drafters.interface import Context
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.kv_refresh import CalibrationSchedule
 from actors.drafters.model.loading import open_draft_model
 from actors.options import CalibrationPolicy, ModelDrafterConfig, Parallel, SchedulerConfig, Strategy
-from actors.protocol.draft_tree import HypothesisTree
+from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, SamplingParams
-from actors.roles.draft import Context
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import Span, open_model
 
@@ -76,7 +76,7 @@ def test_tokens_and_exact_rows_under_any_policy(open_room, make_requests, check_
 
     room = open_room(replace(SHAPES[shape], **POLICIES[policy]), pipeline=pipeline).serve(requests, compare)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    assert room.tally.num_accepted_tokens > 0
+    assert room.stats.num_accepted_tokens > 0
     if policy == "every":
         assert fuzzy == 0, "fuzzy rows in the committed text"
     elif policy != "mismatch":
@@ -194,7 +194,7 @@ class TestTree:
     """What draft-ahead keeps of its hypotheses when their rows are gone."""
 
     def grown(self):
-        tree = HypothesisTree(0)
+        tree = DraftTree(0)
         tree.expand(0, [1, 2], [-0.1, -1.0])
         tree.expand(1, [3, 4], [-0.2, -2.0])
         return tree

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from actors.options import VerifyRule
-from actors.protocol.messages import Draw
-from actors.verification.rules import ALLOWED, RULES
+from actors.protocol.messages import SamplingKind
 from actors.verification import coupled
+from actors.verification.rules import ALLOWED, RULES
 from cluster.tools.certify import exact
 from cluster.tools.certify.exact import check_exactness
 
 PAIRS = [(rule, kind) for rule in VerifyRule if rule != "coupled" for kind in sorted(ALLOWED[rule])]
 
 
-@pytest.mark.parametrize(("rule", "kind"), [*PAIRS, (VerifyRule.coupled, Draw.DETERMINISTIC)])
+@pytest.mark.parametrize(("rule", "kind"), [*PAIRS, (VerifyRule.coupled, SamplingKind.DETERMINISTIC)])
 def test_a_right_pair_passes(rule, kind):
     check = check_exactness(rule, {kind})
     assert check["passed"] and check["largest_distance"] < 1e-12
@@ -22,12 +22,12 @@ def test_a_right_pair_passes(rule, kind):
 
 
 def test_a_rule_that_accepts_everything_fails(monkeypatch):
-    def accepts_everything(tree, draws, laws, target_row, coins):
+    def accepts_everything(tree, draws, distributions, target_row, random_source):
         leaf = len(tree.parents) - 1
-        return tuple(tree.path_to(leaf)), coins.sample(target_row(leaf), leaf)
+        return tuple(tree.path_to(leaf)), random_source.sample(target_row(leaf), leaf)
 
     monkeypatch.setitem(RULES, "rejection", accepts_everything)
-    assert not check_exactness(VerifyRule.rejection, {Draw.WITHOUT_REPLACEMENT})["passed"]
+    assert not check_exactness(VerifyRule.rejection, {SamplingKind.WITHOUT_REPLACEMENT})["passed"]
 
 
 def test_a_coupled_rule_that_keeps_one_token_too_many_fails(monkeypatch):
@@ -44,9 +44,9 @@ def test_a_coupled_rule_that_keeps_one_token_too_many_fails(monkeypatch):
 
 def test_a_pair_that_is_biased_by_a_percent_fails():
     """What `ALLOWED` forbids: draws without replacement under K-SEQ."""
-    assert not check_exactness(VerifyRule.kseq, {Draw.WITHOUT_REPLACEMENT})["passed"]
+    assert not check_exactness(VerifyRule.kseq, {SamplingKind.WITHOUT_REPLACEMENT})["passed"]
 
 
 def test_an_enumeration_that_cannot_fail_proves_nothing(monkeypatch):
     monkeypatch.setattr(exact, "_broken", lambda rule: [RULES[rule]])
-    assert not check_exactness(VerifyRule.rejection, {Draw.IID})["passed"]
+    assert not check_exactness(VerifyRule.rejection, {SamplingKind.IID})["passed"]

@@ -8,11 +8,11 @@ import pytest
 
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.options import ModelDrafterConfig, VerifyRule
-from actors.protocol.messages import Draw, SparseLaw
+from actors.protocol.messages import SamplingKind, SparseDistribution
 from actors.topology import CascadeDrafterConfig, LevelLengths
-from actors.verification.distributions import Residual
-from actors.verification.random_source import HashCoins
 from actors.verification import rejection
+from actors.verification.distributions import Residual
+from actors.verification.random_source import HashRandomSource
 from cluster.tools.certify import levels
 from cluster.tools.certify.goodness import Fit
 from cluster.tools.certify.levels import check_levels
@@ -28,19 +28,21 @@ CHOSEN = CascadeDrafterConfig(levels=[MODEL] * 2, lengths=LevelLengths.auto)
 @pytest.fixture(autouse=True)
 def rounds_counted_before(monkeypatch):
     """They do not depend on what is enumerated: tests of their own count them."""
-    found = {HashCoins: 0.5, repeats_every_review: 1e-9}
+    found = {HashRandomSource: 0.5, repeats_every_review: 1e-9}
     counted = partial(Fit, "rounds", 400, 16, 0.0, 0.05)
-    monkeypatch.setattr(levels, "fit_rounds", lambda rule, coins=HashCoins: counted(found[coins]))
+    monkeypatch.setattr(
+        levels, "fit_rounds", lambda rule, random_source=HashRandomSource: counted(found[random_source])
+    )
 
 
 @pytest.mark.parametrize(
     ("rule", "drafter", "kind"),
     [
-        (VerifyRule.rejection, TAIL, Draw.DETERMINISTIC),
-        (VerifyRule.rejection, TAIL, Draw.WITHOUT_REPLACEMENT),
-        (VerifyRule.rejection, THREE, Draw.DETERMINISTIC),
-        (VerifyRule.traversal, TAIL, Draw.DETERMINISTIC),
-        (VerifyRule.kseq, CHOSEN, Draw.IID),
+        (VerifyRule.rejection, TAIL, SamplingKind.DETERMINISTIC),
+        (VerifyRule.rejection, TAIL, SamplingKind.WITHOUT_REPLACEMENT),
+        (VerifyRule.rejection, THREE, SamplingKind.DETERMINISTIC),
+        (VerifyRule.traversal, TAIL, SamplingKind.DETERMINISTIC),
+        (VerifyRule.kseq, CHOSEN, SamplingKind.IID),
     ],
 )
 def test_right_levels_pass(rule, drafter, kind):
@@ -53,11 +55,11 @@ def test_a_level_that_resamples_from_its_own_law_fails(monkeypatch):
     """Under k-SEQ levels verify by rejection and the target does not: only they are broken."""
 
     class Unsubtracted(Residual):
-        def subtract(self, law, scale=1.0):
+        def subtract(self, distribution, scale=1.0):
             return 1.0
 
     monkeypatch.setattr(rejection, "Residual", Unsubtracted)
-    check = check_levels(VerifyRule.kseq, TWO, Draw.IID)
+    check = check_levels(VerifyRule.kseq, TWO, SamplingKind.IID)
     assert not check["passed"] and check["largest_distance"] > 1e-3
 
 
@@ -66,22 +68,26 @@ def test_a_wrong_law_that_travels_up_fails(monkeypatch):
 
     def offer(self, *asked):
         draft = right(self, *asked)
-        flat = SparseLaw((0, 1, 2), (1 / 3, 1 / 3, 1 / 3))
-        return type(draft)(draft.tree, draft.draws, tuple(law and flat for law in draft.laws))
+        flat = SparseDistribution((0, 1, 2), (1 / 3, 1 / 3, 1 / 3))
+        return type(draft)(
+            draft.tree, draft.sampling_kinds, tuple(distribution and flat for distribution in draft.distributions)
+        )
 
     monkeypatch.setattr(CascadeDrafter, "_offer", offer)
-    check = check_levels(VerifyRule.rejection, TWO, Draw.IID)
+    check = check_levels(VerifyRule.rejection, TWO, SamplingKind.IID)
     assert not check["passed"] and check["largest_distance"] > 1e-3
 
 
 def test_an_enumeration_that_cannot_fail_proves_nothing(monkeypatch):
-    def right(laws):
-        return levels._two_levels(laws)
+    def right(distributions):
+        return levels._two_levels(distributions)
 
     monkeypatch.setattr(levels, "_BROKEN", (right,))
-    assert not check_levels(VerifyRule.rejection, TWO, Draw.IID)["passed"]
+    assert not check_levels(VerifyRule.rejection, TWO, SamplingKind.IID)["passed"]
 
 
 def test_coins_that_are_met_twice_fail(monkeypatch):
-    monkeypatch.setattr(levels, "fit_rounds", lambda rule, coins=HashCoins: Fit("rounds", 400, 16, 0.0, 0.3, 1e-9))
-    assert not check_levels(VerifyRule.rejection, TWO, Draw.IID)["passed"]
+    monkeypatch.setattr(
+        levels, "fit_rounds", lambda rule, random_source=HashRandomSource: Fit("rounds", 400, 16, 0.0, 0.3, 1e-9)
+    )
+    assert not check_levels(VerifyRule.rejection, TWO, SamplingKind.IID)["passed"]

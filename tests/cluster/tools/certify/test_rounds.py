@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.coordinator.outbox import Ledger
+from actors.coordinator.outbox import Outbox
 from cluster.tools.certify.rounds import fit_rounds, repeats_every_review
 
 
@@ -14,11 +14,11 @@ def test_coins_that_are_met_once_pass_and_those_that_every_review_meets_do_not()
 
 
 def test_coins_that_come_back_when_a_request_is_told_again_are_found(monkeypatch):
-    right = Ledger.admit
+    right = Outbox.admit
 
     def admit(self, sequence):
         right(self, sequence)
         self._admits[-1] = replace(self._admits[-1], admission=0)
 
-    monkeypatch.setattr(Ledger, "admit", admit)
+    monkeypatch.setattr(Outbox, "admit", admit)
     assert fit_rounds("rejection").p_value < 1e-6

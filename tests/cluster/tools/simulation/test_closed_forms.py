@@ -12,7 +12,7 @@ import pytest
 
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree
 from actors.options import ModelDrafterConfig, Strategy
-from actors.policy.ahead import AheadPipeline
+from actors.policy.pipelines import AheadPipeline
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
 
 NUM_TOKENS = 2400

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from cluster.tools.training.architecture import drafter_config
 from cluster.tools.training.continuations import continue_all, continue_greedily
+from cluster.tools.training.distillation import DistillationSet
 from cluster.tools.training.evaluation import (
     acceptance_length,
     agreement_rate,
@@ -19,7 +20,6 @@ from cluster.tools.training.evaluation import (
     overlap,
     spread_rows,
 )
-from cluster.tools.training.lessons import Lessons
 from cluster.tools.training.objectives import cross_entropy, distillation
 
 VOCABULARY = 64
@@ -140,8 +140,8 @@ def test_distillation_is_zero_only_for_equal_models_and_teaches_only_the_student
 def test_lessons_repeat_what_the_teacher_thought_without_asking_again():
     teacher = model(5)
     rows = torch.randint(VOCABULARY, (6, 12), generator=torch.Generator().manual_seed(0))
-    lessons = Lessons(teacher, rows, seed=0)
-    first = [lessons.draw(2) for _ in range(3)]
+    distillation_set = DistillationSet(teacher, rows, seed=0)
+    first = [distillation_set.draw(2) for _ in range(3)]
     assert sorted(torch.cat([tokens for tokens, _ in first]).tolist()) == sorted(rows.tolist())
     thoughts = {tuple(row.tolist()): thought for tokens, hidden in first for row, thought in zip(tokens, hidden)}
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_lessons_repeat_what_the_teacher_thought_without_asking_again():
         teacher.model.norm.weight.zero_()
     for row, thought in zip(rows.tolist(), expected, strict=True):
         assert (thoughts[tuple(row)].float() - thought).abs().mean() < 0.05
-    for tokens, hidden in (lessons.draw(2) for _ in range(3)):
+    for tokens, hidden in (distillation_set.draw(2) for _ in range(3)):
         for row, thought in zip(tokens.tolist(), hidden, strict=True):
             assert torch.equal(thought, thoughts[tuple(row)])
 

@@ -1,4 +1,4 @@
-"""Lessons for a draft model: rows of tokens, and for each what the teacher thought at every position.
+"""DistillationSet for a draft model: rows of tokens, and for each what the teacher thought at every position.
 
 The teacher's last hidden state is kept instead of its distribution: a tenth of the size, and one product away from it.
 It is computed when a row is first drawn, so that later epochs cost no teacher. Knows no student and no loss.
@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 
-class Lessons:
+class DistillationSet:
     """Draws rows in a new order each epoch, together with the teacher's hidden states."""
 
     def __init__(self, teacher: LlamaForCausalLM, rows: torch.Tensor, seed: int) -> None:

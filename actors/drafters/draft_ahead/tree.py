@@ -1,0 +1,95 @@
+"""Which nodes of a draft tree to feed next: the policies in which the asynchronous pipelines differ.
+
+Pure functions of a `DraftTree`; they know tokens and log-probabilities, not where those come from.
+
+Sources: PEARL (arXiv 2408.11850), SSD/Saguaro (2603.03251), SwiftSpec (2506.11309).
+"""
+
+from __future__ import annotations
+
+import math
+
+from actors.protocol.draft_tree import DraftTree
+
+
+def _unfed_offer(tree: DraftTree, width: int) -> list[int]:
+    """Nodes of the proposal that were never fed: without them no continuation behind the whole of it is known."""
+    return [i for i, node in enumerate(tree.nodes) if i and node.offered and node.row < 0 and _can_feed(tree, i)][
+        :width
+    ]
+
+
+def _can_feed(tree: DraftTree, node: int) -> bool:
+    parent = tree.nodes[node].parent
+    return parent == 0 or tree.nodes[parent].row >= 0
+
+
+def run_ahead(tree: DraftTree, width: int, length: int) -> list[int]:
+    """`pearl`: extend the likeliest chain, as if everything were going to be accepted; `length` beyond the proposal."""
+    unfed = _unfed_offer(tree, width)
+    if unfed:
+        return unfed
+    offered = max(node.depth for node in tree.nodes if node.offered)
+    chain = tree.best_chain(offered + 1 + length)
+    if len(chain) > offered + length:
+        return []
+    return [node for node in chain if tree.nodes[node].row < 0 and _can_feed(tree, node)][:1]
+
+
+def enumerate_outcomes(tree: DraftTree, width: int, length: int) -> list[int]:
+    """`branches`: behind every node of the proposal its likeliest outcomes, each continued as a chain of `length`.
+
+    Outcomes compete by the probability of their whole path, so stop nodes get their fan-out without a table such as
+    the geometric one of SSD: the deeper a stop, the less likely, and the fewer outcomes it keeps.
+    """
+    unfed = _unfed_offer(tree, width)
+    outcomes = [
+        child for node in tree.nodes if node.offered for child in node.children if not tree.nodes[child].offered
+    ]
+    outcomes.sort(key=lambda node: -tree.nodes[node].value)
+    tips = []
+    for outcome in outcomes:
+        if len(tips) == width - len(unfed):
+            break
+        tip, steps = outcome, 1
+        while tree.nodes[tip].row >= 0 and tree.nodes[tip].children and steps < length:
+            tip, steps = tree.nodes[tip].children[0], steps + 1
+        if tree.nodes[tip].row < 0:
+            tips.append((steps, tip))
+    # The pass that the end of the proposal needs anyway takes the other outcomes' first step along.
+    return unfed + [tip for _, tip in sorted(tips, key=lambda tip: (tip[0], -tree.nodes[tip[1]].value))]
+
+
+def grow_best(tree: DraftTree, width: int, length: int) -> list[int]:
+    """`tree`: expand the likeliest unfed nodes of the whole tree, wherever they are; `length` bounds their depth."""
+    del length
+    leaves = [i for i, node in enumerate(tree.nodes) if i and node.row < 0 and _can_feed(tree, i)]
+    return sorted(leaves, key=lambda i: -tree.nodes[i].value)[:width]
+
+
+AHEAD_WORTH = 0.03
+"""Accepted tokens that a pass of draft-ahead must be expected to add. Less is not worth its energy nor, where the roles
+share memory or caches, what it costs the target: on two cores of one machine a drafter that never rests slows target
+passes by a tenth and more. On devices of their own the rest costs at most 2 % of the speed (simulated)."""
+
+REDRAFT_WORTH = 0.5
+"""Accepted tokens that a pass must be expected to add to a draft for which the target waits."""
+
+
+def redraft(tree: DraftTree, width: int, depth: int) -> list[int]:
+    """After a miss, while the target waits: a chain (`width` 1) or levels of `width` nodes, up to `depth`.
+
+    Ends as soon as the next pass would bring too little: the target's time is worth about E tokens a pass, so a draft
+    pass that takes a fifth of it must add about E / 5. Simulated, one to three passes are best for any acceptance.
+    """
+    if width == 1:
+        nodes = [node for node in tree.best_chain(depth - 1) if tree.nodes[node].row < 0][:1]
+    else:
+        nodes = [node for node in grow_best(tree, width, depth) if tree.nodes[node].depth < depth]
+    # A node's child is taken to be as likely as the mean step of the path to it.
+    gain = sum(math.exp(tree.nodes[node].value * (1 + 1 / tree.nodes[node].depth)) for node in nodes)
+    return nodes if gain > REDRAFT_WORTH else []
+
+
+AHEAD = {"pearl": run_ahead, "branches": enumerate_outcomes, "tree": grow_best}
+"""Policy of each asynchronous pipeline: (tree, width, length) -> nodes to feed next, none when there is no more use."""
