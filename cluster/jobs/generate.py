@@ -23,9 +23,10 @@ from cluster.engine import Engine, EngineError
 from cluster.io.console import Terminal, figure, percent
 from cluster.io.prompts import Prompt, read_prompts
 from cluster.io.resume import take_up
-from cluster.jobs.run_prompts import Run, Served, serve_prompts
 from cluster.observability import timeline
 from cluster.observability.report import circumstances, figures, mean_draft_length, request_metrics, write_json
+from cluster.observability.results import Run, Served
+from cluster.run_prompts import serve_prompts
 
 REPORT_EVERY_S = 5.0
 WARMUP_TOKENS = 16

@@ -19,7 +19,7 @@ from actors.options import VerifyRule
 from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
 from cluster.config.schema import LaunchConfig
-from cluster.jobs.run_prompts import Run, Served
+from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
 
 PACKAGE = "specdec"

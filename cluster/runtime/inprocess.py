@@ -24,8 +24,8 @@ from actors.worker.logs import LogSpec, close_logs, open_logs
 from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
+from cluster.runtime.delay_proxy import Relay
 from cluster.runtime.specs import rank_spec, successor
-from cluster.tools.chaos.delay_proxy import Relay
 from parallel.comm.rendezvous import host_store
 
 _LOOPBACK = "127.0.0.1"

@@ -30,10 +30,10 @@ from cluster.config.schema import LaunchConfig
 from cluster.observability.metrics import make_ray_watch, metric_labels
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
 from cluster.placement.relocation import NoRoom, relocate
+from cluster.runtime.delay_proxy import Relay
 from cluster.runtime.ray_nodes import await_head, await_layout, free_nodes, living_hosts
 from cluster.runtime.ray_reservation import Reservation, on_node
 from cluster.runtime.specs import rank_spec, successor
-from cluster.tools.chaos.delay_proxy import Relay
 
 _LOOPBACK = "127.0.0.1"
 _PORT_PATIENCE_S = 10.0

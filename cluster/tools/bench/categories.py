@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cluster.jobs.run_prompts import Served
+from cluster.observability.results import Served
 from cluster.tools.bench.sides import SPECULATIVE, Trial
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from cluster.jobs.run_prompts import Run
 from cluster.observability.report import decode_ms_per_token, figures, num_unequal_requests
+from cluster.observability.results import Run
 from cluster.tools.bench.categories import by_category
 from cluster.tools.bench.sides import PLAIN, SPECULATIVE, Trial, peer_sides
 

@@ -18,7 +18,7 @@ from actors.protocol.messages import SamplingParams
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.io.text import read_eos_token_ids
-from cluster.jobs.run_prompts import Run, Served
+from cluster.observability.results import Run, Served
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.prompts import Task
 from cluster.tools.bench.sides import ASSISTED, TRANSFORMERS

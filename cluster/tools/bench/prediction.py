@@ -13,8 +13,8 @@ from actors.options import DrafterConfig, PipelineName, Strategy
 from actors.policy.cascade_model import LevelCost, measured_cost, tokens_per_s
 from actors.protocol.messages import LevelWork
 from actors.topology import CascadeDrafterConfig, LevelLengths
-from cluster.jobs.run_prompts import Run
 from cluster.observability.report import decode_ms_per_token
+from cluster.observability.results import Run
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.sides import SPECULATIVE, Trial
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.jobs.run_prompts import Run
+from cluster.observability.results import Run
 
 SPECULATIVE = "speculative"
 PLAIN = "plain"

@@ -13,7 +13,8 @@ from cluster.config.schema import BenchConfig, LaunchConfig
 from cluster.engine import Engine, EngineError
 from cluster.io.console import Bar
 from cluster.io.prompts import Prompt
-from cluster.jobs.run_prompts import Run, serve_prompts
+from cluster.observability.results import Run
+from cluster.run_prompts import serve_prompts
 from cluster.tools.bench.engines import EnginePool
 from cluster.tools.bench.machine import resident_bytes
 from cluster.tools.bench.peers import PEERS, Peer

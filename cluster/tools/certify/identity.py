@@ -15,7 +15,8 @@ from actors.sampling.logits import is_greedy
 from cluster.completion import EngineError
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
-from cluster.jobs.run_prompts import Run, serve_prompts
+from cluster.observability.results import Run
+from cluster.run_prompts import serve_prompts
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from actors.protocol.messages import SamplingParams
 from actors.transport.channel import Link
 from cluster.completion import Completion
 from cluster.engine import EngineError
-from cluster.tools.chaos.delay_proxy import Relay
+from cluster.runtime.delay_proxy import Relay
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push", "for i in range(10): é😀"]
 GREEDY = SamplingParams(max_tokens=24)

@@ -10,7 +10,6 @@ from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
 from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig
 from cluster.io.prompts import Prompt
-from cluster.jobs.run_prompts import Run, Served
 from cluster.observability.report import (
     CIRCUMSTANCES,
     FIGURES,
@@ -25,6 +24,7 @@ from cluster.observability.report import (
     versions,
     write_json,
 )
+from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
 
 PROMISED = [

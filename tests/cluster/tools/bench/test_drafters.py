@@ -10,7 +10,7 @@ from actors.options import ModelDrafterConfig, NgramDrafterConfig, PipelineConfi
 from actors.policy.cascade_model import LevelCost, tokens_per_s
 from actors.topology import CascadeDrafterConfig, LevelLengths
 from cluster.io.prompts import Prompt
-from cluster.jobs.run_prompts import Run, Served
+from cluster.observability.results import Run, Served
 from cluster.tools.bench.drafters import choices, comparisons, drafter_table, write_markdown
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.prediction import drafting_figures

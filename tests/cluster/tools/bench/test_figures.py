@@ -8,7 +8,7 @@ import pytest
 
 from actors.protocol.messages import RequestStats
 from cluster.io.prompts import Prompt
-from cluster.jobs.run_prompts import Run, Served
+from cluster.observability.results import Run, Served
 from cluster.tools.bench.figures import ratios, spread, summarise
 from cluster.tools.bench.plots import draw_acceptance, draw_speed
 from cluster.tools.bench.prediction import DRAFTING

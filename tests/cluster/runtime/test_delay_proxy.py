@@ -11,7 +11,7 @@ from actors.protocol.messages import Abort
 from actors.protocol.sampling_params import SamplingParams
 from actors.transport.channel import Hub, Link, open_hub
 from cluster.config.schema import ClusterConfig, ClusterName
-from cluster.tools.chaos.delay_proxy import Relay
+from cluster.runtime.delay_proxy import Relay
 
 DELAY_S = 0.05
 ANY_PORT = "tcp://127.0.0.1:*"

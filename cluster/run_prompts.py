@@ -8,52 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
 
-from actors.coordinator.stats import Span
-from actors.protocol.messages import RequestStats, SamplingParams
+from actors.protocol.messages import SamplingParams
 from cluster.completion import Completion, EngineError
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """How one request ended. `error` is set where it failed; it may have got tokens before that."""
-
-    index: int
-    prompt: Prompt
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    finish_reason: str = "error"
-    error: str | None = None
-    stats: RequestStats = field(default_factory=RequestStats)
-    ttft_s: float | None = None
-    latency_s: float | None = None
-
-
-@dataclass(slots=True)
-class Run:
-    """The requests of one run in the order they ended, and what the coordinator counted meanwhile."""
-
-    requests: list[Served] = field(default_factory=list)
-    wall_s: float = 0.0
-    counters: dict[str, object] = field(default_factory=dict)
-    spans: tuple[Span, ...] = ()
-    interrupted: bool = False
-
-    @property
-    def completed(self) -> list[Served]:
-        """Without the failed ones, in the order of the prompts."""
-        return sorted((one for one in self.requests if one.error is None), key=lambda one: one.index)
-
-    @property
-    def failed(self) -> list[Served]:
-        return sorted((one for one in self.requests if one.error is not None), key=lambda one: one.index)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(one.token_ids) for one in self.requests)
+from cluster.observability.results import Run, Served
 
 
 def serve_prompts(

@@ -10,7 +10,7 @@ import pytest
 from actors.protocol.messages import Report, RequestStats, SamplingParams
 from cluster.completion import EngineError
 from cluster.io.prompts import Prompt
-from cluster.jobs.run_prompts import serve_prompts
+from cluster.run_prompts import serve_prompts
 
 GIVE_UP_S = 30
 PROMPTS = [Prompt(f"prompt {index}") for index in range(6)]
