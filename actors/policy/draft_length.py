@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from math import log2
 from typing import Protocol
 
-from actors.policy.estimators import RequestAcceptance, RoundCosts, Survival
+from actors.policy.estimators import Ewma, RequestAcceptance, RoundCosts, Survival
 from actors.policy.speculation_switch import Mode, SpeculationSwitch
 
 FIRST_LENGTH = 4
 """Draft tokens until costs are measured, if the bounds allow."""
 SWAY = 6
 """Every so many rounds drafts are a token shorter or longer than seems best."""
+_PLAIN_MEMORY = 0.8
 FIRST_RETRY, MAX_RETRY = 16, 512
 """Rounds after which a request without drafts is tried again; doubles each time nothing is accepted."""
 
@@ -113,7 +114,7 @@ class _Pace:
     """What rounds cost."""
 
     costs: RoundCosts = field(default_factory=RoundCosts)
-    plain_verify_s: float | None = None
+    plain_verify_s: Ewma = field(default_factory=lambda: Ewma(_PLAIN_MEMORY))
 
 
 @dataclass(slots=True)
@@ -189,8 +190,7 @@ class AdaptiveControl:
             mean = sum(offer.num_draft_tokens for offer in drafted) / seen.num_sequences
             pace.costs.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
         elif not drafted:
-            known = pace.plain_verify_s
-            pace.plain_verify_s = seen.verify_s if known is None else 0.8 * known + 0.2 * seen.verify_s
+            pace.plain_verify_s.update(seen.verify_s)
         self._load.guard.update(
             seen.num_tokens,
             seen.seconds,
@@ -216,8 +216,7 @@ class AdaptiveControl:
         kind = _kind(seen.num_running, seen.mean_len)
         _, context = kind
         if context not in self._survivals:
-            self._survivals[context] = Survival(self._longest)
-            self._survivals[context].chances = list(self._survival.chances)
+            self._survivals[context] = Survival(self._longest, like=self._survival)
         if kind not in self._loads:
             self._loads[kind] = _Load(guard=self._like(kind).guard.like())
         return self._loads[kind], self._survivals[context]
@@ -250,9 +249,10 @@ class AdaptiveControl:
         costs = pace.costs
         if not costs.gap.weight:
             return
-        per_token = costs.rates(pace.plain_verify_s)
+        per_token = costs.per_token_s(pace.plain_verify_s.mean)
+        tokens = self._survival.expected()
         speeds = {
-            length: self._survival.expected(length) / costs.seconds(length, per_token)
+            length: tokens[length] / costs.seconds(length, per_token)
             for length in range(max(1, self._shortest), self._longest + 1)
         }
         self._length = max(speeds, key=lambda length: speeds[length])
@@ -268,9 +268,11 @@ class AdaptiveControl:
         `speed` is tokens per second of one sequence. A drafting pass costs `draft_s` however few take part in it.
         """
         lengths = dict.fromkeys(self._request_acceptance.keys() - self._retries.keys(), self._shortest)
+        ratios = {request_id: self._request_acceptance[request_id].ratio() for request_id in lengths}
+        average = self._survival.chances
         for place in range(self._shortest + 1, self._longest + 1):
             chances = {
-                request_id: self._request_acceptance[request_id].chance(self._survival, place)
+                request_id: average[place - 1] * ratios[request_id] ** place
                 for request_id, length in lengths.items()
                 if length == place - 1
             }

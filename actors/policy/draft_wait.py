@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from actors.policy.estimators import OUTLIER, Ewma
+
 _MEMORY = 0.9
 """Weight of the past in the running means: about the last ten rounds count."""
-_HICCUP = 2.0
-"""A pass that takes longer than so many times the mean is counted as that."""
 _WINDOW = 8
 """Answers whose delay counts: so few that a drafter which was late is trusted again soon."""
 JITTER_S = 5e-3
@@ -48,22 +48,23 @@ class Costs:
     weighs: bool = True
     longest_draft: int = 1
     """Draft tokens of a proposal, at most: what it may bring as long as nothing else was measured."""
-    verify_s: float = 0.0
-    _tokens: float = 0.0
-    _weight: float = 0.0
+    verify_s: Ewma = field(default_factory=lambda: Ewma(_MEMORY, OUTLIER))
+    _tokens: Ewma = field(init=False)
     _reads_s: float = 0.0  # of passes over prompts, which only stand in for those that decode
     _first_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _rest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    def __post_init__(self) -> None:
+        self._tokens = Ewma(_MEMORY, mean=self._hope, weight=1.0)
 
     def update_verify(self, seconds: float, *, reads_prompt: bool) -> None:
         if reads_prompt:
             self._reads_s = seconds
         else:
-            self.verify_s = _blend(self.verify_s, min(seconds, _HICCUP * self.verify_s or seconds))
+            self.verify_s.update(seconds)
 
     def update_acceptance(self, length: int) -> None:
-        self._tokens = _MEMORY * self._tokens + length
-        self._weight = _MEMORY * self._weight + 1
+        self._tokens.update(length)
 
     def update_delay(self, seconds: float, *, rest: bool) -> None:
         """Seconds from an order to the first answer, or from that to the `rest` of it."""
@@ -97,8 +98,7 @@ class Costs:
     @property
     def acceptance_len(self) -> float:
         """Tokens of a pass with a draft, its own included; the hope counts as one observation, and is forgotten."""
-        hope = 1 - (1 - _MEMORY) * self._weight  # its weight: that of the others comes to 1 / (1 - _MEMORY)
-        return (hope * self._hope + self._tokens) / (hope + self._weight)
+        return self._tokens.mean
 
     @property
     def _hope(self) -> float:
@@ -108,13 +108,9 @@ class Costs:
         """Seconds in which the target would make as many tokens without the drafts that are awaited as they bring."""
         gained = standing.num_expecting * (acceptance_len - 1)
         ready, plain = standing.num_ready * acceptance_len, standing.num_expecting + standing.num_plain
-        return gained / (ready + plain) * (self.verify_s or self._reads_s)
+        return gained / (ready + plain) * (self.verify_s.mean or self._reads_s)
 
 
 def _saves(delays: Collection[float], bound_s: float) -> bool:
     """Whether waiting for at most `bound_s` would have saved time: all of it is lost where the delay was longer."""
     return not delays or sum(bound_s - delay if delay <= bound_s else -bound_s for delay in delays) > 0
-
-
-def _blend(mean: float, value: float) -> float:
-    return value if not mean else _MEMORY * mean + (1 - _MEMORY) * value

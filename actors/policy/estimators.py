@@ -1,82 +1,58 @@
-"""What recent rounds taught: how likely each draft token is to be kept, and what a longer draft costs.
+"""Running estimates of acceptance and of cost: the exponentially weighted mean and line, and what is built on them.
 
-Running estimates on counts and seconds that others measured; no clock, no decision. All forget at a fixed rate, so
-they follow a text or a machine that changes, and hold a few numbers however long the engine runs.
+Every running estimate of the engine is an `Ewma` or a `LinearFit`. Both forget at a fixed rate per observation, so they
+follow a text or a machine that changes, and hold a few numbers however long the engine runs. No clock, no decision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 MEMORY = 0.97
-"""Weight of the past per observation: about the last thirty proposals or rounds count."""
-_LONG_MEMORY = 0.99
-_HICCUP = 2.0
-"""What takes longer than so many times the mean is counted as that: it is the machine's, not the draft's."""
-_HEARSAY = 0.995
-"""The same for what was not observed itself but follows from its neighbours."""
-_HOPE = 0.7
-"""Chance of a node before anything was measured."""
-
-
-class Survival:
-    """P(node i of a proposal is accepted): for a chain, that its first i tokens are; by place in a tree otherwise."""
-
-    def __init__(self, longest: int) -> None:
-        self.chances = [_HOPE ** (i + 1) for i in range(longest)]
-        self._weights = [0.0] * longest
-
-    def update(self, num_offered: int, path: Sequence[int]) -> None:
-        """Of nodes 1, 2, ... `num_offered` those in `path` were accepted."""
-        kept = set(path)
-        for i in range(num_offered):
-            weight = self._weights[i] = MEMORY * self._weights[i] + 1
-            self.chances[i] += ((i + 1 in kept) - self.chances[i]) / weight
-            self.chances[i] = max(self.chances[i], 1e-6)
-        # What was not offered slowly becomes what the nodes before it suggest, or an old opinion would never be tested.
-        step = self.chances[num_offered - 1] ** (1 / num_offered)
-        for i in range(num_offered, len(self.chances)):
-            self._weights[i] *= _HEARSAY
-            trust = min(self._weights[i] * (1 - MEMORY), 1.0) * _HEARSAY
-            self.chances[i] = trust * self.chances[i] + (1 - trust) * self.chances[i - 1] * step
-
-    def step(self, place: int) -> float:
-        """P(node `place`, from 0 on, is accepted, given that the one before it is)."""
-        return min(1.0, self.chances[place] / self.chances[place - 1]) if place else self.chances[0]
-
-    def expected(self, length: int) -> float:
-        """Tokens a proposal of `length` nodes brings, the target's own included."""
-        return 1 + sum(self.chances[:length])
-
-
-_BELIEF = 4.0
-"""Steps after which a request's own record counts as much as that of all."""
+"""Default weight of the past per observation: about the last 30 observations count."""
+OUTLIER = 2.0
+"""A time above this many means is counted as this many: the machine paused, the cost did not change."""
+_CLAMP_FROM = 4.0
+"""Weight from which on outliers are clamped; below it the mean is not known well enough."""
 
 
 @dataclass(slots=True)
-class RequestAcceptance:
-    """How one request fares beside the average: steps of its drafts that were accepted, and that should have been."""
+class Ewma:
+    """Exponentially weighted mean: while few observations have been made, their plain average.
 
-    accepted: float = 0.0
-    expected: float = 0.0
+    `weight` is the sum of the decayed weights of the observations, at most 1 / (1 - `memory`); `total` is their decayed
+    sum. A prior is a `mean` with a `weight` of its own, 0 if the first observation shall replace it. With `outlier`,
+    an observation above that many means is clamped.
+    """
 
-    def update(self, num_ordered: int, num_accepted: int, average: Survival) -> None:
-        """The steps tested are those that were accepted and the one behind them."""
-        self.accepted = MEMORY * self.accepted + num_accepted
-        tested = range(min(num_accepted + 1, num_ordered))
-        self.expected = MEMORY * self.expected + sum(average.step(place) for place in tested)
+    memory: float = MEMORY
+    outlier: float = 0.0
+    mean: float = 0.0
+    weight: float = 0.0
 
-    def chance(self, average: Survival, place: int) -> float:
-        """P(its node at `place`, from 1 on, is accepted)."""
-        ratio = (self.accepted + _BELIEF) / (self.expected + _BELIEF)
-        return average.chances[place - 1] * min(ratio, 1.25) ** place
+    def update(self, value: float, count: float = 1.0) -> None:
+        """Observe `value`, the mean of `count` observations made at once."""
+        if self.outlier and self.weight > _CLAMP_FROM:
+            value = min(value, self.outlier * self.mean)
+        self.weight = self.memory * self.weight + count
+        self.mean += (value - self.mean) * count / self.weight
+
+    def decay(self, share: float) -> None:
+        """Keep the mean, but only this `share` of its weight against observations to come."""
+        self.weight *= share
+
+    @property
+    def total(self) -> float:
+        return self.mean * self.weight
 
 
 @dataclass(slots=True)
-class Line:
-    """Running least squares of y on x, drawn towards a slope that is expected where x hardly varied."""
+class LinearFit:
+    """Exponentially weighted least squares of y on x, with a prior for the slope where x hardly varied."""
 
+    memory: float = MEMORY
     weight: float = 0.0
     mean_x: float = 0.0
     mean_y: float = 0.0
@@ -84,9 +60,9 @@ class Line:
     _cov: float = 0.0
 
     def update(self, x: float, y: float) -> None:
-        if self.weight > 4:
-            y = min(y, _HICCUP * self.mean_y)
-        self.weight = MEMORY * self.weight + 1
+        if self.weight > _CLAMP_FROM:
+            y = min(y, OUTLIER * self.mean_y)
+        self.weight = self.memory * self.weight + 1
         share = 1 / self.weight
         off_x, off_y = x - self.mean_x, y - self.mean_y
         self.mean_x += share * off_x
@@ -94,32 +70,111 @@ class Line:
         self._var_x = (1 - share) * (self._var_x + share * off_x * off_x)
         self._cov = (1 - share) * (self._cov + share * off_x * off_y)
 
-    def slope(self, expected: float, stiffness: float) -> float:
-        """`stiffness` is the variance of x at which measurement and expectation weigh the same."""
-        return max(0.0, (self._cov + stiffness * expected) / (self._var_x + stiffness))
+    def slope(self, prior: float, stiffness: float) -> float:
+        """Slope, at least 0; `stiffness` is the variance of x at which measurement and `prior` weigh the same."""
+        return max(0.0, (self._cov + stiffness * prior) / (self._var_x + stiffness))
+
+    def at(self, x: float, slope: float, least: float = 0.0) -> float:
+        """y at `x` on the line of this `slope` through the means; at least the part `least` of the mean y."""
+        return max(least * self.mean_y, self.mean_y + (x - self.mean_x) * slope)
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+_FIRST_CHANCE = 0.7
+"""Acceptance per draft token that is expected before anything was measured."""
+_LEAST_CHANCE = 1e-6
+_UNOFFERED_DECAY = 0.995
+"""Weight that the estimate of a node keeps in each round that did not offer the node."""
+
+
+class Survival:
+    """P(node i of a proposal is accepted): for a chain, that its first i tokens are; by place in a tree otherwise."""
+
+    def __init__(self, longest: int, like: Survival | None = None) -> None:
+        means = like.chances if like is not None else [_FIRST_CHANCE ** (i + 1) for i in range(longest)]
+        self._places = [Ewma(mean=mean) for mean in means]
+
+    @property
+    def chances(self) -> list[float]:
+        return [place.mean for place in self._places]
+
+    def update(self, num_offered: int, path: Sequence[int]) -> None:
+        """Of nodes 1, 2, ... `num_offered` those in `path` were accepted."""
+        places = self._places
+        for i in range(num_offered):
+            places[i].update(i + 1 in path)
+            places[i].mean = max(places[i].mean, _LEAST_CHANCE)
+        # A place that was not offered drifts towards the extrapolation from the places before it; else an estimate from
+        # an earlier text would keep drafts short for ever.
+        step = places[num_offered - 1].mean ** (1 / num_offered)
+        for i in range(num_offered, len(places)):
+            place = places[i]
+            place.decay(_UNOFFERED_DECAY)
+            kept = min(place.weight * (1 - place.memory), 1.0) * _UNOFFERED_DECAY
+            place.mean = kept * place.mean + (1 - kept) * places[i - 1].mean * step
+
+    def step(self, place: int) -> float:
+        """P(node `place`, from 0 on, is accepted | the node before it is)."""
+        chance = self._places[place].mean
+        return min(1.0, chance / self._places[place - 1].mean) if place else chance
+
+    def expected(self) -> list[float]:
+        """Tokens of a target pass over a proposal of 0, 1, 2, ... nodes, the target's own token included."""
+        return list(accumulate(self.chances, initial=1.0))
+
+
+_AVERAGE_STEPS = 4.0
+"""Draft tokens tested after which a request's own acceptance weighs as much as the average of all requests."""
+_MOST_OVER_AVERAGE = 1.25
+
+
+@dataclass(slots=True)
+class RequestAcceptance:
+    """One request against the average: draft tokens of it that were accepted, and that the average expects to be."""
+
+    accepted: Ewma = field(default_factory=Ewma)
+    expected: Ewma = field(default_factory=Ewma)
+
+    def update(self, num_ordered: int, num_accepted: int, average: Survival) -> None:
+        """The tokens tested are the accepted ones and the first rejected one."""
+        self.accepted.update(num_accepted)
+        tested = range(min(num_accepted + 1, num_ordered))
+        self.expected.update(sum(average.step(place) for place in tested))
+
+    def ratio(self) -> float:
+        """Acceptance per draft token, relative to the average."""
+        ratio = (self.accepted.total + _AVERAGE_STEPS) / (self.expected.total + _AVERAGE_STEPS)
+        return min(ratio, _MOST_OVER_AVERAGE)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+_RATE_MEMORY = 0.99
 
 
 @dataclass(slots=True)
 class Rate:
     """Tokens per second of recent rounds of one kind: about the last hundred."""
 
-    tokens: float = 0.0
-    seconds: float = 0.0
-    weight: float = 0.0
+    tokens: Ewma = field(default_factory=lambda: Ewma(_RATE_MEMORY))
+    seconds: Ewma = field(default_factory=lambda: Ewma(_RATE_MEMORY, OUTLIER))
 
     def update(self, num_tokens: int, seconds: float) -> None:
-        if self.weight > 4:
-            seconds = min(seconds, _HICCUP * self.seconds / self.weight)
-        self.tokens = _LONG_MEMORY * self.tokens + num_tokens
-        self.seconds = _LONG_MEMORY * self.seconds + seconds
-        self.weight = _LONG_MEMORY * self.weight + 1
+        self.tokens.update(num_tokens)
+        self.seconds.update(seconds)
+
+    @property
+    def num_rounds(self) -> float:
+        """Decayed number of rounds that were measured."""
+        return self.tokens.weight
 
     @property
     def per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.tokens.mean / self.seconds.mean if self.seconds.mean else 0.0
 
 
-_STIFFNESS = 0.1
+_LENGTH_STIFFNESS = 0.1
 """Variance of draft lengths at which their measured cost and the expected one weigh the same."""
 
 
@@ -128,28 +183,29 @@ class RoundCosts:
     """Seconds of a round with speculation as a function of draft length.
 
     Two lines: the time in which the target does not work, against the longest draft (drafting, messages, waiting), and
-    the target's pass, against the mean draft. Whether drafting is hidden behind the target then shows by itself.
+    the target's pass, against the mean draft. The slope of the first tells whether the target's pass hides drafting.
     """
 
-    gap: Line = field(default_factory=Line)
-    verify: Line = field(default_factory=Line)
-    draft_s: Line = field(default_factory=Line)
+    gap: LinearFit = field(default_factory=LinearFit)
+    verify: LinearFit = field(default_factory=LinearFit)
+    draft_s: LinearFit = field(default_factory=LinearFit)
 
     def update(self, longest: int, mean: float, seconds: float, verify_s: float, draft_s: float) -> None:
         self.gap.update(longest, max(0.0, seconds - verify_s))
         self.verify.update(mean, verify_s)
         self.draft_s.update(longest, draft_s)
 
-    def rates(self, plain_verify_s: float | None) -> tuple[float, float]:
-        """Seconds that one more draft token for everybody costs: while drafting, and in the target's pass."""
+    def per_token_s(self, plain_verify_s: float) -> tuple[float, float]:
+        """Seconds that one more draft token for every request costs: outside the target's pass, and in it.
+
+        `plain_verify_s` is the mean target pass without drafts; 0: not measured.
+        """
         drafted = self.draft_s.mean_y / self.draft_s.mean_x if self.draft_s.mean_x else 0.0
         read = 0.0
-        if plain_verify_s is not None and self.verify.mean_x:
+        if plain_verify_s and self.verify.mean_x:
             read = max(0.0, self.verify.mean_y - plain_verify_s) / self.verify.mean_x
-        return self.gap.slope(drafted, _STIFFNESS), self.verify.slope(read, _STIFFNESS)
+        return self.gap.slope(drafted, _LENGTH_STIFFNESS), self.verify.slope(read, _LENGTH_STIFFNESS)
 
-    def seconds(self, length: int, rates: tuple[float, float]) -> float:
-        """Of a round in which everybody gets a draft of this length."""
-        gap = self.gap.mean_y + (length - self.gap.mean_x) * rates[0]
-        verify = self.verify.mean_y + (length - self.verify.mean_x) * rates[1]
-        return max(0.0, gap) + max(0.5 * self.verify.mean_y, verify)
+    def seconds(self, length: int, per_token_s: tuple[float, float]) -> float:
+        """Seconds of a round in which every request gets a draft of this length."""
+        return self.gap.at(length, per_token_s[0]) + self.verify.at(length, per_token_s[1], least=0.5)

@@ -78,8 +78,8 @@ class SpeculationSwitch:
     def gain(self) -> float | None:
         """Measured speed of speculation over plain decoding, between rounds that read as much of prompts."""
         both = self._both()
-        seconds = sum(rate.seconds for rate, _ in both)
-        return sum(rate.tokens / plain.per_s for rate, plain in both) / seconds if seconds else None
+        seconds = sum(rate.seconds.total for rate, _ in both)
+        return sum(rate.tokens.total / plain.per_s for rate, plain in both) / seconds if seconds else None
 
     def findings(self) -> dict[str, str | float | None]:
         """What it measured last and concluded from it; tokens per second of rounds that read no prompts."""
@@ -138,7 +138,7 @@ class SpeculationSwitch:
         self.mode, self._rounds, self._late_rounds = mode, 0, 0
 
     def _judge_speculation(self) -> None:
-        tokens = sum(rate.tokens for rate, _ in self._both())
+        tokens = sum(rate.tokens.total for rate, _ in self._both())
         if self._is_known() and self.gain < 1 - DOUBT / tokens**0.5:
             stale = self._rounds > STALE
             self._enter(Mode.probe if stale else Mode.rest)
@@ -164,5 +164,5 @@ class SpeculationSwitch:
 
     def _is_known(self) -> bool:
         both = self._both()
-        plain, speculative = sum(plain.weight for _, plain in both), sum(rate.weight for rate, _ in both)
+        plain, speculative = sum(plain.num_rounds for _, plain in both), sum(rate.num_rounds for rate, _ in both)
         return plain > PROBE_ROUNDS - 1 and speculative > FIRST_PROBE - 1

@@ -47,14 +47,14 @@ class DraftRole:
 
     def width(self) -> int:
         """Of the next step: its argument. What was measured here decides for all ranks of the role."""
-        return self.drafter.width(self._width_chooser, self._timing.distance_s) if self.adapts else 0
+        return self.drafter.width(self._width_chooser, self._timing.interval_s) if self.adapts else 0
 
     def work(self, width: int = 0) -> None:
         started = self.clock()
         step = self.drafter.work(width)
         finished = self.clock()
         self._ahead.append((started, finished, step.glued))
-        self._timing.stepped(started, finished)
+        self._timing.record_pass(started, finished)
         if step.num_rows and not step.glued:
             self._width_chooser.update(step.num_rows, finished - started)
 
@@ -64,16 +64,16 @@ class DraftRole:
 
     def preview(self, *, last: bool) -> DraftPreviewBatch | None:
         """What is prepared and not told yet, if it is time for that; `last` if nothing more will be prepared."""
-        if not last and not self._timing.is_time_to_tell(self.clock()):
+        if not last and not self._timing.is_preview_due(self.clock()):
             return None
         previews = self.drafter.previews()
         return DraftPreviewBatch(tuple(previews)) if previews else None
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
-        self._timing.arrived(self.clock())
+        self._timing.record_arrival(self.clock())
         yield from self._answers(batch)
         if any(order.num_draft_tokens for order in batch.orders):
-            self._timing.answered(self.clock())
+            self._timing.record_answer(self.clock())
 
     def _answers(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         started = self.clock()
@@ -82,7 +82,7 @@ class DraftRole:
         misses = [(context, budget) for context, budget in asked if not self.drafter.prepared(context)]
         ahead, self._ahead = tuple(self._ahead), []
         if hits:
-            self._timing.told_too_late()
+            self._timing.preview_missed()
         if hits or (misses and self.drafter.works_ahead):
             proposals = self._propose(hits, prepared=True)
             levels = self.drafter.account()
@@ -127,7 +127,7 @@ class DraftRole:
             context = self.contexts[order.request_id]
             if order.taken is not None:
                 self.drafter.take(context, order.num_draft_tokens, order.taken)
-                self._timing.told_in_time()
+                self._timing.preview_used()
             else:
                 wanted.append((context, order.num_draft_tokens))
         idle = [context for context, budget in wanted if not budget]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.policy.cascade_model import CascadeCosts, acceptance_of, best_lengths
-from actors.policy.estimators import Line
+from actors.policy.estimators import LinearFit
 from actors.protocol.messages import LevelWork, TokenTree
 
 TARGET = -1
@@ -107,7 +107,7 @@ class LengthControl(Lengths):
     lengths: tuple[int, ...] = ()
     _passes: defaultdict[tuple[int, bool], _Passes] = field(default_factory=lambda: defaultdict(_Passes))
     _judged: defaultdict[tuple[int, int], _Judged] = field(default_factory=lambda: defaultdict(_Judged))
-    _away: Line = field(default_factory=Line)
+    _away: LinearFit = field(default_factory=LinearFit)
     _left_at: float | None = None
     _num_left: float = 0.0
     _num_orders: int = 0
@@ -178,7 +178,7 @@ class LengthControl(Lengths):
         slope = away.slope(0.0, 1.0)
         return best_lengths(
             CascadeCosts(costs, acceptance, self.drafts_at_once),
-            lambda length: max(0.5 * away.mean_y, away.mean_y + slope * (length - away.mean_x)),
+            lambda length: away.at(length, slope, least=0.5),
             self.bounds,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from actors.policy.estimators import Line
+from actors.policy.estimators import LinearFit
 
 _KNOWN = 12.0
 """Weight of passes that must have been seen before their cost decides."""
@@ -33,7 +33,7 @@ class Step:
 class WidthChooser:
     """What a pass costs by its rows."""
 
-    _passes: Line = field(default_factory=Line)
+    _passes: LinearFit = field(default_factory=LinearFit)
 
     def update(self, num_rows: int, seconds: float) -> None:
         self._passes.update(num_rows, seconds)

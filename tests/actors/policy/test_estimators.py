@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from actors.policy.estimators import Line, Rate, RequestAcceptance, RoundCosts, Survival
+from actors.policy.estimators import LinearFit, Rate, RequestAcceptance, RoundCosts, Survival
 
 
 def accepted(draw: random.Random, chance: float, length: int) -> range:
@@ -25,7 +25,7 @@ def test_survival_of_a_chain_is_that_of_its_coins(chance):
         survival.update(4, accepted(draw, chance, 4))
         means = [mean + value / 4000 for mean, value in zip(means, survival.chances, strict=True)]
     assert means == pytest.approx([chance**i for i in (1, 2, 3, 4)], abs=0.02)
-    assert survival.expected(4) == pytest.approx(1 + sum(survival.chances))
+    assert survival.expected()[4] == pytest.approx(1 + sum(survival.chances))
 
 
 def test_places_that_are_not_offered_follow_those_that_are():
@@ -42,27 +42,26 @@ def test_places_that_are_not_offered_follow_those_that_are():
     assert survival.chances[5] > 0.8, "and a new one is worth a try"
 
 
-def test_a_temper_is_the_average_until_proved_otherwise():
-    temper, average = RequestAcceptance(), Survival(4)
-    first, second = average.chances[:2]
-    assert temper.chance(average, 1) == first
+def test_a_request_is_the_average_until_proved_otherwise():
+    acceptance, average = RequestAcceptance(), Survival(4)
+    assert acceptance.ratio() == 1
     for _ in range(30):
-        temper.update(4, 0, average)
-    assert temper.chance(average, 1) < 0.3 * first and temper.chance(average, 2) < 0.1 * second
+        acceptance.update(4, 0, average)
+    assert acceptance.ratio() < 0.3
     for _ in range(200):
-        temper.update(4, 4, average)
-    assert temper.chance(average, 1) > first, "it fares better than the average now"
+        acceptance.update(4, 4, average)
+    assert acceptance.ratio() > 1, "it fares better than the average now"
 
 
 def test_a_line_finds_its_slope_and_keeps_the_expected_one_where_it_cannot():
-    line = Line()
+    line = LinearFit()
     for x in (1, 2, 3) * 20:
         line.update(x, 5 + 2 * x)
-    assert line.slope(expected=0.0, stiffness=0.01) == pytest.approx(2, abs=0.05)
-    still = Line()
+    assert line.slope(prior=0.0, stiffness=0.01) == pytest.approx(2, abs=0.05)
+    still = LinearFit()
     for _ in range(50):
         still.update(4, 10)
-    assert still.slope(expected=1.5, stiffness=0.01) == pytest.approx(1.5)
+    assert still.slope(prior=1.5, stiffness=0.01) == pytest.approx(1.5)
 
 
 def test_costs_tell_hidden_drafting_from_drafting_that_is_waited_for():
@@ -70,9 +69,9 @@ def test_costs_tell_hidden_drafting_from_drafting_that_is_waited_for():
     for length in (2, 3, 4) * 20:
         waited.update(length, length, 0.010 + 0.002 * length, 0.010, 0.002 * length)
         hidden.update(length, length, 0.011, 0.010, 0.002 * length)
-    assert waited.rates(0.010)[0] == pytest.approx(0.002, rel=0.05)
-    assert hidden.rates(0.010)[0] < 0.0006
-    assert waited.seconds(6, waited.rates(0.010)) == pytest.approx(0.022, rel=0.02)
+    assert waited.per_token_s(0.010)[0] == pytest.approx(0.002, rel=0.05)
+    assert hidden.per_token_s(0.010)[0] < 0.0006
+    assert waited.seconds(6, waited.per_token_s(0.010)) == pytest.approx(0.022, rel=0.02)
 
 
 def test_a_hiccup_does_not_make_a_rate():
