@@ -1,0 +1,106 @@
+"""The values that a field of a configuration record accepts, declared in the field's type and checked in one place.
+
+`tp: Annotated[int, Range(1)] = 1` accepts 1 and above, and `check_ranges` refuses the rest in one line that names the
+field. The options page and `--help KEY` print the same declarations. Standard library only; it must not know any record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+LARGEST = 2**31 - 1
+"""Upper bound of a range that names none: what every library below takes as a signed 32-bit number."""
+
+
+def require(good: bool, key: str, value: object, remedy: str) -> None:
+    """Raise ValueError "KEY=VALUE: REMEDY" unless `good`; `remedy` states what is wrong and what to do instead."""
+    if not good:
+        raise ValueError(f"{key}={value if value != '' else repr(value)}: {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `low` to `high`, both included, or strictly between `above` and `below`; NaN is in no range.
+
+    On a list it bounds every item. `zero` names what 0 stands for; 0 is then accepted even below `low`. `remedy` ends
+    the error line with what to write instead.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    zero: str = ""
+    remedy: str = ""
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the number, or every number of the list, is in the range."""
+        if isinstance(value, list | tuple):
+            return all(map(self.accepts, value))
+        if value is None or (value == 0 and self.zero):
+            return True
+        lowest = -LARGEST if self.low is None else self.low
+        highest = LARGEST if self.high is None else self.high
+        strictly = (self.above is None or value > self.above) and (self.below is None or value < self.below)
+        return lowest <= value <= highest and strictly
+
+    def __str__(self) -> str:
+        """The range in words, as `0 (off) or above`."""
+        if self.low == self.high == self.above == self.below is None:
+            return f"between {-LARGEST} and {LARGEST}"
+        if self.low is not None and self.high is not None:
+            words = f"between {self.low} and {self.high}"
+        else:
+            bounds = {"at least": self.low, "above": self.above, "below": self.below, "at most": self.high}
+            words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+        if self.low == 0 and self.high is None:
+            return f"0 ({self.zero}) or above" if self.zero else "0 or above"
+        return f"0 ({self.zero}) or {words}" if self.zero else words
+
+    def error(self, value: Any) -> str:
+        """What is wrong with a value that is not accepted."""
+        items = value if isinstance(value, list | tuple) else [value]
+        too_large = self.high is None and any(item > LARGEST for item in items)
+        must = "must all be" if isinstance(value, list | tuple) else "must be"
+        return f"{must} at most {LARGEST}" if too_large else f"{must} {self}{self.remedy and f'; {self.remedy}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of these words; on a list, every item."""
+
+    words: tuple[str, ...]
+
+    def accepts(self, value: Any) -> bool:
+        return all(item in self.words for item in value) if isinstance(value, list | tuple) else value in self.words
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.words)}"
+
+    def error(self, value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return f"must all be among {', '.join(self.words)}"
+        return f"is unknown; choose {self}"
+
+
+def bound_of(record: type, name: str) -> Range | OneOf | None:
+    """What field `name` of a record accepts; None: every value of its type."""
+    return _bounds(record).get(name)
+
+
+def check_ranges(record: Any, where: str) -> None:
+    """Raise ValueError, one line, for the first field of section `where` whose value is not one that it accepts."""
+    for name, bound in _bounds(type(record)).items():
+        value = getattr(record, name)
+        if not bound.accepts(value):
+            require(False, f"{where}.{name}", value, bound.error(value))
+
+
+@cache
+def _bounds(record: type) -> Mapping[str, Range | OneOf]:
+    hints = get_type_hints(record, include_extras=True)
+    declared = {name: get_args(hint)[1:] for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: bound for name, extras in declared.items() for bound in extras if isinstance(bound, Range | OneOf)}
