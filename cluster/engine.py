@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.coordinator.service import CLIENT
+from actors.coordinator.clients import CLIENT, OUT
 from actors.protocol.membership import Alive, Hello, Ready, Silent, Stop, identity_of
 from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
 from actors.topology import checkpoints
@@ -221,7 +221,7 @@ class Engine:
         progress("starting " + ", ".join(place.identity for place in places))
         address = self._backend.start(spec, places, eos_token_ids)
         self.startup.mark("processes")
-        self._out = Link(address, f"{CLIENT}-out")
+        self._out = Link(address, f"{CLIENT}{OUT}")
         self._reader = threading.Thread(target=self._read, args=(address,), name="engine-reader", daemon=True)
         self._reader.start()
         self.supervisor.start()
@@ -257,7 +257,7 @@ class Engine:
         with self._send_lock:
             if self._out is not None:
                 self._out.close()
-            self._out = Link(address, f"{CLIENT}-out")
+            self._out = Link(address, f"{CLIENT}{OUT}")
 
     def _abort(self, request_id: int) -> None:
         self._send(Abort(request_id))

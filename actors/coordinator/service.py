@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actors.coordinator.clients import CLIENT, Clients
 from actors.coordinator.event_log import EventLog
 from actors.coordinator.membership import RoleMembership
 from actors.coordinator.round_timeout import RoundTimeout
@@ -36,8 +37,6 @@ from actors.protocol.messages import (
 from actors.topology import role_above, role_beneath, role_name
 from actors.transport.channel import Hub, link_name
 
-CLIENT = "client"
-"""Identity of the one link that receives tokens; other clients' links only send."""
 GENERATION = 10**9
 """Rounds and epochs of one incarnation of the coordinator: its successor's numbers are all larger."""
 EPOCHS = 10**6
@@ -96,6 +95,7 @@ class CoordinatorService:
     ) -> None:
         self._spec = spec
         self._hub = hub
+        self._clients = Clients(hub)
         self._watches = watches
         self._event_log = EventLog()
         self._store = store
@@ -113,7 +113,7 @@ class CoordinatorService:
         """Serve until a `Stop` arrives; returns its reason. Ranks of a conductor that fails wait for its successor."""
         try:
             stop = self._serve()
-            self._hub.send([CLIENT], stop)
+            self._hub.send(self._clients.connected(), stop)
             for role in self._memberships:
                 self._hub.send(self._names(role), stop)
             return stop.reason
@@ -172,7 +172,9 @@ class CoordinatorService:
         alive = Alive(
             "coordinator", 0, self._spec.incarnation, os.getpid(), waiting=self._coordinator is None, at_change=False
         )
-        self._hub.send([CLIENT], alive)
+        self._hub.send(self._clients.connected(), alive)
+        for request_id in self._clients.abandoned(now):
+            self._tell(Abort(request_id))
         limit_s = self._spec.silence_s
         for role, membership in self._memberships.items():
             for silent in membership.silent(
@@ -189,7 +191,10 @@ class CoordinatorService:
                 role = identity.partition("#")[0].rpartition("-")[0]
                 if role in self._memberships and [identity] == self._names(role)[:1]:
                     self._take_from_lead(role, record)
-            case Request() | Abort() | ReportOrder():
+            case Request() | ReportOrder():
+                self._clients.asked(identity, record)
+                self._tell(record)
+            case Abort():
                 self._tell(record)
             case Alive() if record.role in self._memberships:
                 self._hear(record)
@@ -263,7 +268,7 @@ class CoordinatorService:
             self._round_timeouts[role].ordered(record)
             self._hub.send(self._names(role), record)
         else:
-            self._hub.send([CLIENT], record)
+            self._hub.send([self._clients.client_of(record)], record)
 
     def _names(self, role: str, ranks: Iterable[int] | None = None) -> list[str]:
         """Links of those who play these ranks of a role now; by default of all of them."""
@@ -334,7 +339,7 @@ class CoordinatorService:
                 self._tell(RoleLost(role))
 
     def _greet(self, roles: Iterable[str]) -> None:
-        """Tell the client what the ranks of these roles measured."""
+        """Send every client what the ranks of these roles measured."""
         for role in roles:
             for ready in self._memberships[role].ready():
-                self._hub.send([CLIENT], ready)
+                self._hub.send(self._clients.connected(), ready)

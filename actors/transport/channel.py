@@ -108,6 +108,10 @@ class Hub:
         self._stream_to: dict[str, Stream] = {}
         self._inbox: deque[tuple[str, bytes]] = deque()
 
+    def identities(self) -> list[str]:
+        """Of the links that are connected now."""
+        return list(self._stream_to)
+
     def send(self, identities: tuple[str, ...] | list[str], record: Any) -> None:
         """Multicast one record; it is encoded once. Never blocks; for whom nobody is known here, it is lost."""
         self._post(identities, pack(record))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from actors.coordinator.service import CLIENT, CoordinatorService, CoordinatorSpec
+from actors.coordinator.clients import CLIENT
+from actors.coordinator.service import CoordinatorService, CoordinatorSpec
 from actors.protocol.membership import Alive, Hello, Join, Ready, Stop
 from actors.transport.channel import Hub, Link
 

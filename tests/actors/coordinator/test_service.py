@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from actors.coordinator.clients import CLIENT
 from actors.coordinator.scheduler import Load
-from actors.coordinator.service import CLIENT
 from actors.coordinator.state_machine import Coordinator
 from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
 from actors.protocol.messages import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from actors.coordinator.clients import CLIENT
 from actors.coordinator.round_timeout import FACTOR, FLOOR_S
-from actors.coordinator.service import CLIENT
 from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, Recall, Silent
 from actors.protocol.messages import Request, SamplingParams, Verdict, VerdictBatch
 from tests.actors.service_harness import WAIT_S

@@ -1,0 +1,97 @@
+"""Several clients of one coordinator service: each gets the answers to what it asked, and may leave."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from actors.coordinator import clients
+from actors.coordinator.clients import CLIENT
+from actors.protocol.membership import Alive, Stop
+from actors.protocol.messages import (
+    Report,
+    ReportOrder,
+    Request,
+    SamplingParams,
+    Tokens,
+    Verdict,
+    VerdictBatch,
+    VerifyBatch,
+)
+from actors.transport.channel import Link
+from tests.actors.service_harness import WAIT_S, Stage
+
+OTHER = "client:other"
+FIRST, SECOND = 1, 1 << 40
+
+
+@pytest.fixture
+def stage():
+    stage = Stage(draft_ranks=0)
+    stage.get_ready()
+    for name in (OTHER, f"{OTHER}/out"):
+        stage.links[name] = Link(stage.hub.address, name)
+    yield stage
+    stage.stop()
+
+
+def receive(stage, name, kind, timeout_s=WAIT_S):
+    """The next record of this kind, or None after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        if isinstance(record := stage.links[name].receive(left_s), kind):
+            return record
+    return None
+
+
+def verify_until(stage, *request_ids):
+    """Answer target passes until one verifies all of these requests, each with token 7."""
+    while True:
+        batch = receive(stage, "target-0", VerifyBatch)
+        present = [item.request_id for item in batch.items]
+        lengths = {item.request_id: item.num_tokens for item in batch.items}
+        verdicts = [Verdict(request_id, 0, lengths[request_id], (), 7) for request_id in present]
+        stage.links["target-0"].send(VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.0))
+        if set(request_ids) <= set(present):
+            return
+
+
+def submit(stage, link, request_id, max_tokens=1):
+    stage.links[link].send(Request(request_id, (3, 4), SamplingParams(max_tokens=max_tokens, ignore_eos=True)))
+
+
+def test_each_client_gets_the_tokens_and_the_report_it_asked_for(stage):
+    submit(stage, CLIENT, FIRST)
+    verify_until(stage, FIRST)
+    submit(stage, f"{OTHER}/out", SECOND)
+    verify_until(stage, SECOND)
+    for name, request_id in ((CLIENT, FIRST), (OTHER, SECOND)):
+        assert receive(stage, name, Tokens).request_id == request_id
+    stage.links[f"{OTHER}/out"].send(ReportOrder())
+    assert isinstance(receive(stage, OTHER, Report), Report)
+    assert receive(stage, CLIENT, Tokens | Report, 0.3) is None
+    assert receive(stage, OTHER, Tokens | Report, 0.3) is None
+
+
+def test_every_client_receives_heartbeats_and_the_end(stage):
+    for name in (CLIENT, OTHER):
+        assert receive(stage, name, Alive).role == "coordinator"
+    stage.links[CLIENT].send(Stop("over"))
+    for name in (CLIENT, OTHER):
+        assert receive(stage, name, Stop) == Stop("over")
+
+
+def test_requests_of_a_client_that_left_are_aborted_and_the_others_go_on(stage, monkeypatch):
+    monkeypatch.setattr(clients, "ABSENT_S", 0.3)
+    submit(stage, f"{OTHER}/out", SECOND, max_tokens=40)
+    batch = receive(stage, "target-0", VerifyBatch)
+    for name in (OTHER, f"{OTHER}/out"):
+        stage.links.pop(name).close()
+    submit(stage, CLIENT, FIRST)
+    receive(stage, CLIENT, Stop, 1.0)  # longer than `ABSENT_S` and a heartbeat
+    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(SECOND, 0, 2, (), 7),), 0.0, 0.0))
+    batch = receive(stage, "target-0", VerifyBatch)
+    assert [item.request_id for item in batch.items] == [FIRST] and SECOND in batch.releases
+    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(FIRST, 0, 2, (), 7),), 0.0, 0.0))
+    assert receive(stage, CLIENT, Tokens).request_id == FIRST
