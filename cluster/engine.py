@@ -23,7 +23,6 @@ from typing import Any
 from actors.coordinator.clients import CLIENT, OUT
 from actors.protocol.membership import Alive, Hello, Ready, Silent, Stop, identity_of
 from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
-from actors.topology import checkpoints
 from actors.transport.channel import Link
 from cluster.completion import Completion, EngineError
 from cluster.config.schema import LaunchConfig, load_config
@@ -65,7 +64,7 @@ class Engine:
         self.startup.mark("imports")
         checkpoint = Path(self.config.target.path)
         self.tokenizer = load_tokenizer(checkpoint)
-        for path in checkpoints(self.config.drafter):
+        for path in self.config.drafter.models():
             check_same_vocabulary(checkpoint, Path(path))
         self.ready: dict[str, Ready] = {}
         self._ids = itertools.count(1)

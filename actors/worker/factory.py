@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from actors.drafters.cascade.build import build_levels
+from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
-from actors.drafters.registry import build_drafter, build_levels
+from actors.drafters.config import DraftSetup
 from actors.protocol.membership import Join
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
-from actors.topology import CascadeDrafterConfig, level_roles
+from actors.topology import level_roles
 from actors.transport.channel import Link, link_name
 from actors.worker import openmp
 from actors.worker.logs import log_event, logger_of
@@ -114,11 +116,11 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
 
 
 def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple[DraftRole, dict[str, object]]:
-    options = spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids
+    setup = DraftSetup(spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids)
     if isinstance(spec.drafter, CascadeDrafterConfig):
         levels = level_roles(spec.drafter)[spec.role]
         beneath = RemoteChild(mailbox, group, spec.device) if levels[0] else None
-        drafter, facts = build_levels(spec.drafter, levels, *options, beneath)
+        drafter, facts = build_levels(spec.drafter, levels, setup, beneath)
     else:
-        drafter, facts = build_drafter(spec.drafter, *options)
+        drafter, facts = spec.drafter.build(setup)
     return DraftRole(drafter, adapts=spec.adaptive), facts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.options import DrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
+from actors.drafters.config import DrafterConfig
+from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.membership import identity_of
 
 

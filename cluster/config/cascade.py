@@ -5,14 +5,13 @@ It must not know how a level drafts, nor where Hydra's words come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any, get_origin, get_type_hints
 
-from actors.drafters.draft_ahead.tree import AHEAD
-from actors.options import DrafterConfig, ModelDrafterConfig, PipelineName, Strategy
-from actors.topology import CascadeDrafterConfig, LevelLengths, LevelsPlacement
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DrafterConfig
 from cluster.config.errors import unknown_key
 
 
@@ -58,72 +57,3 @@ def _value(value: Any, wanted: type, where: str) -> Any:
     if type(value) is not wanted:
         raise ValueError(f"{where}={value}: must be of type {wanted.__name__}")
     return value
-
-
-def cascade_rules(drafter: CascadeDrafterConfig, rule: str, pipeline: str) -> Iterator[tuple[str, object, bool, str]]:
-    """Field, its value, whether that is good, and what is wrong otherwise together with the remedy."""
-    for i, level in enumerate(drafter.levels[1:], 1):
-        yield (
-            f"drafter.levels[{i}]",
-            level.name,
-            isinstance(level, ModelDrafterConfig),
-            "only the first level may lack a model; put it there",
-        )
-        yield (
-            f"drafter.levels[{i}].strategy",
-            level.strategy,
-            level.strategy is Strategy.chain,
-            "a level that verifies hands up a chain; leave it at chain",
-        )
-    for i, tail in enumerate(drafter.tails):
-        good = tail == 0 if i == 0 else tail >= 0
-        yield f"drafter.tails[{i}]", tail, good, "must be 0 or above, and 0 for the first level: none is beneath it"
-    for i, level in enumerate(drafter.levels[:-1]):
-        if isinstance(level, ModelDrafterConfig) and drafter.placement is LevelsPlacement.together:
-            alike = (level.ranks, level.device) in ((1, "auto"), (drafter.ranks, drafter.device))
-            otherwise = "needs the last level's ranks and device; use drafter.placement=separate for its own"
-            yield f"drafter.levels[{i}]", level.name, alike, otherwise
-    yield from _length_rules(drafter, rule, pipeline)
-    coupled = rule == "coupled"
-    yield "drafter.merge", drafter.merge, drafter.merge >= 0, "must be 0 (nothing is merged) or above"
-    yield "drafter.merge", drafter.merge, coupled or not drafter.merge, "is exact with verify=coupled only; drop it"
-    deterministic = rule == "kseq" and any(drafter.tails)
-    yield "drafter.tails", drafter.tails, not deterministic, "are not drawn as verify=kseq needs; take another rule"
-
-
-def _length_rules(drafter: CascadeDrafterConfig, rule: str, pipeline: str) -> Iterator[tuple[str, object, bool, str]]:
-    """What chosen lengths, and a level that passes on what is beneath it, can be combined with."""
-    fixed = drafter.lengths is LevelLengths.fixed
-    in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
-    alone = not (any(drafter.tails) or drafter.merge)
-    drawn = rule != "kseq" or isinstance(drafter.levels[0], ModelDrafterConfig)
-    for good, otherwise in (
-        (
-            drafter.placement is LevelsPlacement.together,
-            "needs all levels in one place; add drafter.placement=together",
-        ),
-        (in_turn, "needs levels and target to work in turn, to measure what each takes; use pipeline=sync"),
-        (alone, "chooses among levels without tails; drop drafter.tails and drafter.merge"),
-        (drawn, "may pass on a lookup, which is not drawn as verify=kseq needs; take another rule"),
-    ):
-        yield "drafter.lengths", drafter.lengths, fixed or good, otherwise
-    last, ahead = drafter.levels[-1].num_draft_tokens, pipeline in AHEAD
-    otherwise = "prepares nothing while the target verifies; leave that level out, or use pipeline=sync"
-    yield f"drafter.levels[{len(drafter.levels) - 1}].num_draft_tokens", last, last > 0 or not ahead, otherwise
-    for i, level in enumerate(drafter.levels):
-        name, length = f"drafter.levels[{i}].num_draft_tokens", level.num_draft_tokens
-        drafts = length > 0
-        yield (
-            name,
-            length,
-            drafts or (length == 0 and i > 0),
-            "must be at least 1; 0 only behind the first level",
-        )
-        yield name, length, drafts or fixed, "is the most that drafter.lengths=auto may choose; it must be at least 1"
-        yield name, length, drafts or alone, "cannot have tails; drop drafter.tails and drafter.merge"
-        yield (
-            name,
-            length,
-            drafts or drawn,
-            "passes on a lookup, which is not drawn as verify=kseq needs; take another rule",
-        )

@@ -23,27 +23,18 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from actors.options import (
-    DrafterConfig,
-    MaxgramDrafterConfig,
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    NoDrafterConfig,
-    PipelineConfig,
-    PipelineName,
-    SamplingConfig,
-    SchedulerConfig,
-    SuffixDrafterConfig,
-    TargetConfig,
-    VerifyConfig,
-)
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.registry import DRAFTERS
+from actors.options import PipelineConfig, PipelineName, SamplingConfig, SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.messages import SamplingParams
-from actors.topology import CascadeDrafterConfig
 from actors.worker.logs import LogLevel
 from cluster import pocket
 from cluster.config.cascade import with_typed_levels
 from cluster.config.errors import describe, unknown_key
-from cluster.config.validation import validate, validate_layers
+from cluster.config.validation import validate
 from cluster.tools.bench.config import BenchConfig
 from cluster.tools.certify.config import CertifyConfig
 from cluster.tools.chaos.config import DrillConfig
@@ -168,14 +159,7 @@ class LaunchConfig:
 
 CHOICES: dict[str, dict[str, type]] = {
     "target": {"pocket": TargetConfig, "hf": TargetConfig},
-    "drafter": {
-        "none": NoDrafterConfig,
-        "model": ModelDrafterConfig,
-        "ngram": NgramDrafterConfig,
-        "suffix": SuffixDrafterConfig,
-        "maxgram": MaxgramDrafterConfig,
-        "cascade": CascadeDrafterConfig,
-    },
+    "drafter": dict(DRAFTERS),
     "verify": dict.fromkeys(("coupled", "rejection", "traversal", "kseq"), VerifyConfig),
     "pipeline": dict.fromkeys(tuple(PipelineName), PipelineConfig),
     "placement": dict.fromkeys(("separate", "colocated"), PlacementConfig),
@@ -231,7 +215,7 @@ def checked(config: LaunchConfig) -> LaunchConfig:
         config = replace(config, drafter=with_typed_levels(config.drafter, CHOICES["drafter"]))
     validate(config)
     config = _with_real_paths(config)
-    validate_layers(config)
+    config.drafter.check_checkpoints()
     return config
 
 

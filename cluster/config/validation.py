@@ -1,6 +1,6 @@
 """What makes no sense or may not be combined, refused before anything is started.
 
-No check here needs a device, and only `validate_layers` a file; placement, weights and the jobs refuse what only they
+No check here needs a device or a file; drafters check themselves; placement, weights and the jobs refuse what only they
 can see. A refusal is one line: the field, what is wrong, the remedy. It must not know how the configuration was
 composed.
 """
@@ -10,30 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from actors.options import (
-    Calibration,
-    CalibrationPolicy,
-    DrafterConfig,
-    MaxgramDrafterConfig,
-    MlpParallel,
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    NoDrafterConfig,
-    Parallel,
-    PipelineName,
-    Strategy,
-    SuffixDrafterConfig,
-    VerifyRule,
-)
-from actors.topology import CascadeDrafterConfig
-from cluster.config.cascade import cascade_rules
-from cluster.config.draft_scheme import drafts_first, sampling_kinds_of
+from actors.drafters.model.config import Parallel
+from actors.options import DEVICES, DTYPES, PipelineName, VerifyRule
+from actors.ranges import require
 
 if TYPE_CHECKING:
     from cluster.config.schema import CertifyConfig, LaunchConfig
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 WORKLOADS = ("completion", "editing", "agent")
 
 _Rule = tuple[str, object, bool, str]
@@ -42,29 +25,17 @@ _Rule = tuple[str, object, bool, str]
 
 def validate(config: LaunchConfig) -> None:
     """Raise ValueError for the first rule that is broken."""
-    for rules in (_target, _drafter, _verify, _pipeline, _scheduler, _cluster, _job):
-        for name, value, good, otherwise in rules(config):
-            if not good:
-                shown = repr(value) if value == "" else value
-                raise ValueError(f"{name}={shown}: {otherwise}")
+    _require(_target(config))
+    config.drafter.check()
+    config.drafter.check_with(config.verify.rule, config.pipeline.name)
+    for rules in (_verify, _pipeline, _scheduler, _cluster, _job):
+        _require(rules(config))
     config.sampling.params().check()
 
 
-def validate_layers(config: LaunchConfig) -> None:
-    """Raise ValueError if the layers of a draft model, whose path exists, cannot be shared as the user asked."""
-    drafter = config.drafter
-    models = {"drafter": drafter}
-    if isinstance(drafter, CascadeDrafterConfig):
-        models = {f"drafter.levels[{i}]": level for i, level in enumerate(drafter.levels)}
-    for where, model in models.items():
-        if isinstance(model, ModelDrafterConfig) and model.parallel is Parallel.layer:
-            from actors.drafters.model.loading import layer_partition  # loads PyTorch
-            from parallel.model.config import DecoderConfig
-
-            try:
-                layer_partition(model, DecoderConfig.from_hf(model.path))
-            except ValueError as error:
-                raise ValueError(str(error).replace("drafter.", f"{where}.")) from None
+def _require(rules: Iterator[_Rule]) -> None:
+    for name, value, good, otherwise in rules:
+        require(good, name, value, otherwise)
 
 
 def _target(config: LaunchConfig) -> Iterator[_Rule]:
@@ -84,119 +55,22 @@ def _target(config: LaunchConfig) -> Iterator[_Rule]:
     yield "target.kv_slots", target.kv_slots, target.kv_slots >= 0, "must be 0 (sized automatically) or above"
 
 
-def _drafter(config: LaunchConfig) -> Iterator[_Rule]:
-    drafter = config.drafter
-    right = type(drafter)().name
-    yield (
-        "drafter.name",
-        drafter.name,
-        drafter.name == right,
-        f"is set by drafter={right}; write drafter={drafter.name}",
-    )
-    if isinstance(drafter, NoDrafterConfig):
-        return
-    yield from _family(drafter)
-    if isinstance(drafter, CascadeDrafterConfig):
-        for i, level in enumerate(drafter.levels):
-            for name, *rest in _family(level):
-                if name != "drafter.num_draft_tokens":
-                    yield name.replace("drafter", f"drafter.levels[{i}]", 1), *rest
-        yield from cascade_rules(drafter, config.verify.rule, config.pipeline.name)
-
-
-def _family(drafter: DrafterConfig) -> Iterator[_Rule]:
-    length = drafter.num_draft_tokens
-    yield "drafter.num_draft_tokens", length, length >= 1, "must be at least 1; for none write drafter=none"
-    if isinstance(drafter, NgramDrafterConfig):
-        yield "drafter.min_ngram", drafter.min_ngram, drafter.min_ngram >= 1, "must be at least 1"
-        longest = drafter.max_ngram
-        yield "drafter.max_ngram", longest, longest >= drafter.min_ngram, "must not be below drafter.min_ngram"
-    if isinstance(drafter, MaxgramDrafterConfig):
-        yield "drafter.max_places", drafter.max_places, drafter.max_places >= 1, "must be at least 1"
-    if isinstance(drafter, SuffixDrafterConfig):
-        yield from _suffix_drafter(drafter)
-    if isinstance(drafter, ModelDrafterConfig):
-        yield from _model_drafter(drafter)
-
-
-def _suffix_drafter(drafter: SuffixDrafterConfig) -> Iterator[_Rule]:
-    yield "drafter.min_match", drafter.min_match, drafter.min_match >= 1, "must be at least 1"
-    pace = drafter.tokens_per_match
-    yield "drafter.tokens_per_match", pace, pace > 0, "must be above 0"
-    least = drafter.min_probability
-    yield "drafter.min_probability", least, 0 <= least <= 1, "must be between 0 and 1"
-    yield "drafter.width", drafter.width, drafter.width >= 1, "must be at least 1; 1 is a chain"
-    shared = drafter.shared_tokens
-    yield "drafter.shared_tokens", shared, shared >= 0, "must be 0 (requests share nothing) or above"
-
-
-def _model_drafter(drafter: ModelDrafterConfig) -> Iterator[_Rule]:
-    yield (
-        "drafter.path",
-        drafter.path,
-        bool(drafter.path),
-        "give a directory with a Hugging Face checkpoint, or a hub id",
-    )
-    yield "drafter.ranks", drafter.ranks, drafter.ranks >= 1, "must be at least 1; for none write drafter=none"
-    alone = drafter.parallel is not Parallel.single or drafter.ranks == 1
-    remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
-    yield "drafter.ranks", drafter.ranks, alone, remedy
-    threads = drafter.num_threads
-    yield "drafter.num_threads", threads, threads >= 0, "must be 0 (one for every core of a rank) or above"
-    yield from _layers(drafter)
-    yield "drafter.depth", drafter.depth, drafter.depth >= 1, "must be at least 1"
-    yield "drafter.width", drafter.width, drafter.width >= 1, "must be at least 1"
-    nodes = drafter.batch_nodes
-    yield "drafter.batch_nodes", nodes, nodes >= 0, "must be 0 (each request its own) or above"
-    yield "drafter.dtype", drafter.dtype, drafter.dtype in DTYPES, f"is unknown; choose one of {', '.join(DTYPES)}"
-    yield "drafter.device", drafter.device, drafter.device in DEVICES, f"is unknown; choose one of {', '.join(DEVICES)}"
-
-
-def _layers(drafter: ModelDrafterConfig) -> Iterator[_Rule]:
-    by_layer = drafter.parallel is Parallel.layer
-    group, partition = drafter.layer_group, drafter.layer_partition
-    remedy = "is for layers that run side by side; add drafter.parallel=layer or leave it at"
-    yield "drafter.layer_group", group, group >= 0, "must be 0 (as many as ranks) or above"
-    yield "drafter.layer_group", group, by_layer or group < 2, f"{remedy} 0"
-    yield "drafter.layer_partition", partition, by_layer or not partition, f"{remedy} []"
-    whole = drafter.mlp_parallel is MlpParallel.tensor and drafter.calibration is Calibration.broadcast
-    remedy = "the one rank that runs exact passes needs whole MLPs; use drafter.mlp_parallel=replicated"
-    yield "drafter.calibration", drafter.calibration, not whole, remedy
-    every = drafter.calibrate_every
-    yield "drafter.calibrate_every", every, every >= 1, "must be at least 1; see drafter.calibration_policy=never"
-    counted = every == 1 or drafter.calibration_policy is CalibrationPolicy.every
-    yield "drafter.calibrate_every", every, counted, "counts rounds; add drafter.calibration_policy=every or drop it"
-
-
 def _verify(config: LaunchConfig) -> Iterator[_Rule]:
     yield "verify.law_size", config.verify.law_size, config.verify.law_size >= 1, "must be at least 1"
     if config.verify.rule is not VerifyRule.coupled:  # which is exact for any proposal whatever
         from actors.verification.rules import check_scheme  # loads PyTorch
 
-        check_scheme(config.verify.rule, sampling_kinds_of(config))
+        check_scheme(config.verify.rule, config.drafter.sampling_kinds(config.verify.rule, config.pipeline.name))
 
 
 def _pipeline(config: LaunchConfig) -> Iterator[_Rule]:
-    shortest, longest = config.pipeline.min_draft_tokens, getattr(config.drafter, "num_draft_tokens", None)
-    fits = shortest >= 0 and (longest is None or shortest <= longest)
+    shortest, longest = config.pipeline.min_draft_tokens, config.drafter.num_draft_tokens
+    fits = shortest >= 0 and (not longest or shortest <= longest)
     yield "pipeline.min_draft_tokens", shortest, fits, f"must be from 0 to drafter.num_draft_tokens={longest}"
-    yield from _shared_budget(config)
-
-
-def _shared_budget(config: LaunchConfig) -> Iterator[_Rule]:
-    """One budget for all requests takes a moment at which all of their trees grow."""
-    pipeline, (drafter, works_ahead) = config.pipeline.name, drafts_first(config)
-    where = "drafter" if drafter is config.drafter else "drafter.levels[0]"
-    if isinstance(drafter, ModelDrafterConfig):
-        field, nodes = f"{where}.batch_nodes", drafter.batch_nodes
-        remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
-        yield field, nodes, drafter.strategy is Strategy.dynamic or not nodes, remedy
-        remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
-        yield field, nodes, not (works_ahead and nodes), remedy
 
 
 def _scheduler(config: LaunchConfig) -> Iterator[_Rule]:
-    limits, length = config.scheduler, getattr(config.drafter, "num_draft_tokens", 0)
+    limits, length = config.scheduler, config.drafter.num_draft_tokens
     yield "scheduler.max_num_seqs", limits.max_num_seqs, limits.max_num_seqs >= 1, "must be at least 1"
     yield "scheduler.prefill_chunk", limits.prefill_chunk, limits.prefill_chunk >= 1, "must be at least 1"
     rows = limits.max_num_batched_tokens

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from actors.options import DrafterConfig, SamplingConfig, VerifyRule
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DrafterConfig
+from actors.options import SamplingConfig, VerifyRule
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import is_greedy
-from actors.topology import CascadeDrafterConfig
-from cluster.config.draft_scheme import first_draw, sampling_kinds_of
 from cluster.config.schema import CertifyConfig, LaunchConfig
 from cluster.engine import Engine
 from cluster.io.console import Bar, Terminal
@@ -92,9 +92,9 @@ def _check(
     rounding = check_rounding(scorer.movement(first), outputs, scorer, target)
     bar.advance()
     bar.say("enumerating")
-    exact = [check_exactness(rule, sampling_kinds_of(config))]
+    exact = [check_exactness(rule, config.drafter.sampling_kinds(rule, config.pipeline.name))]
     if isinstance(config.drafter, CascadeDrafterConfig) and rule is not VerifyRule.coupled:
-        exact.append(check_levels(rule, config.drafter, first_draw(config)))
+        exact.append(check_levels(rule, config.drafter, *config.drafter.first_kinds(rule, config.pipeline.name)))
     bar.advance()
     checks = [check_identity(outputs, rule, scorer, tokenizer, rounding["tie_below"]), *exact]
     sampled = _tempered(params)
@@ -102,7 +102,7 @@ def _check(
     if sampled:
         bar.say("drawing")
         texts = list(dict.fromkeys(output.prompt_ids for output in outputs))[: job.contexts]
-        kinds = kinds_of(config.verify, config.drafter, sampling_kinds_of(config))
+        kinds = kinds_of(config.verify, config.drafter, config.drafter.sampling_kinds(rule, config.pipeline.name))
         schemes = [scheme_of(config.verify, config.drafter, kind) for kind in kinds]
         fits = draw_fits(texts, sampled, schemes, eos_token_ids, (target, draft), job.draws, lambda n: bar.advance())
         checks.append(check_distribution([*fits, fit_ranks(scorer, outputs)], job.significance, job.power))
@@ -124,7 +124,8 @@ def _draft_reader(config: LaunchConfig, num_slots: int) -> Reader | None:
 
 def _num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_prompts: int) -> int:
     job: CertifyConfig = config.job
-    kinds = len(kinds_of(config.verify, config.drafter, sampling_kinds_of(config)))
+    drawn = config.drafter.sampling_kinds(config.verify.rule, config.pipeline.name)
+    kinds = len(kinds_of(config.verify, config.drafter, drawn))
     chunks = -(-job.draws // CHUNK) * min(job.contexts, num_prompts) * len(_tempered(params)) * kinds
     return 2 * num_prompts * len(params) + 2 + chunks
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.options import DrafterConfig, Parallel
-from actors.topology import CascadeDrafterConfig, level_roles
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DrafterConfig
+from actors.drafters.model.config import Parallel
+from actors.topology import level_roles
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import RankPlacement
 from parallel.model.config import DecoderConfig

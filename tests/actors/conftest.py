@@ -12,19 +12,14 @@ import torch
 
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
-from actors.drafters.draft_ahead.drafter import AheadDrafter
-from actors.drafters.draft_ahead.tree import AHEAD
-from actors.drafters.lookup.ngram import NgramDrafter
-from actors.drafters.lookup.suffix import SuffixDrafter
-from actors.drafters.model.drafter import ModelDrafter
-from actors.drafters.model.loading import open_draft_model
-from actors.drafters.registry import build_drafter
-from actors.options import NgramDrafterConfig, Parallel, SchedulerConfig, SuffixDrafterConfig, VerifyConfig
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DraftSetup
+from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.options import SchedulerConfig, VerifyConfig
 from actors.policy.pipelines import PIPELINES
 from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
-from actors.topology import CascadeDrafterConfig
 from actors.transport.channel import Hub, Link
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import open_model
@@ -163,24 +158,13 @@ def open_room(models):
         draft = None
         if config is not None:
             if isinstance(config, CascadeDrafterConfig):
-                verify = VerifyConfig(rule, law_size=16)
                 config = with_paths(config, models, path)
-                drafter, _ = build_drafter(config, verify, pipeline, limits, SINGLE, "cpu", (EOS,))
-            elif isinstance(config, NgramDrafterConfig):
-                drafter = NgramDrafter(config)
-            elif isinstance(config, SuffixDrafterConfig):
-                drafter = SuffixDrafter(config)
-            else:
-                if config.parallel is Parallel.layer:
-                    config = replace(config, path=str(models["deep"]))  # the others have too few layers
-                    runner, _ = open_draft_model(config, limits, SINGLE, "cpu")
-                else:
-                    runner = open_model(path or models["drafter"], num_slots=4096)
-                options = dict(rule=rule, law_size=16, eos_token_ids=(EOS,), prefill_chunk=limits.prefill_chunk)
-                if pipeline in AHEAD:
-                    drafter = AheadDrafter(runner, config, policy=pipeline, **options)
-                else:
-                    drafter = ModelDrafter(runner, config, **options)
+            elif isinstance(config, ModelDrafterConfig):
+                deep = config.parallel is Parallel.layer  # the other models have too few layers
+                path = models["deep"] if deep else path or models["drafter"]
+                config = replace(config, path=str(path), kv_slots=4096)
+            setup = DraftSetup(VerifyConfig(rule, law_size=16), pipeline, limits, SINGLE, "cpu", (EOS,))
+            drafter, _ = config.build(setup)
             draft = DraftRole(wrap(drafter) if wrap else drafter)
         return Room(target, draft, config.num_draft_tokens if config else 0, limits, slots, pipeline)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from actors.drafters.interface import Draft
-from actors.options import NgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.policy.pipelines import PIPELINES
 from actors.protocol.messages import TokenTree
 

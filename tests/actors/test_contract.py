@@ -13,14 +13,10 @@ import torch
 
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Draft
-from actors.options import (
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    Parallel,
-    SchedulerConfig,
-    Strategy,
-    SuffixDrafterConfig,
-)
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
+from actors.options import SchedulerConfig
 from actors.policy.pipelines import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree

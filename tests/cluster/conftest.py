@@ -11,16 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.options import (
-    DrafterConfig,
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    NoDrafterConfig,
-    PipelineConfig,
-    SamplingConfig,
-    TargetConfig,
-    VerifyConfig,
-)
+from actors.drafters.config import DrafterConfig, NoDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig
 from cluster.config.schema import (
     ClusterConfig,
     ClusterName,

@@ -19,8 +19,8 @@ from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
 from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, redraft
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Context, Draft
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
-from actors.options import ModelDrafterConfig, Strategy
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
 from actors.sampling.logits import NodeRows, is_plain, process_batch, top_children

@@ -14,13 +14,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.interface import Context, Draft, IdleDrafter
-from actors.options import MaxgramDrafterConfig
 from actors.protocol.messages import Commit, TokenTree
+from actors.ranges import require
 
 _LONGEST = 64
 """Tokens of agreement behind which a longer one tells nothing more; in a periodic text they would never end."""
 _NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MaxgramDrafterConfig(DrafterConfig):
+    """What followed the longest match of the text's end, then bigrams: always says something. Base of cascades."""
+
+    name: str = "maxgram"
+    """Set by the choice `drafter=`."""
+    num_draft_tokens: int = 5
+    """Draft tokens a round, at most."""
+    max_places: int = 64
+    """Earlier places of the last token that are compared, the latest ones."""
+    shared_bigrams: bool = True
+    """Bigrams of finished requests help where a request's own end; false = requests share nothing."""
+
+    def check_fields(self, where: str) -> None:
+        require(self.max_places >= 1, f"{where}.max_places", self.max_places, "must be at least 1")
+
+    def build(self, setup: DraftSetup) -> tuple[MaxgramDrafter, dict[str, object]]:
+        return MaxgramDrafter(self), {}
 
 
 @dataclass(slots=True)

@@ -11,9 +11,32 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.interface import Context, Draft, IdleDrafter
-from actors.options import NgramDrafterConfig
 from actors.protocol.messages import Commit, TokenTree
+from actors.ranges import require
+
+
+@dataclass(frozen=True, slots=True)
+class NgramDrafterConfig(DrafterConfig):
+    """Prompt lookup: what followed the last occurrence of the current n-gram."""
+
+    name: str = "ngram"
+    """Set by the choice `drafter=`."""
+    num_draft_tokens: int = 5
+    """Draft tokens a round, at most."""
+    max_ngram: int = 4
+    """Longest n-gram looked up; the longest match wins."""
+    min_ngram: int = 2
+    """Shortest n-gram worth following."""
+
+    def check_fields(self, where: str) -> None:
+        require(self.min_ngram >= 1, f"{where}.min_ngram", self.min_ngram, "must be at least 1")
+        longest = self.max_ngram
+        require(longest >= self.min_ngram, f"{where}.max_ngram", longest, "must not be below drafter.min_ngram")
+
+    def build(self, setup: DraftSetup) -> tuple[NgramDrafter, dict[str, object]]:
+        return NgramDrafter(self), {}
 
 
 @dataclass(slots=True)

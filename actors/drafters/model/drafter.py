@@ -17,9 +17,9 @@ from torch import Tensor
 
 from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.kv_refresh import CalibrationSchedule
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
-from actors.options import ModelDrafterConfig, Strategy
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
 from actors.sampling.logits import NodeRows, choose, is_greedy, is_plain, process_batch, top_children

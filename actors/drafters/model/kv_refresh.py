@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from actors.options import CalibrationPolicy, ModelDrafterConfig
+from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig
 
 
 class CalibrationSchedule:

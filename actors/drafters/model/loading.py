@@ -6,15 +6,12 @@ cannot work before anything is started.
 
 from __future__ import annotations
 
-from actors.options import (
-    Calibration,
-    MlpParallel,
-    ModelDrafterConfig,
-    Parallel,
-    PipelineName,
-    SchedulerConfig,
-    Strategy,
-)
+from actors.drafters.config import DraftSetup
+from actors.drafters.draft_ahead.drafter import AheadDrafter
+from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.model.drafter import ModelDrafter
+from actors.options import PipelineName, SchedulerConfig
 from parallel.comm.group import Group
 from parallel.model.config import DecoderConfig
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
@@ -26,6 +23,20 @@ from parallel.runtime.runner import ModelRunner, open_model
 
 _WIDEST_BY_DEFAULT = 4
 """Beyond this the layers' inputs differ too much (EasySpec, section 5)."""
+
+
+def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[ModelDrafter, dict[str, object]]:
+    """The drafter of this pipeline over its model, and the facts it reports."""
+    runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline)
+    options = {
+        "rule": setup.verify.rule,
+        "law_size": setup.verify.law_size,
+        "eos_token_ids": setup.eos_token_ids,
+        "prefill_chunk": setup.scheduler.prefill_chunk,
+    }
+    if setup.pipeline in AHEAD:
+        return AheadDrafter(runner, config, policy=setup.pipeline, **options), facts
+    return ModelDrafter(runner, config, **options), facts
 
 
 def open_draft_model(

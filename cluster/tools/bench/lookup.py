@@ -22,10 +22,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from actors.drafters.interface import Context, Drafter
-from actors.drafters.lookup.maxgram import MaxgramDrafter
-from actors.drafters.lookup.ngram import NgramDrafter
-from actors.drafters.lookup.suffix import SuffixDrafter
-from actors.options import MaxgramDrafterConfig, NgramDrafterConfig, SuffixDrafterConfig
+from actors.drafters.lookup.maxgram import MaxgramDrafter, MaxgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafter, NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafter, SuffixDrafterConfig
 from actors.protocol.messages import SamplingParams
 from cluster import pocket
 from cluster.io.console import Terminal, figure

@@ -13,7 +13,9 @@ from typing import Protocol
 
 import torch
 
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, TargetConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import TargetConfig
 from actors.protocol.messages import SamplingParams
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt

@@ -11,8 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from actors.options import DrafterConfig, ModelDrafterConfig, Parallel, PipelineConfig, PipelineName
-from actors.topology import CascadeDrafterConfig, LevelLengths, checkpoints
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
+from actors.drafters.config import DrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
 from cluster.config.cascade import typed_record
 from cluster.config.schema import CHOICES, BenchConfig, LaunchConfig, checked, workload_prompts
@@ -91,7 +93,7 @@ def expand(config: LaunchConfig) -> list[Setting]:
 
 def names(settings: Sequence[Setting]) -> list[str]:
     """A short name for each: who drafts how much, then only what differs between them."""
-    by_path = len({path for setting in settings for path in checkpoints(setting.drafter)}) > 1
+    by_path = len({path for setting in settings for path in setting.drafter.models()}) > 1
     labels = [{**setting.labels(), "drafter": _title(setting.drafter, by_path=by_path)} for setting in settings]
     differing = {key for key in labels[0] if len({label[key] for label in labels}) > 1}
     return [_name(label, differing) for label in labels]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from actors.options import DrafterConfig, PipelineName, Strategy
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
+from actors.drafters.config import DrafterConfig
+from actors.drafters.model.config import Strategy
+from actors.options import PipelineName
 from actors.policy.cascade_model import LevelCost, measured_cost, tokens_per_s
 from actors.protocol.messages import LevelWork
-from actors.topology import CascadeDrafterConfig, LevelLengths
 from cluster.observability.report import decode_ms_per_token
 from cluster.observability.results import Run
 from cluster.tools.bench.plan import Setting

@@ -10,10 +10,12 @@ from dataclasses import asdict
 
 from tokenizers import Tokenizer
 
-from actors.options import DrafterConfig, ModelDrafterConfig, Strategy, VerifyConfig, VerifyRule
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import is_greedy
-from actors.topology import CascadeDrafterConfig
 from cluster.tools.certify.draws import Scene, Scheme, fit_draws
 from cluster.tools.certify.goodness import Fit, detectable_distance, rejected
 from cluster.tools.certify.identity import Output, must_be_equal

@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.interface import Draft
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
-from actors.topology import CascadeDrafterConfig, LevelLengths
 from cluster.tools.certify.cascade_enumeration import VOCAB, Tape, ToyRunner, distance, guesses
 from cluster.tools.certify.exact import EXACT, FOUND_OUT, toy_distribution
 from cluster.tools.certify.goodness import detectable_distance

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.drafters.registry import build_drafter
-from actors.options import CalibrationPolicy, ModelDrafterConfig, Parallel, SchedulerConfig, VerifyConfig
+from actors.drafters.config import DraftSetup
+from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel
+from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
 from cluster.tools.planning.layouts import FEWEST_LAYERS
@@ -110,7 +111,7 @@ def measure_acceptance(
     """(acceptance by distance, accepted draft tokens a round) of the drafter itself, once along all texts."""
     drafter = calibrating.configure(replace(config, parallel=Parallel.layer, ranks=1))
     drafter = replace(drafter, layer_group=0, layer_partition=list(sizes))
-    built, _ = build_drafter(drafter, VerifyConfig(), "sync", SchedulerConfig(max_num_seqs=1), SINGLE, device, ())
+    built, _ = drafter.build(DraftSetup(VerifyConfig(), "sync", SchedulerConfig(max_num_seqs=1), SINGLE, device, ()))
     script = Script(tuple(texts), sampling, 1, (config.num_draft_tokens,), seconds=0.0)
     played = play_drafts(DraftRole(built), script, Stage(device=device))
     return played.acceptance(), sum(played.accepted) / played.num_rounds

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.drafters.config import NoDrafterConfig
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel
 from actors.drafters.model.loading import layer_partition
-from actors.options import Calibration, MlpParallel, ModelDrafterConfig, NoDrafterConfig, Parallel, PipelineName
+from actors.options import PipelineName
 from cluster.config.schema import LaunchConfig, PlacementConfig, PlacementName
 from cluster.tools.planning.config import PlanConfig
 from parallel.model.config import DecoderConfig

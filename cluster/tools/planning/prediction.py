@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from cluster.tools.planning.costs import Costs
 from cluster.tools.planning.layouts import Layout
 from cluster.tools.planning.transcript import Transcript

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.logits import NodeRows, process_batch, top_children
 from cluster.tools.planning.rounds import Text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from actors.options import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import Language, power_law
 from cluster.tools.simulation.simulator import Scenario, SimulationResult, simulate, tuned

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.tree_growth import Candidate
-from actors.options import ModelDrafterConfig
 from actors.protocol.messages import Admit, Commit, TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
 from actors.roles.draft import DraftRole
 from actors.verification.coupled import verify_coupled

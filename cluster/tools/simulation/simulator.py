@@ -13,7 +13,8 @@ from typing import Any
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import Span
-from actors.options import ModelDrafterConfig, SchedulerConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import SchedulerConfig
 from actors.policy.draft_length import Control, make_control
 from actors.policy.pipelines import PIPELINES, Pipeline
 from actors.protocol.messages import (

@@ -11,7 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, TargetConfig, VerifyConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
 from actors.protocol.messages import (
     Admit,

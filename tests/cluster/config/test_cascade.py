@@ -6,10 +6,12 @@ from collections import defaultdict
 
 import pytest
 
+from actors.drafters.cascade.config import LevelLengths
 from actors.drafters.draft_ahead.tree import AHEAD as AHEAD_PIPELINES
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, Strategy
-from actors.topology import LevelLengths, checkpoints, level_roles
+from actors.topology import level_roles
 from cluster import pocket
 from cluster.config.schema import load_config
 from cluster.engine import Engine
@@ -26,7 +28,7 @@ def test_names_and_keys_become_records_and_paths_exist():
     base, middle, last = drafter.levels
     assert base.name == "maxgram" and base.max_places == 64
     assert isinstance(middle, ModelDrafterConfig) and (middle.num_draft_tokens, middle.dtype) == (3, "float32")
-    assert checkpoints(drafter) == [str(pocket.DRAFTER)] * 2 and last.strategy is Strategy.chain
+    assert drafter.models() == [str(pocket.DRAFTER)] * 2 and last.strategy is Strategy.chain
 
 
 def test_the_draft_length_is_the_last_levels_and_its_tails_unless_it_is_given():

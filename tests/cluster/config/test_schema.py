@@ -15,16 +15,10 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from actors.options import (
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    NoDrafterConfig,
-    PipelineName,
-    SamplingConfig,
-    SchedulerConfig,
-    Strategy,
-    VerifyRule,
-)
+from actors.drafters.config import NoDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.options import PipelineName, SamplingConfig, SchedulerConfig, VerifyRule
 from cluster.config import schema as config_module
 from cluster.config.schema import (
     CHOICES,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from actors.options import SuffixDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from cluster.config.schema import load_config
 
 

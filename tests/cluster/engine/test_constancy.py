@@ -16,7 +16,8 @@ import torch
 import actors.worker.factory
 from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import CoordinatorStats
-from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole

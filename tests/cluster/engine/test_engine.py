@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName, Strategy
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from actors.transport.channel import Link
 from cluster.completion import Completion

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.options import (
+from actors.drafters.model.config import (
     Calibration,
     CalibrationPolicy,
     MlpParallel,
     ModelDrafterConfig,
     Parallel,
-    PipelineConfig,
-    PipelineName,
     Strategy,
 )
+from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from cluster.config.schema import PlacementConfig, PlacementName
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner

@@ -8,7 +8,9 @@ import time
 
 import pytest
 
-from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, PipelineName
 from actors.protocol import membership
 from actors.protocol.messages import (
     DraftBatch,
@@ -19,7 +21,6 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.topology import CascadeDrafterConfig, LevelsPlacement
 from actors.transport import channel
 from actors.worker import rank_loop
 from cluster import engine as engine_module

@@ -10,13 +10,14 @@ import pytest
 
 from actors.coordinator import round_timeout
 from actors.coordinator.scheduler import Scheduler
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.lookup.ngram import NgramDrafter
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
-from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
+from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from actors.roles.target import TargetRole
-from actors.topology import CascadeDrafterConfig, LevelsPlacement
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import EngineError
 from cluster.runtime.inprocess import InprocessBackend

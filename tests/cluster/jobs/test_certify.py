@@ -8,8 +8,10 @@ from functools import partial
 import pytest
 
 import actors.verification.verifier
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, SamplingConfig, Strategy, VerifyConfig, VerifyRule
-from actors.topology import CascadeDrafterConfig
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.options import SamplingConfig, VerifyConfig, VerifyRule
 from actors.verification.rules import RULES
 from cluster.config.schema import CertifyConfig, load_config
 from cluster.jobs import certify

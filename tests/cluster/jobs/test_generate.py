@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.options import NoDrafterConfig
+from actors.drafters.config import NoDrafterConfig
 from cluster.completion import EngineError
 from cluster.config.schema import GenerateConfig
 from cluster.io.text import load_tokenizer

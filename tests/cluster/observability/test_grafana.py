@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.options import ModelDrafterConfig, PipelineConfig, SamplingConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, SamplingConfig
 from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig
 from cluster.jobs import generate
 from cluster.observability.metrics import MetricsWatch

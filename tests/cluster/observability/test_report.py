@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import NgramDrafterConfig, PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
 from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig

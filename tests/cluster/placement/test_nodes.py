@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
-from actors.topology import CascadeDrafterConfig, LevelsPlacement
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, TargetConfig, VerifyConfig
 from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig, PlacementName
 from cluster.placement.nodes import Node, over_nodes
 from cluster.runtime.ray_reservation import device_bundles

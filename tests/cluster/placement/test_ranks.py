@@ -6,15 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import (
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    NoDrafterConfig,
-    PipelineConfig,
-    PipelineName,
-    TargetConfig,
-    VerifyConfig,
-)
+from actors.drafters.config import NoDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig
 from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig, PlacementName
 from cluster.placement.ranks import Devices, lay_out
 

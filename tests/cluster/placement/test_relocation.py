@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from cluster.placement.nodes import Node, over_nodes
 from cluster.placement.relocation import NoRoom, relocate
 from cluster.runtime.ray_reservation import device_bundles

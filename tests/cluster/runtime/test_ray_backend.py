@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, TargetConfig, VerifyConfig
 from actors.protocol.sampling_params import SamplingParams
 from actors.worker import openmp
 from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
@@ -204,7 +206,8 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
     """A whole life in a process of its own: what remains at its end are the processes it began with."""
     script = f"""
         import psutil
-        from actors.options import NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
+        from actors.drafters.lookup.ngram import NgramDrafterConfig
+        from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
         from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
         from cluster.engine import Engine

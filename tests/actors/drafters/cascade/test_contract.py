@@ -7,17 +7,14 @@ from collections import Counter
 import pytest
 import torch
 
+from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.options import (
-    MaxgramDrafterConfig,
-    ModelDrafterConfig,
-    NgramDrafterConfig,
-    SchedulerConfig,
-    Strategy,
-    SuffixDrafterConfig,
-)
-from actors.topology import CascadeDrafterConfig
+from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.options import SchedulerConfig
 from parallel.runtime.runner import Span, open_model
 
 NGRAM = NgramDrafterConfig(num_draft_tokens=3, min_ngram=1)

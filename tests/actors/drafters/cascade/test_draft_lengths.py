@@ -9,11 +9,12 @@ from collections import Counter
 import pytest
 
 from actors.drafters.cascade import draft_lengths
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.cascade.draft_lengths import TARGET, LengthControl
-from actors.options import ModelDrafterConfig, NgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.policy.cascade_model import CascadeCosts, best_lengths
 from actors.protocol.messages import LevelWork, TokenTree
-from actors.topology import CascadeDrafterConfig, LevelLengths
 
 BOUNDS = (5, 4, 5)
 

@@ -7,13 +7,17 @@ from collections import deque
 
 import pytest
 
+from actors.drafters.cascade.build import build_levels
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
-from actors.drafters.registry import build_drafter, build_levels
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, SchedulerConfig, VerifyConfig
+from actors.drafters.config import DraftSetup
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.membership import RoleBack, RoleLost, Stop
 from actors.protocol.messages import DraftBatch, ProposalBatch
 from actors.roles.draft import DraftRole
-from actors.topology import CascadeDrafterConfig, LevelsPlacement, level_roles, role_above, role_beneath
+from actors.topology import level_roles, role_above, role_beneath
 from actors.transport.channel import CODEC
 from parallel.comm.group import SINGLE, Group
 
@@ -31,8 +35,8 @@ def model(path, length=3):
     return ModelDrafterConfig(path=path, num_draft_tokens=length)
 
 
-def options_of(pipeline):
-    return VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", (1,)
+def setup_of(pipeline):
+    return DraftSetup(VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", (1,))
 
 
 def test_every_model_has_a_role_and_a_lookup_lives_with_the_one_it_drafts_for():
@@ -181,10 +185,10 @@ def open_pair(open_room, models):
         lower = model(str(models["small"]), 3)
         config = cascade(lower, model(str(models["drafter"]), 5))
         room = open_room(pipeline=pipeline)
-        options = options_of(pipeline)
-        line = Loop(DraftRole(build_drafter(lower, *options)[0]), **line_options)
+        setup = setup_of(pipeline)
+        line = Loop(DraftRole(lower.build(setup)[0]), **line_options)
         port = RemoteChild(Mailbox(line), SINGLE)
-        room.draft = DraftRole(build_levels(config, range(1, 2), *options, port)[0])
+        room.draft = DraftRole(build_levels(config, range(1, 2), setup, port)[0])
         room.num_draft_tokens = 5
         return room, line
 
@@ -223,7 +227,7 @@ def test_a_level_that_dies_is_skipped_and_one_that_comes_back_is_used_again(
     def come_back(room):
         nonlocal returns
         if returns and len(line.sent) == 5:
-            line.role = DraftRole(build_drafter(model(str(models["small"])), *options_of(pipeline))[0])
+            line.role = DraftRole(model(str(models["small"])).build(setup_of(pipeline))[0])
             line.arrived.append(RoleBack("draft2", 2))
             returns = False
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.interface import Context
-from actors.drafters.lookup.maxgram import MaxgramDrafter
-from actors.drafters.lookup.ngram import NgramDrafter
-from actors.drafters.lookup.suffix import History, SuffixDrafter
-from actors.options import MaxgramDrafterConfig, ModelDrafterConfig, NgramDrafterConfig, SuffixDrafterConfig
+from actors.drafters.lookup.maxgram import MaxgramDrafter, MaxgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafter, NgramDrafterConfig
+from actors.drafters.lookup.suffix import History, SuffixDrafter, SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import Admit, Commit, DraftBatch, SamplingParams
 from actors.roles.draft import DraftRole
-from actors.topology import CascadeDrafterConfig
 
 LOOKUPS = {
     "ngram": lambda: NgramDrafter(NgramDrafterConfig(max_ngram=3, min_ngram=1)),

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from actors.drafters.interface import Context
-from actors.drafters.lookup.maxgram import MaxgramDrafter
-from actors.options import MaxgramDrafterConfig
+from actors.drafters.lookup.maxgram import MaxgramDrafter, MaxgramDrafterConfig
 from actors.protocol.messages import SamplingParams
 
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from actors.drafters.interface import Context
-from actors.drafters.lookup.ngram import NgramDrafter
-from actors.options import NgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafter, NgramDrafterConfig
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 
 

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.drafters.interface import Context
 from actors.drafters.lookup.corpus import read_corpus
-from actors.drafters.lookup.suffix import SuffixDrafter
-from actors.options import SuffixDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafter, SuffixDrafterConfig
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
 
 

@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
+from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.tree_growth import Candidate, GrowingTree
-from actors.options import ModelDrafterConfig, Strategy
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import choose, top_children
-from actors.topology import CascadeDrafterConfig
 
 DYNAMIC = ModelDrafterConfig(strategy=Strategy.dynamic, num_draft_tokens=9, depth=4, width=3)
 SHARED = ModelDrafterConfig(strategy=Strategy.dynamic, num_draft_tokens=9, depth=4, width=3, batch_nodes=14)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from actors.drafters.interface import Context
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
-from actors.options import ModelDrafterConfig, Strategy
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams
 from parallel.runtime.runner import Span, open_model
 

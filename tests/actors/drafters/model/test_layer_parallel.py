@@ -11,10 +11,11 @@ import torch
 import actors.drafters.draft_ahead.drafter
 from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.interface import Context
+from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.kv_refresh import CalibrationSchedule
 from actors.drafters.model.loading import open_draft_model
-from actors.options import CalibrationPolicy, ModelDrafterConfig, Parallel, SchedulerConfig, Strategy
+from actors.options import SchedulerConfig
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, SamplingParams
 from parallel.comm.group import SINGLE

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from actors.drafters.config import DraftSetup
 from actors.drafters.model import loading
+from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.model.loading import layer_layout, layer_partition, open_draft_model
-from actors.drafters.registry import build_drafter
-from actors.options import (
-    Calibration,
-    MlpParallel,
-    ModelDrafterConfig,
-    Parallel,
-    SchedulerConfig,
-    Strategy,
-    VerifyConfig,
-)
+from actors.options import SchedulerConfig, VerifyConfig
 from parallel.comm.group import SINGLE
 from parallel.model.config import DecoderConfig
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
@@ -112,7 +105,7 @@ def test_mlps_are_measured_over_the_rows_they_will_mostly_see(models, monkeypatc
     measured = []
     monkeypatch.setattr(loading, "faster_mlp", lambda *asked: measured.append(asked[-1]) or "replicated")
     config = config_of(path=str(models["deep"]), layer_group=2, strategy=strategy, width=3, ahead_width=7)
-    build_drafter(config, VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", ())
+    config.build(DraftSetup(VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", ()))
     assert measured == [rows]
 
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, PipelineConfig, PipelineName
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, PipelineName
 from actors.policy.cascade_model import LevelCost, tokens_per_s
-from actors.topology import CascadeDrafterConfig, LevelLengths
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run, Served
 from cluster.tools.bench.drafters import choices, comparisons, drafter_table, write_markdown

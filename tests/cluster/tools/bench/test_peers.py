@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.options import ModelDrafterConfig, NgramDrafterConfig, NoDrafterConfig, PipelineConfig, TargetConfig
+from actors.drafters.config import NoDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, TargetConfig
 from actors.protocol.messages import SamplingParams
 from cluster.io.prompts import Prompt
 from cluster.tools.bench.peers import Transformers, check_peers

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import NgramDrafterConfig, NoDrafterConfig, Parallel, PipelineConfig, PipelineName
+from actors.drafters.config import NoDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import Parallel
+from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
 from cluster.config.schema import BenchConfig, ClusterConfig, ClusterName
 from cluster.tools.bench.engines import EnginePool, may_share

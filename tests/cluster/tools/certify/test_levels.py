@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.cascade.level import CascadeDrafter
-from actors.options import ModelDrafterConfig, VerifyRule
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, SparseDistribution
-from actors.topology import CascadeDrafterConfig, LevelLengths
 from actors.verification import rejection
 from actors.verification.distributions import Residual
 from actors.verification.random_source import HashRandomSource

@@ -19,9 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.options import ModelDrafterConfig, PipelineConfig, PipelineName
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
-from actors.topology import CascadeDrafterConfig, LevelsPlacement
 from cluster.config.schema import ClusterConfig, ClusterName, load_config
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
@@ -227,7 +228,8 @@ def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
     pytest.importorskip("ray")
     script = f"""
         import time
-        from actors.options import NgramDrafterConfig, PipelineConfig, TargetConfig, VerifyConfig
+        from actors.drafters.lookup.ngram import NgramDrafterConfig
+        from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
         from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
         from cluster.engine import Engine

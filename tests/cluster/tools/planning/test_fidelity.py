@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams
 from cluster.tools.planning.fidelity import (
     POLICIES,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from cluster.tools.planning.costs import Costs, DraftCost, TargetCost, read_costs
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.prediction import Workload, predict, predict_all

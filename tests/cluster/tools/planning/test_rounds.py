@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams
 from actors.worker import openmp
 from actors.worker.factory import build_role

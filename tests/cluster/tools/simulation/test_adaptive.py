@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned
 
 LONGEST = 8

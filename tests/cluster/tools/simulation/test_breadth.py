@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import Language, power_law
 from cluster.tools.simulation.simulator import Scenario, simulate

@@ -10,8 +10,8 @@ from math import log
 
 import pytest
 
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree
-from actors.options import ModelDrafterConfig, Strategy
 from actors.policy.pipelines import AheadPipeline
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
 

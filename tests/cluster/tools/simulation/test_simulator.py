@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.options import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.policy.pipelines import PIPELINES
 from cluster.observability.timeline import chrome_trace
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned

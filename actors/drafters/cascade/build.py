@@ -1,0 +1,76 @@
+"""From the record of a cascade to the levels that one rank runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from actors.drafters.cascade.child import ChildLevel, ChildPort, LocalChild
+from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
+from actors.drafters.cascade.draft_lengths import FixedLengths, LengthControl
+from actors.drafters.cascade.level import CascadeDrafter
+from actors.drafters.config import DraftSetup
+from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.interface import Drafter
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.loading import open_draft_model
+from parallel.comm.group import Group
+
+
+def build_levels(
+    config: CascadeDrafterConfig, levels: range, setup: DraftSetup, child: ChildPort | None
+) -> tuple[Drafter, dict[str, object]]:
+    """These levels of a cascade, over the port to the level before them if there is one; the facts sum up their bytes.
+
+    Only the last of them, which answers to another role, works ahead.
+    """
+    facts: dict[str, object] = {}
+    weight_bytes = kv_bytes = 0
+    lengths = _lengths(config, setup.group, setup.device)
+    most = [one.num_draft_tokens + config.tail(level) for level, one in enumerate(config.levels)]
+    drafter: Drafter | None = None
+    for level in levels:
+        model, is_last = config.levels[level], level == levels[-1]
+        if level == 0:
+            drafter, held = model.build(setup if is_last else replace(setup, pipeline="sync"))
+        else:
+            runner, held = open_draft_model(model, setup.scheduler, setup.group, setup.device)
+            port = LocalChild(drafter) if drafter is not None else child
+            drafter = CascadeDrafter(
+                runner,
+                ChildLevel(port, config.level_name(level - 1), max(most[:level])),
+                level=level,
+                name=config.level_name(level),
+                rule=setup.verify.rule,
+                law_size=setup.verify.law_size,
+                eos_token_ids=setup.eos_token_ids,
+                prefill_chunk=setup.scheduler.prefill_chunk,
+                lengths=lengths,
+                tail=config.tail(level),
+                merge=config.merge if level == len(config.levels) - 1 else 0,
+                is_last=level == len(config.levels) - 1,
+                works_ahead=setup.pipeline in AHEAD and is_last,
+            )
+        weight_bytes += held.get("weight_bytes", 0)
+        kv_bytes += held.get("kv_bytes", 0)
+        facts |= held
+    return drafter, {**facts, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
+
+
+def _lengths(config: CascadeDrafterConfig, group: Group, device: str) -> FixedLengths | LengthControl:
+    """One object for all levels; chosen lengths are those of rank 0, whose clock decides."""
+    passed = [one.num_draft_tokens + config.tail(level) for level, one in enumerate(config.levels[:-1])]
+    bounds = (*passed, config.num_draft_tokens if config.levels[-1].num_draft_tokens else 0)
+    if config.lengths is LevelLengths.fixed:
+        return FixedLengths(bounds)
+
+    def agree(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        if group.size == 1:
+            return lengths
+        return tuple(group.broadcast(torch.tensor(lengths, device=device)).tolist())
+
+    names = [config.level_name(level) for level in range(len(config.levels))]
+    bounds = tuple(min(bound, config.num_draft_tokens) for bound in bounds)
+    drafts_at_once = not isinstance(config.levels[0], ModelDrafterConfig)
+    return LengthControl(names, bounds, drafts_at_once=drafts_at_once, agree=agree)

@@ -1,0 +1,165 @@
+"""The configuration record of `drafter=cascade`, its choices and its checks. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.options import PipelineName, VerifyRule
+from actors.protocol.messages import SamplingKind
+from actors.ranges import require
+
+if TYPE_CHECKING:
+    from actors.drafters.interface import Drafter
+
+
+class LevelLengths(StrEnum):
+    """How the number of tokens that each level of a cascade passes up is chosen."""
+
+    fixed = "fixed"
+    auto = "auto"
+
+
+class LevelsPlacement(StrEnum):
+    """Whether the levels of a cascade share their ranks."""
+
+    together = "together"
+    separate = "separate"
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeDrafterConfig(DrafterConfig):
+    """Drafters that draft for each other: every level verifies the drafts of the one before it."""
+
+    name: str = "cascade"
+    """Set by the choice `drafter=`."""
+    levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
+    """The cheapest first; each a drafter's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
+    first may be any drafter, the others are models. `num_draft_tokens`: tokens that a level passes to the next at a
+    time; 0 = it forwards the drafts of the level before it, as if it were not there."""
+    num_draft_tokens: int = 0
+    """Draft tokens a round, at most; 0 = those of the last level, its tail and `merge`."""
+    tails: list[int] = field(default_factory=list)
+    """For each level, unverified tokens that the level before it appends to the level's own; empty = none."""
+    lengths: LevelLengths = LevelLengths.fixed
+    """fixed: `num_draft_tokens` as given; auto: at most so many, and 0 of a level that does not pay, be it the last:
+    the best of all cascades that can be made of the levels, by measured costs and acceptance. auto needs
+    drafter.placement=together, pipeline=sync, and neither tails nor merge."""
+    merge: int = 0
+    """Draft tokens of the last level but one that are added beside the last level's, where the two differ."""
+    placement: LevelsPlacement = LevelsPlacement.together
+    """together: all levels on the last one's ranks, in turn; separate: each model on ranks of its own, so that, in an
+    asynchronous pipeline, it drafts while the next one verifies."""
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # the unchecked record holds lists, which have no hash
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the models."""
+        return self.levels[-1].ranks
+
+    @property
+    def device(self) -> str:
+        """Device of the last level."""
+        return self.levels[-1].device
+
+    def tail(self, level: int) -> int:
+        """Unverified tokens that level number `level` passes on behind its own."""
+        return self.tails[level] if self.tails else 0
+
+    def level_name(self, level: int) -> str:
+        """The name of level number `level` in reports."""
+        return f"{level}-{self.levels[level].name}"
+
+    def check_fields(self, where: str) -> None:
+        for i, level in enumerate(self.levels):
+            level.check_fields(f"{where}.levels[{i}]")
+        for i, level in enumerate(self.levels[1:], 1):
+            is_model = isinstance(level, ModelDrafterConfig)
+            remedy = "only the first level may lack a model; put it there"
+            require(is_model, f"{where}.levels[{i}]", level.name, remedy)
+            remedy = "a level that verifies passes up a chain; leave it at chain"
+            require(level.strategy is Strategy.chain, f"{where}.levels[{i}].strategy", level.strategy, remedy)
+        for i, tail in enumerate(self.tails):
+            good = tail == 0 if i == 0 else tail >= 0
+            remedy = "must be 0 or above, and 0 for the first level, which has no level before it"
+            require(good, f"{where}.tails[{i}]", tail, remedy)
+        for i, level in enumerate(self.levels[:-1]):
+            if isinstance(level, ModelDrafterConfig) and self.placement is LevelsPlacement.together:
+                alike = (level.ranks, level.device) in ((1, "auto"), (self.ranks, self.device))
+                remedy = "needs the last level's ranks and device; use drafter.placement=separate for its own"
+                require(alike, f"{where}.levels[{i}]", level.name, remedy)
+        require(self.merge >= 0, f"{where}.merge", self.merge, "must be 0 (nothing is merged) or above")
+
+    def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        self._check_lengths(rule, pipeline, where)
+        coupled = rule is VerifyRule.coupled
+        remedy = "is exact with verify=coupled only; drop it"
+        require(coupled or not self.merge, f"{where}.merge", self.merge, remedy)
+        remedy = "are not drawn as verify=kseq needs; take another rule"
+        require(not (rule is VerifyRule.kseq and any(self.tails)), f"{where}.tails", self.tails, remedy)
+        self.levels[0].check_with(rule, self._first_pipeline(pipeline), f"{where}.levels[0]")
+
+    def _check_lengths(self, rule: VerifyRule, pipeline: PipelineName, where: str) -> None:
+        """What chosen lengths, and a level that forwards the drafts of the one before it, can be combined with."""
+        fixed, last = self.lengths is LevelLengths.fixed, len(self.levels) - 1
+        in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
+        alone = not (any(self.tails) or self.merge)
+        drawn = rule is not VerifyRule.kseq or isinstance(self.levels[0], ModelDrafterConfig)
+        for good, remedy in (
+            (
+                self.placement is LevelsPlacement.together,
+                "needs all levels in one place; add drafter.placement=together",
+            ),
+            (in_turn, "needs levels and target to work in turn, to measure what each takes; use pipeline=sync"),
+            (alone, "chooses among levels without tails; drop drafter.tails and drafter.merge"),
+            (drawn, "may pass on a lookup, which is not drawn as verify=kseq needs; take another rule"),
+        ):
+            require(fixed or good, f"{where}.lengths", self.lengths, remedy)
+        for i, level in enumerate(self.levels):
+            name, length = f"{where}.levels[{i}].num_draft_tokens", level.num_draft_tokens
+            drafts, ahead = length > 0, i == last and pipeline in AHEAD
+            for good, remedy in (
+                (
+                    drafts or not ahead,
+                    "prepares nothing while the target verifies; leave that level out, or use pipeline=sync",
+                ),
+                (drafts or (length == 0 and i > 0), "must be at least 1; 0 only behind the first level"),
+                (drafts or fixed, "is the most that drafter.lengths=auto may choose; it must be at least 1"),
+                (drafts or alone, "cannot have tails; drop drafter.tails and drafter.merge"),
+                (drafts or drawn, "passes on a lookup, which is not drawn as verify=kseq needs; take another rule"),
+            ):
+                require(good, name, length, remedy)
+
+    def check_checkpoints(self, where: str = "drafter") -> None:
+        for i, level in enumerate(self.levels):
+            level.check_checkpoints(f"{where}.levels[{i}]")
+
+    def models(self) -> list[str]:
+        return [path for level in self.levels for path in level.models()]
+
+    def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
+        return {SamplingKind.IID} | (self.first_kinds(rule, pipeline) if self._forwards_first_level() else set())
+
+    def first_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
+        """How the first level draws."""
+        return self.levels[0].sampling_kinds(rule, self._first_pipeline(pipeline))
+
+    def _first_pipeline(self, pipeline: PipelineName) -> PipelineName:
+        """Sync where the first level shares the last one's ranks: it then drafts on demand only."""
+        return pipeline if self.placement is LevelsPlacement.separate else PipelineName.sync
+
+    def _forwards_first_level(self) -> bool:
+        """Whether tokens of the first level may reach the target unverified: in tails of tails, past levels of length 0."""
+        left_out = self.lengths is LevelLengths.auto or not any(level.num_draft_tokens for level in self.levels[1:])
+        return left_out or (bool(self.tails) and all(self.tails[1:]))
+
+    def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
+        from actors.drafters.cascade.build import build_levels
+
+        return build_levels(self, range(len(self.levels)), setup, None)

@@ -1,0 +1,88 @@
+"""What the configuration records of all drafters have in common.
+
+A drafter's record stands beside the drafter and checks itself: ranges of its fields, what it cannot be combined with,
+the checkpoints it loads, how its tokens are drawn, and how to build the drafter. Torch-free; `build` imports what it
+needs. It must not know Hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
+from actors.protocol.messages import SamplingKind
+from actors.ranges import require
+
+if TYPE_CHECKING:
+    from actors.drafters.interface import Drafter
+    from parallel.comm.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """The launch options and the rank that a drafter is built for."""
+
+    verify: VerifyConfig
+    pipeline: str
+    scheduler: SchedulerConfig
+    group: Group
+    device: str
+    eos_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """Base of every drafter's record. `where` in its methods is the prefix of error lines, such as `drafter`."""
+
+    name: str = ""
+    """Set by the choice `drafter=`."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens a round, at most; a field of every record but that of `drafter=none`."""
+        return 0
+
+    def check(self, where: str = "drafter") -> None:
+        """Raise ValueError, one line, for the first field whose value is out of range."""
+        right = type(self)().name
+        require(self.name == right, f"{where}.name", self.name, f"is set by drafter={right}; write drafter={self.name}")
+        length = self.num_draft_tokens
+        require(length >= 1, f"{where}.num_draft_tokens", length, "must be at least 1; for none write drafter=none")
+        self.check_fields(where)
+
+    def check_fields(self, where: str) -> None:
+        """`check` without name and draft length, which a level of a cascade need not have."""
+
+    def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        """Raise ValueError for a field that cannot be combined with this verification rule or pipeline."""
+
+    def check_checkpoints(self, where: str = "drafter") -> None:
+        """Raise ValueError if a checkpoint of `models()`, which must exist, does not fit the other fields."""
+
+    def models(self) -> list[str]:
+        """Paths of the checkpoints that the drafter loads."""
+        return []
+
+    def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
+        """How the tokens of its proposals are drawn, as far as a verification rule must know."""
+        return {SamplingKind.DETERMINISTIC}
+
+    def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
+        """The drafter on this rank, and the facts that its role reports."""
+        raise ValueError(f"drafter={self.name}: has no drafter to build")
+
+
+@dataclass(frozen=True, slots=True)
+class NoDrafterConfig(DrafterConfig):
+    """No drafter: every proposal is empty."""
+
+    name: str = "none"
+    """Set by the choice `drafter=`."""
+
+    def check(self, where: str = "drafter") -> None:
+        require(self.name == "none", f"{where}.name", self.name, f"is set by drafter=none; write drafter={self.name}")
+
+    def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
+        return set()

@@ -1,0 +1,177 @@
+"""The configuration record of `drafter=model`, its choices and its checks. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.draft_ahead.tree import AHEAD
+from actors.options import DEVICES, DTYPES, PipelineName, VerifyRule
+from actors.protocol.messages import SamplingKind
+from actors.ranges import require
+
+if TYPE_CHECKING:
+    from actors.drafters.interface import Drafter
+
+
+class Parallel(StrEnum):
+    """How the ranks of a draft model share its work."""
+
+    single = "single"
+    tensor = "tensor"
+    layer = "layer"
+
+
+class MlpParallel(StrEnum):
+    """How layer-parallel ranks run the MLPs."""
+
+    auto = "auto"
+    replicated = "replicated"
+    tensor = "tensor"
+
+
+class Calibration(StrEnum):
+    """Which rank computes the exact KV rows that replace fuzzy ones."""
+
+    recompute = "recompute"
+    owner = "owner"
+    broadcast = "broadcast"
+
+
+class CalibrationPolicy(StrEnum):
+    """When fuzzy KV rows are replaced."""
+
+    every = "every"
+    mismatch = "mismatch"
+    never = "never"
+
+
+class Strategy(StrEnum):
+    """The shape of the proposal."""
+
+    chain = "chain"
+    tree = "tree"
+    best_first = "best_first"
+    dynamic = "dynamic"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafterConfig(DrafterConfig):
+    """A separate, smaller model with the target's vocabulary."""
+
+    name: str = "model"
+    """Set by the choice `drafter=`."""
+    path: str = "pocket"
+    """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
+    ranks: int = 1
+    """Ranks that share the draft model."""
+    num_threads: int = 0
+    """CPU: threads of a rank, at most; 0 = one for every core that it has."""
+    parallel: Parallel = Parallel.single
+    """How they share it: single (one rank), tensor (every layer is split), or layer (the attention of several layers
+    runs side by side on nearly right inputs: EasySpec)."""
+    layer_group: int = 0
+    """parallel=layer: layers side by side; 0 = as many as ranks, at most 4; 1 = one after the other. More than one on
+    a single rank computes the same drafts without the speed."""
+    layer_partition: list[Any] = field(default_factory=list)
+    """parallel=layer: which layers, as sizes [1,3,3,1] or as layers [[0],[1,2],[3]]; empty = by `layer_group`, the
+    first and the last layer alone."""
+    mlp_parallel: MlpParallel = MlpParallel.auto
+    """parallel=layer: replicated (every rank computes all MLPs), tensor (each is split over the ranks), or auto: what
+    is faster, measured at the start."""
+    calibration: Calibration = Calibration.recompute
+    """parallel=layer: which rank computes exact KV rows: recompute (every rank by itself), owner (a rank holds the
+    attention and KV of its own layers only), broadcast (rank 0, which sends them to the others)."""
+    calibration_policy: CalibrationPolicy = CalibrationPolicy.every
+    """parallel=layer: every (`calibrate_every` rounds), mismatch (when a draft token was rejected), or never."""
+    calibrate_every: int = 1
+    """parallel=layer: rounds from one calibration to the next."""
+    strategy: Strategy = Strategy.chain
+    """chain: one guess per position; tree: `width` children per node; best_first: a tree grown where it is likely;
+    dynamic: likewise, with one budget for the whole batch, and only while another pass pays (asynchronous pipelines:
+    as best_first)."""
+    num_draft_tokens: int = 5
+    """Draft tokens a round, at most."""
+    depth: int = 5
+    """Longest path of a tree."""
+    width: int = 2
+    """Children per node of a tree; of a dynamic one, at most."""
+    batch_nodes: int = 0
+    """strategy=dynamic, pipeline=sync or pingpong: draft tokens of a round, over all requests; 0 = `num_draft_tokens`
+    for each."""
+    fan_out: int = 6
+    """Asynchronous pipelines: likely next tokens kept for every node."""
+    ahead_width: int = 8
+    """Asynchronous pipelines: nodes fed in one pass of draft-ahead. pipeline.adaptive=true: of each request, at most;
+    how many is chosen from the measured cost of passes. false: always so many, over all requests."""
+    kv_slots: int = 0
+    """As `target.kv_slots`."""
+    dtype: str = "auto"
+    """As `target.dtype`."""
+    device: str = "auto"
+    """As `target.device`."""
+
+    def check_fields(self, where: str) -> None:
+        path, shared = self.path, self.parallel is not Parallel.single
+        require(bool(path), f"{where}.path", path, "give a directory with a Hugging Face checkpoint, or a hub id")
+        for name in ("ranks", "depth", "width", "fan_out", "ahead_width"):
+            value, remedy = getattr(self, name), "; for none write drafter=none" if name == "ranks" else ""
+            require(value >= 1, f"{where}.{name}", value, f"must be at least 1{remedy}")
+        remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
+        require(shared or self.ranks == 1, f"{where}.ranks", self.ranks, remedy)
+        threads, nodes, slots = self.num_threads, self.batch_nodes, self.kv_slots
+        require(threads >= 0, f"{where}.num_threads", threads, "must be 0 (one for every core of a rank) or above")
+        require(slots >= 0, f"{where}.kv_slots", slots, "must be 0 (sized automatically) or above")
+        require(nodes >= 0, f"{where}.batch_nodes", nodes, "must be 0 (each request its own) or above")
+        remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
+        require(self.strategy is Strategy.dynamic or not nodes, f"{where}.batch_nodes", nodes, remedy)
+        unknown = "is unknown; choose one of"
+        require(self.dtype in DTYPES, f"{where}.dtype", self.dtype, f"{unknown} {', '.join(DTYPES)}")
+        require(self.device in DEVICES, f"{where}.device", self.device, f"{unknown} {', '.join(DEVICES)}")
+        self._check_layers(where)
+
+    def _check_layers(self, where: str) -> None:
+        by_layer = self.parallel is Parallel.layer
+        group, partition, every = self.layer_group, self.layer_partition, self.calibrate_every
+        remedy = "is for layers that run side by side; add drafter.parallel=layer or leave it at"
+        require(group >= 0, f"{where}.layer_group", group, "must be 0 (as many as ranks) or above")
+        require(by_layer or group < 2, f"{where}.layer_group", group, f"{remedy} 0")
+        require(by_layer or not partition, f"{where}.layer_partition", partition, f"{remedy} []")
+        split = self.mlp_parallel is MlpParallel.tensor and self.calibration is Calibration.broadcast
+        remedy = "the one rank that runs exact passes needs whole MLPs; use drafter.mlp_parallel=replicated"
+        require(not split, f"{where}.calibration", self.calibration, remedy)
+        remedy = "must be at least 1; see drafter.calibration_policy=never"
+        require(every >= 1, f"{where}.calibrate_every", every, remedy)
+        counted = every == 1 or self.calibration_policy is CalibrationPolicy.every
+        remedy = "counts rounds; add drafter.calibration_policy=every or drop it"
+        require(counted, f"{where}.calibrate_every", every, remedy)
+
+    def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        nodes = self.batch_nodes
+        remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
+        require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)
+
+    def check_checkpoints(self, where: str = "drafter") -> None:
+        if self.parallel is Parallel.layer:
+            from actors.drafters.model.loading import layer_partition
+            from parallel.model.config import DecoderConfig
+
+            try:
+                layer_partition(self, DecoderConfig.from_hf(self.path))
+            except ValueError as error:
+                raise ValueError(str(error).replace("drafter.", f"{where}.")) from None
+
+    def models(self) -> list[str]:
+        return [self.path]
+
+    def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
+        if self.strategy not in (Strategy.chain, Strategy.tree) or pipeline in AHEAD:
+            return {SamplingKind.DETERMINISTIC}
+        return {SamplingKind.IID if rule is VerifyRule.kseq else SamplingKind.WITHOUT_REPLACEMENT}
+
+    def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
+        from actors.drafters.model.loading import build_model_drafter
+
+        return build_model_drafter(self, setup)
