@@ -1,8 +1,12 @@
-"""Batches of token sequences cut from a stream. Knows no model and no text."""
+"""Training batches: windows of a token stream, and rows of tokens with the teacher's hidden states.
+
+It must not know text, students or losses.
+"""
 
 from __future__ import annotations
 
 import torch
+from transformers import LlamaForCausalLM
 
 
 class StreamBatches:
@@ -14,8 +18,6 @@ class StreamBatches:
         self._random = torch.Generator().manual_seed(seed)
         self._length = 0
         self._starts = torch.empty(0, dtype=torch.long)
-        self.epochs = 0.0
-        """Passes over the stream so far."""
 
     def draw(self, size: int, length: int) -> torch.Tensor:
         """Return `[size, length + 1]` tokens: `length` inputs and their successors.
@@ -33,5 +35,50 @@ class StreamBatches:
             order = torch.randperm(len(starts), generator=self._random)
             self._starts = torch.cat((self._starts, starts[order]))
         chosen, self._starts = self._starts[:size], self._starts[size:]
-        self.epochs += size * length / len(self._stream)
         return self._stream[chosen[:, None] + torch.arange(length + 1)]
+
+
+class DistillationSet:
+    """Draws rows in a new order each epoch, together with the teacher's last hidden states.
+
+    Hidden states take a tenth of the memory of the teacher's distributions, which are one product away from them. They
+    are computed when a row is first drawn, so that later epochs run no pass of the teacher.
+    """
+
+    def __init__(self, teacher: LlamaForCausalLM, rows: torch.Tensor, seed: int) -> None:
+        """Take int64 `[rows, length]` tokens; equal seeds give equal batches.
+
+        Memory: `2 * rows * length * hidden size` bytes on the CPU once every row was drawn.
+        """
+        self._teacher = teacher
+        self._rows = rows
+        self._random = torch.Generator().manual_seed(seed)
+        self._order = torch.empty(0, dtype=torch.long)
+        self._hidden = torch.empty(*rows.shape, teacher.config.hidden_size, dtype=torch.bfloat16)
+        self._known = torch.zeros(len(rows), dtype=torch.bool)
+
+    def draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `[size, length]` tokens and `[size, length, hidden size]` bfloat16 hidden states of the teacher."""
+        while len(self._order) < size:
+            self._order = torch.cat((self._order, torch.randperm(len(self._rows), generator=self._random)))
+        chosen, self._order = self._order[:size], self._order[size:]
+        unknown = chosen[~self._known[chosen]]
+        if len(unknown):
+            self._hidden[unknown] = self._hidden_states(self._rows[unknown])
+            self._known[unknown] = True
+        return self._rows[chosen], self._hidden[chosen]
+
+    @torch.no_grad()
+    def _hidden_states(self, rows: torch.Tensor) -> torch.Tensor:
+        device = self._teacher.device
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden = self._teacher.model(input_ids=rows.to(device), use_cache=False).last_hidden_state
+        return hidden.to("cpu", torch.bfloat16)
+
+
+def spread_rows(stream: torch.Tensor, length: int, num_tokens: int) -> torch.Tensor:
+    """Return about `num_tokens` tokens of a stream as rows of `length` + 1, evenly spread over it."""
+    starts = torch.arange(0, len(stream) - length, length)
+    keep = max(1, min(len(starts), num_tokens // length))
+    chosen = starts[torch.linspace(0, len(starts) - 1, keep).long()]
+    return stream[chosen[:, None] + torch.arange(length + 1)]

@@ -12,36 +12,15 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-HELD_OUT = (
-    "bisect.py",
-    "calendar.py",
-    "cmd.py",
-    "colorsys.py",
-    "configparser.py",
-    "contextlib.py",
-    "copy.py",
-    "csv.py",
-    "fnmatch.py",
-    "fractions.py",
-    "getopt.py",
-    "glob.py",
-    "heapq.py",
-    "hmac.py",
-    "pprint.py",
-    "queue.py",
-    "random.py",
-    "reprlib.py",
-    "shlex.py",
-    "statistics.py",
-    "string.py",
-    "tempfile.py",
-    "textwrap.py",
-    "timeit.py",
+_HELD_OUT_MODULES = (
+    "bisect calendar cmd colorsys configparser contextlib copy csv fnmatch fractions getopt glob heapq hmac pprint "
+    "queue random reprlib shlex statistics string tempfile textwrap timeit"
 )
-"""Modules, relative to the standard library, that neither the tokenizer nor a model ever sees. Their tests neither."""
+HELD_OUT = tuple(f"{module}.py" for module in _HELD_OUT_MODULES.split())
+"""Modules, relative to the standard library, that are left out of all training, and so are their tests."""
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "lib-dynload", "__pycache__", "encodings", "pydoc_data"})
-"""Installed packages, build products, and folders of tables in Python's clothing."""
+"""Installed packages, build products, and folders of modules that hold tables."""
 
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 """Folders whose files are tests; together they hold more text than the library and are capped."""
@@ -74,7 +53,7 @@ class Corpus:
     """Training and held-out sources."""
 
     training: tuple[Source, ...]
-    """What tokenizer and models learn from, in shuffled order."""
+    """Sources that tokenizer and models are trained on, in shuffled order."""
     held_out: tuple[Source, ...]
     """The modules of `HELD_OUT`, in that order."""
 
@@ -141,10 +120,7 @@ def load_corpus(seed: int, test_megabytes: float, root: Path | None = None) -> C
     random.Random(seed).shuffle(paths)
     training, test_bytes = [], 0
     for path in paths:
-        if _is_about_held_out(path):
-            continue
-        source = _read(root, path)
-        if source is None:
+        if _is_about_held_out(path) or (source := _read(root, path)) is None:
             continue
         if is_test(path):
             size = len(source.text.encode())

@@ -1,60 +1,58 @@
-"""What the pair is worth: held-out loss, greedy agreement, acceptance length. Trains nothing and writes nothing.
+"""Quality of the pair: held-out loss, greedy agreement, acceptance length. Trains nothing and writes nothing.
 
 Acceptance length is tokens emitted per round: the accepted draft tokens plus the one the target adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.continuations import continue_greedily
-from cluster.tools.training.objectives import logits_of
+from cluster.tools.training.models import continue_greedily, logits_of
 from cluster.tools.training.tokenizer import END_OF_TEXT_ID
 
 
-def spread_rows(stream: torch.Tensor, length: int, num_tokens: int) -> torch.Tensor:
-    """Return about `num_tokens` tokens of a stream as rows of `length` + 1, evenly spread over it."""
-    starts = torch.arange(0, len(stream) - length, length)
-    keep = max(1, min(len(starts), num_tokens // length))
-    chosen = starts[torch.linspace(0, len(starts) - 1, keep).long()]
-    return stream[chosen[:, None] + torch.arange(length + 1)]
-
-
 @torch.inference_mode()
+def _mean(rows: torch.Tensor, per_token: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    """The mean over all tokens of `per_token(inputs [rows, length], successors [rows * length])`, four rows a pass."""
+    values = [per_token(part[:, :-1], part[:, 1:].flatten()) for part in rows.split(4)]
+    return float(torch.cat(values).float().mean())
+
+
+def _flat_logits(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    return logits_of(model, tokens).flatten(0, 1).float()
+
+
 def mean_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
     """Return the mean cross entropy over all rows, in nats per token; its exponential is the perplexity."""
-    losses = []
-    for row in rows.to(model.device).split(4):
-        logits = logits_of(model, row[:, :-1]).flatten(0, 1).float()
-        losses.append(F.cross_entropy(logits, row[:, 1:].flatten(), reduction="none"))
-    return float(torch.cat(losses).mean())
+    return _mean(
+        rows.to(model.device),
+        lambda tokens, successors: F.cross_entropy(_flat_logits(model, tokens), successors, reduction="none"),
+    )
 
 
-@torch.inference_mode()
 def agreement_rate(target: LlamaForCausalLM, drafter: LlamaForCausalLM, rows: torch.Tensor) -> float:
     """Return the fraction of positions of real text at which both models' most likely next tokens are equal."""
-    equal = []
-    for row in rows.to(target.device).split(4):
-        pair = [logits_of(model, row[:, :-1]).argmax(-1) for model in (target, drafter)]
-        equal.append((pair[0] == pair[1]).flatten())
-    return float(torch.cat(equal).float().mean())
+    return _mean(
+        rows.to(target.device),
+        lambda tokens, _: _flat_logits(target, tokens).argmax(-1) == _flat_logits(drafter, tokens).argmax(-1),
+    )
 
 
-@torch.inference_mode()
 def overlap(target: LlamaForCausalLM, drafter: LlamaForCausalLM, rows: torch.Tensor) -> float:
     """Return the mean of `sum(min(p, q))` over all positions of real text, at temperature 1.
 
-    It is the chance that one draft token, drawn from q, is accepted by the rejection rule.
+    It is the probability that the rejection rule accepts one draft token drawn from q.
     """
-    shares = []
-    for row in rows.to(target.device).split(4):
-        p, q = (logits_of(model, row[:, :-1]).flatten(0, 1).float().softmax(-1) for model in (target, drafter))
-        shares.append(torch.minimum(p, q).sum(-1))
-    return float(torch.cat(shares).mean())
+
+    def shared(tokens: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        p, q = (_flat_logits(model, tokens).softmax(-1) for model in (target, drafter))
+        return torch.minimum(p, q).sum(-1)
+
+    return _mean(rows.to(target.device), shared)
 
 
 @torch.inference_mode()
@@ -69,10 +67,10 @@ def greedy_matches(
     """
     tokens = continue_greedily(target, torch.tensor([list(prompt)]), len(prompt) + num_tokens)
     answer = tokens[0, len(prompt) :]
-    guesses = logits_of(drafter, tokens[:, :-1].to(drafter.device))[0, len(prompt) - 1 :].argmax(-1).cpu()
+    drafted = logits_of(drafter, tokens[:, :-1].to(drafter.device))[0, len(prompt) - 1 :].argmax(-1).cpu()
     ends = (answer == END_OF_TEXT_ID).nonzero()
     kept = int(ends[0]) + 1 if len(ends) else num_tokens
-    return (guesses == answer)[:kept].tolist()
+    return (drafted == answer)[:kept].tolist()
 
 
 def count_rounds(matches: Sequence[bool], draft_depth: int) -> int:

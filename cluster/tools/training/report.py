@@ -1,4 +1,4 @@
-"""What a finished pair is worth, in numbers, a picture and a README. Trains nothing."""
+"""Measured quality of a finished pair, as numbers, a picture and a README. Trains nothing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from typing import Any
 
 import torch
 
-from cluster.tools.training.checkpoint import load_model
+from cluster.tools.training.batches import spread_rows
 from cluster.tools.training.config import TrainConfig
 from cluster.tools.training.corpus import HELD_OUT, Corpus
-from cluster.tools.training.evaluation import (
-    acceptance_length,
-    agreement_rate,
-    greedy_matches,
-    mean_loss,
-    overlap,
-    spread_rows,
-)
+from cluster.tools.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, overlap
+from cluster.tools.training.models import load_model
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 
 DRAFT_DEPTH = 5
@@ -117,7 +111,7 @@ def _row(role: str, parameters: int, record: dict[str, Any]) -> str:
 def _readme(config: TrainConfig, report: dict[str, Any]) -> str:
     lengths = report["acceptance_length"]
     runs = "\n".join(_row(role, report["parameters"][role], record) for role, record in report["training"].items())
-    worth = "\n".join(
+    quality = "\n".join(
         f"| {role} | {loss:.3f} | {report['held_out_perplexity'][role]:.1f} |"
         for role, loss in report["held_out_loss"].items()
     )
@@ -129,18 +123,18 @@ def _readme(config: TrainConfig, report: dict[str, Any]) -> str:
 A small code model (`target/`) and a smaller draft model distilled from it (`drafter/`), trained by `job=train` from
 the sources of Python's standard library. Both are Llama checkpoints that `transformers` loads unchanged; they share
 one byte-level BPE tokenizer of {config.vocab_size} entries. They exist so that the engine can be tried, tested and
-measured without a download; they are not useful as programmers.
+measured without a download; they are too small to write useful programs.
 
-Their context is 8192 tokens by configuration, but training saw sequences of {config.sequence_length} at most: text gets
-worse beyond that.
+Their context is 8192 tokens by configuration, but training used sequences of {config.sequence_length} at most: text
+gets worse beyond that.
 
-## How well they do
+## Quality
 
-Measured on modules that neither tokenizer nor models have seen ({report["held_out_tokens"]} tokens):
+Measured on modules that are in no training set ({report["held_out_tokens"]} tokens):
 
 | model | held-out loss, nats/token | perplexity |
 |---|---|---|
-{worth}
+{quality}
 
 Both models' most likely next tokens are equal at {report["agreement_on_held_out_text"]:.1%} of the positions of that
 text, and at {report["agreement_on_continuations"]:.1%} of the tokens of the target's own greedy continuations. When
@@ -171,7 +165,7 @@ continuation the acceptance length at {DRAFT_DEPTH} draft tokens is {report["acc
 - Corpus: the `.py` files of the standard library of Python {report["python"]}, without installed packages,
   `encodings`, `pydoc_data` and files that are broken on purpose; of test files at most {config.test_megabytes:g} MB,
   none above 100 kB. {report["corpus_files"]} files, {report["corpus_megabytes"]:.1f} MB,
-  {report["corpus_tokens"] / 1e6:.2f} M tokens, each file preceded by `<|endoftext|>`. SHA-256 of what was read:
+  {report["corpus_tokens"] / 1e6:.2f} M tokens, each file preceded by `<|endoftext|>`. SHA-256 of the files read:
   `{report["corpus_sha256"]}`.
 - Held out, with their tests:
   {held_out}.
@@ -180,12 +174,12 @@ continuation the acceptance length at {DRAFT_DEPTH} draft tokens is {report["acc
   {config.short_fraction:.0%} of the schedule and of {config.sequence_length} after it.
 - Muon at {config.matrix_learning_rate:g} for hidden matrices, AdamW at {config.other_learning_rate:g} for embeddings
   and norms; {config.warmup_steps} steps of warm-up, linear decay to 0 over the last {config.decay_fraction:.0%}.
-- The target learns by cross entropy. The drafter learns by distillation, KL(target || drafter) over the whole
+- The target is trained by cross entropy, the drafter by distillation, KL(target || drafter) over the whole
   vocabulary, on sequences of {config.sequence_length} throughout: {config.lesson_tokens / 1e6:g} M tokens of training
   sources that are no tests, and the target's own greedy continuations, to {config.continuation_length} tokens, of
   {config.continuation_prompts} prompts cut from them.
 - Written in bfloat16. Wall times are of device `{config.device}` on a machine of {report["cores"]} cores, and include
-  whatever else ran there; a budget of minutes makes the number of steps, and so the weights, depend on the machine.
+  the load of other programs; a budget of minutes makes the number of steps, and so the weights, depend on the machine.
 
 `python -m cluster.launch job=train` repeats it into the run's folder. On Linux,
 `OMP_WAIT_POLICY=passive GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment saves page faults.

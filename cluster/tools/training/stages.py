@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
 
-from cluster.tools.training.architecture import CONTEXT, drafter_config, target_config
-from cluster.tools.training.batches import StreamBatches
-from cluster.tools.training.checkpoint import load_model, save_model
+from cluster.tools.training.batches import DistillationSet, StreamBatches, spread_rows
 from cluster.tools.training.config import TrainConfig
-from cluster.tools.training.continuations import continue_all
 from cluster.tools.training.corpus import Corpus, Source, is_test
-from cluster.tools.training.distillation import DistillationSet
-from cluster.tools.training.evaluation import spread_rows
-from cluster.tools.training.objectives import Loss, cross_entropy, distillation
+from cluster.tools.training.models import (
+    CONTEXT,
+    continue_all,
+    drafter_config,
+    initialised,
+    load_model,
+    save_model,
+    target_config,
+)
 from cluster.tools.training.prompts import choose_prompts, write_prompts
-from cluster.tools.training.schedule import Budget
 from cluster.tools.training.tokenizer import load_tokenizer, pack, save_tokenizer, train_tokenizer
-from cluster.tools.training.trainer import Recipe, TrainingRecord, fit
+from cluster.tools.training.trainer import Loss, TrainingBudget, TrainingRecord, cross_entropy, distillation, fit
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,16 @@ def make_tokenizer(place: Workplace) -> None:
 def make_target(place: Workplace) -> TrainingRecord:
     """Train the target on the sources with cross entropy and write it to `out/target`."""
     config = place.config
-    torch.manual_seed(config.seed)
-    model = LlamaForCausalLM(target_config(config.vocab_size)).to(config.device)
+    model = initialised(target_config(config.vocab_size), config.seed, config.device)
     batches = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed)
 
     def draw(progress: float) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = batches.draw(*_shape(config, progress))
+        length = config.short_sequence_length if progress < config.short_fraction else config.sequence_length
+        rows = batches.draw(max(1, config.batch_tokens // length), length)
         return rows[:, :-1], rows[:, 1:]
 
-    budget = Budget(config.target_minutes, config.target_steps)
-    loss_of = _compiled(cross_entropy(model), config)
-    record = fit(model, draw, loss_of, _recipe(config), budget, place.work / "target", "target")
+    budget = TrainingBudget(config.target_minutes, config.target_steps)
+    record = fit(model, draw, _compiled(cross_entropy(model), config), config, budget, place.work / "target")
     save_model(model, place.out / "target")
     return record
 
@@ -85,8 +85,7 @@ def make_drafter(place: Workplace) -> TrainingRecord:
     if not (place.work / "continuations.pt").exists():
         raise FileNotFoundError(f"no continuations.pt in {place.work}; run the continuations stage first")
     teacher = load_model(place.out / "target", config.device).requires_grad_(False)
-    torch.manual_seed(config.seed)
-    student = LlamaForCausalLM(drafter_config(config.vocab_size, config.drafter_layers)).to(config.device)
+    student = initialised(drafter_config(config.vocab_size, config.drafter_layers), config.seed, config.device)
     length = config.sequence_length
     stream = pack(load_tokenizer(place.out / "target"), _library(place.corpus))
     continuations = torch.load(place.work / "continuations.pt")
@@ -101,9 +100,9 @@ def make_drafter(place: Workplace) -> TrainingRecord:
     def draw(_: float) -> tuple[torch.Tensor, torch.Tensor]:
         return distillation_set.draw(max(1, config.batch_tokens // length))
 
-    budget = Budget(config.drafter_minutes, config.drafter_steps)
+    budget = TrainingBudget(config.drafter_minutes, config.drafter_steps)
     loss_of = _compiled(distillation(student, teacher), config)
-    record = fit(student, draw, loss_of, _recipe(config), budget, place.work / "drafter", "drafter")
+    record = fit(student, draw, loss_of, config, budget, place.work / "drafter")
     save_model(student, place.out / "drafter")
     return record
 
@@ -113,16 +112,6 @@ def _library(corpus: Corpus) -> list[Source]:
     return [source for source in corpus.training if not is_test(source.path)]
 
 
-def _recipe(config: TrainConfig) -> Recipe:
-    return Recipe(**{name: getattr(config, name) for name in Recipe.__dataclass_fields__})
-
-
 def _compiled(loss_of: Loss, config: TrainConfig) -> Loss:
     """Compile a loss, one static graph per batch shape."""
     return torch.compile(loss_of, dynamic=False) if config.compile else loss_of
-
-
-def _shape(config: TrainConfig, progress: float) -> tuple[int, int]:
-    """Return number and length of the sequences of one step at a progress in [0, 1)."""
-    length = config.short_sequence_length if progress < config.short_fraction else config.sequence_length
-    return max(1, config.batch_tokens // length), length

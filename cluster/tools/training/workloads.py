@@ -1,9 +1,9 @@
-"""Prompts of kinds that lookups live on: editing, where text is copied with a change, and an agent that sees it again.
+"""Prompts of kinds that suit lookup drafters: editing, which copies text with a change, and an agent that rereads it.
 
-Cut from the held-out modules and their tests. A small target copies some functions and not others, so that what it
-answers decides: of all candidates those are kept whose answers copy most without going round in a circle. Knows no
-model; whoever asks hands in what completes a prompt. `python -m cluster.tools.training.workloads DIR` writes both files with
-the bundled target.
+Cut from the held-out modules and their tests. A small target copies some functions and not others, so its answers
+decide: the candidates whose answers copy the prompt most, without repeating themselves, are kept. The caller passes the
+function that completes prompts. `python -m cluster.tools.training.workloads DIR` writes both files with the bundled
+target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import random
 import re
 import sys
 import sysconfig
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cluster.tools.training.corpus import HELD_OUT, Source
-from cluster.tools.training.prompts import Prompt, write_prompts
+from cluster.tools.training.prompts import SourcePrompt, last_line, parse, write_prompts
 
 NUM_PROMPTS = 24
 FEWEST_TOKENS, MOST_TOKENS = 60, 170
@@ -30,9 +29,9 @@ FEWEST_LINES = 5
 ANSWER_TOKENS = 64
 """Length of the answers that are judged."""
 LEAST_VARIETY = 0.4
-"""Different trigrams per trigram of an answer; below, it repeats itself rather than the prompt."""
+"""Different trigrams per trigram of an answer; an answer with fewer repeats itself rather than the prompt."""
 NUM_SESSIONS = 3
-"""Sessions of the agent that come to the same function."""
+"""Sessions of the agent that write the same function."""
 SYSTEM = '''"""Session of a coding agent.
 
 Tools: read(name) shows a function, run(name) runs its test, write(name) stores a new version of it.
@@ -69,38 +68,32 @@ def held_out_sources(root: Path | None = None) -> list[Source]:
 
 def cut_functions(source: Source, tokenizer: Tokenizer) -> Iterator[Function]:
     """Functions and methods of a suitable length, in file order; none from a source that does not parse."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            module = ast.parse(source.text)
-    except SyntaxError:
-        return
     lines = source.text.split("\n")
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 >= FEWEST_LINES:
-            text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.FunctionDef) and last_line(node) - node.lineno + 1 >= FEWEST_LINES:
+            text = "\n".join(lines[node.lineno - 1 : last_line(node)])
             if FEWEST_TOKENS <= len(tokenizer.encode(text).ids) <= MOST_TOKENS:
                 yield Function(node.name, text, source.path)
 
 
-def edit_prompt(function: Function) -> Prompt:
+def edit_prompt(function: Function) -> SourcePrompt:
     """The function, then the beginning of it under another name."""
     renamed = re.sub(rf"\b{function.name}\b", f"{function.name}_again", function.beginning)
-    return Prompt(f"{function.text}\n\n{renamed}", function.source, "editing")
+    return SourcePrompt(f"{function.text}\n\n{renamed}", function.source, "editing")
 
 
-def agent_prompt(function: Function, other: Function) -> Prompt:
-    """A session that has seen `other` and the function, and begins to write the latter."""
+def agent_prompt(function: Function, other: Function) -> SourcePrompt:
+    """A session that has read `other` and the function, and begins to write the latter."""
     steps = [
         f'>>> read("{other.name}")\n{other.beginning}',
         f'>>> read("{function.name}")\n{function.text}',
         f'>>> write("{function.name}")\n{function.beginning}',
     ]
-    return Prompt("\n".join([SYSTEM, "\n\n".join(steps)]), function.source, "agent")
+    return SourcePrompt("\n".join([SYSTEM, "\n\n".join(steps)]), function.source, "agent")
 
 
 def copied_share(prompt_ids: Sequence[int], answer: Sequence[int]) -> float:
-    """Four-grams of the answer that the prompt holds; 0 for an answer that goes round in a circle."""
+    """Fraction of the answer's four-grams that the prompt holds; 0 for an answer that repeats itself."""
     trigrams = [tuple(answer[i : i + 3]) for i in range(len(answer) - 2)]
     grams = [tuple(answer[i : i + _GRAM]) for i in range(len(answer) - _GRAM + 1)]
     if not grams or len(set(trigrams)) < LEAST_VARIETY * len(trigrams):
@@ -111,12 +104,12 @@ def copied_share(prompt_ids: Sequence[int], answer: Sequence[int]) -> float:
 
 def most_copied(
     functions: Iterable[Function],
-    prompt_of: Callable[[Function], Prompt],
+    prompt_of: Callable[[Function], SourcePrompt],
     count: int,
     tokenizer: Tokenizer,
     complete: Complete,
 ) -> list[Function]:
-    """The `count` functions whose prompts are answered with most of themselves, the most copied first."""
+    """The `count` functions whose prompts have the answers that copy most, the most copied first."""
     functions = list(functions)
     prompts = [prompt_of(function).prompt for function in functions]
     shares = [
@@ -129,7 +122,7 @@ def most_copied(
 
 def choose_workloads(
     sources: Iterable[Source], tokenizer: Tokenizer, complete: Complete, seed: int = 0
-) -> dict[str, list[Prompt]]:
+) -> dict[str, list[SourcePrompt]]:
     """`editing` and `agent`, of `NUM_PROMPTS` prompts each; the agent's sessions take turns."""
     functions = [function for source in sources for function in cut_functions(source, tokenizer)]
     choice = random.Random(seed)

@@ -8,9 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.architecture import drafter_config
-from cluster.tools.training.continuations import continue_all, continue_greedily
-from cluster.tools.training.distillation import DistillationSet
+from cluster.tools.training.batches import DistillationSet, spread_rows
 from cluster.tools.training.evaluation import (
     acceptance_length,
     agreement_rate,
@@ -18,9 +16,9 @@ from cluster.tools.training.evaluation import (
     greedy_matches,
     mean_loss,
     overlap,
-    spread_rows,
 )
-from cluster.tools.training.objectives import cross_entropy, distillation
+from cluster.tools.training.models import continue_all, continue_greedily, drafter_config
+from cluster.tools.training.trainer import cross_entropy, distillation
 
 VOCABULARY = 64
 
@@ -40,7 +38,7 @@ def nearly(target: LlamaForCausalLM) -> LlamaForCausalLM:
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in copy.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter.add_(0.02 * torch.randn_like(parameter))
     return copy
 
 
@@ -137,21 +135,21 @@ def test_distillation_is_zero_only_for_equal_models_and_teaches_only_the_student
     assert all(parameter.grad is not None for parameter in student.parameters())
 
 
-def test_lessons_repeat_what_the_teacher_thought_without_asking_again():
+def test_hidden_states_of_the_teacher_are_computed_once():
     teacher = model(5)
     rows = torch.randint(VOCABULARY, (6, 12), generator=torch.Generator().manual_seed(0))
     distillation_set = DistillationSet(teacher, rows, seed=0)
     first = [distillation_set.draw(2) for _ in range(3)]
     assert sorted(torch.cat([tokens for tokens, _ in first]).tolist()) == sorted(rows.tolist())
-    thoughts = {tuple(row.tolist()): thought for tokens, hidden in first for row, thought in zip(tokens, hidden)}
+    states = {tuple(row.tolist()): state for tokens, hidden in first for row, state in zip(tokens, hidden, strict=True)}
     with torch.no_grad():
         expected = teacher.model(rows).last_hidden_state
         teacher.model.norm.weight.zero_()
-    for row, thought in zip(rows.tolist(), expected, strict=True):
-        assert (thoughts[tuple(row)].float() - thought).abs().mean() < 0.05
+    for row, state in zip(rows.tolist(), expected, strict=True):
+        assert (states[tuple(row)].float() - state).abs().mean() < 0.05
     for tokens, hidden in (distillation_set.draw(2) for _ in range(3)):
-        for row, thought in zip(tokens.tolist(), hidden, strict=True):
-            assert torch.equal(thought, thoughts[tuple(row)])
+        for row, state in zip(tokens.tolist(), hidden, strict=True):
+            assert torch.equal(state, states[tuple(row)])
 
 
 def test_rows_are_spread_over_the_stream():

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from cluster import pocket
+from cluster.tools.training.batches import spread_rows
 from cluster.tools.training.config import TrainConfig
 from cluster.tools.training.corpus import load_corpus
 from cluster.tools.training.evaluation import (
@@ -19,7 +20,6 @@ from cluster.tools.training.evaluation import (
     agreement_rate,
     greedy_matches,
     mean_loss,
-    spread_rows,
 )
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from cluster.tools.training.batches import StreamBatches
-from cluster.tools.training.schedule import Budget, Clock, rate_factor
+from cluster.tools.training.trainer import TrainingBudget, rate_factor
 
 
 def test_rate_rises_holds_and_falls_to_zero():
@@ -15,7 +17,7 @@ def test_rate_rises_holds_and_falls_to_zero():
     assert factors[10:51] == [1.0] * 41
     assert factors[75] == pytest.approx(0.5)
     assert factors[100] == 0.0
-    assert all(earlier >= later for earlier, later in zip(factors[50:], factors[51:], strict=False))
+    assert all(earlier >= later for earlier, later in pairwise(factors[50:]))
 
 
 def test_rate_decays_even_when_time_runs_out_during_warmup():
@@ -23,15 +25,15 @@ def test_rate_decays_even_when_time_runs_out_during_warmup():
 
 
 def test_nearer_limit_decides():
-    assert Clock(Budget(minutes=1000, steps=10)).progress(10) == 1.0
-    assert Clock(Budget(minutes=1000)).progress(10) < 0.01
-    assert Clock(Budget(minutes=1e-9, steps=10)).progress(0) > 1.0
+    assert TrainingBudget(minutes=1000, steps=10).progress(10) == 1.0
+    assert TrainingBudget(minutes=1000).progress(10) < 0.01
+    assert TrainingBudget(minutes=1e-9, steps=10).progress(0) > 1.0
 
 
 @pytest.mark.parametrize("limits", [{"minutes": 0}, {"minutes": -1}, {"minutes": 1, "steps": -1}])
 def test_budget_without_a_positive_limit_is_an_error(limits: dict):
     with pytest.raises(ValueError):
-        Budget(**limits)
+        TrainingBudget(**limits)
 
 
 def test_batches_are_windows_of_the_stream_and_repeat_with_the_seed():

@@ -1,0 +1,126 @@
+"""The pocket models: two Llama configurations of one vocabulary and context, their folders, and greedy generation.
+
+It must not know corpus, losses or optimizers.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from cluster.tools.training.tokenizer import END_OF_TEXT_ID
+
+CONTEXT = 8192
+"""Longest sequence, in tokens, the configurations allow. Training sees far shorter ones."""
+_SPECIAL_TOKENS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
+
+logging.disable_progress_bar()  # loading takes milliseconds, and the job shows a progress bar of its own
+
+
+def _llama(vocab_size: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=48,
+        intermediate_size=intermediate,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        **_SPECIAL_TOKENS,
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  # passed on to the base class
+    )
+
+
+def target_config(vocab_size: int) -> LlamaConfig:
+    """The target: 6 layers of 384, 10.4 M parameters at 4096 entries."""
+    return _llama(vocab_size, hidden=384, layers=6, heads=8, kv_heads=4, intermediate=896)
+
+
+def drafter_config(vocab_size: int, layers: int = 2) -> LlamaConfig:
+    """The draft model: layers of 192; with 2 of them 1.6 M parameters at 4096 entries, with 8 of them 4.0 M."""
+    return _llama(vocab_size, hidden=192, layers=layers, heads=4, kv_heads=2, intermediate=512)
+
+
+def initialised(config: LlamaConfig, seed: int, device: str) -> LlamaForCausalLM:
+    """A model with random float32 weights; equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    return _on_device(LlamaForCausalLM(config), device)
+
+
+def save_model(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write config, greedy generation config and bfloat16 weights; `model` keeps its own precision."""
+    rounded = copy.deepcopy(model).cpu().bfloat16()
+    rounded.generation_config = GenerationConfig(**_SPECIAL_TOKENS, do_sample=False)
+    rounded.save_pretrained(folder)
+
+
+def load_model(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Read a model written by `save_model`, ready for inference.
+
+    Raises:
+        FileNotFoundError: `folder` holds no weights.
+    """
+    if not (folder / "model.safetensors").exists():
+        raise FileNotFoundError(f"no model.safetensors in {folder}; run the stage that trains it first")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    return _on_device(model, device).eval()
+
+
+def _on_device(model: LlamaForCausalLM, device: str) -> LlamaForCausalLM:
+    torch.nn.Module.to(model, device)  # in place; the decorator of transformers' own `to` hides its type
+    return model
+
+
+def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Return `[sequences, length, vocabulary]` logits of one forward pass without cache or mask tensors."""
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    return F.linear(hidden, model.lm_head.weight)
+
+
+@torch.no_grad()
+def continue_greedily(model: LlamaForCausalLM, prompts: torch.Tensor, length: int) -> torch.Tensor:
+    """Continue prompts of equal length with the most likely token each time, past ends of text too.
+
+    Args:
+        model: on any device.
+        prompts: int64 `[prompts, prompt length]`.
+        length: tokens per row of the result, prompt included.
+
+    Returns:
+        int64 `[prompts, length]` on the CPU.
+
+    Raises:
+        ValueError: the prompts leave no room for a continuation.
+    """
+    if prompts.shape[1] >= length:
+        raise ValueError(f"prompts of {prompts.shape[1]} tokens leave no room in {length}")
+    cache = DynamicCache(config=model.config)
+    rows = [prompts.to(model.device)]
+    for _ in range(length - prompts.shape[1]):
+        output = model(input_ids=rows[-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        rows.append(output.logits[:, -1:].argmax(-1))
+    return torch.cat(rows, dim=1).cpu()
+
+
+def continue_all(model: LlamaForCausalLM, prompts: list[list[int]], length: int, batch: int) -> torch.Tensor:
+    """Continue prompts of any length to `length` tokens and return them as one stream, in order of prompt length.
+
+    Prompts of similar length share a batch and are cut to its shortest, at most half of `length`.
+    """
+    ordered = sorted(prompts, key=len)
+    streams = []
+    for start in range(0, len(ordered), batch):
+        group = ordered[start : start + batch]
+        shortest = min(len(group[0]), length // 2)
+        tokens = torch.tensor([prompt[:shortest] for prompt in group])
+        streams.append(continue_greedily(model, tokens, length).flatten())
+    return torch.cat(streams)
