@@ -1,4 +1,4 @@
-"""What every test may rely on: one thread per process, tiny checkpoints, and skips that say what is missing."""
+"""Shared by all tests: worker processes, one thread per process, tiny checkpoints, skips that name what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 # Before anything imports PyTorch: tests measure no speed, and many small threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Groups ask for the names of their peers' addresses. Where no name server answers, nobody waits five seconds for that.
+# Process groups look up the names of their peers' addresses, which takes 5 s by default where no name server answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TINY = {
@@ -29,8 +29,39 @@ TINY = {
 }
 END_OF_TEXT = "<|endoftext|>"
 
+MAX_WORKERS = 8
+"""A worker needs about 1 GB of memory and 10 s to import its libraries."""
+
+ONE_AT_A_TIME = ("ray", "multinode", "slurm")
+"""Markers of tests that start daemons or change the machine's network; one worker runs all of them, in turn."""
+
 NEEDED_PROGRAMS = {"multinode": ("ip", "unshare", "nsenter"), "slurm": ("slurmctld", "slurmd", "sbatch", "munged")}
 """Marker -> programs without which its tests cannot run; they need root besides."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Use one worker per core, unless the command line chooses (`-n`), selects files or names, or starts the debugger.
+
+    A few tests end sooner without workers, each of which imports the libraries and collects again. This is done here
+    and not in `addopts`, where `-n` would be an unknown option under `-p no:xdist`.
+    """
+    if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    option = config.option
+    if option.numprocesses is None and option.dist == "no" and not option.usepdb:
+        num_cores = len(os.sched_getaffinity(0))
+        is_selection = bool(option.keyword) or all(".py" in argument for argument in config.args)
+        option.numprocesses = 0 if is_selection or num_cores == 1 else min(num_cores, MAX_WORKERS)
+    if option.numprocesses and option.dist == "no":
+        option.dist = "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(marker) for marker in ONE_AT_A_TIME):
+            item.add_marker(pytest.mark.xdist_group("machine"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

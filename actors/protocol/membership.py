@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 HEARTBEAT_S = 0.25
 """Between two heartbeats."""
@@ -73,7 +74,7 @@ class Ready:
 
     role: str
     rank: int
-    facts: dict[str, object]
+    facts: dict[str, Any]
     epoch: int = 0
     incarnation: int = 0
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from actors.protocol.sampling_params import SamplingParams
 from actors.protocol.token_tree import TokenTree
@@ -338,5 +339,5 @@ class ReportOrder:
 class Report:
     """Counters and, when recorded, spans (lane, name, start, end, arguments) of the window."""
 
-    counters: dict[str, object]
+    counters: dict[str, Any]
     spans: tuple[tuple[str, str, float, float, dict[str, object]], ...] = ()

@@ -1,7 +1,7 @@
-"""`report.json`: what a run came to, in the words and conventions of vLLM, from counters and requests.
+"""`report.json`: figures of a run in the words and conventions of vLLM, derived from counters and requests.
 
-Pure functions; what was not measured is null and never estimated. Acceptance length counts the bonus token; fractions
-of time are of the time in which there was work.
+Pure functions. What was not measured is null, never estimated. Acceptance length counts the bonus token; fractions of
+time are of the time in which there were requests.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
+from typing import Any, TypedDict
 
 from actors.options import VerifyRule
 from actors.protocol.membership import Ready
-from actors.protocol.messages import RequestStats
 from cluster.config.schema import LaunchConfig
 from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
@@ -25,61 +25,87 @@ from cluster.placement.ranks import RankPlacement
 PACKAGE = "specdec"
 """Name of this distribution."""
 
-FIGURES = (
-    "num_requests",
-    "num_failed",
-    "tokens",
-    "wall_s",
-    "tokens_per_s",
-    "plain_tokens_per_s",
-    "speedup_vs_ar",
-    "tokens_equal_plain",
-    "num_unequal_requests",
-    "ttft_s",
-    "latency_s",
-    "decode_ms_per_token",
-    "mean_acceptance_length",
-    "draft_acceptance_rate",
-    "acceptance_histogram",
-    "per_position_acceptance",
-    "num_spec_steps",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "branch_hit_rate",
-    "foreseen_rate",
-    "levels",
-    "draft_busy",
-    "target_busy",
-    "round_ms",
-    "round_overhead_ms",
-    "num_rounds",
-    "waits",
-    "bound_by",
-    "preemptions",
-    "stale",
-    "lost_records",
-    "role_losses",
-    "resume_s",
-    "draft_lengths",
-    "fallback_s",
-    "num_probes",
-    "num_trials",
-    "guard",
-)
-"""Measured, per run."""
 
-CIRCUMSTANCES = ("layout", "bytes_per_role", "stretch", "notes", "versions", "config")
-"""What it was measured on."""
+class RunFigures(TypedDict):
+    """What was measured in one run."""
 
-REPORT_FIELDS = FIGURES + CIRCUMSTANCES
-"""The fields of every report; tools read them by these names."""
+    num_requests: int
+    num_failed: int
+    tokens: int
+    wall_s: float
+    tokens_per_s: float | None
+    plain_tokens_per_s: float | None
+    speedup_vs_ar: float | None
+    tokens_equal_plain: bool | None
+    num_unequal_requests: int | None
+    ttft_s: dict[str, float] | None
+    latency_s: dict[str, float] | None
+    decode_ms_per_token: float | None
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int] | None
+    per_position_acceptance: list[float] | None
+    num_spec_steps: int | None
+    num_draft_tokens: int | None
+    num_accepted_tokens: int | None
+    branch_hit_rate: float | None
+    """Of the proposals of a drafter that works ahead, those prepared before their verdict."""
+    foreseen_rate: float | None
+    """Of the same proposals, those that had reached the coordinator before their verdict."""
+    levels: dict[str, dict[str, float | None]] | None
+    draft_busy: float | None
+    target_busy: float | None
+    round_ms: float | None
+    round_overhead_ms: float | None
+    num_rounds: int | None
+    waits: dict[str, float] | None
+    """Seconds one role waited for another, or for records, in rounds with speculation."""
+    bound_by: str | None
+    """What most of the time of those rounds went to: target, drafter, or messages (links and coordinator)."""
+    preemptions: int | None
+    stale: int | None
+    lost_records: int | None
+    role_losses: dict[str, int] | None
+    resume_s: dict[str, list[float]] | None
+    draft_lengths: list[int]
+    """How often each draft length was ordered, from 0 on."""
+    fallback_s: float
+    """Seconds of plain decoding in which speculation was possible, or would have been with the lost drafter."""
+    num_probes: int
+    num_trials: int
+    guard: dict[str, Any] | None
+    """What the never-slower guard measured last: its mode, plain tokens per second, the gain of speculation."""
 
 
-def figures(run: Run, plain: Run | None = None) -> dict[str, object]:
-    """`FIGURES` of one run; `plain` is plain decoding of the same prompts by the same engine."""
+class Layout(TypedDict):
+    """Where every rank is, and what its role holds in memory."""
+
+    layout: list[dict[str, Any]]
+    bytes_per_role: dict[str, dict[str, int]]
+
+
+class Circumstances(Layout):
+    """What a run was measured on."""
+
+    stretch: int
+    notes: list[str]
+    versions: dict[str, str | None]
+    config: dict[str, Any]
+
+
+def figures(run: Run, plain: Run | None = None) -> RunFigures:
+    """The figures of one run; `plain` is plain decoding of the same prompts by the same engine."""
+    counters = run.counters
     tokens_per_s = _ratio(run.num_tokens, run.wall_s)
     plain_tokens_per_s = _ratio(plain.num_tokens, plain.wall_s) if plain else None
     num_unequal = num_unequal_requests(run, plain) if plain else None
+    steps, drafted = counters.get("num_spec_steps"), counters.get("num_draft_tokens")
+    accepted, histogram = counters.get("num_accepted_tokens"), counters.get("acceptance_histogram")
+    per_position = zip(counters.get("num_accepted_per_pos", ()), counters.get("num_drafted_per_pos", ()), strict=True)
+    lookups = counters.get("num_branch_lookups")
+    active_s, num_spec_rounds = counters.get("active_s"), counters.get("num_spec_rounds")
+    seconds, entered = counters.get("seconds_by_mode", {}), counters.get("num_by_mode", {})
+    waits = _waits(counters)
     return {
         "num_requests": len(run.requests),
         "num_failed": len(run.failed),
@@ -90,23 +116,9 @@ def figures(run: Run, plain: Run | None = None) -> dict[str, object]:
         "speedup_vs_ar": _ratio(tokens_per_s, plain_tokens_per_s),
         "tokens_equal_plain": None if num_unequal is None else num_unequal == 0,
         "num_unequal_requests": num_unequal,
-        "ttft_s": _middle(one.ttft_s for one in run.completed),
-        "latency_s": _middle(one.latency_s for one in run.completed),
+        "ttft_s": _middle(served.ttft_s for served in run.completed),
+        "latency_s": _middle(served.latency_s for served in run.completed),
         "decode_ms_per_token": decode_ms_per_token(run.completed),
-        **speculation(run.counters),
-        **rounds(run.counters),
-        **control(run.counters),
-    }
-
-
-def speculation(counters: Mapping[str, object]) -> dict[str, object]:
-    """Acceptance, from the counters of a window or of a request."""
-    steps, drafted = counters.get("num_spec_steps"), counters.get("num_draft_tokens")
-    accepted = counters.get("num_accepted_tokens")
-    histogram = counters.get("acceptance_histogram")
-    per_position = zip(counters.get("num_accepted_per_pos", ()), counters.get("num_drafted_per_pos", ()), strict=True)
-    hits, lookups = counters.get("num_branch_hits"), counters.get("num_branch_lookups")  # only where one drafts ahead
-    return {
         "mean_acceptance_length": 1 + accepted / steps if steps else None,
         "draft_acceptance_rate": _ratio(accepted, drafted),
         "acceptance_histogram": None if histogram is None else list(histogram),
@@ -114,20 +126,37 @@ def speculation(counters: Mapping[str, object]) -> dict[str, object]:
         "num_spec_steps": steps,
         "num_draft_tokens": drafted,
         "num_accepted_tokens": accepted,
-        "branch_hit_rate": _ratio(hits, lookups),
+        "branch_hit_rate": _ratio(counters.get("num_branch_hits"), lookups),
         "foreseen_rate": _ratio(counters.get("num_prefetched"), lookups),
-        "levels": levels(counters.get("levels") or {}),
+        "levels": _levels(counters.get("levels") or {}),
+        "draft_busy": _ratio(counters.get("draft_busy_s"), active_s),
+        "target_busy": _ratio(counters.get("target_busy_s"), active_s),
+        "round_ms": _ratio(counters.get("spec_round_s"), num_spec_rounds, 1e3),
+        "round_overhead_ms": _ratio(counters.get("spec_round_overhead_s"), num_spec_rounds, 1e3),
+        "num_rounds": counters.get("num_rounds"),
+        "waits": waits,
+        "bound_by": _bound_by(counters["spec_round_s"], waits) if waits else None,
+        "preemptions": counters.get("num_preemptions"),
+        "stale": counters.get("num_stale"),
+        "lost_records": counters.get("num_lost_records"),
+        "role_losses": counters.get("num_role_losses"),
+        "resume_s": counters.get("resume_s"),
+        "draft_lengths": list(counters.get("orders_by_length", ())),
+        "fallback_s": seconds.get("rest", 0.0) + seconds.get("catch_up", 0.0) + counters.get("fallback_s", 0.0),
+        "num_probes": entered.get("probe", 0),
+        "num_trials": entered.get("trial", 0),
+        "guard": counters.get("guard"),
     }
 
 
-def levels(counted: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]] | None:
+def _levels(counted: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]] | None:
     """Every level of a cascade: its passes, what a draft of it cost, and how the level above judged it."""
     return {
         name: {
             "num_passes": work["num_passes"],
-            "ms_per_pass": _ratio(1e3 * work["busy_s"], work["num_passes"]),
+            "ms_per_pass": _ratio(work["busy_s"], work["num_passes"], 1e3),
             "num_drafts": work["num_drafts"],
-            "ms_per_draft": _ratio(1e3 * work["busy_s"], work["num_drafts"]),
+            "ms_per_draft": _ratio(work["busy_s"], work["num_drafts"], 1e3),
             "num_draft_tokens": work["num_draft_tokens"],
             "num_accepted_tokens": work["num_accepted_tokens"],
             "draft_acceptance_rate": _ratio(work["num_accepted_tokens"], work["num_draft_tokens"]),
@@ -136,69 +165,31 @@ def levels(counted: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, fl
     } or None
 
 
-def rounds(counters: Mapping[str, object]) -> dict[str, object]:
-    """How busy the roles were, and what a round costs beyond their work."""
-    active_s, spec_rounds = counters.get("active_s"), counters.get("num_spec_rounds")
-    round_s = _ratio(counters.get("spec_round_s"), spec_rounds)
-    overhead_s = _ratio(counters.get("spec_round_overhead_s"), spec_rounds)
+def _waits(counters: Mapping[str, Any]) -> dict[str, float] | None:
+    """The last figure is of the whole run, the others of rounds with speculation; None without such a round."""
+    if not counters.get("spec_round_s"):
+        return None
     return {
-        "draft_busy": _ratio(counters.get("draft_busy_s"), active_s),
-        "target_busy": _ratio(counters.get("target_busy_s"), active_s),
-        "round_ms": None if round_s is None else round_s * 1e3,
-        "round_overhead_ms": None if overhead_s is None else overhead_s * 1e3,
-        "num_rounds": counters.get("num_rounds"),
-        **waits(counters),
-        "preemptions": counters.get("num_preemptions"),
-        "stale": counters.get("num_stale"),
-        "lost_records": counters.get("num_lost_records"),
-        "role_losses": counters.get("num_role_losses"),
-        "resume_s": counters.get("resume_s"),
-    }
-
-
-def waits(counters: Mapping[str, object]) -> dict[str, object]:
-    """Who waited for whom in rounds with speculation, in seconds, and whose time most of it was.
-
-    `bound_by` names what to make faster first: target, drafter, or messages (links and coordinator).
-    """
-    round_s = counters.get("spec_round_s")
-    if not round_s:
-        return {"waits": None, "bound_by": None}
-    drafter_s, messages_s = counters["wait_for_draft_s"], counters["wait_for_messages_s"]
-    shares = {"target": round_s - drafter_s - messages_s, "drafter": drafter_s, "messages": messages_s}
-    seconds = {
-        "target_for_drafter_s": drafter_s,
-        "target_for_messages_s": messages_s,
+        "target_for_drafter_s": counters["wait_for_draft_s"],
+        "target_for_messages_s": counters["wait_for_messages_s"],
         "drafter_for_target_s": max(0.0, counters["active_s"] - counters["draft_busy_s"]),
     }
-    return {"waits": seconds, "bound_by": max(shares, key=lambda name: shares[name])}
 
 
-def control(counters: Mapping[str, object]) -> dict[str, object]:
-    """What adaptive control did: how often each draft length was ordered, from 0 on, and how often it looked around.
-
-    `fallback_s` is the time in which requests were decoded plainly although they might have been speculated for;
-    `guard` is what it measured last under the load there was: its mode, plain tokens per second, speculation's gain.
-    """
-    seconds, entered = counters.get("seconds_by_mode", {}), counters.get("num_by_mode", {})
-    rested_s = seconds.get("rest", 0.0) + seconds.get("catch_up", 0.0)
-    return {
-        "draft_lengths": list(counters.get("orders_by_length", ())),
-        "fallback_s": rested_s + counters.get("fallback_s", 0.0),
-        "num_probes": entered.get("probe", 0),
-        "num_trials": entered.get("trial", 0),
-        "guard": counters.get("guard"),
-    }
+def _bound_by(round_s: float, waits: Mapping[str, float]) -> str:
+    drafter_s, messages_s = waits["target_for_drafter_s"], waits["target_for_messages_s"]
+    shares = {"target": round_s - drafter_s - messages_s, "drafter": drafter_s, "messages": messages_s}
+    return max(shares, key=lambda name: shares[name])
 
 
 def mean_draft_length(lengths: Sequence[int]) -> float | None:
-    """Over orders that asked for a draft at all."""
+    """Mean over the orders that asked for a draft; `lengths[k]` counts the orders of k draft tokens."""
     return _ratio(sum(length * count for length, count in enumerate(lengths)), sum(lengths[1:]))
 
 
 def request_metrics(served: Served, num_spec_tokens: int) -> dict[str, object]:
-    """One request's metrics, in the vocabulary of vLLM's; `num_spec_tokens` is what the drafter may propose a round."""
-    stats: RequestStats = served.stats
+    """One request's metrics under vLLM's names; `num_spec_tokens` is the most the drafter may propose in a round."""
+    stats = served.stats
     steps, drafted, accepted = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens
     return {
         "mean_acceptance_length": 1 + accepted / steps if steps else None,
@@ -212,31 +203,36 @@ def request_metrics(served: Served, num_spec_tokens: int) -> dict[str, object]:
 
 
 def decode_ms_per_token(requests: Sequence[Served]) -> float | None:
-    """Time per token behind the first, over all requests: what is left when the prompt has been read."""
-    timed = [one for one in requests if one.ttft_s is not None and len(one.token_ids) > 1]
-    seconds = sum(one.latency_s - one.ttft_s for one in timed)
-    return _ratio(1e3 * seconds, sum(len(one.token_ids) - 1 for one in timed))
+    """Milliseconds per token after the first, over all requests: decoding without the reading of the prompts."""
+    seconds, tokens = 0.0, 0
+    for served in requests:
+        if served.ttft_s is not None and served.latency_s is not None and len(served.token_ids) > 1:
+            seconds += served.latency_s - served.ttft_s
+            tokens += len(served.token_ids) - 1
+    return _ratio(seconds, tokens, 1e3)
 
 
 def num_unequal_requests(run: Run, other: Run) -> int:
-    """Requests that ended in both runs with different tokens."""
-    ended = {one.index: one.token_ids for one in other.completed if one.finish_reason != "abort"}
-    mine = (one for one in run.completed if one.finish_reason != "abort" and one.index in ended)
-    return sum(one.token_ids != ended[one.index] for one in mine)
+    """Requests that ended in both runs, neither failed nor aborted, with different tokens."""
+    tokens, others = (
+        {served.index: served.token_ids for served in each.completed if served.finish_reason != "abort"}
+        for each in (run, other)
+    )
+    return sum(tokens[index] != others[index] for index in tokens.keys() & others.keys())
 
 
 def bytes_per_role(ready: Mapping[str, Ready]) -> dict[str, dict[str, int]]:
-    """Bytes of weights and KV over the ranks of each role; a role that holds neither has zeros."""
+    """Bytes of weights and KV, summed over the ranks of each role; zeros for a role that holds neither."""
     total: dict[str, dict[str, int]] = {}
     for rank in ready.values():
         role = total.setdefault(rank.role, {"weights": 0, "kv": 0})
-        role["weights"] += int(rank.facts.get("weight_bytes", 0))
-        role["kv"] += int(rank.facts.get("kv_bytes", 0))
+        role["weights"] += rank.facts.get("weight_bytes", 0)
+        role["kv"] += rank.facts.get("kv_bytes", 0)
     return total
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that can change a figure; null where it is not installed."""
+    """Versions of Python and of the packages that can change a figure; None where one is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in (PACKAGE, "torch", "ray", "transformers"):
         try:
@@ -246,10 +242,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def circumstances(
-    config: LaunchConfig, places: Sequence[RankPlacement], ready: Mapping[str, Ready]
-) -> dict[str, object]:
-    """`CIRCUMSTANCES` of an engine."""
+def circumstances(config: LaunchConfig, places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> Circumstances:
     return {
         **layout(places, ready),
         "stretch": config.target.stretch,
@@ -259,43 +252,40 @@ def circumstances(
     }
 
 
-def layout(places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> dict[str, object]:
-    """Where every rank is, and what its role holds in memory."""
-    return {
-        "layout": [{"identity": place.identity, **asdict(place), "cores": place.bound_to} for place in places],
-        "bytes_per_role": bytes_per_role(ready),
-    }
+def layout(places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> Layout:
+    ranks = [{"identity": place.identity, **asdict(place), "cores": place.bound_to} for place in places]
+    return {"layout": ranks, "bytes_per_role": bytes_per_role(ready)}
 
 
 def notes(config: LaunchConfig) -> list[str]:
-    """What a reader must know before comparing the figures with others."""
-    said = []
+    """What makes the figures differ from those of other runs."""
+    found = []
     if config.target.stretch:
-        said.append(
+        found.append(
             f"target.stretch={config.target.stretch}: the target has that many extra layers, which cost time and "
             "change no token"
         )
     if config.verify.rule != VerifyRule.coupled and config.sampling.temperature > 0:
-        said.append(
-            f"verify.rule={config.verify.rule} keeps the law of the output, not its tokens: sampled requests differ "
-            "from plain decoding"
+        found.append(
+            f"verify.rule={config.verify.rule} keeps the distribution of the output, not its tokens: sampled requests "
+            "differ from plain decoding"
         )
     if config.cluster.oversubscribe:
-        said.append("cluster.oversubscribe=true: ranks may share cores, timings mean little")
-    return said
+        found.append("cluster.oversubscribe=true: ranks may share cores, so their times mean little")
+    return found
 
 
 def write_json(path: Path, content: object) -> None:
-    """All of it or nothing: whoever reads meanwhile, or after a death, finds a whole file."""
+    """Replace the file atomically: a reader, or a process killed meanwhile, never leaves or sees half of it."""
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
+def _ratio(part: float | None, whole: float | None, factor: float = 1.0) -> float | None:
+    return factor * part / whole if part is not None and whole else None
 
 
-def _middle(values) -> dict[str, float] | None:
+def _middle(values: Iterable[float | None]) -> dict[str, float] | None:
     known = [value for value in values if value is not None]
     return {"median": median(known), "max": max(known)} if known else None

@@ -6,6 +6,7 @@ Records only. `cluster/run_prompts.py` fills them, `report.py` derives figures f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.coordinator.stats import Span
 from actors.protocol.messages import RequestStats
@@ -33,7 +34,7 @@ class Run:
 
     requests: list[Served] = field(default_factory=list)
     wall_s: float = 0.0
-    counters: dict[str, object] = field(default_factory=dict)
+    counters: dict[str, Any] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
     interrupted: bool = False
 

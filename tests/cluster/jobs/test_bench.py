@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config.schema import BenchConfig
 from cluster.jobs import bench
-from cluster.observability.report import FIGURES
+from cluster.observability.report import RunFigures
 from cluster.tools.bench import plan, trials
 
 FILES = {"report.json", "bench.csv", "bench.md", "bench.png", "acceptance.png", "drafters.png"}
@@ -41,7 +41,7 @@ def test_times_every_setting_against_plain_decoding_and_peers(tiny_launch, promp
     entries = {entry["name"]: entry for entry in report["settings"]}
     assert list(entries) == ["model k=3 b=1", "model k=3 b=2", "ngram k=3 b=1", "ngram k=3 b=2"]
     for entry in entries.values():
-        assert set(FIGURES) <= set(entry)
+        assert set(RunFigures.__annotations__) <= set(entry)
         assert entry["tokens"] == 26 and entry["tokens_equal_plain"] is True and entry["repeats"] == 2
         ratio = entry["ratios"]["speculative / plain"]
         assert ratio["min"] <= ratio["median"] == entry["speedup_vs_ar"] <= ratio["max"]

@@ -12,7 +12,8 @@ from actors.coordinator.stats import CoordinatorStats, RequestTimes
 from actors.policy.speculation_switch import Mode
 from actors.protocol.membership import Ready
 from cluster.observability.metrics import COUNTERS, ENGINE_LABELS, PREFIX, MetricsWatch, metric_labels
-from cluster.observability.report import control
+from cluster.observability.report import figures
+from cluster.observability.results import Run
 
 LABELS = dict.fromkeys(ENGINE_LABELS, "x")
 LOAD = Load(num_running=2, num_waiting=1, kv_slots_used=30, kv_slots=120)
@@ -125,10 +126,10 @@ def test_what_the_guard_does_is_counted_as_the_report_counts_it(registry, show):
     stats.resumed("draft", 0.25)
     show(stats)
     assert registry.values["guard_seconds_total", "", "speculate"] == 3.0
-    assert registry.values["guard_turns_total", "", "trial"] == control(stats.report(1.0).counters)["num_trials"] == 1
+    assert registry.values["guard_turns_total", "", "trial"] == figures(Run(counters=stats.report(1.0).counters))["num_trials"] == 1
     fallback = {key[2]: value for key, value in registry.values.items() if key[0] == "fallback_seconds_total"}
     assert fallback == {"guard": 2.5, "no_drafter": 0.25}
-    assert sum(fallback.values()) == control(stats.report(1.0).counters)["fallback_s"]
+    assert sum(fallback.values()) == figures(Run(counters=stats.report(1.0).counters))["fallback_s"]
 
 
 def test_levels_of_a_cascade_count_for_themselves(registry, show):
