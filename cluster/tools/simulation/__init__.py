@@ -3,7 +3,7 @@
     result = simulate(Scenario("branches", verify=PassCost.flat(11.86e-3), draft=PassCost.flat(2.61e-3)))
     result.tokens_per_s, result.branch_hit_rate, result.binding
 
-`docs/simulator.md` says what is real, what is scripted and how far the published systems are met.
+`docs/simulator.md` lists what is real, what is scripted, and how well published systems are reproduced.
 """
 
 from cluster.tools.simulation.costs import PassCost

@@ -1,7 +1,7 @@
-"""Virtual time: one clock of events, and lanes that work one record at a time as the real loops do.
+"""Virtual time: an event queue, one lane per role that serves records as the real loop does, and where time went.
 
-A lane keeps its own time while it works, runs ahead of the clock by as much as its passes cost, and takes what
-arrived meanwhile when it is through. It knows that roles answer records, not what the records say.
+A lane runs ahead of the event queue by as much as its passes cost, and reads what arrived meanwhile when it is done.
+Lanes deliver records without reading them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.roles.draft import DraftRole
 
 ARRIVAL, STEP, ALARM = 0, 1, 2
-"""Of events at one instant, arrivals come first: a role that finishes a pass sees what has just arrived. Alarms ring
-last, since what they warn of may have come."""
+"""Order of events at one instant: a role that finishes a pass sees records that arrive at that moment, and an alarm
+fires only if the record it waits for has not come."""
+
+Interval = tuple[float, float]
 
 
-class Clock:
-    """Calls what was planned, in the order of its time."""
+class VirtualClock:
+    """Runs scheduled calls in the order of their times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,14 +36,14 @@ class Clock:
         heapq.heappush(self._events, (when, kind, next(self._order), call))
 
     def run(self) -> None:
-        """Until nothing is planned any more."""
+        """Until no event is left."""
         while self._events:
             self.now, _, _, call = heapq.heappop(self._events)
             call()
 
 
-class LaneTime:
-    """A lane's own time; calling it reads it, as one reads time.monotonic."""
+class LaneClock:
+    """A lane's own time; a call returns it, as time.monotonic does."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,57 +55,51 @@ class LaneTime:
         self.now += seconds
 
 
-class Role(Protocol):
-    """What `actors/worker/factory.py` asks of a role."""
+class RoleLane:
+    """Serves one role: records in order of arrival and, for a draft role, steps of draft-ahead between them."""
 
-    wants_work: bool
-
-    def answer(self, record: Any) -> Iterator[Any]: ...
-
-    def width(self) -> int: ...
-
-    def work(self, width: int) -> None: ...
-
-    def pause_s(self) -> float: ...
-
-    def preview(self, *, last: bool) -> Any | None: ...
-
-
-class Lane:
-    """Serves one role: records in order of arrival, and between them, one step at a time, work of its own."""
-
-    def __init__(self, clock: Clock, time: LaneTime, role: Role, send: Callable[[Any, float], None]) -> None:
-        self.busy: list[tuple[float, float]] = []
+    def __init__(
+        self,
+        clock: VirtualClock,
+        time: LaneClock,
+        answer: Callable[[Any], Iterator[Any]],
+        send: Callable[[Any, float], None],
+        ahead: DraftRole | None = None,
+    ) -> None:
+        self.busy: list[Interval] = []
         self._clock = clock
         self._time = time
-        self._role = role
+        self._answer = answer
         self._send = send
+        self._ahead = ahead
         self._inbox: deque[Any] = deque()
         self._resting = True
-        self._pauses = 0  # also records end them: an alarm that comes late is for nobody
+        self._num_pauses = 0  # a record ends a pause too: a wake-up with an older count is ignored
 
     def receive(self, record: Any) -> None:
         self._inbox.append(record)
-        self._pauses += 1
+        self._num_pauses += 1
         if self._resting:
-            self._resting = False
-            self._time.now = self._clock.now
-            self._step()
+            self._resume()
+
+    def _resume(self) -> None:
+        self._resting, self._time.now = False, self._clock.now
+        self._step()
 
     def _step(self) -> None:
-        started = self._time.now
+        started, role = self._time.now, self._ahead
         if self._inbox:
-            for answer in self._role.answer(self._inbox.popleft()):
+            for answer in self._answer(self._inbox.popleft()):
                 self._send(answer, self._time.now)
-        elif self._role.wants_work:
-            pause_s = self._role.pause_s()
-            self._send_preview(last=pause_s > 0)
+        elif role is not None and role.wants_work:
+            pause_s = role.pause_s()
+            self._send_preview(role, last=pause_s > 0)
             if pause_s > 0:
                 self._pause(pause_s)
                 return
-            self._role.work(self._role.width())
-            if not self._role.wants_work:
-                self._send_preview(last=True)
+            role.work(role.width())
+            if not role.wants_work:
+                self._send_preview(role, last=True)
         else:
             self._resting = True
             return
@@ -106,19 +107,45 @@ class Lane:
             self.busy.append((started, self._time.now))
         self._clock.at(self._time.now, STEP, self._step)
 
-    def _send_preview(self, *, last: bool) -> None:
-        if (preview := self._role.preview(last=last)) is not None:
+    def _send_preview(self, role: DraftRole, *, last: bool) -> None:
+        if (preview := role.preview(last=last)) is not None:
             self._send(preview, self._time.now)
 
     def _pause(self, seconds: float) -> None:
-        """Listen for so long, and go on unless a record came."""
+        """Resume after `seconds` unless a record arrives first."""
         self._resting = True
-        self._pauses += 1
-        pause = self._pauses
+        self._num_pauses += 1
+        pause = self._num_pauses
+        self._clock.at(self._time.now + seconds, STEP, lambda: self._resume() if pause == self._num_pauses else None)
 
-        def wake() -> None:
-            if pause == self._pauses:
-                self._resting, self._time.now = False, self._clock.now
-                self._step()
 
-        self._clock.at(self._time.now + seconds, STEP, wake)
+@dataclass(frozen=True, slots=True)
+class TimeShares:
+    """Fractions of a window of time; target + draft + exchange = 1."""
+
+    target: float
+    """The target computes."""
+    draft: float
+    """The drafter computes and the target does not."""
+    exchange: float
+    """Neither computes: links and coordinator."""
+    draft_busy: float
+    """The drafter computes, whatever the target does."""
+
+
+def split_time(target: Sequence[Interval], draft: Sequence[Interval], start: float, end: float) -> TimeShares:
+    """Shares of [start, end]; the intervals of a lane ascend and do not overlap."""
+    target_s, draft_s = (float(np.diff(_busy_until(lane, [start, end]))[0]) for lane in (target, draft))
+    clipped = np.clip(np.ravel(target), start, end)
+    alone_s = draft_s - float(np.diff(_busy_until(draft, clipped))[::2].sum())
+    length = end - start
+    idle_s = max(0.0, length - target_s - alone_s)
+    return TimeShares(target_s / length, alone_s / length, idle_s / length, draft_s / length)
+
+
+def _busy_until(intervals: Sequence[Interval], times: np.ndarray | Sequence[float]) -> np.ndarray:
+    """Seconds that a lane was busy before each of `times`."""
+    edges = np.concatenate([[0.0], np.ravel(intervals)])  # start, end, start, end, ... behind the start of time
+    spans = np.diff(edges)
+    spans[::2] = 0.0  # from an end to the next start
+    return np.interp(times, edges, np.concatenate([[0.0], np.cumsum(spans)]))

@@ -1,4 +1,4 @@
-"""What a pass costs, by the number of its rows: a measured table, interpolated."""
+"""Seconds of a pass by its number of rows: a measured table, interpolated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Seconds of one pass at some numbers of rows, ascending; between them a straight line.
+    """Seconds of one pass at ascending numbers of rows; linear between them.
 
-    Below the first point a pass costs as much as there; above the last, the last slope goes on.
+    Below the first point the cost is constant; above the last one the last slope goes on.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -25,12 +25,11 @@ class PassCost:
 
     @staticmethod
     def flat(seconds: float) -> PassCost:
-        """The same whatever the rows: a pass bound by reading weights."""
+        """Independent of the rows: a pass bound by reading weights."""
         return PassCost(((1, seconds),))
 
     @staticmethod
     def table(seconds: Mapping[int, float]) -> PassCost:
-        """From rows -> seconds, as a planner measures them."""
         return PassCost(tuple(sorted(seconds.items())))
 
     def __call__(self, rows: int) -> float:

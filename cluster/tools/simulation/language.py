@@ -1,8 +1,7 @@
-"""A synthetic language: text that the target would write, and how well a drafter's guesses fit it.
+"""A synthetic language: random text of the target, and the rank at which a drafter lists each of its tokens.
 
-Text is random; what is scripted is the rank at which a drafter lists the target's next token. Whether a branch is hit
-then follows from which branches a policy prepared in the time it had, instead of being assumed. Knows no passes,
-clocks or records.
+The rank is what is scripted. Whether a branch is hit then follows from the branches that a policy prepared in the time
+it had. Knows no passes, clocks or records.
 """
 
 from __future__ import annotations
@@ -13,23 +12,22 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+STRATA = 512
+"""Positions drawn at a time, stratified: short texts meet the given probabilities, which independent draws would miss
+by a few per cent. The dependence between neighbours that this leaves is far smaller."""
+
 
 def power_law(exponent: float, count: int = 8) -> tuple[float, ...]:
-    """Runners-up whose misses fall as a power of the fan-out: P(not among the first F) = (F + 1) ** -exponent.
+    """Probabilities of the runners-up such that P(not among the first F) = (F + 1) ** -exponent.
 
     The law that SSD measured (arXiv 2603.03251, section 4.1), counted from the first runner-up.
     """
     return tuple(rank**-exponent - (rank + 1) ** -exponent for rank in range(1, count + 1))
 
 
-STRATA = 512
-"""Positions drawn at a time. Short texts then meet the probabilities asked for, which independent draws would miss by
-a few per cent; what is left of dependence between neighbours is far below that."""
-
-
 @dataclass(frozen=True, slots=True)
 class Language:
-    """Parameters of the synthetic language; everything is drawn from `seed`."""
+    """Parameters of the synthetic language; all draws follow from `seed`."""
 
     acceptance: tuple[float, ...] = (0.8,)
     """P(the drafter's first choice is the target's token), by distance from the committed text; the last one repeats.
@@ -56,20 +54,20 @@ class Language:
             if not good:
                 raise ValueError(f"language.{name}={getattr(self, name)!r} {rule}")
 
-    def text(self, request_id: int, prompt: tuple[int, ...] = ()) -> Text:
-        return Text(self, request_id, prompt)
+    def text(self, request_id: int, prompt: tuple[int, ...] = ()) -> SimulatedText:
+        return SimulatedText(self, request_id, prompt)
 
 
-class Text:
-    """What one request's text will be, drawn as far as it is asked for, in an order that no question changes."""
+class SimulatedText:
+    """The text of one request, drawn as far as it is read; the order of reads changes nothing."""
 
     def __init__(self, language: Language, request_id: int, prompt: tuple[int, ...]) -> None:
         self._language = language
         self._random = random.Random(f"{language.seed}/{request_id}")
         self._tokens = list(prompt)
-        self._marks = [(0.0, 0.0, 1.0)] * len(prompt)  # per position: where the rank falls, and how much doubt there is
+        self._marks = [(0.0, 0.0, 1.0)] * len(prompt)  # per position: draws of the rank, and the scale of doubt
         self._cumulative = list(accumulate(language.runners_up))
-        self._laws: dict[float, list[float]] = {}
+        self._log_probs: dict[float, list[float]] = {}  # doubt -> log-probabilities by rank
 
     def token(self, position: int) -> int:
         self._extend(position)
@@ -80,9 +78,9 @@ class Text:
         return tuple(self._tokens[start:stop])
 
     def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:
-        """The drafter's ranked choices for a position `distance` tokens behind the first open one, and their log-probs.
+        """The drafter's ranked choices `distance` tokens after the first open position, and their log-probabilities.
 
-        A drafter on a wrong path guesses no worse: nobody will look at it there.
+        The path in front is not looked at: choices on a wrong path are never compared with the text.
         """
         self._extend(position)
         truth, (mark, runner_mark, scale) = self._tokens[position], self._marks[position]
@@ -93,13 +91,10 @@ class Text:
         tokens = [(truth + 1 + i) % language.vocab_size for i in range(count)]
         if rank < count:
             tokens[rank] = truth
-        return tokens, self._log_probs(doubt)[:count]
-
-    def _log_probs(self, doubt: float) -> list[float]:
-        if doubt not in self._laws:
-            probs = [1 - doubt, *(doubt * share for share in self._language.runners_up)]
-            self._laws[doubt] = [math.log(p) if p > 0 else -math.inf for p in probs]
-        return self._laws[doubt]
+        if doubt not in self._log_probs:
+            probs = [1 - doubt, *(doubt * share for share in language.runners_up)]
+            self._log_probs[doubt] = [math.log(p) if p > 0 else -math.inf for p in probs]
+        return tokens, self._log_probs[doubt][:count]
 
     def _extend(self, position: int) -> None:
         language, draw = self._language, self._random

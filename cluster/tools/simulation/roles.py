@@ -1,37 +1,37 @@
-"""The two roles with scripted passes: the real draft role and drafters on a model that only knows the language.
+"""The two roles with scripted passes: the engine's draft role and drafters on a runner that only knows the language.
 
-Everything that decides is the engine's own: `DraftRole`, the drafters and the policies of `actors/protocol/draft_tree.py`. A
-pass costs what the scenario says, and its "logits" are positions of the text, from which the drafter reads its ranked
+A pass costs what the scenario gives, and its "logits" are positions of the text, from which the drafter reads ranked
 choices. The target answers with the text itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.tree_growth import Candidate
-from actors.protocol.messages import Admit, Commit, TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from actors.protocol.messages import TokenTree, Verdict, VerdictBatch, VerifyBatch, VerifyItem
 from actors.roles.draft import DraftRole
 from actors.verification.coupled import verify_coupled
-from cluster.tools.simulation.clock import LaneTime
+from cluster.tools.simulation.clock import LaneClock
 from cluster.tools.simulation.costs import PassCost
-from cluster.tools.simulation.language import Text
+from cluster.tools.simulation.language import SimulatedText
 from parallel.kv.pass_plan import PendingRows, Span
+from parallel.runtime.runner import ModelRunner
 
-Texts = Callable[[int], Text]
+TextOf = Callable[[int], SimulatedText]
 """The text of a request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """One row of a pass: what the drafter thinks follows there."""
+class ScriptedRow(NamedTuple):
+    """One row of a pass: where in the text its ranked choices are read."""
 
-    text: Text
+    text: SimulatedText
     position: int
     distance: int
 
@@ -39,11 +39,10 @@ class Guess:
         return self.text.children(self.position, self.distance, count)
 
 
-@dataclass(frozen=True, slots=True)
-class Guesses:
+class ScriptedOutput(NamedTuple):
     """A pass's output, named as the real one's."""
 
-    logits: list[Guess]
+    logits: list[ScriptedRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +54,16 @@ class ScriptedConfig:
 
 
 class ScriptedRunner:
-    """The surface of `ModelRunner` that drafters use: rows and their positions, and time instead of arithmetic.
+    """The methods of `ModelRunner` that drafters call: rows and their positions, and time instead of arithmetic.
 
-    `exact` is what an exact pass of a layer-parallel model costs, whose other passes are fuzzy; None for other models.
+    `exact`: cost of an exact pass of a layer-parallel model, whose other passes are fuzzy; None for other models.
     """
 
     def __init__(
-        self, texts: Texts, time: LaneTime, cost: PassCost, max_positions: int, exact: PassCost | None = None
+        self, text_of: TextOf, time: LaneClock, cost: PassCost, max_positions: int, exact: PassCost | None = None
     ) -> None:
         self.config = ScriptedConfig(max_positions)
-        self._texts = texts
+        self._text_of = text_of
         self._time = time
         self._cost = cost
         self._exact = exact
@@ -86,16 +85,16 @@ class ScriptedRunner:
     def cached_len(self, request_id: int) -> int:
         return self._cached[request_id]
 
-    def can_reserve(self, num_rows: int) -> bool:
+    def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  the signature of ModelRunner
         return True
 
     def commit(self, request_id: int, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
-        marks = self._is_fuzzy[request_id]
+        is_fuzzy = self._is_fuzzy[request_id]
         for row in keep:
-            if not marks[row] and self._exact_len[request_id] == self._cached[request_id]:
+            if not is_fuzzy[row] and self._exact_len[request_id] == self._cached[request_id]:
                 self._exact_len[request_id] += 1
             self._cached[request_id] += 1
-        self._is_fuzzy[request_id] = [marks[row] for row in retain]
+        self._is_fuzzy[request_id] = [is_fuzzy[row] for row in retain]
         self._pending[request_id] = self._pending[request_id].after_commit(keep, retain)
         self._root_depth[request_id] = -1
 
@@ -106,116 +105,116 @@ class ScriptedRunner:
         self._pending[request_id], self._is_fuzzy[request_id] = PendingRows(), []
         return True
 
-    def forward(self, spans: Sequence[Span], token_ids: Sequence[int], *, fuzzy: bool = False) -> Guesses:
+    def forward(self, spans: Sequence[Span], token_ids: Sequence[int], *, fuzzy: bool = False) -> ScriptedOutput:
         """`fuzzy` passes are over draft tokens, the others start with committed text whose last token is the root."""
-        behind_fuzzy = any(self._exact_len[span.seq_id] < self._cached[span.seq_id] for span in spans)
-        is_fuzzy = self._exact is not None and (fuzzy or behind_fuzzy)
+        after_fuzzy = any(self._exact_len[span.seq_id] < self._cached[span.seq_id] for span in spans)
+        is_fuzzy = self._exact is not None and (fuzzy or after_fuzzy)
         cost = self._cost if self._exact is None or is_fuzzy else self._exact
         self._time.spend(cost(len(token_ids)))
-        guesses = []
+        rows = []
         for span in spans:
-            pending, text, cached_len = self._pending[span.seq_id], self._texts(span.seq_id), self._cached[span.seq_id]
+            pending, text = self._pending[span.seq_id], self._text_of(span.seq_id)
             pending.append(span.num_tokens, span.parents)
             self._is_fuzzy[span.seq_id] += [is_fuzzy] * span.num_tokens
             first = len(pending.depths) - span.num_logits
             if not fuzzy and span.num_logits:
                 self._root_depth[span.seq_id] = pending.depths[first]
-            root_depth = self._root_depth[span.seq_id]
-            guesses += [Guess(text, cached_len + depth + 1, depth - root_depth) for depth in pending.depths[first:]]
-        return Guesses(guesses)
+            start, root_depth = self._cached[span.seq_id] + 1, self._root_depth[span.seq_id]
+            rows += [ScriptedRow(text, start + depth, depth - root_depth) for depth in pending.depths[first:]]
+        return ScriptedOutput(rows)
 
 
-class _Ahead(AheadDrafter):
-    """Reads children off guesses."""
+class ScriptedAheadDrafter(AheadDrafter):
+    """Reads children off scripted rows."""
 
-    def _expand(self, logits, fed) -> None:
-        self._add((guess.children(self._fan_out) for guess in logits), fed)
+    def _expand(self, logits: Iterable[ScriptedRow], fed: Any) -> None:
+        self._add((row.children(self._fan_out) for row in logits), fed)
 
 
-class _Synchronous(ModelDrafter):
-    """Reads candidates off guesses."""
+class ScriptedDrafter(ModelDrafter):
+    """Reads candidates off scripted rows."""
 
-    def _keeps_tokens_on_device(self, able) -> bool:
+    def _keeps_tokens_on_device(self, able: Any) -> bool:  # noqa: ARG002  there is no device
         return False
 
-    def _offer(self, contexts, trees, frontier, logits, level, distributions) -> list[list[Candidate]]:
-        guesses, width = iter(logits), self._growth.width(level)
+    def _offer(  # the signature of ModelDrafter
+        self,
+        contexts: Any,  # noqa: ARG002
+        trees: Any,  # noqa: ARG002
+        frontier: Any,
+        logits: Any,
+        level: int,
+        distributions: Any,  # noqa: ARG002
+    ) -> list[list[Candidate]]:
+        rows, width = iter(logits), self._growth.width(level)
         return [
             [
                 Candidate(node, token, log_prob)
                 for node in nodes
-                for token, log_prob in zip(*next(guesses).children(width), strict=True)
+                for token, log_prob in zip(*next(rows).children(width), strict=True)
             ]
             for nodes in frontier
         ]
 
 
 def draft_role(
-    pipeline: str, config: ModelDrafterConfig, runner: ScriptedRunner, time: LaneTime, *, adapts: bool
+    pipeline: str, config: ModelDrafterConfig, scripted: ScriptedRunner, time: LaneClock, *, adapts: bool
 ) -> DraftRole:
     """The role as `actors/worker/factory.py` would build it for this pipeline."""
-    options = {"rule": "coupled", "law_size": 0, "eos_token_ids": (), "prefill_chunk": 512}
+    runner = cast(ModelRunner, scripted)  # it has the methods that drafters call
+    options: dict[str, Any] = {"rule": "coupled", "law_size": 0, "eos_token_ids": (), "prefill_chunk": 512}
     if pipeline in AHEAD:
-        return DraftRole(_Ahead(runner, config, policy=pipeline, **options), clock=time, adapts=adapts)
-    return DraftRole(_Synchronous(runner, config, **options), clock=time)
+        drafter = ScriptedAheadDrafter(runner, config, policy=pipeline, **options)
+        return DraftRole(drafter, clock=time, adapts=adapts)
+    return DraftRole(ScriptedDrafter(runner, config, **options), clock=time)
+
+
+@dataclass(slots=True)
+class _TargetRequest:
+    """What the target knows of a request; `cached_len` tokens have KV."""
+
+    epoch: int
+    prefix_len: int
+    cached_len: int = 0
 
 
 class ScriptedTarget:
-    """Answers each `VerifyBatch` after the time its rows cost."""
+    """Answers each `VerifyBatch` after the time its rows cost, and checks every committed token."""
 
-    wants_work = False
-
-    def __init__(self, texts: Texts, time: LaneTime, cost: PassCost) -> None:
-        self._texts = texts
+    def __init__(self, text_of: TextOf, time: LaneClock, cost: PassCost) -> None:
+        self._text_of = text_of
         self._time = time
         self._cost = cost
-        self._epochs: dict[int, int] = {}
-        self._prefix_len: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
+        self._requests: dict[int, _TargetRequest] = {}
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = self._time.now
         for request_id in batch.releases:
-            del self._epochs[request_id], self._prefix_len[request_id], self._cached[request_id]
+            del self._requests[request_id]
         for admit in batch.admits:
-            self._admit(admit)
+            self._requests[admit.request_id] = _TargetRequest(admit.epoch, len(admit.token_ids))
         for commit in batch.commits:
-            self._commit(commit)
+            request, prefix_len = self._requests[commit.request_id], commit.prefix_len
+            assert (prefix_len, commit.epoch) == (request.prefix_len, request.epoch)
+            request.cached_len = prefix_len + len(commit.path)
+            request.prefix_len += len(commit.token_ids)
+            written = self._text_of(commit.request_id).tokens(prefix_len, request.prefix_len)
+            assert commit.token_ids == written, "a token was changed"
         num_rows = sum(item.num_tokens + _tree(item).num_draft_tokens for item in batch.items)
         if num_rows:
             self._time.spend(self._cost(num_rows))
-        verdicts = tuple(verdict for item in batch.items if (verdict := self._judge(item)) is not None)
+        verdicts = tuple(verdict for item in batch.items if (verdict := self._verify(item)) is not None)
         yield VerdictBatch(batch.round, verdicts, started, self._time.now, num_rows)
 
-    def width(self) -> int:
-        return 0
-
-    def work(self, width: int) -> None:
-        assert False, "nothing was wanted"
-
-    def _admit(self, admit: Admit) -> None:
-        self._epochs[admit.request_id] = admit.epoch
-        self._prefix_len[admit.request_id] = len(admit.token_ids)
-        self._cached[admit.request_id] = 0
-
-    def _commit(self, commit: Commit) -> None:
-        prefix_len = self._prefix_len[commit.request_id]
-        text = self._texts(commit.request_id)
-        assert commit.prefix_len == prefix_len and commit.epoch == self._epochs[commit.request_id]
-        self._prefix_len[commit.request_id] = prefix_len + len(commit.token_ids)
-        self._cached[commit.request_id] = prefix_len + len(commit.path)
-        assert commit.token_ids == text.tokens(prefix_len, prefix_len + len(commit.token_ids)), "a token was changed"
-
-    def _judge(self, item: VerifyItem) -> Verdict | None:
-        request_id, tree = item.request_id, _tree(item)
-        prefix_len = self._prefix_len[request_id]
-        if self._cached[request_id] + item.num_tokens < prefix_len:
-            self._cached[request_id] += item.num_tokens  # a chunk of the prompt
+    def _verify(self, item: VerifyItem) -> Verdict | None:
+        """None for a chunk of the prompt that does not complete it."""
+        request, tree = self._requests[item.request_id], _tree(item)
+        if request.cached_len + item.num_tokens < request.prefix_len:
+            request.cached_len += item.num_tokens
             return None
-        text = self._texts(request_id)
-        choices = [text.token(prefix_len + depth) for depth in tree.depths()]
-        path, next_token = verify_coupled(tree, choices)
-        return Verdict(request_id, self._epochs[request_id], prefix_len, path, next_token)
+        text = self._text_of(item.request_id)
+        path, next_token = verify_coupled(tree, [text.token(request.prefix_len + depth) for depth in tree.depths()])
+        return Verdict(item.request_id, request.epoch, request.prefix_len, path, next_token)
 
 
 def _tree(item: VerifyItem) -> TokenTree:
