@@ -95,11 +95,12 @@ def _localised(place: RankPlacement, nodes: Sequence[Node]) -> RankPlacement:
 
 
 def _homes(config: LaunchConfig, nodes: Sequence[Node], ranks: list[RankPlacement]) -> dict[str, list[Node]]:
-    """Role -> the node of each of its ranks. The largest role chooses first."""
+    """Role -> the node of each of its ranks. The role with the most ranks chooses first."""
     free = {(node, kind): node.count(kind) for node in nodes for kind in ("cpu", "cuda")}
     homes: dict[str, list[Node]] = {}
-    leads = {place.role: place for place in reversed(ranks)}
-    for role, place in sorted(leads.items(), key=lambda entry: -entry[1].size):
+    leads = [place for place in ranks if place.rank == 0]
+    for place in sorted(leads, key=lambda place: -place.size):  # of equal sizes the role that is listed first
+        role = place.role
         allowed = allowed_nodes(config, role, nodes)
         if not place.share:  # a lookup drafter needs no device of its own
             homes[role] = [allowed[0]] * place.size
