@@ -18,6 +18,7 @@ from cluster.tools.bench.machine import machine
 from cluster.tools.planning.config import PassesConfig
 from cluster.tools.planning.passes import PassTime, Sharing, measure_passes
 from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import choose_dtype
 
 _COMMON = {
@@ -84,9 +85,9 @@ def _device(config: LaunchConfig) -> str:
 
 def _model(name: str) -> DecoderConfig:
     if name in SIZES:
-        return DecoderConfig.from_hf(SIZES[name])
+        return read_config(SIZES[name])
     try:
-        return DecoderConfig.from_hf(Path(name).expanduser())
+        return read_config(Path(name).expanduser())
     except ValueError as error:
         raise ValueError(f"job.models: {error}; known sizes are {', '.join(SIZES)}") from error
 

@@ -14,8 +14,8 @@ from actors.drafters.model.config import Parallel
 from actors.topology import level_roles
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import RankPlacement
-from parallel.model.config import DecoderConfig
-from parallel.runtime.model_bytes import ITEM_BYTES, Bytes, dtype_name, kv_bytes_per_slot, weight_bytes
+from parallel.model.families.registry import read_config
+from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
         models = [config.target] if place.role == "target" else _draft_models(config, place.role)
         weights = kv = 0
         for model in models:
-            shapes = DecoderConfig.from_hf(model.path).stretched(getattr(model, "stretch", 0))
+            shapes = read_config(model.path).stretched(getattr(model, "stretch", 0))
             dtype = dtype_name(model.dtype, place.device)
-            width, packed = Bytes(ITEM_BYTES[dtype]), place.device == "cpu" and dtype == "float32"
+            width, packed = ITEM_BYTES[dtype], place.device == "cpu" and dtype == "float32"
             length = min(getattr(model, "max_model_len", 0) or shapes.max_positions, shapes.max_positions)
             num_slots = getattr(model, "kv_slots", 0) or config.scheduler.max_num_seqs * length
             # Ranks that divide layers instead of tensors hold at most all of them.

@@ -1,24 +1,24 @@
-"""A group of ranks and the three operations layers need of it. A group of one is the identity, not a special case.
+"""A group of ranks and the three collectives that layers use. A group of one is the identity, not a special case.
 
-The distributed groups wrap a process group that is an object of its own: nothing here touches torch's default group.
-Knows nothing of how a group comes to be (`rendezvous.py`) and nothing of what its members compute.
+Each group wraps a process-group object; torch's default group is never used. Knows neither how a group is formed
+(`rendezvous.py`) nor what its ranks compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
+Backend = Any
+"""A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's type stubs leave out."""
 
 
 class PeerLost(RuntimeError):
-    """A rank of the group is gone, or did not answer in time; the group is of no further use."""
+    """A rank of the group died or did not answer in time; the group cannot be used any more."""
 
 
 class Group:
@@ -27,36 +27,36 @@ class Group:
     rank = 0
     size = 1
     generation = 0
-    """Counts adoptions: what was recorded over the connections of an older one is void."""
+    """Counts adoptions: a CUDA graph captured in an older generation uses closed connections."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate the ranks' tensors, which have one shape, in rank order."""
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:  # noqa: ARG002  of the other groups
+        """Concatenate the ranks' tensors, all of one shape, in rank order."""
         return tensor
 
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite `tensor` with rank `src`'s, in place."""
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:  # noqa: ARG002  of the other groups
+        """Overwrite `tensor` with that of rank `src`, in place."""
         return tensor
 
     def adopt(self, successor: Group) -> None:
-        """Go on with the connections of the next epoch's group: layers that hold this one need not be told."""
+        """Continue with the connections of the next epoch's group, so that layers can keep this object."""
 
     def close(self) -> None:
-        """Drop the connections; a peer that waits for this rank gets an error at once."""
+        """Close the connections; a peer that waits for this rank gets an error at once."""
 
 
 SINGLE = Group()
 
 
 class GlooGroup(Group):
-    """CPU ranks. Collectives are stars around rank 0 over point-to-point transfers: a fraction of the latency of
-    gloo's own ring for a pass's small tensors, and summed in rank order, so every run gives the same bits."""
+    """CPU ranks. Collectives are stars around rank 0 over point-to-point transfers. For a pass's small tensors their
+    latency is a fraction of that of gloo's ring, and sums in rank order give the same bits in every run."""
 
-    def __init__(self, backend: ProcessGroupGloo, timeout_s: float) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, timeout_s: float) -> None:
+        self._backend: Backend | None = backend
         self._timeout = timedelta(seconds=timeout_s)
         self.rank = backend.rank()
         self.size = backend.size()
@@ -95,11 +95,12 @@ class GlooGroup(Group):
             self._transfer(receives=[(tensor, src)])
         return tensor
 
-    def adopt(self, successor: GlooGroup) -> None:
+    def adopt(self, successor: Group) -> None:
+        assert isinstance(successor, GlooGroup)
         self._backend = successor._backend
 
     def close(self) -> None:
-        """The last reference closes the sockets: gloo's own `abort` leaves peers blocked."""
+        """Dropping the last reference closes the sockets; gloo's `abort` would leave peers blocked."""
         self._backend = None
 
     def _transfer(self, sends: Iterable[tuple[Tensor, int]] = (), receives: Iterable[tuple[Tensor, int]] = ()) -> None:
@@ -107,7 +108,7 @@ class GlooGroup(Group):
         if backend is None:
             raise PeerLost("this rank has closed the group")
         try:
-            # all are posted before the first is awaited, and held until done: a dropped one would be cancelled
+            # post all before waiting for the first, and keep references: gloo cancels a work whose object is dropped
             works = [backend.recv([tensor], rank, 0) for tensor, rank in receives]
             works += [backend.send([tensor], rank, 0) for tensor, rank in sends]
             for work in works:
@@ -119,27 +120,30 @@ class GlooGroup(Group):
 class NcclGroup(Group):
     """CUDA ranks, one device each; collectives are enqueued on the current stream and may be captured in a graph."""
 
-    def __init__(self, backend: ProcessGroupNCCL) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend) -> None:
+        self._backend: Backend | None = backend
         self.rank = backend.rank()
         self.size = backend.size()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._backend.allreduce([tensor]).wait()
+        self._connected().allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         parts = tensor.new_empty(self.size, *tensor.shape)
-        self._backend._allgather_base(parts, tensor.contiguous()).wait()
+        self._connected()._allgather_base(parts, tensor.contiguous()).wait()
         return torch.cat(parts.unbind(0), dim)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        options = torch.distributed.BroadcastOptions()
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
         options.rootRank = src
-        self._backend.broadcast([tensor], options).wait()
+        self._connected().broadcast([tensor], options).wait()
         return tensor
 
-    def adopt(self, successor: NcclGroup) -> None:
+    def adopt(self, successor: Group) -> None:
+        assert isinstance(successor, NcclGroup)
         self._backend = successor._backend
         self.generation += 1
 
@@ -148,3 +152,8 @@ class NcclGroup(Group):
         if self._backend is not None:
             self._backend.abort()
             self._backend = None
+
+    def _connected(self) -> Backend:
+        if self._backend is None:
+            raise PeerLost("this rank has closed the group")
+        return self._backend

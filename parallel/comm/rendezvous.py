@@ -1,9 +1,12 @@
-"""Makes process groups as objects, per epoch, from a store that outlives them.
+"""Forms process groups, one set per epoch, over a store that outlives them.
 
-Whoever coordinates hosts the store; every rank connects a client of its own and joins the groups it belongs to. After
-a death the survivors close theirs and join the next epoch under the same names. No default group, no environment
-variables, no ranks from globals; ranks may be processes or threads of one process.
+The coordinator's process hosts the store; every rank connects its own client and joins its groups. After a rank died
+the others close their groups and join those of the next epoch under the same names. No default group, no environment
+variables, no global ranks: ranks may be processes or threads of one process.
 """
+
+# torch.distributed re-exports its C++ classes without declaring so:
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from parallel.comm.group import SINGLE, GlooGroup, Group, NcclGroup, PeerLost
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """Serve a store; it lives as long as the returned object, whose `port` says where."""
+    """Serve a store at the returned object's `port`; it is closed with that object."""
     return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False)
 
 
 def connect_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
-    """A client of a hosted store. One per rank: a client that waits for a key serves nobody else meanwhile.
+    """A client of a hosted store. One per rank: a client that waits for a key blocks its other users.
 
-    PeerLost if the host does not answer: PyTorch asks for up to twice `timeout_s`.
+    PeerLost if the host does not answer; PyTorch tries for up to twice `timeout_s`.
     """
     try:
         return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -42,13 +45,14 @@ def join(
     host: str | None = None,
     meeting_s: float | None = None,
 ) -> Group:
-    """Meet the other ranks of group `name` in `epoch`; blocks until all of them are here.
+    """Join group `name` of `epoch`; blocks until all its ranks have joined, PeerLost after `meeting_s`.
 
-    `timeout_s` bounds every later wait for a peer and, unless `meeting_s` is given, the meeting. `host` is the address
-    of this machine under which CPU peers reach it, by default the loopback. A group of one needs no store.
+    `timeout_s` bounds every later wait for a peer and is the default of `meeting_s`. `host` is the address at which
+    CPU peers reach this machine, by default the loopback. A group of one needs no store.
     """
     if size == 1:
         return SINGLE
+    assert store is not None, "a group of several ranks needs a store"
     device = torch.device(device)
     meeting = dist.PrefixStore(f"e{epoch}/{name}", store)
     meeting_s = timeout_s if meeting_s is None else meeting_s
@@ -64,7 +68,7 @@ def join(
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host: str, meeting_s: float) -> Group:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  missing in the stubs
     options._timeout = timedelta(seconds=meeting_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._threads = 1
@@ -72,7 +76,7 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host:
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
-    """The communicator is made here and not by the first collective, which may run inside a graph capture."""
+    """Connects at once, because the first collective may run inside a graph capture."""
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     options = dist.ProcessGroupNCCL.Options()

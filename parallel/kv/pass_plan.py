@@ -1,28 +1,28 @@
-"""From "which rows does each sequence feed" to where they stand: once per pass, on the host.
+"""Lays out the rows that sequences feed in a pass: positions, slots and visible rows, computed on the host.
 
-A row hangs behind another pending row or behind the committed ones; its position is its depth, what it sees is its
-ancestors. A plan holds no token values, so plans can be built ahead of the passes that run them. Knows no weights and
-no attention backend.
+A row's parent is another pending row or the last committed one; its position is its depth, and it sees its ancestors.
+A plan holds no token values, so plans can be built ahead of the passes that run them. Knows no weights and no
+attention backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from parallel.kv.pool import KVPool, SeqId
-from parallel.model.layers.attention import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows one sequence feeds in a pass; they are appended to its pending rows.
+    """Rows that a sequence feeds in a pass; they are appended to its pending rows.
 
     `parents[i]` is the index of row i's parent among the sequence's pending rows since its last commit, -1 for the
-    last committed row; None is a chain behind the last pending row. The last `num_logits` rows want logits.
+    last committed row; None is a chain after the last pending row. The pass returns logits of the last `num_logits`.
     """
 
     seq_id: SeqId
@@ -31,11 +31,25 @@ class Span:
     num_logits: int = 1
 
 
-@dataclass(slots=True)
-class Plan:
-    """One pass over T rows, N of which want logits: all of them where `logit_rows` is None.
+class AttentionPlan(Protocol):
+    """What an attention backend prepared for all layers of one pass."""
 
-    `positions` may be longer than T where a backend rounds a pass up; the rows behind T are nobody's. `fuzzy` lets a
+    def prepare(self) -> None:
+        """Derive on the device what all layers share; called once, at the start of the pass."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put the pass's rows k, v [T, kv_heads, head_dim] into their slots."""
+
+    def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
+        """q [T, heads, head_dim] -> [T, heads * head_dim]."""
+        ...
+
+
+@dataclass(slots=True)
+class PassPlan:
+    """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
+
+    `positions` may be longer than T where a backend rounds a pass up; the rows after T are padding. `fuzzy` lets a
     decoder that can run layers side by side do so.
     """
 
@@ -47,9 +61,9 @@ class Plan:
 
 
 class PendingRows:
-    """A sequence's pending rows as a forest behind its committed ones.
+    """A sequence's pending rows: a forest whose roots follow its committed rows.
 
-    `_ancestors[i]` has bit j set where row i sees row j, itself included; kept only while the rows are no plain chain.
+    `_ancestors[i]` has bit j set where row i sees row j, itself included; computed only if the rows are not a chain.
     """
 
     __slots__ = ("_ancestors", "depths", "is_chain", "parents")
@@ -72,7 +86,7 @@ class PendingRows:
             self.parents.append(parent)
 
     def visible(self, first: int) -> np.ndarray:
-        """bool [rows from `first` on, all rows]: which pending rows they see."""
+        """Which pending rows the rows from `first` on see: bool [rows from `first` on, all rows]."""
         num_rows = len(self.parents)
         if self.is_chain:
             return np.tri(num_rows - first, num_rows, first, dtype=bool)
@@ -85,7 +99,7 @@ class PendingRows:
         return np.unpackbits(packed, axis=1, count=num_rows, bitorder="little").view(bool)
 
     def after_commit(self, keep: Sequence[int], retain: Sequence[int]) -> PendingRows:
-        """The forest of the rows `retain`, once the path `keep` is committed."""
+        """The forest of the rows `retain` after the path `keep` is committed."""
         rest = PendingRows()
         renumbered = dict.fromkeys(keep[-1:], -1) | {row: i for i, row in enumerate(retain)}
         rest.append(len(retain), [renumbered[self.parents[row]] for row in retain])
@@ -94,14 +108,14 @@ class PendingRows:
 
 @dataclass(slots=True)
 class SpanRows:
-    """A span laid out: `num_rows` rows of the pass from `first` on, of a sequence with `context` committed rows."""
+    """A span in its pass: rows `first` to `first + num_rows`, of a sequence with `context` committed rows."""
 
     first: int
     num_rows: int
     context: int
-    num_pending: int  # the pass's own rows included
-    slots: np.ndarray  # of all rows, the pass's own last
-    run: range | None  # the same, if they are one run
+    num_pending: int  # including the rows of this pass
+    slots: np.ndarray  # of all rows; those of this pass are the last
+    run: range | None  # the slots, if they are one contiguous run
     pending: PendingRows
 
     @property
@@ -118,13 +132,13 @@ class SpanRows:
         return self.slots[-self.num_rows :]
 
     def positions(self) -> list[int]:
-        """Of the pass's rows."""
+        """Positions of the pass's rows."""
         context = self.context
         return [context + depth for depth in self.pending.depths[self.first_pending :]]
 
 
 def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Span]) -> list[SpanRows]:
-    """Reserve the rows of every span and say where they stand. The result is read before the next rows come."""
+    """Reserve the rows of every span. The result holds views of the slot tables: use it before the next change."""
     laid_out, first = [], 0
     for span in spans:
         assert span.num_tokens > 0, "a span feeds at least one row"
@@ -140,6 +154,7 @@ def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Spa
 
 
 def logit_rows(spans: Sequence[Span]) -> list[int]:
+    """The pass's rows whose logits are asked for."""
     wanted: list[int] = []
     end = 0
     for span in spans:

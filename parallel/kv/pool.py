@@ -1,14 +1,14 @@
-"""One pool of KV rows per rank, and which sequence owns which of them.
+"""The pool of KV rows of a rank, and the table of slots of each sequence.
 
-A slot is the place of one token's key and value in every layer. A sequence is a table of slots: first its committed
-rows, then its pending ones (reserved, not yet kept). Keeping a path of pending rows is an edit of that table on the
-host; no row moves. Knows nothing of what the tokens mean, of trees, or of how rows are attended to.
+A slot is the place of one token's key and value in every layer. A sequence's table lists the slots of its committed
+rows, then of its pending ones (reserved, not yet kept). Committing a path of pending rows edits that table on the
+host; no row moves. Knows no tokens, no trees and no attention.
 
     table of a sequence   [ committed rows ........ | pending rows .... ]
                             0           cached_len ^     num_rows ^
 
-Slots are handed out so that a sequence stays one contiguous run as long as it can: it continues behind its last row,
-else a run is opened in the middle of the largest gap, which leaves its neighbour room to grow.
+Slots are allocated so that a sequence stays one contiguous run as long as possible: it continues after its last row;
+otherwise a run starts in the middle of the largest gap, which leaves room for the sequence before the gap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 SeqId = Hashable
 
 
-class _Table:
+class _SlotTable:
     """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run."""
 
     __slots__ = ("cached_len", "num_rows", "run_len", "slots")
@@ -45,14 +45,14 @@ class _Table:
         self.num_rows = end
 
     def shorten(self, num_rows: int) -> np.ndarray:
-        """Forget the rows behind the first `num_rows`; returns their slots."""
+        """Drop the rows after the first `num_rows`; returns their slots."""
         dropped = self.slots[num_rows : self.num_rows].copy()
         self.num_rows = num_rows
         self.run_len = min(self.run_len, num_rows)
         return dropped
 
     def remeasure_run(self, start: int) -> None:
-        """The rows from `start` on were rewritten: find how far the leading run reaches now."""
+        """Recompute the length of the leading run after the rows from `start` on were rewritten."""
         if self.run_len < start:
             return
         end = max(start, min(1, self.num_rows))
@@ -62,10 +62,10 @@ class _Table:
 
 
 class KVPool:
-    """Keys and values [num_layers, num_slots, num_kv_heads, head_dim] and the tables that give their rows to sequences.
+    """Keys and values [num_layers, num_slots, num_kv_heads, head_dim] and the sequences' tables of slots.
 
-    Ask `can_reserve`, then `reserve`: a reservation never fails half-way. One more row, the scratch slot, belongs to
-    nobody: padding reads and writes it.
+    Call `can_reserve` before `reserve`. One more row, the scratch slot, belongs to no sequence: padding reads and
+    writes it.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        # zeros, not empty: rows that a mask hides still meet a weight of zero, and zero times NaN is NaN
+        # zeros, not empty: a masked row is multiplied by a weight of zero, and zero times NaN is NaN
         self.keys = torch.zeros(num_layers, num_slots + 1, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.num_slots = num_slots
         self.scratch_slot = num_slots
         self.num_free = num_slots
         self._free = bytearray(b"\x01" * num_slots)
-        self._tables: dict[SeqId, _Table] = {}
+        self._tables: dict[SeqId, _SlotTable] = {}
 
     # --- life of a sequence ------------------------------------------------------------------------------------------
 
     def open(self, seq_id: SeqId) -> None:
         assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
-        self._tables[seq_id] = _Table()
+        self._tables[seq_id] = _SlotTable()
 
     def close(self, seq_id: SeqId) -> None:
         self._release(self._tables.pop(seq_id).shorten(0))
@@ -129,7 +129,7 @@ class KVPool:
 
     def reserve(self, seq_id: SeqId, num_rows: int) -> np.ndarray:
         """Append `num_rows` pending rows; returns their slots, int64 [num_rows]."""
-        assert self.can_reserve(num_rows), f"{num_rows} rows asked, {self.num_free} slots free"
+        assert self.can_reserve(num_rows), f"{num_rows} rows requested, {self.num_free} slots free"
         table = self._tables[seq_id]
         first = table.num_rows
         last_slot = int(table.slots[first - 1]) if first else None
@@ -169,7 +169,7 @@ class KVPool:
     # --- invariants --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that every slot is free or owned exactly once and that the tables know their runs."""
+        """Assert that every slot is free or owned exactly once and that the recorded runs are right."""
         owners = np.frombuffer(self._free, dtype=np.uint8).astype(np.int64)
         assert owners.sum() == self.num_free, "the count of free slots is off"
         for seq_id, table in self._tables.items():
@@ -178,7 +178,7 @@ class KVPool:
             assert 0 <= table.cached_len <= table.num_rows, f"{seq_id!r}: more rows committed than owned"
             breaks = np.flatnonzero(np.diff(rows) != 1)
             run_len = int(breaks[0]) + 1 if len(breaks) else len(rows)
-            assert table.run_len == run_len, f"{seq_id!r}: run of {run_len} rows remembered as {table.run_len}"
+            assert table.run_len == run_len, f"{seq_id!r}: run of {run_len} rows recorded as {table.run_len}"
         assert (owners == 1).all(), f"slots {np.flatnonzero(owners != 1)[:8].tolist()} are not owned exactly once"
 
     # --- free slots --------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class KVPool:
         largest = int(lengths.argmax())
         room = int(lengths[largest]) - num_rows
         if room >= 0:
-            # a gap behind another sequence is halved, so that both can grow
+            # start in the middle of a gap that follows another sequence, so that both can grow
             start = int(starts[largest]) + (room // 2 if starts[largest] else 0)
             return [range(start, start + num_rows)]
         runs = []

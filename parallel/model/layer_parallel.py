@@ -1,66 +1,35 @@
-"""A decoder whose layers are shared out between ranks, and its two ways to run: exact, and fuzzy with layers side by
-side.
+"""A decoder whose layers are divided among ranks, with two kinds of passes: exact, and fuzzy with layers side by side.
 
-In a fuzzy pass the attention blocks of a hyper-layer all read the hidden state in front of it, each on a rank of its
-own; one all-gather later every rank adds them and the MLPs in the order the model was trained with:
+In a fuzzy pass the attention blocks of a hyper-layer all read the hidden state in front of it, each on its own rank.
+After one all-gather every rank adds them and the MLPs in the order the model was trained with:
 
     for l in hyper-layer:  a[l] = attention_l(norm_l(h))            side by side
     for l in hyper-layer:  h = h + a[l];  h = h + mlp_l(norm'_l(h))  in order
 
-An exact pass runs layer by layer; who runs it, and what travels for it, is the layout's calibration. The head is
-sharded over the ranks, so all of them see the same logits to the bit. Source: EasySpec (arXiv 2502.02493, sections 3
-and 4). It must not know what the rows are for, nor which rows are fuzzy.
+An exact pass runs layer by layer; the layout's calibration says which ranks run it and what they send. The head is
+sharded over the ranks, so the logits of all ranks agree to the bit. Source: EasySpec (arXiv 2502.02493, sections 3
+and 4). Knows neither what the rows are for nor which rows are fuzzy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import AttentionPlan, PassPlan
+from parallel.model.block import BLOCKS
 from parallel.model.config import DecoderConfig
-from parallel.model.decoder import MLP, Attention, Decoder, PassPlan
-from parallel.model.layers.attention import AttentionPlan
-from parallel.model.layers.linear import Shard
-from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.weight import Layer
+from parallel.model.decoder import Decoder
+from parallel.model.layers.rope import Rotation
+from parallel.model.layers.weight import TensorOptions
 from parallel.model.partition import LayerLayout
 
 
-class SharedLayer(Layer):
-    """A layer whose attention may be on another rank; `kv_layer` is its place in this rank's pool, None if it is."""
-
-    def __init__(
-        self, config: DecoderConfig, layer: int, kv_layer: int | None, mlp_group: Group, **factory_kwargs: object
-    ) -> None:
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory_kwargs)
-        self.attention: Attention | None = None
-        if kv_layer is not None:
-            self.attention = Attention(config, layer, SINGLE, **factory_kwargs)
-            self.attention.layer = kv_layer
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory_kwargs)
-        self.mlp = MLP(config, mlp_group, **factory_kwargs)
-
-    def attend(self, x: Tensor, rope: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
-        return self.attention(self.input_norm(x), rope, plan)
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x [T, H] with what attention found and the MLP behind it."""
-        x = x + attended
-        return x + self.mlp(self.post_norm(x))
-
-    def shards(self, prefix: str) -> Iterator[Shard]:
-        yield from self.input_norm.shards(f"{prefix}.input_layernorm")
-        if self.attention is not None:
-            yield from self.attention.shards(f"{prefix}.self_attn")
-        yield from self.post_norm.shards(f"{prefix}.post_attention_layernorm")
-        yield from self.mlp.shards(f"{prefix}.mlp")
-
-
 class WrittenRows:
-    """An attention plan that also remembers which keys and values the pass wrote, layer by layer."""
+    """An attention plan that keeps the keys and values that the pass wrote, layer by layer."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
@@ -88,20 +57,17 @@ class LayerParallelDecoder(Decoder):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        assert group.size == layout.ranks and config.stretch == 0
+        assert group.size == layout.ranks
+        assert config.stretch == 0, "a draft model is not stretched"
+        self.attention_ranks = 1
         self._allocate_ends(config, group, SINGLE, device, dtype)
         self.layout = layout
         self.held = layout.held(group.rank)
         place = {layer: i for i, layer in enumerate(self.held)}
         mlp_group = group if layout.mlp == "tensor" else SINGLE
-        self.layers = [
-            SharedLayer(config, i, place.get(i), mlp_group, dtype=dtype, device=device)
-            for i in range(config.num_layers)
-        ]
-
-    @property
-    def attention_ranks(self) -> int:
-        return 1
+        block = BLOCKS[config.norm_placement]
+        options = TensorOptions(dtype=dtype, device=device)
+        self.layers = [block(config, i, place.get(i), SINGLE, mlp_group, **options) for i in range(config.num_layers)]
 
     def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As `Decoder.forward`; hyper-layers run side by side where the plan allows it."""
@@ -110,35 +76,41 @@ class LayerParallelDecoder(Decoder):
             *tapped, hidden = self._exact_on_one(token_ids, plan, taps)
         else:
             *tapped, hidden = self._walk_layers(token_ids, plan, plan.attention, taps)
-        return self.norm(hidden), tuple(tapped)
+        return self.normalize(hidden), tuple(tapped)
 
     def _walk_layers(
         self, token_ids: Tensor, plan: PassPlan, attention: AttentionPlan, taps: Sequence[int]
     ) -> list[Tensor]:
-        """The residual stream behind each of the `taps`, and behind the last layer."""
-        rope = self.rope(plan.positions)
-        hidden = self.embedding.embed(token_ids)
+        """The residual stream after each of the `taps`, and after the last layer."""
+        ropes = self.rotations(plan.positions)
+        hidden = self.embed(token_ids, plan.positions)
         tapped = {0: hidden}
         partition = self.layout.partition if plan.fuzzy else [(i,) for i in range(len(self.layers))]
         for members in partition:
-            for layer, attended in zip(members, self._attend(members, hidden, rope, attention), strict=True):
+            for layer, attended in zip(members, self._attend(members, hidden, ropes, attention), strict=True):
                 hidden = self.layers[layer].finish(hidden, attended)
                 if layer + 1 in taps:
                     tapped[layer + 1] = hidden
         return [*(tapped[tap] for tap in taps), hidden]
 
     def _attend(
-        self, members: Sequence[int], hidden: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionPlan
+        self,
+        members: Sequence[int],
+        hidden: Tensor,
+        ropes: tuple[Rotation | None, Rotation | None],
+        attention: AttentionPlan,
     ) -> Sequence[Tensor]:
-        """What the attention blocks of one hyper-layer make of `hidden`, on every rank."""
+        """What the attention of each layer of a hyper-layer adds to `hidden`, on every rank."""
         group, owner = self.group, self.layout.owner
         if group.size == 1 or (len(members) == 1 and self.layout.calibration != "owner"):
-            return [self.layers[layer].attend(hidden, rope, attention) for layer in members]
+            layers = [self.layers[layer] for layer in members]
+            return [layer.attend(hidden, ropes[layer.windowed], attention) for layer in layers]
         own = next((layer for layer in members if owner(layer) == group.rank), None)
         if own is None:
-            attended = torch.zeros_like(hidden)  # fewer layers than ranks: this one has nothing to add
+            attended = torch.zeros_like(hidden)  # fewer layers than ranks: this rank runs none
         else:
-            attended = self.layers[own].attend(hidden, rope, attention)
+            layer = self.layers[own]
+            attended = layer.attend(hidden, ropes[layer.windowed], attention)
         if len(members) == 1:
             return [group.broadcast(attended, owner(members[0]))]
         parts = group.all_gather(attended, 0).chunk(group.size)

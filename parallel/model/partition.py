@@ -1,4 +1,4 @@
-"""Which layers of a decoder run side by side, and which rank has what of them. Pure arithmetic, no tensors.
+"""Which layers of a decoder run side by side, and which rank holds them. Pure arithmetic, no tensors.
 
 A partition is an ordered list of hyper-layers: consecutive layers whose attention blocks all read the hidden state in
 front of the first of them. A hyper-layer of one layer is that layer. Source: EasySpec (arXiv 2502.02493, section 3);
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 Partition = tuple[tuple[int, ...], ...]
@@ -17,7 +18,7 @@ Calibration = Literal["recompute", "owner", "broadcast"]
 
 
 def default_partition(num_layers: int, group: int) -> Partition:
-    """Hyper-layers of `group` layers, the first layer and the last by themselves.
+    """Hyper-layers of `group` layers; the first layer and the last are hyper-layers of one.
 
     Where the layers between them do not divide evenly, the outermost hyper-layers are shorter, the first one first:
     32 layers by 4 are 1 3 4 4 4 4 4 4 3 1, 28 by 3 are 1 2 3 3 3 3 3 3 3 3 1.
@@ -32,14 +33,13 @@ def default_partition(num_layers: int, group: int) -> Partition:
 
 
 def partition_of(given: Sequence[int] | Sequence[Sequence[int]], num_layers: int) -> Partition:
-    """The partition written as sizes, `[1, 3, 4, 1]`, or as layers, `[[0], [1, 2], [3]]`; ValueError if it is none."""
-    if all(isinstance(size, int) for size in given):
-        stops = [sum(given[: i + 1]) for i in range(len(given))]
-        groups = [tuple(range(stop - size, stop)) for size, stop in zip(given, stops, strict=True)]
-    elif all(isinstance(group, Sequence) and all(isinstance(layer, int) for layer in group) for group in given):
-        groups = [tuple(group) for group in given]
-    else:
+    """The partition given as sizes, `[1, 3, 4, 1]`, or as layers, `[[0], [1, 2], [3]]`; ValueError if it is neither."""
+    sizes = [size for size in given if isinstance(size, int)]
+    groups = [tuple(layers) for layers in given if not isinstance(layers, int)]
+    if (sizes and groups) or not all(isinstance(layer, int) for layers in groups for layer in layers):
         raise ValueError("mixes sizes and layers; write all as sizes, [1,3,4,1], or all as layers, [[0],[1,2],[3]]")
+    if sizes:
+        groups = [tuple(range(stop - size, stop)) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
     if not all(groups):
         raise ValueError("has an empty group; drop it")
     if [layer for group in groups for layer in group] != list(range(num_layers)):
@@ -52,8 +52,8 @@ class LayerLayout:
     """How `ranks` ranks share the layers of a decoder.
 
     mlp          replicated: every rank computes all of them; tensor: each is split over the ranks
-    calibration  who runs an exact pass: every rank by itself (recompute), every rank its layers (owner), or rank 0,
-                 which sends the KV rows out (broadcast)
+    calibration  how an exact pass runs: every rank computes all layers (recompute), every rank computes its layers
+                 (owner), or rank 0 computes all layers and broadcasts the KV rows (broadcast)
     """
 
     partition: Partition
@@ -64,7 +64,9 @@ class LayerLayout:
     def __post_init__(self) -> None:
         widest = max(map(len, self.partition))
         assert self.ranks == 1 or widest <= self.ranks, f"{widest} layers side by side on {self.ranks} ranks"
-        assert self.mlp == "replicated" or self.calibration != "broadcast", "rank 0 alone needs whole MLPs"
+        assert self.mlp == "replicated" or self.calibration != "broadcast", (
+            "with calibration=broadcast rank 0 needs whole MLPs"
+        )
 
     @property
     def has_fuzzy(self) -> bool:

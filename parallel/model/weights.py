@@ -1,7 +1,7 @@
-"""From a Hugging Face checkpoint to a rank's parameters: streamed, sliced, written in place.
+"""Loads a rank's parameters from a Hugging Face checkpoint: streamed, sliced, written in place.
 
-One checkpoint tensor's slice is in memory at a time, so loading needs little more than the model itself. Knows file
-formats and names of tensors, not what they compute.
+One checkpoint tensor's slice is in memory at a time, so loading needs little more memory than the model itself. Knows
+file formats, no layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
 
 
 def resolve_checkpoint(path: str) -> Path:
-    """A directory as it is; anything that reads like a hub id through the hub's cache or a download."""
+    """The directory `path`, or the hub's cache or a download if `path` is a hub id; ValueError if it is neither."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -69,7 +69,7 @@ def _copy_shards(file: Path, shards: list[Shard]) -> None:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
+    """Tensor name -> the file that holds it."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
         try:

@@ -1,8 +1,8 @@
-"""CUDA graphs of whole passes: the host launches one graph where it would launch hundreds of kernels.
+"""CUDA graphs of whole passes: the host launches one graph instead of hundreds of kernels.
 
-A pass of the "padded" backend is told by a handful of small tensors; passes whose tensors have the same shapes share
-a graph, captured at their first occurrence over buffers of its own and replayed after copying the tensors in. The
-eager twin has the same call: it is the decoder itself. Knows nothing of sequences.
+A few small tensors describe a pass of the "padded" backend. Passes whose tensors have the same shapes share a graph:
+it is captured at the first of them over its own buffers, and replayed after copying the tensors in. `forward` is that
+of the decoder. Knows no sequences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Plan
+from parallel.kv.pass_plan import PassPlan
 from parallel.model.decoder import Decoder
 from parallel.model.layers.padded import PaddedPlan
 
@@ -28,7 +28,7 @@ class _Captured:
 
 
 class CapturedPasses:
-    """Stands in for a decoder on CUDA. Passes without bucketed shapes (prefill chunks) run eagerly."""
+    """Runs a decoder's passes on CUDA. Passes without bucketed shapes (prefill chunks) run eagerly."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -36,9 +36,8 @@ class CapturedPasses:
         self._generation = decoder.group.generation
         self._memory = torch.cuda.graph_pool_handle()
 
-    def forward(self, token_ids: Tensor, plan: Plan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
-        attention = plan.attention
-        assert isinstance(attention, PaddedPlan), "only padded passes can be captured"
+    def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
+        attention = _padded(plan)
         if not attention.bucketed:
             return self._decoder.forward(token_ids, plan, taps)
         inputs = attention.tensors()
@@ -50,17 +49,17 @@ class CapturedPasses:
         if captured is None:
             captured = self._captured[key] = self._capture(token_ids, plan, taps)
         captured.token_ids.copy_(token_ids)
-        torch._foreach_copy_(captured.inputs, inputs)
+        torch._foreach_copy_(captured.inputs, inputs)  # pyright: ignore[reportPrivateImportUsage]
         captured.graph.replay()
         # the graph's own outputs are overwritten by its next replay
         return captured.hidden.clone(), tuple(feature.clone() for feature in captured.features)
 
-    def _capture(self, token_ids: Tensor, plan: Plan, taps: Sequence[int]) -> _Captured:
-        attention = plan.attention.like()
+    def _capture(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int]) -> _Captured:
+        attention = _padded(plan).like()
         static = replace(plan, positions=attention.positions, attention=attention)
         token_ids = token_ids.clone()
-        # a pass outside the graph first: libraries allocate workspaces at their first call. It writes the rows that
-        # the replay then writes again.
+        # run the pass eagerly first, because libraries allocate workspaces at their first call; the replay writes the
+        # same KV rows again
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -70,3 +69,8 @@ class CapturedPasses:
         with torch.cuda.graph(graph, pool=self._memory):
             hidden, features = self._decoder.forward(token_ids, static, taps)
         return _Captured(graph, token_ids, attention.tensors(), hidden, features)
+
+
+def _padded(plan: PassPlan) -> PaddedPlan:
+    assert isinstance(plan.attention, PaddedPlan), "only padded passes can be captured"
+    return plan.attention

@@ -1,6 +1,6 @@
-"""How many KV slots a rank can afford, decided from shapes and free memory before a weight is read.
+"""How many KV slots fit a rank, from shapes and free memory, before a weight is read.
 
-Knows bytes, not what they are for. All ranks of a group agree on the smallest answer.
+All ranks of a group use the smallest of their numbers. Knows bytes, no sequences.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from parallel.comm.group import Group
-from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import packs
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import resolve_checkpoint
@@ -24,12 +24,12 @@ from parallel.runtime.model_bytes import (
 )
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
-"""Part of the memory left beside the weights that the pool may take; a CPU's memory has other tenants."""
+"""Fraction of the memory left after the weights that the pool may take; other processes share a CPU's memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """What a rank will allocate."""
+class ModelMemory:
+    """What a rank will allocate for a model."""
 
     dtype: torch.dtype
     max_model_len: int
@@ -68,22 +68,22 @@ def fit_slots(
     num_slots: int = 0,
     stretch: int = 0,
     layout: LayerLayout | None = None,
-) -> Fit:
-    """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit.
+) -> ModelMemory:
+    """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit.
 
-    The ranks share the model tensor-parallel, or layer-parallel by `layout`.
-    Raises ValueError if the weights or the asked `num_slots`, which must be the same on all ranks, do not fit.
+    The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
+    `num_slots`, which must be the same on all ranks, do not fit.
     """
-    config = DecoderConfig.from_hf(resolve_checkpoint(path)).stretched(stretch)
+    config = read_config(resolve_checkpoint(path)).stretched(stretch)
     chosen = choose_dtype(dtype, device)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
     packed = packs(device, chosen)
     if layout is None:
-        weights = weight_bytes(config, group.size, chosen, packed=packed)
-        per_slot = kv_bytes_per_slot(config, group.size, chosen)
+        weights = weight_bytes(config, group.size, chosen.itemsize, packed=packed)
+        per_slot = kv_bytes_per_slot(config, group.size, chosen.itemsize)
     else:
-        weights = layer_weight_bytes(config, layout, group.rank, chosen, packed=packed)
-        per_slot = layer_kv_bytes_per_slot(config, layout, group.rank, chosen)
+        weights = layer_weight_bytes(config, layout, group.rank, chosen.itemsize, packed=packed)
+        per_slot = layer_kv_bytes_per_slot(config, layout, group.rank, chosen.itemsize)
     left = free_bytes(device) - weights
     if left < per_slot * (num_slots or 1):
         raise ValueError(
@@ -95,7 +95,7 @@ def fit_slots(
         num_slots = min(max_num_seqs * max_model_len, affordable)
         agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
         num_slots = int(agreed.min())
-    return Fit(chosen, max_model_len, num_slots, weights, num_slots * per_slot)
+    return ModelMemory(chosen, max_model_len, num_slots, weights, num_slots * per_slot)
 
 
 def _gib(count: int) -> str:

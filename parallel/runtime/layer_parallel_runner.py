@@ -1,8 +1,7 @@
 """Passes of a layer-parallel decoder, and which of its KV rows are fuzzy.
 
-A row is exact when an exact pass wrote it behind exact rows only, so exact rows are a prefix of a sequence's rows.
-What makes a fuzzy row exact is to drop it and feed its token again (`drop_fuzzy`); when to do so is the caller's
-choice. It must not know why a caller wants a fuzzy pass.
+A row is exact if an exact pass wrote it and all rows before it are exact, so exact rows are a prefix of a sequence's
+rows. To make a fuzzy row exact the caller drops it (`drop_fuzzy`) and feeds its token again. Knows no drafts.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import Plan, Span
+from parallel.kv.pass_plan import PassPlan, Span
 from parallel.kv.pool import KVPool, SeqId
-from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights, resolve_checkpoint
-from parallel.runtime.runner import ModelRunner, Output
+from parallel.runtime.runner import ModelRunner, PassOutput
 
 
 class LayerParallelRunner(ModelRunner):
-    """A `ModelRunner` whose passes may be fuzzy; `exact_len` says how far a sequence's rows are exact."""
+    """A `ModelRunner` whose passes may be fuzzy; `exact_len` is the number of leading exact rows of a sequence."""
 
     decoder: LayerParallelDecoder
 
@@ -33,13 +32,13 @@ class LayerParallelRunner(ModelRunner):
         self, decoder: LayerParallelDecoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
     ) -> None:
         super().__init__(decoder, pool, backend=backend, graphs=graphs)
-        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)  # by slot: table edits need not be followed
+        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)  # by slot, so that edits of slot tables need no update
 
-    def plan(self, spans: Sequence[Span], *, fuzzy: bool = False) -> Plan:
+    def plan(self, spans: Sequence[Span], *, fuzzy: bool = False) -> PassPlan:
         plan = super().plan(spans)
         plan.fuzzy = fuzzy and self.decoder.layout.has_fuzzy
         assert plan.fuzzy or not any(self._fuzzy_rows(span.seq_id)[: -span.num_tokens].any() for span in spans), (
-            "an exact pass needs exact rows in front of it"
+            "an exact pass needs exact rows before its own"
         )
         for span in spans:
             self._is_fuzzy[self.pool.slots(span.seq_id)[-span.num_tokens :]] = plan.fuzzy
@@ -47,17 +46,17 @@ class LayerParallelRunner(ModelRunner):
 
     def forward(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
-    ) -> Output:
-        """One pass; where an exact one is asked for, sequences with fuzzy rows take a fuzzy pass of their own."""
+    ) -> PassOutput:
+        """One pass; if it is to be exact, sequences with fuzzy rows run in a separate fuzzy pass."""
         if not fuzzy:
-            behind_fuzzy = [bool(self._fuzzy_rows(span.seq_id).any()) for span in spans]
-            if any(behind_fuzzy) and not all(behind_fuzzy):
-                return self._in_two(spans, torch.as_tensor(token_ids), taps, behind_fuzzy)
-            fuzzy = any(behind_fuzzy)
+            after_fuzzy = [bool(self._fuzzy_rows(span.seq_id).any()) for span in spans]
+            if any(after_fuzzy) and not all(after_fuzzy):
+                return self._in_two(spans, torch.as_tensor(token_ids), taps, after_fuzzy)
+            fuzzy = any(after_fuzzy)
         return self.run(self.plan(spans, fuzzy=fuzzy), token_ids, taps)
 
     def exact_len(self, seq_id: SeqId) -> int:
-        """How many committed rows are exact: those before the first fuzzy one."""
+        """Number of committed rows before the first fuzzy one."""
         marks = self._fuzzy_rows(seq_id)[: self.cached_len(seq_id)]
         return int(marks.argmax()) if marks.any() else len(marks)
 
@@ -72,13 +71,13 @@ class LayerParallelRunner(ModelRunner):
         return self._is_fuzzy[self.pool.slots(seq_id)]
 
     def _in_two(
-        self, spans: Sequence[Span], token_ids: Tensor, taps: Sequence[int], behind_fuzzy: list[bool]
-    ) -> Output:
-        """The exact part of the batch and the other, in passes of their own; results in the order of `spans`."""
+        self, spans: Sequence[Span], token_ids: Tensor, taps: Sequence[int], after_fuzzy: list[bool]
+    ) -> PassOutput:
+        """An exact pass of one part of the batch and a fuzzy pass of the other; results in the order of `spans`."""
         tokens = token_ids.split([span.num_tokens for span in spans])
         rows: list[tuple[Tensor, ...]] = [()] * len(spans)
         for fuzzy in (False, True):
-            chosen = [i for i, mark in enumerate(behind_fuzzy) if mark == fuzzy]
+            chosen = [i for i, mark in enumerate(after_fuzzy) if mark == fuzzy]
             part = [spans[i] for i in chosen]
             output = self.run(self.plan(part, fuzzy=fuzzy), torch.cat([tokens[i] for i in chosen]), taps)
             wanted = output.logits.split([span.num_logits for span in part])
@@ -86,7 +85,7 @@ class LayerParallelRunner(ModelRunner):
             for i, *tensors in zip(chosen, wanted, *streams, strict=True):
                 rows[i] = tuple(tensors)
         logits, hidden, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
-        return Output(logits, hidden, tuple(features))
+        return PassOutput(logits, hidden, tuple(features))
 
 
 def open_layer_parallel(
@@ -100,9 +99,9 @@ def open_layer_parallel(
     backend: str | None = None,
     graphs: bool | None = None,
 ) -> LayerParallelRunner:
-    """Load what this rank runs of a checkpoint and give it a pool of `num_slots` rows for the layers it holds."""
+    """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows for the layers it holds."""
     directory = resolve_checkpoint(str(path))
-    config = DecoderConfig.from_hf(directory)
+    config = read_config(directory)
     decoder = LayerParallelDecoder(config, layout, group, device, dtype)
     load_weights(decoder, directory)
     pool = KVPool(len(decoder.held), num_slots, config.num_kv_heads, config.head_dim, dtype, device)

@@ -1,8 +1,7 @@
-"""Where the seconds of a pass go: attention, MLPs, communication, and the rest.
+"""Seconds of a pass by kind: attention, MLPs, communication, and the rest.
 
-`watch` instruments a decoder that is loaded; a `TimedGroup` in place of a group does so for what ranks send each
-other, time spent waiting for a peer included. Only for measuring: the clock costs microseconds a layer, and on CUDA
-it makes the host wait for every kernel.
+`watch` instruments a loaded decoder; a `TimedGroup` around a group times its collectives, waits for peers included.
+Only for measuring: the clock costs microseconds a layer, and on CUDA the host waits for every kernel.
 """
 
 from __future__ import annotations
@@ -10,22 +9,26 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
+from parallel.model.block import make_mlp
 from parallel.model.config import DecoderConfig
-from parallel.model.decoder import MLP, Decoder
+from parallel.model.decoder import Decoder, pack_weights
+from parallel.model.layers.linear import Shard
 from parallel.model.layers.weight import Layer
 from parallel.model.partition import MlpParallel
 
 _TRIALS = 15
+_Result = TypeVar("_Result")
 
 
 class PassClock:
-    """Seconds by kind; a span within another pauses it, so kinds add up to the whole."""
+    """Seconds by kind; an inner span pauses the outer one, so kinds add up to the whole."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -48,7 +51,7 @@ class PassClock:
         self._since = now
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last take; what was counted in `spans` begins anew."""
+        """Seconds by kind since the last call; resets `spans` too."""
         seconds, self.seconds, self.spans = dict(self.seconds), defaultdict(float), defaultdict(int)
         return seconds
 
@@ -59,7 +62,7 @@ class PassClock:
 
 
 class TimedGroup(Group):
-    """A group whose collectives are on the clock as "communication"."""
+    """A group whose collectives are timed as "communication"."""
 
     def __init__(self, group: Group, clock: PassClock) -> None:
         self._group = group
@@ -79,41 +82,24 @@ class TimedGroup(Group):
     def close(self) -> None:
         self._group.close()
 
-    def _timed(self, collective: Any, *arguments: object) -> Tensor:
-        self._clock.enter("communication")
-        try:
-            return collective(*arguments)
-        finally:
-            self._clock.leave()
+    def _timed(self, collective: Callable[..., Tensor], *arguments: object) -> Tensor:
+        return _timed(collective, "communication", self._clock)(*arguments)
 
 
 class _TimedLayer(Layer):
-    def __init__(self, layer: Layer, kind: str, clock: PassClock) -> None:
+    """A layer whose calls are timed; the layer stays within, for `walk`."""
+
+    def __init__(self, layer: Layer, call: Callable[..., Tensor], kind: str, clock: PassClock) -> None:
         self.layer = layer
-        self._kind = kind
-        self._clock = clock
+        self._call = _timed(call, kind, clock)
 
     def __call__(self, *arguments: object) -> Tensor:
-        self._clock.enter(self._kind)
-        try:
-            return self.layer(*arguments)
-        finally:
-            self._clock.leave()
+        return self._call(*arguments)
 
 
-def watch(decoder: Decoder, clock: PassClock) -> None:
-    """From now on the decoder's passes are on the clock: "attention", "mlp", and "rest" for all else in a forward."""
-    for layer in decoder.layers:
-        if layer.attention is not None:
-            layer.attention = _TimedLayer(layer.attention, "attention", clock)
-        layer.mlp = _TimedLayer(layer.mlp, "mlp", clock)
-    for name in ("forward", "head"):
-        setattr(decoder, name, _on_the_clock(getattr(decoder, name), clock))
-
-
-def _on_the_clock(call: Any, clock: PassClock) -> Any:
-    def timed(*arguments: object) -> Any:
-        clock.enter("rest")
+def _timed(call: Callable[..., _Result], kind: str, clock: PassClock) -> Callable[..., _Result]:
+    def timed(*arguments: object) -> _Result:
+        clock.enter(kind)
         try:
             return call(*arguments)
         finally:
@@ -122,12 +108,25 @@ def _on_the_clock(call: Any, clock: PassClock) -> Any:
     return timed
 
 
-def fill_at_random(layer: Layer | Decoder, prefix: str = "") -> None:
+def watch(decoder: Decoder, clock: PassClock) -> None:
+    """Time the decoder's passes from now on: "attention", "mlp", and "rest" for everything else in a forward."""
+    for layer in decoder.layers:
+        for kind, part in (("attention", layer.attention), ("mlp", layer.mlp)):
+            if part is not None:
+                setattr(layer, kind, _TimedLayer(part, part, kind, clock))
+    for name, call in (("forward", decoder.forward), ("head", decoder.head)):
+        setattr(decoder, name, _timed(call, "rest", clock))
+
+
+def fill_at_random(decoder: Decoder) -> None:
     """Weights of plausible size, for measuring without a checkpoint; then packed as loaded ones are."""
-    for shard in layer.shards() if isinstance(layer, Decoder) else layer.shards(prefix):
+    _randomize(decoder.shards())
+    decoder.pack()
+
+
+def _randomize(shards: Iterable[Shard]) -> None:
+    for shard in shards:
         shard.destination.normal_(std=0.02)
-    if isinstance(layer, Decoder):
-        layer.pack()
 
 
 @torch.inference_mode()
@@ -135,15 +134,14 @@ def faster_mlp(
     config: DecoderConfig, group: Group, device: torch.device | str, dtype: torch.dtype, num_rows: int
 ) -> MlpParallel:
     """Measure one MLP both ways on these ranks, for passes of `num_rows` rows; all ranks get the same answer."""
-    if group.size == 1 or config.intermediate_size % group.size:
+    if group.size == 1 or config.mlp_units % group.size:
         return "replicated"
-    mlps = {"replicated": MLP(config, SINGLE, dtype=dtype, device=device)}
-    mlps["tensor"] = MLP(config, group, dtype=dtype, device=device)
+    mlps = {"replicated": make_mlp(config, SINGLE, dtype=dtype, device=device)}
+    mlps["tensor"] = make_mlp(config, group, dtype=dtype, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in mlps}
     for mlp in mlps.values():
-        fill_at_random(mlp)
-        for part in (mlp.gate_up, mlp.down):
-            part.weight.pack()
+        _randomize(mlp.shards(""))
+        pack_weights(mlp)
     x = torch.randn(num_rows, config.hidden_size, dtype=dtype, device=device)
     clock = PassClock(device)
     for trial in range(_TRIALS + 3):

@@ -1,6 +1,6 @@
-"""A decoder and its KV pool as one thing that runs passes: what the rest of the engine calls a model.
+"""A decoder and its KV pool, and the passes over them: what the rest of the engine calls a model.
 
-Sequences are names here; which tokens they hold, and why rows form trees, is the caller's business.
+A sequence is an identifier here. Knows neither the tokens of a sequence nor why rows form trees.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import PendingRows, Plan, Span, lay_out, logit_rows
+from parallel.kv.pass_plan import PassPlan, PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
+from parallel.model.families.registry import read_config
 from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.weights import load_weights, resolve_checkpoint
@@ -25,8 +26,8 @@ from parallel.runtime.cuda_graphs import CapturedPasses
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """logits [N, vocab] float32 of the rows that wanted them; hidden [T, H]; one [T, H] per tap."""
+class PassOutput:
+    """logits [N, vocab] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap."""
 
     logits: Tensor
     hidden: Tensor
@@ -36,7 +37,8 @@ class Output:
 class ModelRunner:
     """Passes of one model over one pool. `forward` is `run(plan(...))`; plans may also be built ahead.
 
-    `backend` is "sdpa" or "padded", by default what suits the device; `graphs` captures padded passes on CUDA.
+    `backend` is "padded", the default on CUDA, or "sdpa". `graphs` captures padded passes on CUDA, by default except
+    for mixtures of experts, whose passes depend on which experts the rows use.
     """
 
     def __init__(
@@ -46,16 +48,17 @@ class ModelRunner:
         self.pool = pool
         cuda = decoder.device.type == "cuda"
         backend = backend or ("padded" if cuda else "sdpa")
-        graphs = (cuda and backend == "padded") if graphs is None else graphs
-        config = decoder.config
-        ranks = decoder.attention_ranks
-        group = config.num_heads // ranks // config.local_kv_heads(ranks)
-        if graphs and not (cuda and backend == "padded"):
+        can_capture = cuda and backend == "padded"
+        graphs = can_capture and not decoder.config.num_experts if graphs is None else graphs
+        shape = decoder.attention_shape()
+        if graphs and decoder.config.num_experts:
+            raise ValueError("graphs=True: passes of a mixture of experts cannot be captured")
+        if graphs and not can_capture:
             raise ValueError(f"graphs=True needs a CUDA device and the 'padded' backend, not {backend!r} here")
         if backend == "padded":
-            self._backend = PaddedBackend(pool, group, config.window, decoder.dtype, bucketed=graphs)
+            self._backend = PaddedBackend(pool, shape, bucketed=graphs)
         elif backend == "sdpa":
-            self._backend = SdpaBackend(pool, group, config.window, decoder.dtype)
+            self._backend = SdpaBackend(pool, shape)
         else:
             raise ValueError(f"attention backend {backend!r} is not known; known are 'sdpa' and 'padded'")
         self._passes = CapturedPasses(decoder) if graphs else decoder
@@ -85,7 +88,7 @@ class ModelRunner:
         return self.pool.can_reserve(num_rows)
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
-        """Keep the pending rows `keep`, a path from the committed rows down; `retain` stay pending behind it."""
+        """Commit the pending rows `keep`, a path that starts after the committed rows; rows `retain` stay pending."""
         self._pending[seq_id] = self._pending[seq_id].after_commit(keep, retain)
         self.pool.commit(seq_id, keep, retain)
 
@@ -97,25 +100,25 @@ class ModelRunner:
         self.pool.truncate(seq_id, length)
         self._pending[seq_id] = PendingRows()
 
-    def drop_fuzzy(self, seq_id: SeqId) -> bool:
-        """Forget committed rows from the first fuzzy one on; whether there were any. Here all rows are exact."""
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:  # noqa: ARG002  of LayerParallelRunner
+        """Drop committed rows from the first fuzzy one on and return whether there were any; here all are exact."""
         return False
 
     def run_eagerly(self) -> None:
-        """From now on without captured passes: only the parts of eager ones can be told apart."""
+        """Stop using captured passes, because only the parts of an eager pass can be timed."""
         self._passes = self.decoder
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def plan(self, spans: Sequence[Span]) -> Plan:
-        """Reserve rows and lay out a pass; ask `can_reserve` first."""
-        assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "ask can_reserve before planning"
+    def plan(self, spans: Sequence[Span]) -> PassPlan:
+        """Reserve the rows of a pass and build its plan; call `can_reserve` first."""
+        assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
         return self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
 
     @torch.inference_mode()
-    def run(self, plan: Plan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> Output:
-        """Run a plan on its rows' tokens, [T]; a tensor on the device is used without the host waiting for it."""
+    def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
+        """Run a plan on its rows' tokens, [T]; the host does not wait for a tensor that is on the device."""
         if not isinstance(token_ids, Tensor):
             token_ids = torch.tensor(token_ids, dtype=torch.int64)
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
@@ -125,16 +128,21 @@ class ModelRunner:
         if padding:
             hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)
         if plan.logit_rows is None:
-            return Output(self.decoder.head(hidden).float(), hidden, features)
+            return PassOutput(self.decoder.head(hidden).float(), hidden, features)
         if len(plan.logit_rows) == 0:
             no_logits = hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-            return Output(no_logits, hidden, features)
-        return Output(self.decoder.head(hidden.index_select(0, plan.logit_rows)).float(), hidden, features)
+            return PassOutput(no_logits, hidden, features)
+        return PassOutput(self.decoder.head(hidden.index_select(0, plan.logit_rows)).float(), hidden, features)
 
     def forward(
-        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
-    ) -> Output:
-        """`fuzzy` allows a faster pass whose rows are only nearly right, where there is one; here there is none."""
+        self,
+        spans: Sequence[Span],
+        token_ids: Tensor | Sequence[int],
+        taps: Sequence[int] = (),
+        *,
+        fuzzy: bool = False,  # noqa: ARG002  of LayerParallelRunner
+    ) -> PassOutput:
+        """Plan and run. `fuzzy` allows an approximate, faster pass; here every pass is exact."""
         return self.run(self.plan(spans), token_ids, taps)
 
 
@@ -149,9 +157,9 @@ def open_model(
     backend: str | None = None,
     graphs: bool | None = None,
 ) -> ModelRunner:
-    """Load this rank's part of a checkpoint and give it a pool of `num_slots` rows."""
+    """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows."""
     directory = resolve_checkpoint(str(path))
-    config = DecoderConfig.from_hf(directory).stretched(stretch)
+    config = read_config(directory).stretched(stretch)
     decoder = Decoder(config, group, device, dtype)
     load_weights(decoder, directory)
     kv_heads = config.local_kv_heads(group.size)

@@ -156,10 +156,10 @@ class ModelDrafterConfig(DrafterConfig):
     def check_checkpoints(self, where: str = "drafter") -> None:
         if self.parallel is Parallel.layer:
             from actors.drafters.model.loading import layer_partition
-            from parallel.model.config import DecoderConfig
+            from parallel.model.families.registry import read_config
 
             try:
-                layer_partition(self, DecoderConfig.from_hf(self.path))
+                layer_partition(self, read_config(self.path))
             except ValueError as error:
                 raise ValueError(str(error).replace("drafter.", f"{where}.")) from None
 

@@ -14,6 +14,7 @@ from actors.drafters.model.drafter import ModelDrafter
 from actors.options import PipelineName, SchedulerConfig
 from parallel.comm.group import Group
 from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
 from parallel.model.weights import resolve_checkpoint
 from parallel.runtime.kv_sizing import choose_dtype, fit_slots
@@ -73,7 +74,7 @@ def layer_layout(
 ) -> LayerLayout:
     """The layout the user asked for; MLPs on `auto` are measured, here and now, on all ranks, over as many rows as the
     pipeline has most fuzzy passes feed."""
-    model = DecoderConfig.from_hf(resolve_checkpoint(config.path))
+    model = read_config(resolve_checkpoint(config.path))
     mlp = str(config.mlp_parallel)
     if config.mlp_parallel is MlpParallel.auto:
         whole = config.calibration is Calibration.broadcast
@@ -97,7 +98,7 @@ def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partiti
         raise ValueError(f"drafter.parallel=layer: the draft model has one layer and nothing beside it; {otherwise}")
     if ranks > num_layers:
         raise ValueError(f"drafter.ranks={ranks}: the draft model has {num_layers} layers to share; lower it")
-    if config.mlp_parallel is MlpParallel.tensor and model.intermediate_size % ranks:
+    if config.mlp_parallel is MlpParallel.tensor and model.mlp_units % ranks:
         raise ValueError(
             f"drafter.mlp_parallel=tensor: {ranks} ranks cannot split MLPs of {model.intermediate_size}; use replicated"
         )

@@ -23,7 +23,7 @@ from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
 from cluster.tools.certify import rule_enumeration
 from cluster.tools.certify.rule_enumeration import Law, emission, total_variation
-from parallel.runtime.runner import Output, Span
+from parallel.runtime.runner import PassOutput, Span
 
 VOCAB, PROMPT = 3, (0, 0)
 _LONGEST = 99
@@ -108,14 +108,14 @@ class ToyRunner:
         self._kept += [self._pending[row][0] for row in keep]
         self._pending = []
 
-    def forward(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Output:
+    def forward(self, spans: Sequence[Span], token_ids: Sequence[int]) -> PassOutput:
         (span,) = spans
         parents = span.parents if span.parents is not None else range(-1, span.num_tokens - 1)
         self._pending = list(zip(token_ids, parents, strict=True))
         rows = [self._distribution(tuple(self._text(row)[self._prompt_len :])) for row in range(len(token_ids))]
         self.scored = rows[len(rows) - span.num_logits :]
         logits = torch.tensor(np.log(np.maximum(rows, 1e-300)), dtype=torch.float64)
-        return Output(logits[len(rows) - span.num_logits :], logits, ())
+        return PassOutput(logits[len(rows) - span.num_logits :], logits, ())
 
     def _text(self, row: int) -> list[int]:
         path = []

@@ -24,7 +24,7 @@ from cluster.tools.planning.layouts import FEWEST_LAYERS
 from cluster.tools.planning.rounds import Script, Stage, Text, play_drafts
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
-from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, default_partition, partition_of
 from parallel.runtime.kv_sizing import choose_dtype
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner, open_layer_parallel
@@ -95,7 +95,7 @@ def full_sizes(num_layers: int, width: int) -> list[int]:
 
 def widths_of(config: ModelDrafterConfig) -> list[int]:
     """Those at which this draft model has something side by side, and 1."""
-    num_layers = DecoderConfig.from_hf(Path(config.path)).num_layers
+    num_layers = read_config(Path(config.path)).num_layers
     most = num_layers - 2 if num_layers > FEWEST_LAYERS else num_layers
     return [width for width in WIDTHS if width <= max(1, most)]
 
@@ -188,7 +188,7 @@ def compare(
 ) -> list[Fidelity]:
     """Every partition under every policy, each once; the first is exact drafting. Those that are `planned` are among
     them, and with several policies also the widths that the engine's own partition of this model does not reach."""
-    num_layers = DecoderConfig.from_hf(Path(config.path)).num_layers
+    num_layers = read_config(Path(config.path)).num_layers
     widths = widths_of(config)
     tried = [tuple(engine_sizes(num_layers, width)) for width in widths] + list(planned)
     if len(policies) > 1:
@@ -220,6 +220,6 @@ def compare(
 
 def input_similarity(config: ModelDrafterConfig, texts: Sequence[Text], device: str = "cpu") -> list[float]:
     """Cosine of a layer's input and that of the layer 1, 2, 3 further on, which would read it in its place."""
-    num_layers = DecoderConfig.from_hf(Path(config.path)).num_layers
+    num_layers = read_config(Path(config.path)).num_layers
     num_slots = max(len(text.token_ids) for text in texts)
     return Nearness(config, [1] * num_layers, num_slots, device).input_similarity(texts)

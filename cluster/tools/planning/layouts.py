@@ -18,6 +18,7 @@ from actors.options import PipelineName
 from cluster.config.schema import LaunchConfig, PlacementConfig, PlacementName
 from cluster.tools.planning.config import PlanConfig
 from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.partition import default_partition
 
 FEWEST_LAYERS = 3
@@ -150,8 +151,8 @@ def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = Fal
     of which a drafter may leave some idle."""
     job: PlanConfig = config.job
     sizes = [1 << i for i in range(num_devices.bit_length()) if 1 << i <= num_devices]
-    target = DecoderConfig.from_hf(Path(config.target.path))
-    drafter = DecoderConfig.from_hf(Path(config.drafter.path))
+    target = read_config(Path(config.target.path))
+    drafter = read_config(Path(config.drafter.path))
     ranks = [size for size in job.target_ranks or sizes if _divides(target, size)]
     widths = _partitions(config.drafter, drafter, job.layer_groups) if "layer" in job.parallels else {}
     splits_mlps = config.drafter.calibration is not Calibration.broadcast  # there one rank needs whole ones

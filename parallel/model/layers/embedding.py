@@ -1,28 +1,26 @@
 """Token embedding and language-model head over a vocabulary that is sharded by rows.
 
 The vocabulary is padded to a multiple of the group's size; the padded rows are zero, never looked up, and cut off the
-logits. Knows nothing of what lies between the two.
+logits. Knows no blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import Group
 from parallel.model.layers.linear import Shard
-from parallel.model.layers.weight import Layer, Weight
+from parallel.model.layers.weight import Layer, TensorOptions, Weight
 
 
 class VocabTable(Layer):
-    """This rank's rows of a [vocab, hidden] table; serves as embedding, as head, or, tied, as both."""
+    """This rank's rows of a [vocab, hidden] table: the embedding, the head, or, tied, both."""
 
-    def __init__(
-        self, name: str, vocab_size: int, hidden: int, group: Group, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden: int, group: Group, **options: Unpack[TensorOptions]) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
@@ -30,7 +28,7 @@ class VocabTable(Layer):
         share = -(-vocab_size // group.size)
         self.first = group.rank * share
         self.num_real = max(0, min(share, vocab_size - self.first))
-        self.weight = Weight(share, hidden, dtype=dtype, device=device)
+        self.weight = Weight(share, hidden, **options)
         self.weight.plain[self.num_real :] = 0
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -1,24 +1,25 @@
 """Linear layers whose weight is sharded over a group of ranks.
 
 A column layer gives every rank some outputs, a row layer takes some inputs from every rank and sums; a column layer
-followed by a row layer needs one all-reduce (Megatron-LM, arXiv 1909.08053, section 3). Knows only its own weight.
+followed by a row layer needs one all-reduce (Megatron-LM, arXiv 1909.08053, section 3). Knows no models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from parallel.comm.group import Group
-from parallel.model.layers.weight import Layer, Weight
+from parallel.model.layers.weight import Layer, TensorOptions, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a checkpoint tensor that this rank holds: `tensor[index]` belongs into `destination`."""
+    """The part of a checkpoint tensor that this rank holds: `tensor[index]` is copied to `destination`."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,8 +28,8 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One of the fused outputs of a column layer: `size` outputs in all, of which this rank has `rows`."""
+class OutputShare:
+    """One of the fused outputs of a column layer: this rank has `rows` of its `size` outputs."""
 
     name: str
     size: int
@@ -45,14 +46,12 @@ def even_rows(size: int, group: Group) -> slice:
 class ColumnLinear(Layer):
     """[T, inputs] -> [T, this rank's outputs of all parts, fused]."""
 
-    def __init__(
-        self, inputs: int, parts: list[Part], *, bias: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, inputs: int, parts: list[OutputShare], *, bias: bool, **options: Unpack[TensorOptions]) -> None:
         self.inputs = inputs
         self.parts = parts
         outputs = sum(part.rows.stop - part.rows.start for part in parts)
-        self.weight = Weight(outputs, inputs, dtype=dtype, device=device)
-        self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
+        self.weight = Weight(outputs, inputs, **options)
+        self.bias = torch.empty(outputs, **options) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.weight.multiply(x, self.bias)
@@ -73,24 +72,16 @@ class RowLinear(Layer):
     """[T, this rank's inputs] -> [T, outputs], summed over the group."""
 
     def __init__(
-        self,
-        name: str,
-        inputs: int,
-        outputs: int,
-        group: Group,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, name: str, inputs: int, outputs: int, group: Group, *, bias: bool, **options: Unpack[TensorOptions]
     ) -> None:
         self.name = name
         self.inputs = inputs
         self.outputs = outputs
         self.group = group
         self.columns = even_rows(inputs, group)
-        self.weight = Weight(outputs, inputs // group.size, dtype=dtype, device=device)
-        # the sum over the ranks must hold the bias once: rank 0 alone has it
-        self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias and group.rank == 0 else None
+        self.weight = Weight(outputs, inputs // group.size, **options)
+        # only rank 0 holds the bias, so that the sum over the ranks has it once
+        self.bias = torch.empty(outputs, **options) if bias and group.rank == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.weight.multiply(x, self.bias))

@@ -1,28 +1,64 @@
-"""Root-mean-square normalisation (arXiv 1910.07467), scaled in float32 and replicated on every rank."""
+"""Normalisation layers, replicated on every rank. RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.model.config import NormKind
 from parallel.model.layers.linear import Shard
-from parallel.model.layers.weight import Layer
+from parallel.model.layers.weight import Layer, TensorOptions
 
 
 class RMSNorm(Layer):
-    """Along the last axis; few and cheap operations, since a decoder has two per layer and rows are few."""
+    """Along the last axis, in float32; few and cheap operations, since a block has two norms and rows are few."""
 
-    def __init__(self, hidden: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, hidden: int, eps: float, **options: Unpack[TensorOptions]) -> None:
         self.hidden = hidden
-        self.weight = torch.empty(hidden, dtype=dtype, device=device)
-        self._eps = torch.tensor(eps, dtype=torch.float32, device=device)
+        self.weight = torch.empty(hidden, **options)
+        self._eps = torch.tensor(eps, dtype=torch.float32, device=options["device"])
 
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / self.hidden).rsqrt_()
-        return (x * scale).to(x.dtype) * self.weight
+        return self._weighted(x, x * scale)
+
+    def _weighted(self, x: Tensor, normed: Tensor) -> Tensor:
+        return normed.to(x.dtype) * self.weight
 
     def shards(self, name: str) -> Iterator[Shard]:
         yield Shard(f"{name}.weight", (self.hidden,), (slice(0, self.hidden),), self.weight)
+
+
+class RMSNormPlusOne(RMSNorm):
+    """Scaled by 1 + weight, in float32."""
+
+    def _weighted(self, x: Tensor, normed: Tensor) -> Tensor:
+        return torch.addcmul(normed, normed, self.weight).to(x.dtype)
+
+
+class LayerNorm(Layer):
+    def __init__(self, hidden: int, eps: float, **options: Unpack[TensorOptions]) -> None:
+        self.hidden = hidden
+        self.weight = torch.empty(hidden, **options)
+        self.bias = torch.empty(hidden, **options)
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.hidden,), self.weight, self.bias, self._eps)
+
+    def shards(self, name: str) -> Iterator[Shard]:
+        yield Shard(f"{name}.weight", (self.hidden,), (slice(0, self.hidden),), self.weight)
+        yield Shard(f"{name}.bias", (self.hidden,), (slice(0, self.hidden),), self.bias)
+
+
+Norm = RMSNorm | LayerNorm
+NORMS: dict[NormKind, type[RMSNorm] | type[LayerNorm]] = {
+    "rms": RMSNorm,
+    "rms_plus_one": RMSNormPlusOne,
+    "layer": LayerNorm,
+}

@@ -1,11 +1,11 @@
 """Attention of a whole batch as one rectangle: gather, one masked kernel, scatter. The default on CUDA.
 
 The number of kernels does not depend on the batch, and with sizes rounded up to buckets few different shapes occur,
-so a pass can be captured as a CUDA graph (`graphs.py`). Short spans share a rectangle; a long one (a prefill chunk)
-has one of its own.
+so a pass can be captured as a CUDA graph (`runtime/cuda_graphs.py`). Short spans share a rectangle; a long one (a
+prefill chunk) has its own.
 
     rectangle   B sequences x Q queries against L keys; a sequence's pending keys, its last P, are masked by `tail`
-    padding     queries repeat the pass's first row, keys the pool's scratch row; what comes of them is never read
+    padding     queries repeat the pass's first row, keys the pool's scratch row; their results are never read
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import Plan, SpanRows
+from parallel.kv.pass_plan import PassPlan, SpanRows
 from parallel.kv.pool import KVPool
+from parallel.model.layers.attention import AttentionShape, capped_attention
 
 _LONG_SPAN = 64
-_KEY_BLOCK = 64  # masked kernels want aligned rows
+_KEY_BLOCK = 64  # masked kernels need aligned rows
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
     """One masked attention; all tensors int64 but `tail`."""
 
-    query_rows: Tensor  # [B, Q] the row of the pass that stands here
-    places: Tensor  # [rows] where in the flattened rectangle this rectangle's rows stand
+    query_rows: Tensor  # [B, Q] row of the pass
+    places: Tensor  # [rows] index of each of its rows in the flattened rectangle
     slots: Tensor  # [B, L]
     context: Tensor  # [B] committed keys, seen by every query
     depths: Tensor  # [B, P] of the pending keys
@@ -64,7 +65,7 @@ class PaddedPlan:
     masks: Sequence[tuple[Tensor, Tensor]] = ()
 
     def tensors(self) -> list[Tensor]:
-        """All that tells a bucketed pass from another of the same shapes."""
+        """Everything in which bucketed passes of the same shapes differ."""
         return [self.positions, self.written_slots, *self.rectangles[0].tensors()]
 
     def like(self) -> PaddedPlan:
@@ -88,7 +89,8 @@ class PaddedPlan:
         return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)
 
     def _attend_rectangle(self, rectangle: Rectangle, layer: int, q: Tensor, mask: Tensor) -> Tensor:
-        pool, group = self.backend.pool, self.backend.group
+        pool, shape = self.backend.pool, self.backend.shape
+        group = shape.group
         batch, length = rectangle.slots.shape
         num_queries = rectangle.query_rows.shape[1]
         head_dim = q.shape[2]
@@ -98,7 +100,10 @@ class PaddedPlan:
         # the queries of a KV head's group are more queries of that head: [B, kv_heads, group * Q, head_dim]
         q = q.index_select(0, rectangle.query_rows.view(-1)).view(batch, num_queries, -1, group, head_dim)
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, -1, group * num_queries, head_dim)
-        out = F.scaled_dot_product_attention(q, keys, values, mask)
+        if shape.softcap is None:
+            out = F.scaled_dot_product_attention(q, keys, values, mask, scale=shape.scale)
+        else:
+            out = capped_attention(q, keys, values, mask, shape.scale, shape.softcap)
         out = out.reshape(batch, -1, group, num_queries, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(batch * num_queries, -1).index_select(0, rectangle.places)
 
@@ -106,30 +111,27 @@ class PaddedPlan:
         """Additive masks [B, 1, group * Q, L]: without and with the sliding window."""
         visible, key_positions = rectangle.visible()
         full = self._additive(visible)
-        if self.backend.window is None:
+        window = self.backend.shape.window
+        if window is None:
             return full, full
-        first = self.positions[rectangle.query_rows] - self.backend.window  # [B, Q]
+        first = self.positions[rectangle.query_rows] - window  # [B, Q]
         return full, self._additive(visible & (key_positions[:, None] > first[:, :, None]))
 
     def _additive(self, visible: Tensor) -> Tensor:
-        mask = torch.zeros(visible.shape, dtype=self.backend.dtype, device=visible.device)
-        return mask.masked_fill_(~visible, float("-inf")).repeat(1, self.backend.group, 1)[:, None]
+        mask = torch.zeros(visible.shape, dtype=self.backend.pool.keys.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, float("-inf")).repeat(1, self.backend.shape.group, 1)[:, None]
 
 
 class PaddedBackend:
-    """`group` query heads share a KV head; `bucketed` rounds passes of short spans up to powers of two."""
+    """Plans passes over one pool; `bucketed` rounds passes of short spans up to powers of two."""
 
-    def __init__(
-        self, pool: KVPool, group: int, window: int | None, dtype: torch.dtype, *, bucketed: bool = False
-    ) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape, *, bucketed: bool = False) -> None:
         self.pool = pool
-        self.group = group
-        self.window = window
-        self.dtype = dtype
+        self.shape = shape
         self._bucketed = bucketed
 
-    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> Plan:
-        """Lay a pass out; `wanted` are the rows that want logits."""
+    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         short = [rows for rows in laid_out if rows.num_rows <= _LONG_SPAN]
         batches = [short] if short else []
         batches += [[rows] for rows in laid_out if rows.num_rows > _LONG_SPAN]
@@ -151,7 +153,7 @@ class PaddedBackend:
         parts = [Rectangle(*rest[i : i + 6]) for i in range(0, len(rest), 6)]
         order = order if len(parts) > 1 else None
         attention = PaddedPlan(self, positions, written_slots, parts, order, bucketed)
-        return Plan(num_rows, positions, None if len(wanted) == num_rows else logit_rows, attention)
+        return PassPlan(num_rows, positions, None if len(wanted) == num_rows else logit_rows, attention)
 
     def _rectangle(self, batch: list[SpanRows], *, bucketed: bool) -> list[np.ndarray]:
         """The fields of a Rectangle, in order, on the host."""
@@ -166,7 +168,7 @@ class PaddedBackend:
         context = np.zeros(size, dtype=np.int64)
         depths = np.zeros((size, num_pending), dtype=np.int64)
         tail = np.zeros((size, num_queries, num_pending), dtype=bool)
-        tail[:, :, 0] = True  # padding sees something too: a softmax over nothing is NaN
+        tail[:, :, 0] = True  # padding rows see one key: a softmax over no key is NaN
         places = []
         for i, rows in enumerate(batch):
             query_rows[i, : rows.num_rows] = range(rows.first, rows.first + rows.num_rows)
@@ -183,7 +185,7 @@ def _bucket(size: int) -> int:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """All arrays in one copy; they come back as views of one buffer."""
+    """Copy all arrays to the device in one transfer; returns views of one buffer."""
     stops = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()
     starts = [0, *stops[:-1]]
     packed = torch.zeros(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

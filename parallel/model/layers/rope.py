@@ -1,8 +1,7 @@
 """Rotary position embedding (arXiv 2104.09864) and the frequency scalings that checkpoints ask for.
 
-Frequencies are fixed at construction. "dynamic" (NTK by length) is therefore the plain base up to the checkpoint's
-`max_position_embeddings`, where the engine stops anyway; it does not stretch itself further as lengths grow.
-Knows positions, not sequences.
+Frequencies are fixed at construction. "dynamic" (NTK by length) is therefore the plain base, which is exact up to the
+checkpoint's `max_position_embeddings`; the engine stops there. Knows positions, not sequences.
 """
 
 from __future__ import annotations
@@ -14,18 +13,21 @@ from torch import Tensor
 
 from parallel.model.config import RopeScaling
 
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin [T, 1, head_dim] of the positions of a pass; the sign of the rotation is in sin."""
+
 
 class Rope:
     """cos and sin of every rotated dimension, for the positions of one pass."""
 
     def __init__(self, scaling: RopeScaling, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
         frequencies, self.amplitude = _FREQUENCIES[scaling.rope_type](scaling, head_dim)
-        # the second coordinate's angle is the first one's negated, so that one table carries the rotation's signs
+        # the first half is negated: sin then carries the signs of the rotation
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
         self.dtype = dtype
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, 1, head_dim]; the sign of the rotation is in sin."""
+    def __call__(self, positions: Tensor) -> Rotation:
+        """positions [T] -> cos, sin [T, 1, head_dim]."""
         angles = positions.view(-1, 1, 1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.amplitude != 1:
@@ -33,8 +35,8 @@ class Rope:
         return cos.to(self.dtype), sin.to(self.dtype)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """x [T, heads, head_dim] turned by (cos, sin): the halves of a head are the two coordinates."""
+def rotate(x: Tensor, rope: Rotation) -> Tensor:
+    """x [T, heads, head_dim] rotated: the halves of a head are the two coordinates."""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 

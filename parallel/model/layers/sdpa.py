@@ -1,7 +1,7 @@
 """Attention sequence by sequence with torch's scaled dot-product attention: the default on CPU, and the oracle.
 
-A sequence whose slots are one run is attended through views of the pool, without any copy; views of all layers are
-made once per pass. Knows nothing of how rows came to be where they are.
+The keys of a sequence whose slots are one run are views of the pool, made once per pass for all layers; other keys are
+gathered. Knows no trees and no slot tables.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import Plan, SpanRows
+from parallel.kv.pass_plan import PassPlan, SpanRows
 from parallel.kv.pool import KVPool
+from parallel.model.layers.attention import AttentionShape, capped_attention
 
 _FOLDED_ROWS = 32
-"""Up to here the queries of a KV head's group stand as more rows, which reads its keys once; above, as heads."""
+"""Up to this many rows the queries of a KV head's group are more rows of that head, so its keys are read once; above
+it they are heads."""
 
 
 @dataclass(slots=True)
 class SdpaSpan:
-    """Rows of one sequence. `keys[i]`, `values[i]` are layer i's views [kv_heads, 1, L, head_dim] of a sequence that is
-    one run; of any other the rows at `slots` are gathered. Masks are additive, [group * rows, L] if folded and else
-    [rows, L]; None where every row sees all, or where `causal` says the same."""
+    """Rows of one sequence. With `slots` None its keys are one run and `keys[i]`, `values[i]` are layer i's views
+    [kv_heads, 1, L, head_dim]; otherwise the rows at `slots` are gathered. Masks are additive, [group * rows, L] if
+    folded and else [rows, L]; None where every row sees all keys, or where `causal` means the same."""
 
     rows: slice
-    keys: tuple[Tensor, ...] | None
-    values: tuple[Tensor, ...] | None
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
     slots: Tensor | None
     mask: Tensor | None
     window_mask: Tensor | None
@@ -38,18 +40,20 @@ class SdpaSpan:
 
 
 class SdpaPlan:
-    """Writes to `run` where the pass's rows are one run of slots, else to `slots`."""
+    """Writes the pass's rows to `written`: one run of slots, or any slots."""
 
-    def __init__(self, pool: KVPool, spans: list[SdpaSpan], run: range | None, slots: Tensor | None) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape, spans: list[SdpaSpan], written: range | Tensor) -> None:
         self._pool = pool
+        self._scale = shape.scale
+        self._softcap = shape.softcap
         self._spans = spans
-        self._slots = slots
-        if run is not None:
-            self._new_keys = pool.keys.narrow(1, run.start, len(run)).unbind(0)
-            self._new_values = pool.values.narrow(1, run.start, len(run)).unbind(0)
+        self._slots = None if isinstance(written, range) else written
+        if isinstance(written, range):
+            self._new_keys = pool.keys.narrow(1, written.start, len(written)).unbind(0)
+            self._new_values = pool.values.narrow(1, written.start, len(written)).unbind(0)
 
     def prepare(self) -> None:
-        """Everything was prepared with the plan."""
+        """Nothing to do: the masks were made with the plan."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         if self._slots is None:
@@ -65,8 +69,8 @@ class SdpaPlan:
         return torch.cat([self._attend_span(span, layer, q[span.rows], windowed) for span in self._spans])
 
     def _attend_span(self, span: SdpaSpan, layer: int, q: Tensor, windowed: bool) -> Tensor:
-        """KV heads stand as the batch, so that no key is repeated for the queries of its group."""
-        if span.keys is not None:
+        """KV heads are the batch dimension, so that no key is repeated for the queries of its group."""
+        if span.slots is None:
             keys, values = span.keys[layer], span.values[layer]
         else:
             keys = self._pool.keys[layer].index_select(0, span.slots).transpose(0, 1).unsqueeze(1)
@@ -77,39 +81,44 @@ class SdpaPlan:
         group = num_heads // kv_heads
         q = q.view(num_rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         if span.folded:
-            out = F.scaled_dot_product_attention(q.reshape(kv_heads, 1, -1, head_dim), keys, values, mask)
-            out = out.view(kv_heads, group, num_rows, head_dim)
+            q = q.reshape(kv_heads, 1, -1, head_dim)
         else:
             keys, values = (rows.expand(kv_heads, group, length, head_dim) for rows in (keys, values))
-            out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=span.causal and mask is None)
+        if self._softcap is None:
+            causal = span.causal and mask is None
+            out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=causal, scale=self._scale)
+        else:
+            out = capped_attention(q, keys, values, mask, self._scale, self._softcap)
+        if span.folded:
+            out = out.view(kv_heads, group, num_rows, head_dim)
         return out.permute(2, 0, 1, 3).reshape(num_rows, -1)
 
 
 class SdpaBackend:
-    """`group` query heads share a KV head; `window` is the sliding window of the layers that have one."""
+    """Plans passes over one pool for a model of one attention shape."""
 
-    def __init__(self, pool: KVPool, group: int, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
         self._pool = pool
-        self._group = group
-        self._window = window
-        self._dtype = dtype
+        self._shape = shape
         self._device = pool.keys.device
 
-    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> Plan:
-        """Lay a pass out; `wanted` are the rows that want logits."""
+    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         positions = [position for rows in laid_out for position in rows.positions()]
         spans = [self._span(rows) for rows in laid_out]
         if len(laid_out) == 1 and laid_out[0].run is not None:
-            attention = SdpaPlan(self._pool, spans, laid_out[0].run[-laid_out[0].num_rows :], None)
+            written = laid_out[0].run[-laid_out[0].num_rows :]
         else:
-            slots = torch.from_numpy(np.concatenate([rows.written_slots for rows in laid_out])).to(self._device)
-            attention = SdpaPlan(self._pool, spans, None, slots)
+            written = torch.from_numpy(np.concatenate([rows.written_slots for rows in laid_out])).to(self._device)
+        attention = SdpaPlan(self._pool, self._shape, spans, written)
         every_row = len(wanted) == len(positions)
         logit_rows = None if every_row else torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        return Plan(len(positions), torch.tensor(positions, device=self._device), logit_rows, attention)
+        return PassPlan(len(positions), torch.tensor(positions, device=self._device), logit_rows, attention)
 
     def _span(self, rows: SpanRows) -> SdpaSpan:
-        keys = values = slots = mask = None
+        keys = values = ()
+        slots = mask = None
+        shape = self._shape
         if rows.run is not None:
             first, length = rows.run.start, len(rows.run)
             keys = self._pool.keys.narrow(1, first, length).transpose(1, 2).unsqueeze(2).unbind(0)
@@ -118,20 +127,20 @@ class SdpaBackend:
             slots = torch.tensor(rows.slots, device=self._device)
         folded = rows.num_rows <= _FOLDED_ROWS
         chain = rows.pending.is_chain
-        causal = chain and not folded and rows.num_rows == len(rows.slots)
+        causal = chain and not folded and rows.num_rows == len(rows.slots) and shape.softcap is None
         if not causal and not (chain and rows.num_rows == 1):
             mask = self._mask(rows, None, folded=folded)
         window_mask = mask
-        if self._window is not None and rows.context + max(rows.pending.depths) >= self._window:
-            window_mask = self._mask(rows, self._window, folded=folded)
+        if shape.window is not None and rows.context + max(rows.pending.depths) >= shape.window:
+            window_mask = self._mask(rows, shape.window, folded=folded)
         return SdpaSpan(rows.rows, keys, values, slots, mask, window_mask, folded, causal)
 
     def _mask(self, rows: SpanRows, window: int | None, *, folded: bool) -> Tensor:
-        """Zero where a row sees a key, minus infinity where not. A window counts positions, not rows."""
+        """Zero where a row sees a key, else minus infinity. A window is a number of positions, not of rows."""
         hidden = torch.from_numpy(~rows.pending.visible(rows.first_pending))
-        mask = torch.zeros(rows.num_rows, len(rows.slots), dtype=self._dtype)
+        mask = torch.zeros(rows.num_rows, len(rows.slots), dtype=self._pool.keys.dtype)
         mask[:, rows.context :].masked_fill_(hidden, float("-inf"))
         if window is not None:
             keys = torch.cat((torch.arange(rows.context), torch.tensor(rows.pending.depths) + rows.context))
             mask.masked_fill_(keys <= torch.tensor(rows.positions())[:, None] - window, float("-inf"))
-        return (mask.repeat(self._group, 1) if folded else mask).to(self._device)
+        return (mask.repeat(self._shape.group, 1) if folded else mask).to(self._device)

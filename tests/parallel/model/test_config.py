@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -18,23 +18,23 @@ LLAMA = {
 
 
 def test_what_config_json_leaves_out():
-    config = DecoderConfig.from_hf(LLAMA)
+    config = read_config(LLAMA)
     assert config.head_dim == 8 and config.max_positions == 2048 and not config.tied
     assert config.rope.rope_type == "default" and config.rope.rope_theta == 10000.0
-    mistral = DecoderConfig.from_hf(LLAMA | {"architectures": ["MistralForCausalLM"]})
+    mistral = read_config(LLAMA | {"architectures": ["MistralForCausalLM"]})
     assert mistral.window == 4096 and mistral.windowed == {0, 1, 2} and not mistral.qkv_bias
-    qwen2 = DecoderConfig.from_hf(LLAMA | {"architectures": ["Qwen2ForCausalLM"]})
+    qwen2 = read_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"]})
     assert qwen2.qkv_bias and not qwen2.o_bias and qwen2.window is None
-    qwen3 = DecoderConfig.from_hf(LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
+    qwen3 = read_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
     assert qwen3.qk_norm and qwen3.head_dim == 128 and not qwen3.qkv_bias
 
 
 def test_windows_of_single_layers():
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "use_sliding_window": True}
-    assert DecoderConfig.from_hf(qwen | {"max_window_layers": 2}).windowed == {2}
+    assert read_config(qwen | {"max_window_layers": 2}).windowed == {2}
     kinds = ["sliding_attention", "full_attention", "full_attention"]
-    assert DecoderConfig.from_hf(qwen | {"layer_types": kinds}).windowed == {0}
-    assert DecoderConfig.from_hf(qwen | {"max_window_layers": 28}).window is None
+    assert read_config(qwen | {"layer_types": kinds}).windowed == {0}
+    assert read_config(qwen | {"max_window_layers": 28}).window is None
 
 
 @pytest.mark.parametrize(
@@ -53,28 +53,28 @@ def test_windows_of_single_layers():
 )
 def test_what_we_cannot_run_is_named(change, message):
     with pytest.raises(ValueError, match=message):
-        DecoderConfig.from_hf(LLAMA | change)
+        read_config(LLAMA | change)
 
 
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
-        DecoderConfig.from_hf(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not readable as JSON"):
-        DecoderConfig.from_hf(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="no JSON object"):
-        DecoderConfig.from_hf(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert DecoderConfig.from_hf(tmp_path) == DecoderConfig.from_hf(str(tmp_path / "config.json"))
+    assert read_config(tmp_path) == read_config(str(tmp_path / "config.json"))
 
 
 def test_ranks_that_do_not_fit():
-    config = DecoderConfig.from_hf(LLAMA)
+    config = read_config(LLAMA)
     for size in (1, 2, 4, 8):
         config.check_ranks(size)
     assert [config.local_kv_heads(size) for size in (1, 2, 4)] == [2, 1, 1]
     with pytest.raises(ValueError, match="tp=3 must divide num_attention_heads=8"):
         config.check_ranks(3)
     with pytest.raises(ValueError, match="tp=2 must divide num_key_value_heads=3"):
-        DecoderConfig.from_hf(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}).check_ranks(2)
+        read_config(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}).check_ranks(2)

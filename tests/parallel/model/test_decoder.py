@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel.kv.pass_plan import Span
-from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
 
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -107,7 +107,7 @@ def test_stretched_layers_cost_but_change_nothing(make_checkpoint):
 def test_a_stretched_layer_keeps_the_last_layers_window():
     hf = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1}
     hf |= {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    assert DecoderConfig.from_hf(hf).stretched(2).windowed == {1, 2, 3}
+    assert read_config(hf).stretched(2).windowed == {1, 2, 3}
 
 
 def test_bfloat16_runs_close_to_float32(llama):

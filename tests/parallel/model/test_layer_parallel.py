@@ -321,7 +321,7 @@ def test_bytes_are_those_allocated(make_checkpoint, on_ranks, family, calibratio
     layout = LayerLayout(partition_of([1, 2, 2, 2, 1] if ranks > 1 else [1, 6, 1], 8), ranks, mlp, calibration)
     for rank, runner in enumerate(on_ranks(ranks, lambda group: open_layer_parallel(path, layout, group, num_slots=9))):
         config, dtype = runner.config, torch.float32
-        weights = layer_weight_bytes(config, layout, rank, dtype, packed=packs("cpu", dtype))
+        weights = layer_weight_bytes(config, layout, rank, dtype.itemsize, packed=packs("cpu", dtype))
         assert weights == runner.decoder.nbytes()
         pool_bytes = runner.pool.keys.nbytes + runner.pool.values.nbytes
-        assert layer_kv_bytes_per_slot(config, layout, rank, dtype) * 10 == pool_bytes  # with the scratch slot
+        assert layer_kv_bytes_per_slot(config, layout, rank, dtype.itemsize) * 10 == pool_bytes  # with the scratch slot

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, rotate
 
 SCALINGS = {
@@ -50,7 +50,7 @@ def test_turns_as_transformers_does(name, head_dim):
         rope_parameters=SCALINGS[name] | {"rope_theta": 5000.0},
         architectures=["LlamaForCausalLM"],
     )
-    rope = Rope(DecoderConfig.from_hf(config.to_dict()).rope, head_dim, torch.float32, "cpu")
+    rope = Rope(read_config(config.to_dict()).rope, head_dim, torch.float32, "cpu")
     positions = torch.tensor([0, 1, 7, 63, 64, 200, 255])
     x = torch.randn(len(positions), 4, head_dim)
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
@@ -62,7 +62,7 @@ def test_turns_as_transformers_does(name, head_dim):
 def test_scalings_differ_from_the_default(name):
     positions = torch.arange(0, 256, 5)
     turned = [
-        Rope(DecoderConfig.from_hf(_llama(SCALINGS[kind])).rope, 16, torch.float32, "cpu")(positions)[0]
+        Rope(read_config(_llama(SCALINGS[kind])).rope, 16, torch.float32, "cpu")(positions)[0]
         for kind in ("default", name)
     ]
     assert (turned[0] - turned[1]).abs().max() > 0.1
@@ -71,7 +71,7 @@ def test_scalings_differ_from_the_default(name):
 def test_the_older_spelling_means_the_same():
     newer = _llama({"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0})
     older = _llama(None) | {"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert DecoderConfig.from_hf(older) == DecoderConfig.from_hf(newer)
+    assert read_config(older) == read_config(newer)
 
 
 def _llama(rope_parameters):

@@ -7,8 +7,8 @@ import torch
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool
-from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
+from parallel.model.families.registry import read_config
 from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.partition import LayerLayout, default_partition
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
@@ -36,7 +36,7 @@ def test_spans_within_spans_add_up_to_the_whole():
 @pytest.mark.parametrize("kind", ["tensor", "layer"])
 def test_a_watched_pass_is_the_same_pass_with_its_seconds_by_kind(llama, make_checkpoint, on_ranks, kind):
     path = make_checkpoint("Llama", num_hidden_layers=8, initializer_range=0.15).path
-    config = DecoderConfig.from_hf(path)
+    config = read_config(path)
 
     def measured(group):
         clock = PassClock()
@@ -62,7 +62,7 @@ def test_a_watched_pass_is_the_same_pass_with_its_seconds_by_kind(llama, make_ch
 
 
 def test_a_decoder_filled_at_random_runs(llama):
-    config = DecoderConfig.from_hf(llama.path)
+    config = read_config(llama.path)
     decoder = Decoder(config)
     fill_at_random(decoder)
     runner = ModelRunner(decoder, KVPool(2, 8, config.num_kv_heads, config.head_dim))
@@ -71,7 +71,7 @@ def test_a_decoder_filled_at_random_runs(llama):
 
 
 def test_all_ranks_choose_the_same_way_to_run_the_mlps(llama, on_ranks):
-    config = DecoderConfig.from_hf(llama.path)
+    config = read_config(llama.path)
     chosen = on_ranks(2, lambda group: faster_mlp(config, group, "cpu", torch.float32, 1))
     assert chosen[0] == chosen[1] and chosen[0] in ("replicated", "tensor")
     assert faster_mlp(config, type("Five", (), {"size": 5})(), "cpu", torch.float32, 1) == "replicated"

@@ -5,7 +5,7 @@ import torch
 
 from parallel.comm.group import Group
 from parallel.kv.pass_plan import Span
-from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import packs
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
@@ -51,7 +51,7 @@ def ragged(path, backend, *, together, fragmented=False):
         assert model.pool.run("b") is None
     if not together:
         return torch.cat([model.forward([span], token_ids).logits for span, token_ids in SPANS])
-    return model.forward([span for span, _ in SPANS], sum((token_ids for _, token_ids in SPANS), [])).logits
+    return model.forward([span for span, _ in SPANS], [token for _, token_ids in SPANS for token in token_ids]).logits
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "padded", "bucketed"])
@@ -150,8 +150,8 @@ def test_bytes_are_those_allocated(make_checkpoint, family, overrides, size, dty
     group = Group()  # nothing is sent while a model is opened; rank 0 is the one with the row biases
     group.size = size
     path = make_checkpoint(family, **overrides).path
-    config = DecoderConfig.from_hf(path)
+    config = read_config(path)
     model = open_model(path, group, dtype=dtype, num_slots=10)
-    assert weight_bytes(config, size, dtype, packed=packs("cpu", dtype)) == model.decoder.nbytes()
+    assert weight_bytes(config, size, dtype.itemsize, packed=packs("cpu", dtype)) == model.decoder.nbytes()
     pool_bytes = model.pool.keys.nbytes + model.pool.values.nbytes
-    assert kv_bytes_per_slot(config, size, dtype) * 11 == pool_bytes  # with the scratch slot
+    assert kv_bytes_per_slot(config, size, dtype.itemsize) * 11 == pool_bytes  # with the scratch slot

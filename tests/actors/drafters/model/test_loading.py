@@ -11,6 +11,7 @@ from actors.drafters.model.loading import layer_layout, layer_partition, open_dr
 from actors.options import SchedulerConfig, VerifyConfig
 from parallel.comm.group import SINGLE
 from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 
 
@@ -19,7 +20,7 @@ def config_of(**choices) -> ModelDrafterConfig:
 
 
 def model_of(num_layers, middle=48) -> DecoderConfig:
-    return DecoderConfig.from_hf(
+    return read_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "vocab_size": 97,

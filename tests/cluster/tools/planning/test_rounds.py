@@ -30,8 +30,8 @@ from cluster.tools.planning.ranks import Crew, run_crews
 from cluster.tools.planning.recording import record
 from cluster.tools.planning.rounds import Script, Stage, Text, play_drafts, play_verdicts
 from parallel.comm.group import SINGLE
-from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
+from parallel.model.families.registry import read_config
 
 SAMPLING = SamplingParams(max_tokens=48, ignore_eos=True)
 LENGTH = 4
@@ -133,7 +133,7 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
 
 
 def time_on_ranks(spec, group, meeting):
-    runner = SimpleNamespace(decoder=Decoder(DecoderConfig.from_hf(Path(spec.target.path)), group))
+    runner = SimpleNamespace(decoder=Decoder(read_config(Path(spec.target.path)), group))
     return time_collectives(group, runner, 3)
 
 

@@ -1,0 +1,243 @@
+"""The blocks of a decoder: attention, MLP or experts, and the norms around them.
+
+A block's two halves can run on different ranks: `attend` computes what its attention adds to the residual stream,
+`finish` adds it and the MLP's part. Knows no checkpoints and no other blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import AttentionPlan
+from parallel.model.config import Activation, DecoderConfig, NormPlacement
+from parallel.model.layers.attention import attend
+from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear, Shard, even_rows
+from parallel.model.layers.norm import NORMS, Norm
+from parallel.model.layers.rope import Rotation, rotate
+from parallel.model.layers.weight import Layer, TensorOptions, Weight
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Attention(Layer):
+    """Heads `layer` of the KV pool; `layer` is the block's place in this rank's pool."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, group: Group, *, windowed: bool, **options: Unpack[TensorOptions]
+    ) -> None:
+        self.layer = layer
+        self.windowed = windowed
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_heads // group.size
+        self.num_kv_heads = config.local_kv_heads(group.size)
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        first = group.rank * config.num_kv_heads // group.size * config.head_dim
+        kv_rows = slice(first, first + self.num_kv_heads * config.head_dim)
+        parts = [
+            OutputShare("q_proj", queries, even_rows(queries, group)),
+            OutputShare("k_proj", keys, kv_rows),
+            OutputShare("v_proj", keys, kv_rows),
+        ]
+        self.qkv = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, **options)
+        self.o = RowLinear(config.names.o, queries, config.hidden_size, group, bias=config.o_bias, **options)
+        norm = NORMS[config.norm]
+        self.q_norm = norm(config.head_dim, config.norm_eps, **options) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim, config.norm_eps, **options) if config.qk_norm else None
+
+    def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        rotated, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rotated.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
+            rotated = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
+        if rope is not None:
+            rotated = rotate(rotated, rope)
+        q, k = rotated.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
+        return self.o(attend(q, k, v, self.layer, plan, windowed=self.windowed))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield from self.qkv.shards(prefix)
+        yield from self.o.shards(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from self.q_norm.shards(f"{prefix}.q_norm")
+            yield from self.k_norm.shards(f"{prefix}.k_norm")
+
+
+class MLP(Layer):
+    def __init__(self, config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
+        size, names = config.intermediate_size, config.names
+        self.activation = _ACTIVATIONS[config.activation]
+        self.gated = config.gated
+        rows = even_rows(size, group)
+        parts = [OutputShare(name, size, rows) for name in ([names.gate, names.up] if config.gated else [names.up])]
+        self.gate_up = ColumnLinear(config.hidden_size, parts, bias=config.mlp_bias, **options)
+        self.down = RowLinear(names.down, size, config.hidden_size, group, bias=config.mlp_bias, **options)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(self.activation(self.gate_up(x)))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.activation(gate).mul_(up))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield from self.gate_up.shards(prefix)
+        yield from self.down.shards(prefix)
+
+
+class Experts(Layer):
+    """A mixture of experts (arXiv 2401.04088, section 2): of `num_experts` MLPs every row uses the `experts_per_token`
+    that the router scores highest, weighted by their probabilities. Each rank holds an equal share of the experts and
+    the whole router; the ranks' sums are all-reduced. The host reads which experts are used, once per call."""
+
+    def __init__(self, config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
+        share = even_rows(config.num_experts, group)
+        self.group = group
+        self.names = config.names
+        self.shape = (config.num_experts, config.hidden_size)
+        self.router = Weight(*self.shape, **options)
+        self.per_token = config.experts_per_token
+        self.normalize = config.normalize_expert_weights
+        self.first = share.start
+        self.experts = [MLP(config, SINGLE, **options) for _ in range(share.start, share.stop)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scores = self.router.multiply(x).softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(self.per_token, -1)  # [T, experts_per_token]
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        total = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            if 0 <= index - self.first < len(self.experts):
+                rows, rank = torch.where(chosen == index)
+                total.index_add_(0, rows, self.experts[index - self.first](x[rows]) * weights[rows, rank, None])
+        return self.group.all_reduce(total)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        index = (slice(0, self.shape[0]), slice(0, self.shape[1]))
+        yield Shard(f"{prefix}.{self.names.router}.weight", self.shape, index, self.router.plain)
+        for i, expert in enumerate(self.experts, self.first):
+            yield from expert.shards(f"{prefix}.{self.names.experts}.{i}")
+
+
+def make_mlp(config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> MLP | Experts:
+    return Experts(config, group, **options) if config.num_experts else MLP(config, group, **options)
+
+
+class Block(Layer):
+    """A block that normalises the input of its attention and of its MLP.
+
+    The MLP is split over `group`; so is the attention, if `kv_layer` is the block's place in this rank's KV pool. With
+    `kv_layer` None another rank computes the attention; `attention_group` is a group of one where it is not split.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        kv_layer: int | None,
+        attention_group: Group,
+        mlp_group: Group,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        self.names = config.names
+        self.windowed = layer in config.windowed
+        self.attention: Attention | None = None
+        if kv_layer is not None:
+            self.attention = Attention(config, kv_layer, attention_group, windowed=self.windowed, **options)
+        self.mlp = make_mlp(config, mlp_group, **options)
+        self.attention_norm = self._make_norm(config, **options)
+        self.mlp_norm = self._make_norm(config, **options)
+
+    def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
+        return self.finish(x, self.attend(x, rope, plan))
+
+    def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
+        """x [T, H] -> what the attention adds to it, [T, H]; only on a rank that holds the attention."""
+        assert self.attention is not None, "another rank holds this block's attention"
+        return self.attention(self.attention_norm(x), rope, plan)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [T, H] with `attended` and the MLP's part added."""
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))
+
+    def norms(self) -> list[tuple[str, Norm]]:
+        """The norms of the block by their names in a checkpoint."""
+        return [(self.names.attention_norm, self.attention_norm), (self.names.mlp_norm, self.mlp_norm)]
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        for name, norm in self.norms():
+            yield from norm.shards(f"{prefix}.{name}")
+        if self.attention is not None:
+            yield from self.attention.shards(f"{prefix}.{self.names.attention}")
+        yield from self.mlp.shards(prefix)
+
+    def silence(self) -> None:
+        """Zero what the block would add to the residual stream; before packing."""
+        for part in self.walk():
+            if isinstance(part, RowLinear):
+                part.weight.plain.zero_()
+                if part.bias is not None:
+                    part.bias.zero_()
+
+    @staticmethod
+    def _make_norm(config: DecoderConfig, **options: Unpack[TensorOptions]) -> Norm:
+        return NORMS[config.norm](config.hidden_size, config.norm_eps, **options)
+
+
+class SandwichBlock(Block):
+    """Normalises the input and the output of attention and MLP."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        kv_layer: int | None,
+        attention_group: Group,
+        mlp_group: Group,
+        **options: Unpack[TensorOptions],
+    ) -> None:
+        super().__init__(config, layer, kv_layer, attention_group, mlp_group, **options)
+        self.attention_out_norm = self._make_norm(config, **options)
+        self.mlp_out_norm = self._make_norm(config, **options)
+
+    def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
+        return self.attention_out_norm(super().attend(x, rope, plan))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + attended
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+
+    def norms(self) -> list[tuple[str, Norm]]:
+        out_norms = [
+            (self.names.attention_out_norm, self.attention_out_norm),
+            (self.names.mlp_out_norm, self.mlp_out_norm),
+        ]
+        return [*super().norms(), *out_norms]
+
+
+class PostNormBlock(Block):
+    """Normalises the residual stream after attention and after the MLP (arXiv 1706.03762)."""
+
+    def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
+        assert self.attention is not None, "another rank holds this block's attention"
+        return self.attention(x, rope, plan)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = self.attention_norm(x + attended)
+        return self.mlp_norm(x + self.mlp(x))
+
+
+BLOCKS: dict[NormPlacement, type[Block]] = {"before": Block, "around": SandwichBlock, "after": PostNormBlock}

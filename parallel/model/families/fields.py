@@ -1,0 +1,61 @@
+"""Readers of config.json fields that several model families share. Each names what it cannot accept in a ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, get_args
+
+from parallel.model.config import Activation, RopeScaling
+
+HfConfig = Mapping[str, Any]
+"""The content of a checkpoint's config.json."""
+
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+"""The scalings of rotary frequencies that `layers/rope.py` computes."""
+
+
+def require(hf: HfConfig, *names: str) -> None:
+    """ValueError unless all these fields are integers."""
+    missing = [name for name in names if not isinstance(hf.get(name), int)]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+
+
+def refuse(hf: HfConfig, name: str, *supported: object) -> None:
+    """ValueError if the field is set to anything but the `supported` values."""
+    if hf.get(name) and hf[name] not in supported:
+        only = f"; supported is {', '.join(map(repr, supported))}" if supported else ""
+        raise ValueError(f"{name}={hf[name]!r} is not supported{only}")
+
+
+def read_activation(hf: HfConfig, name: str, default: Activation) -> Activation:
+    value = hf.get(name) or default
+    refuse({name: value}, name, *get_args(Activation))
+    return value
+
+
+def read_rope(hf: HfConfig, given: Mapping[str, Any] | None) -> RopeScaling:
+    """`given` is an entry of `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (before)."""
+    rope = {**(given or {})}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in SCALINGS:
+        raise ValueError(f"rope_type={rope_type!r} is not supported; use one of {', '.join(SCALINGS)}")
+    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor other than 1.0 is not supported")
+    max_positions = hf["max_position_embeddings"]
+    original = hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    rope |= {"rope_type": rope_type, "original_max_position_embeddings": original or max_positions}
+    rope.setdefault("rope_theta", hf.get("rope_theta"))
+    if rope_type == "yarn" and rope.get("factor") is None:
+        rope["factor"] = max_positions / rope["original_max_position_embeddings"]
+    elif rope_type in ("linear", "llama3") and rope.get("factor") is None:
+        raise ValueError(f"rope_type={rope_type!r} needs a factor")
+    known = {field.name for field in fields(RopeScaling)}
+    return RopeScaling(**{name: value for name, value in rope.items() if name in known and value is not None})
+
+
+def sliding_layers(hf: HfConfig, default: Iterable[int]) -> Iterable[int]:
+    """The layers that `layer_types` calls sliding; `default` without that field."""
+    types = hf.get("layer_types")
+    return [i for i, kind in enumerate(types) if kind == "sliding_attention"] if types else default

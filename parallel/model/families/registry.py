@@ -1,0 +1,61 @@
+"""The supported model families, and config.json read by the one it names. A family is a file here and a row below."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parallel.model.config import DecoderConfig
+from parallel.model.families.fields import HfConfig, refuse
+from parallel.model.families.gemma2 import gemma2
+from parallel.model.families.gemma3 import gemma3
+from parallel.model.families.llama import llama
+from parallel.model.families.mistral import mistral
+from parallel.model.families.mixtral import mixtral
+from parallel.model.families.opt import opt
+from parallel.model.families.qwen2 import qwen2
+from parallel.model.families.qwen3 import qwen3
+from parallel.model.families.qwen3_moe import qwen3_moe
+
+FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "OPTForCausalLM": opt,
+}
+"""Architecture, as config.json names it -> the function that reads that file."""
+
+
+def read_config(source: str | Path | HfConfig) -> DecoderConfig:
+    """Read a checkpoint directory, its config.json, or that file's content; ValueError if the engine cannot run it."""
+    hf = _read_json(Path(source)) if isinstance(source, str | Path) else source
+    architecture = (hf.get("architectures") or [None])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(f"architecture {architecture!r} is not supported; use one of {', '.join(FAMILIES)}")
+    if hf.get("quantization_config"):
+        raise ValueError("quantization_config: quantized checkpoints are not supported; use unquantized weights")
+    refuse(hf, "use_bidirectional_attention")
+    config = FAMILIES[architecture](hf)
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"num_key_value_heads={config.num_kv_heads} must divide {config.num_heads} query heads")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file; a checkpoint directory needs a config.json") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds no JSON object")
+    return content
