@@ -1,7 +1,7 @@
-"""One request as its client holds it: tokens as they come, text, why it ended, and when things happened.
+"""One request at its client: its tokens so far, their text, why it ended, and the times of all that.
 
-Can be waited for (`result`), or iterated over as an async iterator of `Token`, from any thread or event loop. Filled
-by the engine's reader thread; knows nothing of sockets.
+`result` blocks until the end, and an async iterator gives each `Token`, from any thread or event loop. The client's
+reader thread fills it. It knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Completion:
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
-        self.heard_at = self.submitted_at
-        self.news_at: float | None = None
+        self.updated_at = self.submitted_at
+        self.last_token_at: float | None = None
         self.is_aborted = False
         self._request = request
         self._tokens: list[Token] = []
@@ -112,30 +112,30 @@ class Completion:
             if not self.finished:
                 self.abort()
 
-    # --- the engine's side --------------------------------------------------------------------------------------------
+    # --- for the client that owns it ----------------------------------------------------------------------------------
 
-    def ask_again(self) -> Request:
-        """The request, to go on behind the tokens that arrived."""
-        self.heard_at = time.monotonic()
+    def remaining_request(self) -> Request:
+        """The request, to go on after the tokens that arrived."""
+        self.updated_at = time.monotonic()
         return replace(self._request, generated=tuple(self.token_ids))
 
-    def misses(self, news: Tokens) -> bool:
+    def has_gap(self, tokens: Tokens) -> bool:
         """Whether tokens before these were lost on the way."""
-        return news.position > len(self.token_ids) and not self._stream.stopped
+        return tokens.position > len(self.token_ids) and not self._stream.stopped
 
-    def take(self, news: Tokens) -> bool:
-        """Add what the coordinator sent; True once nothing more will come."""
-        now = self.heard_at = time.monotonic()
+    def append(self, tokens: Tokens) -> bool:
+        """Add those that are new; True once the request has ended."""
+        now = self.updated_at = time.monotonic()
         with self._changed:
-            fresh = news.token_ids[max(0, len(self.token_ids) - news.position) :]
-            if fresh:
-                self.news_at = now
-            if fresh and self.first_token_at is None:
-                self.first_token_at = now
-            self._append(fresh)
-            if news.finish_reason is not None:
-                self.stats = news.stats or self.stats
-                self._end("stop" if self._stream.stopped else news.finish_reason, news.error, now)
+            added = tokens.token_ids[max(0, len(self.token_ids) - tokens.position) :]
+            if added:
+                self.last_token_at = now
+                if self.first_token_at is None:
+                    self.first_token_at = now
+            self._append(added)
+            if tokens.finish_reason is not None:
+                self.stats = tokens.stats or self.stats
+                self._end("stop" if self._stream.stopped else tokens.finish_reason, tokens.error, now)
             self._wake()
             return self.finished
 
@@ -151,7 +151,7 @@ class Completion:
                 return
             self.token_ids.append(token)
             self._tokens.append(Token(token, self._stream.push(token), len(self._tokens)))
-            if self._stream.stopped:  # the coordinator does not know; it answers with the statistics
+            if self._stream.stopped:  # only the text shows it: end the request at the coordinator, too
                 self.abort()
 
     def _end(self, reason: str, error: str | None, now: float) -> None:

@@ -1,7 +1,7 @@
 """Which client asked for which request, and which clients are gone.
 
-A client has two links to the hub: it receives on `client` or `client:NAME` and sends on the same name with `/out`, so that
-threads which submit do not wait for the thread that receives. `client` is the owner of the engine, which ends the
+A client has two links to the hub: it receives on `client` or `client:NAME` and sends on the same name with `/out`, so
+that threads which submit do not wait for the one that receives. `client` is the owner of the engine, which ends the
 engine when it leaves; any other client may leave at any time, and its requests are aborted `ABSENT_S` later. Knows
 nothing of rounds.
 """

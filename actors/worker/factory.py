@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     log_event(logger_of(spec.identity), "sized", **fit.facts())  # before a weight is read
     runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
-    return role, {"vocab_size": runner.config.vocab_size, **fit.facts()}
+    checkpoint = str(Path(config.path).absolute())
+    return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **fit.facts()}
 
 
 def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple[DraftRole, dict[str, object]]:

@@ -131,7 +131,7 @@ class Drill:
                 return
             with self._lock:
                 del self._live[completion.request_id]
-                self._news_at = max(self._news_at, completion.news_at or 0.0)
+                self._news_at = max(self._news_at, completion.last_token_at or 0.0)
                 self.load.num_requests += 1
                 self.load.num_tokens += len(token_ids)
                 if token_ids != self._expected[index]:
@@ -165,7 +165,7 @@ class Drill:
     def _last_news(self) -> float:
         """When any client last got tokens."""
         with self._lock:
-            return max(self._news_at, *(one.news_at or 0.0 for one in self._live.values()), 0.0)
+            return max(self._news_at, *(one.last_token_at or 0.0 for one in self._live.values()), 0.0)
 
     def _replaced_at(self, identities: Sequence[str], before: Mapping[str, int]) -> float | None:
         now = self.engine.pids()

@@ -282,8 +282,8 @@ def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_en
     engine = open_engine("none")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-    engine._out.close()
-    engine._out = Link(address, "client/out")
+    engine._connection._sender.close()
+    engine._connection._sender = Link(address, "client/out")
     completion, started = engine.submit("x", SamplingParams(max_tokens=4, ignore_eos=True)), time.monotonic()
     relay = Relay(engine._backend._hub.address, 0.0, address)
     assert len(completion.result().token_ids) == 4 and time.monotonic() - started < 4.0

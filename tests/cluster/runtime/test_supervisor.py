@@ -62,7 +62,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch) -> Cluster:
-    monkeypatch.setattr(module, "_LOOK_S", 0.02)
+    monkeypatch.setattr(module, "_CHECK_S", 0.02)
     return Cluster()
 
 
@@ -81,7 +81,7 @@ def watch(cluster) -> Iterator:
             on_final=lambda line, trace: final.put(line),
         )
         for identity, facts in FACTS.items():
-            supervisor.hear_ready(ready(identity, **facts))
+            supervisor.observe(ready(identity, **facts))
         supervisor.begin_replacing(FACTS)
         supervisor.start()
         running.append(supervisor)
@@ -137,7 +137,7 @@ def test_a_successor_whose_node_turns_out_to_be_gone_is_started_elsewhere(cluste
         cluster.end("target-0")
     until(lambda: ("target-0", 2) in cluster.started)
     cluster.lost.clear()
-    supervisor.hear_ready(ready("target-0", incarnation=2))
+    supervisor.observe(ready("target-0", incarnation=2))
     count = len(cluster.started)
     time.sleep(0.1)
     assert len(cluster.started) == count and final.empty()
@@ -158,8 +158,8 @@ def test_a_successor_that_does_not_come_ends_the_engine(cluster, watch):
     for identity in ("target-0", "coordinator"):
         cluster.end(identity)
         until(lambda identity=identity: (identity, 1) in cluster.started)
-    supervisor.hear_ready(ready("target-0", incarnation=1))
-    supervisor.hear_coordinator(Alive("coordinator", 0, 0, 7, waiting=False))  # the last words of who died
+    supervisor.observe(ready("target-0", incarnation=1))
+    supervisor.observe(Alive("coordinator", 0, 0, 7, waiting=False))  # the last words of who died
     assert final.get(timeout=WAIT_S) == (
         "coordinator: not ready again after 0 s; look at its log, or raise cluster.startup_timeout_s"
     )
@@ -178,7 +178,7 @@ def test_a_drafter_that_dies_too_often_is_left_out_and_the_engine_goes_on(cluste
     for incarnation in (1, 2):
         cluster.end("draft-0")
         until(lambda incarnation=incarnation: ("draft-0", incarnation) in cluster.started)
-        supervisor.hear_ready(ready("draft-0", incarnation))
+        supervisor.observe(ready("draft-0", incarnation))
     cluster.end("draft-0")
     until(lambda: len(supervisor.incidents) == 3)
     assert [incident.replaced for incident in supervisor.incidents] == [True, True, False]
@@ -217,16 +217,16 @@ def test_who_is_needed_may_not_die_too_often(cluster, watch, identity, deaths):
 def test_whom_a_new_coordinator_never_heard_is_ended_unless_it_is_about_to_start(cluster, watch):
     """A rank that froze while there was no coordinator: nobody has its last words."""
     supervisor, _, _ = watch(silence_s=60.0, startup_timeout_s=120.0)
-    supervisor.hear_silence(Silent("draft", 0))
+    supervisor.observe(Silent("draft", 0))
     assert cluster.killed == [("draft-0", 12)]
     cluster.end("draft-0")
     until(lambda: cluster.started == [("draft-0", 1)])
-    supervisor.hear_silence(Silent("draft", 0))
-    supervisor.hear_ready(ready("draft-0", incarnation=0))
-    supervisor.hear_silence(Silent("draft", 0))
+    supervisor.observe(Silent("draft", 0))
+    supervisor.observe(ready("draft-0", incarnation=0))
+    supervisor.observe(Silent("draft", 0))
     assert len(cluster.killed) == 1, "its successor has just been started, whatever the dead one still said"
-    supervisor.hear_ready(ready("draft-0", incarnation=1, pid=13))
-    supervisor.hear_silence(Silent("draft", 0))
+    supervisor.observe(ready("draft-0", incarnation=1, pid=13))
+    supervisor.observe(Silent("draft", 0))
     assert cluster.killed[1:] == [("draft-0", 13)]
     assert supervisor.incidents[0].cause == "hung and was ended"
 
@@ -235,9 +235,9 @@ def test_a_successor_that_freezes_before_its_first_word_is_ended(cluster, watch)
     supervisor, final, _ = watch(silence_s=60.0, startup_timeout_s=1.0)
     cluster.end("draft-0")
     until(lambda: cluster.started == [("draft-0", 1)])
-    supervisor.hear_silence(Silent("draft", 0))
+    supervisor.observe(Silent("draft", 0))
     assert not cluster.killed
-    until(lambda: supervisor.hear_silence(Silent("draft", 0)) or cluster.killed)
+    until(lambda: supervisor.observe(Silent("draft", 0)) or cluster.killed)
     assert cluster.killed == [("draft-0", None)] and final.empty()
 
 

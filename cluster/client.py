@@ -1,0 +1,339 @@
+"""A client of a running engine: turns prompts into tokens over one connection to its coordinator.
+
+    with connect("tcp://10.0.0.1:6400") as client:        # `Engine.address`, in any thread or process that reaches it
+        for completion in client.generate(["def median(values):"]):
+            print(completion.text)
+
+Several clients share one engine: each receives the tokens of its own requests, and one that leaves does not disturb the
+others. A client keeps every token it received, so it resumes a request at a restarted coordinator after those tokens.
+It knows neither models nor processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tokenizers import Tokenizer
+
+from actors.coordinator.clients import CLIENT, OUT
+from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
+from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
+from actors.transport.channel import Link
+from cluster.completion import Completion, EngineError
+from cluster.io.text import load_tokenizer
+
+_LEAD = "target-0"
+_POLL_S = 0.2
+_RESUME_S = 5.0
+"""A request without tokens for so long is sent again: it may be queued, or the record may be lost."""
+_REPORT_S = 30.0
+
+
+class RemoteTrace(Exception):
+    """The traceback of an error in another process; the cause of the error that a client raises."""
+
+
+class Connection:
+    """Two links to the coordinator's hub, so that threads which send do not wait for the one that receives."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.address = address
+        self._name = name
+        self._receiver = self._greet(address)
+        self._receiver_address = address
+        self._sender: Link | None = Link(address, name + OUT)
+        self._lock = threading.Lock()
+
+    def send(self, record: Any) -> None:
+        """From any thread; after `close` the record is dropped."""
+        with self._lock:
+            if self._sender is not None:
+                self._sender.send(record)
+
+    def receive(self, timeout_s: float) -> Any | None:
+        """The next record, or None after `timeout_s`. Call it from one thread, and go on: it also flushes `send`."""
+        if self._receiver_address != self.address:
+            self._receiver.close()
+            self._receiver_address = self.address
+            self._receiver = self._greet(self._receiver_address)
+        record = self._receiver.receive(timeout_s)
+        with self._lock:
+            if self._sender is not None and self._sender.is_waiting:
+                self._sender.receive(timeout_s=0)
+        return record
+
+    def move(self, address: str) -> None:
+        """From any thread: the hub is at this address now; the next `receive` follows."""
+        with self._lock:
+            self.address = address
+            if self._sender is not None:
+                self._sender.close()
+                self._sender = Link(address, self._name + OUT)
+
+    def close(self) -> None:
+        """Once no thread is in `receive`."""
+        self._receiver.close()
+        with self._lock:
+            if self._sender is not None:
+                self._sender.close()
+                self._sender = None
+
+    def _greet(self, address: str) -> Link:
+        link = Link(address, self._name)
+        link.send(Hello())
+        return link
+
+
+class Client:
+    """Requests and completions over one `Connection`, which a reader thread serves until `close`.
+
+    `ready` holds what each rank measured at its start, by identity. With `silence_s`, the client fails after so many
+    seconds without a record from the coordinator, which sends a heartbeat four times a second.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        first_id: int = 1,
+        ready: dict[str, Ready] | None = None,
+        silence_s: float = float("inf"),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.ready = ready or {}
+        self.trace = ""
+        self._sampling = sampling
+        self._silence_s = silence_s
+        self._ids = itertools.count(first_id)
+        self._live: dict[int, Completion] = {}
+        self._error: str | None = None
+        self._incarnation = 0  # of the coordinator that knows the live requests
+        self._report_order: ReportOrder | None = None
+        self._reports: list[Report] = []
+        self._changed = threading.Condition()
+        self._stopped = threading.Event()
+        self._connection = connection
+        self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def address(self) -> str:
+        """Of the coordinator's hub; other clients `connect` to it."""
+        return self._connection.address
+
+    def submit(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, speculate: bool = True
+    ) -> Completion:
+        """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
+
+        Raises ValueError for an invalid prompt or sampling parameter, EngineError once the engine has failed.
+        """
+        token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
+        request = Request(next(self._ids), tuple(token_ids), sampling or self._sampling, speculate)
+        vocab_size = self.ready[_LEAD].facts["vocab_size"]
+        assert isinstance(vocab_size, int)
+        request.check(vocab_size)
+        completion = Completion(request, prompt, self.tokenizer, self._abort)
+        with self._changed:
+            self._check_alive()
+            self._live[completion.request_id] = completion
+        self._connection.send(request)
+        return completion
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        on_finished: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Completions of all prompts; `on_finished` is called with each, in order.
+
+        Raises the EngineError of the first that failed, once the others have ended too.
+        """
+        completions = [self.submit(prompt, sampling, speculate=speculate) for prompt in prompts]
+        failures: list[EngineError] = []
+        for completion in completions:
+            try:
+                completion.result()
+            except EngineError as error:
+                failures.append(error)
+                continue
+            if on_finished is not None:
+                on_finished(completion)
+        if failures:
+            raise failures[0]
+        return completions
+
+    def report(self, *, reset: bool = False, phase: str = "") -> Report:
+        """The coordinator's counters and spans since the last reset, those of all clients together.
+
+        `reset` starts a new window for everyone; metrics label what follows it with `phase`.
+        """
+        with self._changed:
+            self._check_alive()
+            self._reports.clear()
+            self._report_order = ReportOrder(reset, phase)
+        self._connection.send(self._report_order)
+        with self._changed:
+            self._changed.wait_for(lambda: self._reports or self._error is not None, timeout=_REPORT_S)
+            self._report_order = None
+            if not self._reports:
+                self._check_alive()
+                raise EngineError("the coordinator does not answer")
+            return self._reports.pop()
+
+    def close(self) -> None:
+        """Disconnect; requests in flight are aborted and end with an error. Safe to call twice."""
+        if self._stopped.is_set():
+            return
+        self._stop_reader()
+        for request_id in list(self._live):
+            self._abort(request_id)
+        self._connection.close()
+        self._fail("the client was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stop_reader(self) -> None:
+        self._stopped.set()
+        self._reader.join()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineError(self._error) from (RemoteTrace(self.trace) if self.trace else None)
+
+    def _abort(self, request_id: int) -> None:
+        self._connection.send(Abort(request_id))
+
+    def _fail(self, reason: str, trace: str = "") -> None:
+        """End every live request with the first such reason; later requests raise it."""
+        with self._changed:
+            if self._error is None:
+                self._error, self.trace = reason, trace
+            failed, self._live = list(self._live.values()), {}
+            self._changed.notify_all()
+        for completion in failed:
+            completion.fail(self._error)
+
+    # --- the reader thread --------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        received_at = checked_at = time.monotonic()
+        try:
+            while not self._stopped.is_set():
+                record = self._connection.receive(_POLL_S)
+                now = time.monotonic()
+                if isinstance(record, Stop):
+                    self._fail(record.reason)
+                    return
+                if record is not None:
+                    received_at = now
+                    self._on_record(record)
+                elif now - received_at > self._silence_s:
+                    self._fail(f"{self.address}: no heartbeat of the engine for {now - received_at:.0f} s")
+                    return
+                if now - checked_at > _RESUME_S / 5:
+                    checked_at = now
+                    self._resume(unchanged_since=now - _RESUME_S)
+        except Exception as error:
+            self._fail(f"engine: {type(error).__name__}: {error}")
+            raise
+
+    def _on_record(self, record: Any) -> None:
+        match record:
+            case Tokens():
+                completion = self._live.get(record.request_id)
+                if completion is not None and completion.has_gap(record):
+                    self._connection.send(completion.remaining_request())
+                elif completion is not None and completion.append(record):
+                    with self._changed:
+                        self._live.pop(record.request_id, None)
+            case Report():
+                with self._changed:
+                    self._reports.append(record)
+                    self._changed.notify_all()
+            case Ready():
+                with self._changed:
+                    self.ready[identity_of(record.role, record.rank)] = record
+                    self._changed.notify_all()
+            case Alive():
+                self._on_heartbeat(record)
+
+    def _on_heartbeat(self, alive: Alive) -> None:
+        """A successor of the coordinator knows no request: greet it, and send all of them once it serves."""
+        if alive.incarnation <= self._incarnation:
+            return
+        if alive.waiting:
+            self._connection.send(Hello())
+            return
+        self._incarnation = alive.incarnation
+        self._resume()
+        if (order := self._report_order) is not None:
+            self._connection.send(order)
+
+    def _resume(self, unchanged_since: float = float("inf")) -> None:
+        """Send again what has received nothing since then, to go on after the tokens that arrived."""
+        for completion in list(self._live.values()):
+            if completion.updated_at < unchanged_since:
+                self._connection.send(completion.remaining_request())
+                if completion.is_aborted:
+                    self._abort(completion.request_id)
+
+
+def connect(
+    address: str,
+    *,
+    sampling: SamplingParams | None = None,
+    checkpoint: Path | None = None,
+    timeout_s: float = 30.0,
+) -> Client:
+    """A client of the engine whose coordinator listens at `address` (`Engine.address`), ready to `submit`.
+
+    The tokenizer is read from the target's checkpoint: `checkpoint`, or the path where the target itself found it.
+    `sampling` replaces the defaults of `SamplingParams` for requests without their own. Raises EngineError if no engine
+    answers within `timeout_s`; the client fails in the same way after so long without a heartbeat.
+    """
+    number = secrets.randbits(38) + 1
+    connection = Connection(address, f"{CLIENT}:{number:x}")
+    try:
+        ready = _first_ready(connection, timeout_s)
+        tokenizer = load_tokenizer(checkpoint or Path(str(ready.facts["checkpoint"])))
+    except BaseException:
+        connection.close()
+        raise
+    # The coordinator knows requests by number alone, so every client counts in a range of its own.
+    return Client(
+        connection,
+        tokenizer,
+        sampling or SamplingParams(),
+        first_id=number << 24,
+        ready={_LEAD: ready},
+        silence_s=timeout_s,
+    )
+
+
+def _first_ready(connection: Connection, timeout_s: float) -> Ready:
+    """What the lead of the target measured at its start."""
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        record = connection.receive(left_s)
+        if isinstance(record, Ready) and identity_of(record.role, record.rank) == _LEAD:
+            return record
+    raise EngineError(f"{connection.address}: no engine answered within {timeout_s:.0f} s")
