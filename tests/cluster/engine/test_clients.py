@@ -11,7 +11,7 @@ import time
 import pytest
 
 from actors.coordinator import clients
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams
 from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig
 from cluster.engine import Engine, EngineError, connect
