@@ -56,8 +56,8 @@ USUAL = ("greedy", "T=1", "T=1-processed")
 
 
 @pytest.fixture(scope="module")
-def plain_tokens(request):
-    """Plain decoding's answer per sampling, computed once."""
+def plain_tokens():
+    """Plain decoding's tokens and endings per test function and sampling, computed once."""
     return {}
 
 
@@ -92,9 +92,11 @@ def test_greedy_equals_transformers(open_room, make_requests, models, drafter, b
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, drafter, temperature):
+def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, plain_tokens, drafter, temperature):
     requests = make_requests(6, max_tokens=40, temperature=temperature)
-    plain = open_room(pipeline="plain").serve(requests)
+    if ("preemption", temperature) not in plain_tokens:
+        plain_tokens["preemption", temperature] = open_room(pipeline="plain").serve(requests)
+    plain = plain_tokens["preemption", temperature]
     room = open_room(DRAFTERS[drafter], limits=SchedulerConfig(3, 40, 16), slots=150).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
@@ -137,10 +139,14 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
 @pytest.mark.parametrize("pipeline", [name for name in PIPELINES if name != "plain"])
 @pytest.mark.parametrize("drafter", ["chain", "tree", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_control_may_change_its_mind_at_any_moment(open_room, make_requests, pipeline, drafter, temperature):
+def test_a_control_may_change_its_mind_at_any_moment(
+    open_room, make_requests, plain_tokens, pipeline, drafter, temperature
+):
     """Lengths, rests, and a drafter that has to read what it missed change no token."""
     requests = make_requests(5, max_tokens=70, temperature=temperature)
-    plain = open_room(pipeline="plain").serve(requests)
+    if ("control", temperature) not in plain_tokens:
+        plain_tokens["control", temperature] = open_room(pipeline="plain").serve(requests)
+    plain = plain_tokens["control", temperature]
     control = MoodyControl(random.Random(3))
     room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests, control=control)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)

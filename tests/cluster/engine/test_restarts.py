@@ -55,14 +55,20 @@ def break_at(monkeypatch):
     return break_
 
 
+@pytest.fixture(scope="module")
+def plain_tokens():
+    """Temperature -> token ids of plain decoding per prompt, filled by the first test that needs them."""
+    return {}
+
+
 @pytest.fixture
-def plain(open_engine):
-    """What plain decoding gives."""
-    with open_engine("none") as engine:
-        return {
-            sampling.temperature: [one.token_ids for one in engine.generate(PROMPTS, sampling)]
-            for sampling in (LONG, SAMPLED)
-        }
+def plain(open_engine, plain_tokens):
+    if not plain_tokens:
+        with open_engine("none") as engine:
+            for sampling in (LONG, SAMPLED):
+                completions = engine.generate(PROMPTS, sampling)
+                plain_tokens[sampling.temperature] = [completion.token_ids for completion in completions]
+    return plain_tokens
 
 
 FAULTS = {

@@ -12,10 +12,11 @@ from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
+from actors.verification import coupled
 from actors.verification.rules import RULES
 from cluster.config.schema import CertifyConfig, load_config
 from cluster.jobs import certify
-from cluster.tools.certify import rounding
+from cluster.tools.certify import exact, rounding
 
 LEVELS = "exact enumeration of levels"
 LAW, IDENTITY, EXACT, ROUNDING = (
@@ -24,6 +25,29 @@ LAW, IDENTITY, EXACT, ROUNDING = (
     "exact enumeration",
     "rounding",
 )
+
+
+pytestmark = pytest.mark.xdist_group("certify")
+
+
+@pytest.fixture(scope="module")
+def distances():
+    """What was enumerated -> its distance: enumerations depend on the rule's function alone, which few tests change."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def enumerate_once(distances, monkeypatch):
+    worst = exact._worst
+
+    def remembered(rule, function, schemes):
+        name = function.__qualname__ if function.__module__ == exact.__name__ else function
+        key = (RULES.get(rule), coupled.verify_coupled, name, json.dumps(schemes))
+        if key not in distances:
+            distances[key] = worst(rule, function, schemes)
+        return distances[key]
+
+    monkeypatch.setattr(exact, "_worst", remembered)
 
 
 @pytest.fixture

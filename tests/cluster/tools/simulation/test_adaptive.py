@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -36,6 +37,11 @@ def scenario(pipeline, case, tokens_of_one=1000) -> Scenario:
     )
 
 
+@cache
+def plain_decoding(case):
+    return simulate(scenario("plain", HOPELESS[case]))
+
+
 @pytest.mark.parametrize("pipeline", ["sync", "branches", pytest.param("tree", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
@@ -50,7 +56,7 @@ def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
 @pytest.mark.parametrize("case", HOPELESS)
 def test_speculation_that_does_not_pay_costs_next_to_nothing(pipeline, case):
     fixed = scenario(pipeline, HOPELESS[case])
-    plain = simulate(replace(fixed, pipeline="plain"))
+    plain = plain_decoding(case)
     result = simulate(replace(fixed, adaptive=True))
     assert simulate(fixed).tokens_per_s < 0.93 * plain.tokens_per_s, "the case is not hopeless"
     assert result.tokens_per_s > 0.97 * plain.tokens_per_s
