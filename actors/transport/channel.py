@@ -1,10 +1,10 @@
 """The control line: msgpack records over TCP between the coordinator and every rank and client.
 
-One listening end at the coordinator (`Hub`), one connecting end at everyone else (`Link`). Four one-way records make a
-round; a role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. Each end is worked
-from the thread that owns it, within its calls: a thread of the line's own would take cores from those that compute, and
-wake up first. The same code runs between threads, processes and hosts. Carries no tensors and decides nothing. That a
-record was lost on the way is for others to notice (`membership.py`).
+The coordinator listens with a `Hub`; every rank and client connects with a `Link`. Four one-way records make a round; a
+role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. Sockets are served only
+inside the calls of the thread that owns the end: a thread of its own would take a core from those that compute. The
+same code connects threads, processes and hosts. Carries no tensors and decides nothing; lost records are detected
+elsewhere (`actors/coordinator/membership.py`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from actors.protocol import membership, messages
 from actors.transport.codec import Codec, CodecError
 from actors.transport.framing import (
     LONGEST_FRAME,
-    ConnectionOver,
-    Garbled,
+    ConnectionClosed,
+    MalformedFrame,
     Poller,
     Stream,
     accept,
@@ -27,7 +28,7 @@ from actors.transport.framing import (
     connect,
     framed,
     listen,
-    place_of,
+    resolve,
 )
 
 CODEC = Codec(
@@ -55,275 +56,268 @@ CODEC = Codec(
     )
 )
 LINGER_S = 0.2
-"""How long a closing end may still deliver: long enough for a last word, too short to hang an exit."""
+"""How long `close` may still deliver: enough for a last record, too short to delay an exit."""
 RECONNECT_S = 0.02
-"""How soon a link looks for a hub that went away, and again and again: a successor listens at the same address."""
+"""Between two attempts of a link to reach a hub that is gone: its successor listens at the same address."""
 CONNECT_S = 1.0
-"""After which an attempt that nobody answers is made anew: TCP itself would ask ever less often."""
+"""An unanswered attempt is replaced after so long: TCP itself would retry at growing intervals."""
 LINK_GIVE_UP_S = 3
-"""A hub's host unheard of for so long is cut off, or gone: connect anew. TCP has sent it everything four times more."""
+"""A link whose hub has acknowledged nothing for so long connects anew; TCP has repeated it four times by then."""
 HUB_GIVE_UP_S = 60
-"""Longer, since a rank in a long pass reads nothing meanwhile; a link that was cut off comes back by itself."""
+"""Longer, because a rank in a long pass reads nothing; a link that was cut off reconnects by itself."""
 GREETING = b"specdec 1 "
 """Begins a link's first frame; its identity is the rest."""
 _LONGEST_GREETING = 512
-_MOST_STRANGERS = 256
-"""Connections that have not greeted yet; the oldest makes room for another."""
+_MAX_UNNAMED = 256
+"""Connections without a greeting; the oldest is closed for another."""
 
 
 def link_name(identity: str, incarnation: int) -> str:
-    """Under which a hub knows a link: no two processes that play one part, one after the other, share a name."""
+    """The name of a process's link: successive processes of one rank have different ones."""
     return f"{identity}#{incarnation}"
 
 
 def pack(record: Any) -> bytes:
-    """A record and its checksum: a torn one must not pass for another."""
+    """A record and its checksum: a corrupted one must not pass for another."""
     payload = CODEC.encode(record)
     return payload + zlib.crc32(payload).to_bytes(4, "big")
 
 
 def unpack(packed: bytes) -> Any:
-    """CodecError for anything but a whole record."""
+    """Raises CodecError for anything but a whole record."""
     payload, checksum = packed[:-4], packed[-4:]
     if zlib.crc32(payload).to_bytes(4, "big") != checksum:
         raise CodecError("the checksum does not match")
     return CODEC.decode(payload)
 
 
-class Hub:
-    """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Use from one thread."""
+class _Endpoint:
+    """What both ends share: frames wait in an inbox, and sockets are served while `receive` or `close` waits."""
 
-    def __init__(self, address: str) -> None:
-        try:
-            self._listener = listen(address, HUB_GIVE_UP_S)
-        except OSError as error:
-            raise ValueError(f"cannot listen on {address}: {error.strerror}; choose a free port") from error
-        self.address = address_of(self._listener)
+    def __init__(self) -> None:
         self.num_unreadable = 0
         self._poller = Poller()
-        self._poller.watch(self._listener.fileno())
-        self._streams: dict[int, Stream] = {}
-        self._strangers: dict[Stream, None] = {}
-        self._identity_of: dict[Stream, str] = {}
-        self._stream_to: dict[str, Stream] = {}
         self._inbox: deque[tuple[str, bytes]] = deque()
 
-    def identities(self) -> list[str]:
-        """Of the links that are connected now."""
-        return list(self._stream_to)
+    def _serve(self, timeout_s: float | None) -> None:
+        """Wait until a socket is ready, and serve it."""
+        raise NotImplementedError
 
-    def send(self, identities: tuple[str, ...] | list[str], record: Any) -> None:
-        """Multicast one record; it is encoded once. Never blocks; for whom nobody is known here, it is lost."""
-        self._post(identities, pack(record))
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a record has not gone out yet: `receive` and the next `send` go on with it."""
+        raise NotImplementedError
 
-    def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
-        """The next (identity, record), or None after `timeout_s`. Unreadable bytes are counted and skipped."""
+    def _next(self, timeout_s: float | None) -> tuple[str, Any] | None:
+        """The next record and the name of its link, or None after `timeout_s`. Unreadable frames are counted."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             while self._inbox:
-                identity, packed = self._inbox.popleft()
+                name, packed = self._inbox.popleft()
                 try:
-                    return identity, unpack(packed)
-                except CodecError:  # whoever finds the port may send anything
+                    return name, unpack(packed)
+                except CodecError:
                     self.num_unreadable += 1
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._turn(left_s)
+            self._serve(left_s)
             if not self._inbox and left_s == 0:
                 return None
 
-    def close(self) -> None:
+    def _linger(self) -> None:
         deadline = time.monotonic() + LINGER_S
-        while any(stream.is_waiting for stream in self._stream_to.values()):
-            if (left_s := deadline - time.monotonic()) <= 0:
+        while self.is_waiting and (left_s := deadline - time.monotonic()) > 0:
+            self._serve(left_s)
+
+
+class Hub(_Endpoint):
+    """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Use from one thread.
+
+    Raises ValueError if the address is still taken after `patience_s`.
+    """
+
+    def __init__(self, address: str, patience_s: float = 0.0) -> None:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self._listener = listen(address, HUB_GIVE_UP_S)
                 break
-            self._turn(left_s)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise ValueError(f"cannot listen on {address}: {error.strerror}; choose a free port") from error
+            time.sleep(RECONNECT_S)
+        super().__init__()
+        self.address = address_of(self._listener)
+        self._poller.watch(self._listener.fileno())
+        self._streams: dict[int, Stream] = {}  # by descriptor; those without a name have not greeted
+        self._stream_of: dict[str, Stream] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(stream.is_waiting for stream in self._stream_of.values())
+
+    def identities(self) -> list[str]:
+        """Of the links that are connected now."""
+        return list(self._stream_of)
+
+    def send(self, identities: Sequence[str], record: Any) -> None:
+        """Multicast one record, encoded once. Never blocks; for an identity that is not connected it is lost."""
+        self._post(identities, pack(record))
+
+    def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
+        """The next (identity, record), or None after `timeout_s`."""
+        return self._next(timeout_s)
+
+    def close(self) -> None:
+        self._linger()
         for stream in self._streams.values():
             stream.close()
         self._listener.close()
         self._poller.close()
 
-    def _post(self, identities: tuple[str, ...] | list[str], packed: bytes) -> None:
+    def _post(self, identities: Sequence[str], packed: bytes) -> None:
         frame = framed(packed)
         for identity in identities:
-            if (stream := self._stream_to.get(identity)) is not None:
-                stream.send(frame)
-                self._poller.watch(stream.fileno(), writable=stream.is_waiting)
+            if (stream := self._stream_of.get(identity)) is not None:
+                stream.outgoing.append(frame)
+                self._poller.flush(stream)
 
-    def _turn(self, timeout_s: float | None) -> None:
-        """Wait until there is something to do, and do it."""
+    def _serve(self, timeout_s: float | None) -> None:
         for descriptor in self._poller.wait(timeout_s):
             if descriptor == self._listener.fileno():
                 while (stream := accept(self._listener, _LONGEST_GREETING)) is not None:
                     self._admit(stream)
             elif (stream := self._streams.get(descriptor)) is not None:
                 if stream.is_waiting:
-                    stream.flush()
-                    self._poller.watch(descriptor, writable=stream.is_waiting)
-                self._hear(stream)
+                    self._poller.flush(stream)
+                self._read(stream)
 
     def _admit(self, stream: Stream) -> None:
-        if len(self._strangers) >= _MOST_STRANGERS:
+        unnamed = [other for other in self._streams.values() if other.name is None]
+        if len(unnamed) >= _MAX_UNNAMED:
             self.num_unreadable += 1
-            self._drop(next(iter(self._strangers)))
+            self._drop(unnamed[0])
         self._streams[stream.fileno()] = stream
-        self._strangers[stream] = None
         self._poller.watch(stream.fileno())
-        self._hear(stream)  # who connects greets at once
+        self._read(stream)  # a link greets at once
 
-    def _hear(self, stream: Stream) -> None:
+    def _read(self, stream: Stream) -> None:
         try:
             if not stream.fill():
                 return
             for frame in stream.frames():
-                if stream in self._strangers:
-                    self._greet(stream, frame)
+                if stream.name is None:
+                    self._name(stream, frame)
                 else:
-                    self._inbox.append((self._identity_of[stream], frame))
-        except Garbled:
+                    self._inbox.append((stream.name, frame))
+        except MalformedFrame:
             self.num_unreadable += 1
             self._drop(stream)
-        except ConnectionOver:
+        except ConnectionClosed:
             self._drop(stream)
 
-    def _greet(self, stream: Stream, frame: bytes) -> None:
-        """From now on it is the one who is sent to. A predecessor is still heard; it would come back if it were closed,
-        and take the name again."""
+    def _name(self, stream: Stream, frame: bytes) -> None:
+        """Records for this identity go to this stream from now on.
+
+        An older stream of that name is still read: if it were closed, its link would reconnect and take the name back.
+        """
         if not frame.startswith(GREETING):
-            raise Garbled
+            raise MalformedFrame
         try:
-            identity = frame.removeprefix(GREETING).decode()
+            stream.name = frame.removeprefix(GREETING).decode()
         except UnicodeDecodeError as error:
-            raise Garbled from error
-        del self._strangers[stream]
+            raise MalformedFrame from error
         stream.longest = LONGEST_FRAME
-        self._identity_of[stream] = identity
-        self._stream_to[identity] = stream
+        self._stream_of[stream.name] = stream
 
     def _drop(self, stream: Stream) -> None:
-        self._poller.forget(stream.fileno())
+        self._poller.unwatch(stream.fileno())
         del self._streams[stream.fileno()]
-        self._strangers.pop(stream, None)
-        identity = self._identity_of.pop(stream, None)
-        if self._stream_to.get(identity) is stream:
-            del self._stream_to[identity]
+        if stream.name is not None and self._stream_of.get(stream.name) is stream:
+            del self._stream_of[stream.name]
         stream.close()
 
 
-def open_hub(address: str, patience_s: float) -> Hub:
-    """A hub at an address that may still be taken for so long."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return Hub(address)
-        except ValueError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
-class Link:
+class Link(_Endpoint):
     """The end of a rank or a client, known to the hub as `identity`. Use from one thread.
 
-    A hub that died, or is not there yet, is connected to as soon as it is; what was sent meanwhile arrives then, all of
-    it or, if it `keeps` the "newest", only the last record.
+    It connects again whenever the hub is gone, or not there yet; records sent meanwhile arrive then, all of them or, if
+    it `keeps` the "newest", only the last one.
     """
 
     def __init__(self, address: str, identity: str, *, keeps: str = "all") -> None:
+        super().__init__()
         self.identity = identity
-        self.num_unreadable = 0
-        self._place = place_of(address)
+        self._hub = resolve(address)
         self._greeting = framed(GREETING + identity.encode())
         self._keeps = keeps
         self._outgoing: deque[bytes] = deque()
-        self._inbox: deque[bytes] = deque()
-        self._poller = Poller()
         self._stream: Stream | None = None
-        self._act_at = 0.0  # when to connect, or to give up an attempt
+        self._retry_at = 0.0  # when to connect, or to give up an attempt
         self._connect()
 
     @property
     def is_waiting(self) -> bool:
-        """Something sent has not gone out yet: `receive` and the next `send` go on with it."""
         return bool(self._outgoing)
 
     def send(self, record: Any) -> None:
-        """Never blocks. What was on its way to a hub that died is lost, like any other message."""
+        """Never blocks. A record that was on its way to a hub that died is lost."""
         self._post(pack(record))
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
-        """The next record, or None after `timeout_s`. Unreadable bytes are counted, skipped."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            while self._inbox:
-                try:
-                    return unpack(self._inbox.popleft())
-                except CodecError:
-                    self.num_unreadable += 1
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._turn(left_s)
-            if not self._inbox and left_s == 0:
-                return None
+        """The next record, or None after `timeout_s`."""
+        received = self._next(timeout_s)
+        return None if received is None else received[1]
 
     def close(self) -> None:
-        deadline = time.monotonic() + LINGER_S
-        while self._outgoing and (left_s := deadline - time.monotonic()) > 0:
-            self._turn(left_s)
+        self._linger()
         if self._stream is not None:
             self._stream.close()
         self._poller.close()
 
     def _post(self, packed: bytes) -> None:
-        self._attend()  # a hub that went away is noticed before it is given a record
+        self._advance()  # detect that the hub is gone before giving it a record
         if self._keeps == "newest":
-            begun = 1 if self._stream is not None and self._stream.num_begun else 0
-            while len(self._outgoing) > begun:
+            num_begun = 1 if self._stream is not None and self._stream.num_begun else 0
+            while len(self._outgoing) > num_begun:
                 self._outgoing.pop()
         self._outgoing.append(framed(packed))
-        self._flush()
+        if self._stream is not None:
+            self._poller.flush(self._stream)
 
-    def _turn(self, timeout_s: float | None) -> None:
-        """Wait until there is something to do, and do it."""
+    def _serve(self, timeout_s: float | None) -> None:
         if self._stream is None or self._stream.preface:
-            until_s = max(0.0, self._act_at - time.monotonic())
+            until_s = max(0.0, self._retry_at - time.monotonic())
             timeout_s = until_s if timeout_s is None else min(timeout_s, until_s)
         if timeout_s != 0:
             self._poller.wait(timeout_s)
-        self._attend()
+        self._advance()
 
-    def _attend(self) -> None:
-        """Take in what has come, send what waits, and be connected or on the way to be."""
-        if self._stream is None:
-            if time.monotonic() >= self._act_at:
+    def _advance(self) -> None:
+        """Read what has arrived and send what waits; connect if need be."""
+        stream = self._stream
+        if stream is None:
+            if time.monotonic() >= self._retry_at:
                 self._connect()
             return
-        if self._stream.is_waiting:
-            self._flush()
+        if stream.is_waiting:
+            self._poller.flush(stream)
         try:
-            while self._stream.fill():
-                self._inbox.extend(self._stream.frames())
-        except Garbled:
+            while stream.fill():
+                self._inbox.extend(("", frame) for frame in stream.frames())
+            if not stream.preface or time.monotonic() < self._retry_at:
+                return
+        except MalformedFrame:
             self.num_unreadable += 1
-            self._lose()
-        except ConnectionOver:
-            self._lose()
-        else:
-            if self._stream.preface and time.monotonic() >= self._act_at:
-                self._lose()
+        except ConnectionClosed:
+            pass
+        self._poller.unwatch(stream.fileno())
+        stream.close()
+        self._stream = None
+        self._retry_at = time.monotonic() + RECONNECT_S
 
     def _connect(self) -> None:
-        connection = connect(self._place, LINK_GIVE_UP_S)
-        self._act_at = time.monotonic() + (RECONNECT_S if connection is None else CONNECT_S)
+        connection = connect(self._hub, LINK_GIVE_UP_S)
+        self._retry_at = time.monotonic() + (RECONNECT_S if connection is None else CONNECT_S)
         if connection is not None:
             self._stream = Stream(connection, self._outgoing, preface=self._greeting)
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
-            self._poller.watch(self._stream.fileno(), writable=self._stream.is_waiting)
-
-    def _lose(self) -> None:
-        self._poller.forget(self._stream.fileno())
-        self._stream.close()
-        self._stream = None
-        self._act_at = time.monotonic() + RECONNECT_S
+            self._poller.flush(self._stream)

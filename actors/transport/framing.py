@@ -1,8 +1,8 @@
-"""Framed TCP without a thread of its own: whole frames, in order, and no call that waits for a peer.
+"""Framed TCP without threads: whole frames, in order, and no call that blocks on a peer.
 
-A frame is its length in four bytes and that many more. What a socket does not take at once waits in a queue until it
-does; whoever owns the connections says when to look, with one `Poller` for all of them. Knows neither records nor
-names, and opens nothing again that broke: that is for `wire.py`.
+A frame is its length in four bytes, big-endian, and that many bytes. Bytes that the kernel does not accept wait in a
+queue; the owner of the connections decides when to go on, with one `Poller` for all of them. Knows neither records nor
+roles, and reconnects nothing: that is for `channel.py`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from collections import deque
 from collections.abc import Iterator
 
 LONGEST_FRAME = 1 << 28
-"""Bytes. A report with all the spans there can be has a few millions."""
+"""Bytes. A report with as many spans as are kept has a few millions."""
 _HEADER = 4
 _CHUNK = 1 << 16
 _BACKLOG = 1024
-_ABORT = struct.pack("ii", 1, 0)
-_FINE_S = 0.01
-"""Of a shorter wait a millisecond, the grain of epoll's clock, is too much: worth another system call."""
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_SELECT_BELOW_S = 0.01
+"""epoll counts in milliseconds; below this timeout that is too coarse, so `select` waits, at one more system call."""
 _FD_SETSIZE = 1024
-"""Descriptors from here on `select` cannot watch."""
+"""`select` cannot watch descriptors from this number on."""
 
-Place = tuple[socket.AddressFamily, tuple]
-"""A host and port as the operating system has them."""
-
-
-class ConnectionOver(Exception):
-    """Nothing more will come: the peer closed, died, or cannot be reached."""
+SocketAddress = tuple[socket.AddressFamily, tuple]
 
 
-class Garbled(ConnectionOver):
-    """No frame is so long, so that nobody can tell where the next one would begin."""
+class ConnectionClosed(Exception):
+    """No more frames: the peer closed, died, or cannot be reached."""
+
+
+class MalformedFrame(ConnectionClosed):
+    """A length above the limit: the beginning of the next frame is unknown."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -43,8 +42,8 @@ def framed(payload: bytes) -> bytes:
     return len(payload).to_bytes(_HEADER, "big") + payload
 
 
-def place_of(address: str) -> Place:
-    """Of tcp://host:port, port 0 or * for any free one. OSError for a host that nobody knows."""
+def resolve(address: str) -> SocketAddress:
+    """Of tcp://host:port; port 0 or * is any free one. Raises OSError for an unknown host."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     port = "0" if port == "*" else port
     family, _, _, _, name = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
@@ -52,12 +51,12 @@ def place_of(address: str) -> Place:
 
 
 def listen(address: str, give_up_s: int) -> socket.socket:
-    """OSError if the address cannot be had."""
-    family, name = place_of(address)
+    """Raises OSError if the address is taken or not of this host."""
+    family, name = resolve(address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a predecessor's connections may linger
-        _tune(listener, give_up_s)  # accepted sockets inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a predecessor may linger
+        _configure(listener, give_up_s)  # accepted sockets inherit it
         listener.bind(name)
         listener.listen(_BACKLOG)
     except OSError:
@@ -72,7 +71,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def accept(listener: socket.socket, longest: int = LONGEST_FRAME) -> Stream | None:
-    """The next who came, if there is one and this process may still open a descriptor."""
+    """The next connection, or None if there is none, or no descriptor left for it."""
     try:
         connection, _ = listener.accept()
     except OSError:
@@ -81,25 +80,27 @@ def accept(listener: socket.socket, longest: int = LONGEST_FRAME) -> Stream | No
     return Stream(connection, longest=longest)
 
 
-def connect(place: Place, give_up_s: int) -> socket.socket | None:
-    """A socket on its way to be connected: it takes nothing until it is. None if it is clear that it never will be."""
+def connect(place: SocketAddress, give_up_s: int) -> socket.socket | None:
+    """A socket that is being connected and accepts no bytes until it is; None if the attempt failed at once."""
     family, name = place
     connection = socket.socket(family, socket.SOCK_STREAM)
-    _tune(connection, give_up_s)
+    _configure(connection, give_up_s)
     error = connection.connect_ex(name)
-    # While nobody listens, the kernel may choose that very port as ours: such a socket is connected to itself, and
-    # would keep the port from whoever wants to listen there.
+    # If no process listens there, the kernel may choose that very port as the local one. Such a socket is connected to
+    # itself, and would keep the port from a process that wants to listen on it.
     if error not in (0, errno.EINPROGRESS) or connection.getsockname()[:2] == name[:2]:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         connection.close()
         return None
     return connection
 
 
-def _tune(connection: socket.socket, give_up_s: int) -> None:
-    """A host that was cut off sends no word of it. Without these, TCP takes two hours to ask after an idle peer, and
-    sends unanswered bytes again for a quarter of an hour, ever less often; so it would notice late that the network is
-    back, too. TCP_USER_TIMEOUT bounds both, and also how long a peer may read nothing while its buffer is full."""
+def _configure(connection: socket.socket, give_up_s: int) -> None:
+    """Close the connection once its peer has not answered for `give_up_s`: a host that is cut off sends no FIN.
+
+    By default TCP probes an idle peer after two hours, and repeats unanswered bytes for a quarter of an hour at growing
+    intervals. TCP_USER_TIMEOUT bounds both, and also how long a peer with a full buffer may read nothing.
+    """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -109,7 +110,10 @@ def _tune(connection: socket.socket, give_up_s: int) -> None:
 
 
 class Stream:
-    """One connection. A frame stays in `outgoing` until the kernel has all of it: another stream may begin it anew."""
+    """One connection. A frame stays in `outgoing` until the kernel has all of it, so that another stream can repeat it.
+
+    `preface` is sent before `outgoing`; `longest` is the limit of a received frame, in bytes; `name` is for the owner.
+    """
 
     def __init__(
         self,
@@ -121,11 +125,9 @@ class Stream:
     ) -> None:
         self.outgoing: deque[bytes] = deque() if outgoing is None else outgoing
         self.preface = preface
-        """What is still to be sent before `outgoing`."""
-        self.num_begun = 0
-        """Bytes of the first of `outgoing` that the kernel has."""
+        self.num_begun = 0  # bytes of outgoing[0] that the kernel has
         self.longest = longest
-        """Bytes of a frame that this end puts up with."""
+        self.name: str | None = None
         self._connection = connection
         self._incoming = bytearray()
 
@@ -134,24 +136,20 @@ class Stream:
 
     @property
     def is_waiting(self) -> bool:
-        """For the socket to take more."""
+        """Whether there are bytes that the kernel has not accepted."""
         return bool(self.preface or self.outgoing)
 
-    def send(self, frame: bytes) -> None:
-        self.outgoing.append(frame)
-        self.flush()
-
     def flush(self) -> None:
-        """As far as it goes. On a broken connection that is nowhere; `fill` tells, behind what still came."""
+        """Send what the kernel accepts: nothing on a broken connection, where `fill` raises after the last frame."""
         try:
             while self.preface:
                 self.preface = self.preface[self._connection.send(self.preface) :]
             while self.outgoing:
                 frame = self.outgoing[0]
                 rest = memoryview(frame)[self.num_begun :] if self.num_begun else frame
-                num_taken = self._connection.send(rest)
-                if num_taken < len(rest):
-                    self.num_begun += num_taken
+                num_sent = self._connection.send(rest)
+                if num_sent < len(rest):
+                    self.num_begun += num_sent
                     return
                 self.num_begun = 0
                 self.outgoing.popleft()
@@ -159,26 +157,26 @@ class Stream:
             return
 
     def fill(self) -> bool:
-        """Take in some of what has come; False if nothing has. ConnectionOver once it is over."""
+        """Read some of what has arrived; False if there is nothing. Raises ConnectionClosed at the end."""
         try:
             chunk = self._connection.recv(_CHUNK)
         except BlockingIOError:
             return False
         except OSError as error:
-            raise ConnectionOver from error
+            raise ConnectionClosed from error
         if not chunk:
-            raise ConnectionOver
+            raise ConnectionClosed
         self._incoming += chunk
         return True
 
     def frames(self) -> Iterator[bytes]:
-        """The whole frames among what was taken in. Garbled for one that is longer than `longest`."""
+        """The whole frames of what was read. Raises MalformedFrame for one that is longer than `longest`."""
         begin, incoming = 0, self._incoming
         while len(incoming) - begin >= _HEADER:
             payload = begin + _HEADER
             end = payload + int.from_bytes(incoming[begin:payload], "big")
             if end - payload > self.longest:
-                raise Garbled
+                raise MalformedFrame
             if end > len(incoming):
                 break
             yield bytes(incoming[payload:end])
@@ -186,14 +184,14 @@ class Stream:
         del incoming[:begin]
 
     def close(self) -> None:
-        """What came and was never read would make the kernel take back what it has not delivered yet."""
-        with contextlib.suppress(ConnectionOver):
+        """Read before closing: unread bytes make TCP send RST, which discards data still in flight to the peer."""
+        with contextlib.suppress(ConnectionClosed):
             self.fill()
         self._connection.close()
 
 
 class Poller:
-    """Which connections have something to say or room for more. Told only of what changes."""
+    """Which descriptors can be read, or written where that was asked for; epoll is told only of changes."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -207,14 +205,19 @@ class Poller:
         (self._epoll.register if known is None else self._epoll.modify)(descriptor, mask)
         self._masks[descriptor] = mask
 
-    def forget(self, descriptor: int) -> None:
-        """Before it is closed: the next that is opened has the same number."""
+    def flush(self, stream: Stream) -> None:
+        """Send what the kernel accepts, and watch for room if something is left."""
+        stream.flush()
+        self.watch(stream.fileno(), writable=stream.is_waiting)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Before it is closed, because its number is used again."""
         del self._masks[descriptor]
         self._epoll.unregister(descriptor)
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        """Descriptors about which there is something to know; none after `timeout_s`."""
-        if timeout_s is not None and 0 < timeout_s < _FINE_S and self._epoll.fileno() < _FD_SETSIZE:
+        """Descriptors that are ready; none after `timeout_s`."""
+        if timeout_s is not None and 0 < timeout_s < _SELECT_BELOW_S and self._epoll.fileno() < _FD_SETSIZE:
             select.select((self._epoll,), (), (), timeout_s)
             timeout_s = 0
         return [descriptor for descriptor, _ in self._epoll.poll(timeout_s)]

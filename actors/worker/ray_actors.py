@@ -17,7 +17,7 @@ import psutil
 import ray
 
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec, Watch
-from actors.transport.channel import Hub, open_hub
+from actors.transport.channel import Hub
 from actors.worker import openmp
 from actors.worker.logs import LogSpec, dump_stacks_on_signal, open_logs
 from actors.worker.spec import RankSpec
@@ -91,7 +91,7 @@ class CoordinatorWorker:
         A successor is patient: the port of the process it replaces may be taken for a moment more.
         """
         host = host or _own_address(interface)
-        self._hub = open_hub(f"tcp://{host}:{port or '*'}", patience_s)
+        self._hub = Hub(f"tcp://{host}:{port or '*'}", patience_s)
         if needs_store:
             from parallel.comm.rendezvous import host_store
 

@@ -12,7 +12,7 @@ from collections import deque
 
 from actors.transport.channel import HUB_GIVE_UP_S
 from actors.transport.framing import (
-    ConnectionOver,
+    ConnectionClosed,
     Poller,
     Stream,
     accept,
@@ -20,7 +20,7 @@ from actors.transport.framing import (
     connect,
     framed,
     listen,
-    place_of,
+    resolve,
 )
 
 _CLOSING_LOOK_S = 0.2
@@ -30,7 +30,7 @@ class Relay:
     """`address` is where links connect instead of the hub's. A thread, until `close`."""
 
     def __init__(self, hub_address: str, delay_s: float, bind: str) -> None:
-        self._hub = place_of(hub_address)
+        self._hub = resolve(hub_address)
         self._delay_s = delay_s
         self._listener = listen(bind, HUB_GIVE_UP_S)
         self.address = address_of(self._listener)
@@ -85,7 +85,7 @@ class Relay:
             self._flush(stream)
             if stream.fill():
                 self._held.extend((due, self._other_end[stream], framed(frame)) for frame in stream.frames())
-        except ConnectionOver:
+        except ConnectionClosed:
             self._held.append((due, self._other_end[stream], None))
             self._drop(stream)
 
@@ -103,6 +103,6 @@ class Relay:
         self._poller.watch(stream.fileno(), writable=stream.is_waiting)
 
     def _drop(self, stream: Stream) -> None:
-        self._poller.forget(stream.fileno())
+        self._poller.unwatch(stream.fileno())
         del self._streams[stream.fileno()], self._other_end[stream]
         stream.close()

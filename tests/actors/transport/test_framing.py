@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from actors.transport.framing import (
-    ConnectionOver,
-    Garbled,
+    ConnectionClosed,
+    MalformedFrame,
     Poller,
     Stream,
     address_of,
     connect,
     framed,
     listen,
-    place_of,
+    resolve,
 )
 
 
@@ -56,7 +56,7 @@ def test_what_came_before_the_end_is_heard_before_it(pair):
     far.sendall(framed(b"last word") + framed(b"torn")[:-1])
     far.close()
     assert stream.fill() and list(stream.frames()) == [b"last word"]
-    with pytest.raises(ConnectionOver):
+    with pytest.raises(ConnectionClosed):
         stream.fill()
 
 
@@ -66,7 +66,7 @@ def test_a_length_beyond_all_reason_is_no_frame(pair):
     stream.fill()
     frames = stream.frames()
     assert next(frames) == b"x"
-    with pytest.raises(Garbled):
+    with pytest.raises(MalformedFrame):
         next(frames)
 
 
@@ -75,7 +75,8 @@ def test_what_the_socket_does_not_take_waits_and_keeps_its_order(pair):
     sent = [bytes([number]) * 50_000 for number in range(40)]
     started = time.monotonic()
     for payload in sent:
-        stream.send(framed(payload))
+        stream.outgoing.append(framed(payload))
+        stream.flush()
     assert stream.is_waiting and time.monotonic() - started < 1.0
     poller, line = Poller(), bytearray()
     poller.watch(stream.fileno(), writable=True)
@@ -95,7 +96,8 @@ def test_a_closing_end_does_not_take_back_what_it_has_said():
     accepted, _ = listener.accept()
     accepted.setblocking(False)
     stream = Stream(accepted)
-    stream.send(framed(b"last word"))
+    stream.outgoing.append(framed(b"last word"))
+    stream.flush()
     far.sendall(framed(b"nobody reads this"))
     stream.close()
     assert far.recv(100) == framed(b"last word") and far.recv(100) == b""
@@ -106,7 +108,7 @@ def test_a_closing_end_does_not_take_back_what_it_has_said():
 def test_a_socket_is_not_connected_to_itself():
     """Where nobody listens, the kernel sooner or later chooses that very port as the caller's own."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    place = place_of(f"tcp://127.0.0.1:{lowest + 2000}")
+    place = resolve(f"tcp://127.0.0.1:{lowest + 2000}")
     for _ in range(30_000):
         connection = connect(place, 3)
         if connection is not None:
@@ -119,7 +121,7 @@ def test_an_address_is_where_it_says(address):
     if "::1" in address and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     listener = listen(address, 3)
-    connection = connect(place_of(address_of(listener)), 3)
+    connection = connect(resolve(address_of(listener)), 3)
     assert Poller().wait(0) == []
     assert connection.getpeername() == listener.getsockname()
     connection.close()

@@ -23,7 +23,7 @@ from actors.protocol.messages import (
 )
 from actors.transport import channel
 from actors.worker import rank_loop
-from cluster import engine as engine_module
+from cluster import client as client_module
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 SAMPLING = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, frequency_penalty=0.2)
@@ -82,7 +82,7 @@ def weather(monkeypatch):
     monkeypatch.setattr(channel.Link, "send", link_send)
     monkeypatch.setattr(channel.Hub, "send", hub_send)
     monkeypatch.setattr(rank_loop, "HEARTBEAT_S", 0.03)
-    monkeypatch.setattr(engine_module, "_ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(client_module, "_RESUME_S", 0.5)
     return storm
 
 

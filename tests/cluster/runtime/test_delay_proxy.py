@@ -9,7 +9,7 @@ import pytest
 from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import Abort
 from actors.protocol.sampling_params import SamplingParams
-from actors.transport.channel import Hub, Link, open_hub
+from actors.transport.channel import Hub, Link
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.runtime.delay_proxy import Relay
 
@@ -50,7 +50,7 @@ def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
     hub.send(["draft-0"], Abort(2))
     hub.close()
     assert link.receive(timeout_s=10) == Abort(2)
-    successor = open_hub(hub.address, patience_s=5.0)
+    successor = Hub(hub.address, patience_s=5.0)
     assert link.receive(timeout_s=4 * DELAY_S) is None  # in here it is connected anew
     link.send(Abort(3))
     assert successor.receive(timeout_s=10) == ("draft-0", Abort(3))
