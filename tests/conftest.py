@@ -107,9 +107,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 def _save_checkpoint(path: Path, family: str, seed: int, overrides: dict[str, Any]) -> Path:
-    import torch
-    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from tests.families import tiny_model
 
     alphabet = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
@@ -120,7 +120,5 @@ def _save_checkpoint(path: Path, family: str, seed: int, overrides: dict[str, An
 
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     shape = TINY | {"vocab_size": len(alphabet)} | special | overrides
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
-    model.save_pretrained(path)
+    tiny_model(family, seed, **shape).save_pretrained(path)
     return path

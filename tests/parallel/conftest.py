@@ -13,6 +13,7 @@ import torch
 
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, host_store, join
+from tests.families import tiny_model
 
 SHAPE = {
     "vocab_size": 97,
@@ -48,11 +49,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., C
     def make(family: str = "Llama", *, shard_size: str = "5GB", **overrides: Any) -> Checkpoint:
         key = json.dumps([family, shard_size, overrides], sort_keys=True)
         if key not in made:
-            import transformers
-
-            config = getattr(transformers, f"{family}Config")(**SHAPE | overrides)
-            torch.manual_seed(0)
-            model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+            model = tiny_model(family, 0, **SHAPE | overrides)
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:  # norms start at one and biases at zero, which would hide a missing one
                     offset = 0.0 if name.endswith("bias") else 1.0

@@ -17,6 +17,14 @@ LLAMA = {
 }
 
 
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
 def test_what_config_json_leaves_out():
     config = read_config(LLAMA)
     assert config.head_dim == 8 and config.max_positions == 2048 and not config.tied
@@ -27,6 +35,16 @@ def test_what_config_json_leaves_out():
     assert qwen2.qkv_bias and not qwen2.o_bias and qwen2.window is None
     qwen3 = read_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
     assert qwen3.qk_norm and qwen3.head_dim == 128 and not qwen3.qkv_bias
+    gemma2 = read_config(LLAMA | {"architectures": ["Gemma2ForCausalLM"]})
+    assert gemma2.windowed == {0, 2} and gemma2.attention_softcap == 50 and gemma2.logit_softcap == 30 and gemma2.tied
+    assert gemma2.attention_scale == 1 / 16 and gemma2.embedding_scale == 8 and gemma2.head_dim == 256
+    gemma3 = read_config(LLAMA | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7})
+    assert gemma3.windowed == {0, 1, 2, 3, 4, 6} and gemma3.attention_softcap is None and gemma3.logit_softcap is None
+    assert gemma3.rope.rope_theta == 1e6 and gemma3.local_rope.rope_theta == 1e4
+    mixtral = read_config(LLAMA | {"architectures": ["MixtralForCausalLM"]})
+    assert mixtral.num_experts == 8 and mixtral.window is None and mixtral.rope.rope_theta == 1e6
+    opt = read_config(LLAMA | {"architectures": ["OPTForCausalLM"], "ffn_dim": 96})
+    assert opt.rope is None and opt.max_positions == 2048 and opt.num_kv_heads == 8 and opt.tied and opt.qkv_bias
 
 
 def test_windows_of_single_layers():
@@ -49,6 +67,11 @@ def test_windows_of_single_layers():
         ({"rope_scaling": {"type": "linear"}}, "needs a factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"architectures": ["OPTForCausalLM"]}, "lacks ffn_dim"),
+        ({"architectures": ["OPTForCausalLM"], "ffn_dim": 96, "word_embed_proj_dim": 32}, "word_embed_proj_dim=32 is"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": None}, "lacks num_local_experts"),
+        (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers="),
     ],
 )
 def test_what_we_cannot_run_is_named(change, message):
@@ -76,5 +99,7 @@ def test_ranks_that_do_not_fit():
     assert [config.local_kv_heads(size) for size in (1, 2, 4)] == [2, 1, 1]
     with pytest.raises(ValueError, match="tp=3 must divide num_attention_heads=8"):
         config.check_ranks(3)
+    with pytest.raises(ValueError, match="num_attention_heads=8 and num_experts=4"):
+        read_config(LLAMA | QWEN3_MOE).check_ranks(8)
     with pytest.raises(ValueError, match="tp=2 must divide num_key_value_heads=3"):
         read_config(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}).check_ranks(2)

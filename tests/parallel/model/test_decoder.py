@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from parallel.kv.pass_plan import Span
+from parallel.model.families import registry
 from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
 
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
@@ -17,8 +19,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 1000.0,
 }
-MODELS = {
-    "Llama": ("Llama", {}),
+MODELS = {family: (family, overrides) for family, overrides in FAMILIES.items()} | {
     "Llama, tied": ("Llama", {"tie_word_embeddings": True}),
     "Llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "Llama, as many KV heads": ("Llama", {"num_key_value_heads": 4, "head_dim": None}),
@@ -26,13 +27,22 @@ MODELS = {
     "Llama, yarn rope": ("Llama", {"rope_parameters": YARN}),
     "Llama, linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}}),
     "Llama, dynamic rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e3}}),
-    "Mistral": ("Mistral", {}),
-    "Mistral, window": ("Mistral", {"sliding_window": 8}),
-    "Qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "Qwen2, window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "Qwen3": ("Qwen3", {}),
-    "Qwen3, biases": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "Mistral, no window": ("Mistral", {}),
+    "Qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "Qwen3, no biases": ("Qwen3", {}),
+    "Gemma2, no caps": (
+        "Gemma2",
+        FAMILIES["Gemma2"] | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "Gemma3, older": ("Gemma3", {"num_hidden_layers": 7, "sliding_window": 8, "final_logit_softcapping": 20.0}),
+    "OPT, norms after": ("OPT", FAMILIES["OPT"] | {"do_layer_norm_before": False}),
+    "OPT, no biases": ("OPT", FAMILIES["OPT"] | {"enable_bias": False, "tie_word_embeddings": False}),
+    "Qwen3Moe, raw weights": ("Qwen3Moe", FAMILIES["Qwen3Moe"] | {"norm_topk_prob": False}),
 }
+
+
+def test_every_family_has_a_row():
+    assert {f"{family}ForCausalLM" for family in FAMILIES} == set(registry.FAMILIES)
 
 
 @pytest.fixture(params=MODELS)
@@ -64,19 +74,38 @@ def test_logits_are_those_of_transformers(checkpoint, backend):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("Llama, tied", 2), ("Llama, biases", 4), ("Qwen2", 2), ("Qwen3, biases", 2), ("Mistral", 4)]
+    ("name", "size"), [*((family, 2) for family in FAMILIES), ("Llama, biases", 4), ("Mistral", 4), ("Qwen3Moe", 4)]
 )
 def test_ranks_share_a_model(make_checkpoint, on_ranks, name, size):
     """97 tokens of vocabulary are odd for every size, and 4 ranks share 2 KV heads."""
     family, overrides = MODELS[name]
     checkpoint = make_checkpoint(family, **overrides)
     expected = checkpoint.logits(TOKENS)
-    for backend in ("sdpa", "padded"):
-        for logits in on_ranks(
-            size, lambda group: feed(open_model(checkpoint.path, group, num_slots=64, backend=backend), [30, 9, 1])
-        ):
+
+    def work(group):
+        models = [open_model(checkpoint.path, group, num_slots=64, backend=backend) for backend in ("sdpa", "padded")]
+        return [feed(model, [30, 9, 1]) for model in models]
+
+    for results in on_ranks(size, work):
+        for logits in results:
             assert logits.shape == expected.shape
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(make_checkpoint, family):
+    checkpoint = make_checkpoint(family, **FAMILIES[family])
+    model = open_model(checkpoint.path, num_slots=64)
+    model.open(0)
+    tokens = TOKENS[:20]
+    logits = model.forward([Span(0, 20)], tokens).logits
+    for _ in range(20):
+        tokens = [*tokens, int(logits.argmax(-1))]
+        logits = model.forward([Span(0, 1)], tokens[-1:]).logits
+    expected = checkpoint.model.generate(
+        torch.tensor([TOKENS[:20]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert tokens == expected[0].tolist()
 
 
 def test_taps_are_the_residual_stream(llama):
@@ -110,8 +139,10 @@ def test_a_stretched_layer_keeps_the_last_layers_window():
     assert read_config(hf).stretched(2).windowed == {1, 2, 3}
 
 
-def test_bfloat16_runs_close_to_float32(llama):
-    low = feed(open_model(llama.path, dtype=torch.bfloat16, num_slots=64), [30, 10])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "OPT", "Mixtral"])
+def test_bfloat16_runs_close_to_float32(make_checkpoint, family):
+    checkpoint = make_checkpoint(family, **FAMILIES[family] | {"initializer_range": 0.1, "init_std": 0.1})
+    low = feed(open_model(checkpoint.path, dtype=torch.bfloat16, num_slots=64), [30, 10])
     assert low.dtype == torch.float32
-    expected = llama.logits(TOKENS)
+    expected = checkpoint.logits(TOKENS)
     assert (low - expected).std() < 0.1 * expected.std()

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from parallel.comm.group import Group
+from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.model.layers.weight import packs
 from parallel.model.partition import LayerLayout, default_partition, partition_of
 from parallel.runtime.layer_parallel_runner import open_layer_parallel
 from parallel.runtime.model_bytes import layer_kv_bytes_per_slot, layer_weight_bytes
 from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
 
 CALIBRATIONS = ("recompute", "owner", "broadcast")
 WAYS = [(mlp, calibration) for mlp in ("replicated", "tensor") for calibration in CALIBRATIONS][:-1]
@@ -237,6 +238,26 @@ def test_after_calibration_every_rank_has_the_sequential_rows(
     assert held == set(range(8))
 
 
+@pytest.mark.parametrize("mlp", ["replicated", "tensor"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_layer_parallel(make_checkpoint, on_ranks, family, mlp):
+    """Exact passes are those of transformers; fuzzy ones on two ranks are those of one rank, which has all layers."""
+    checkpoint = make_checkpoint(family, **FAMILIES[family] | {"num_hidden_layers": 6})
+
+    def passes(group):
+        runner = prefilled(checkpoint.path, layout_of(2, group.size, num_layers=6, mlp=mlp), group)
+        exact = runner.forward([Span("s", 3, num_logits=3)], DRAFT).logits
+        runner.drop_pending("s")
+        return exact, draft(runner)
+
+    expected = checkpoint.logits(PROMPT + DRAFT)[-3:]
+    _, alone = passes(SINGLE)
+    assert (alone - expected).abs().max() > 1e-2, "fuzzy is exact here: the test shows nothing"
+    for exact, fuzzy in on_ranks(2, passes):
+        torch.testing.assert_close(exact, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(fuzzy, alone, atol=1e-4, rtol=0)
+
+
 def test_every_calibration_gives_the_same_drafts(deep_llama, on_ranks):
     """Two rounds of drafting with a calibration between them, MLPs whole and split."""
 
@@ -315,9 +336,12 @@ def test_how_often_ranks_wait_for_each_other(deep_llama, on_ranks, mlp, calibrat
 
 
 @pytest.mark.parametrize(("mlp", "calibration"), WAYS)
-@pytest.mark.parametrize(("family", "ranks"), [("Llama", 1), ("Llama", 2), ("Qwen3", 1), ("Qwen3", 4)])
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("Llama", 1), ("Llama", 2), ("Qwen3", 4), ("Gemma3", 2), ("Mixtral", 2), ("OPT", 1)]
+)
 def test_bytes_are_those_allocated(make_checkpoint, on_ranks, family, calibration, mlp, ranks):
-    path = make_checkpoint(family, num_hidden_layers=8, tie_word_embeddings=family == "Llama").path
+    overrides = {"num_hidden_layers": 8, "tie_word_embeddings": family == "Llama"}
+    path = make_checkpoint(family, **FAMILIES[family] | overrides).path
     layout = LayerLayout(partition_of([1, 2, 2, 2, 1] if ranks > 1 else [1, 6, 1], 8), ranks, mlp, calibration)
     for rank, runner in enumerate(on_ranks(ranks, lambda group: open_layer_parallel(path, layout, group, num_slots=9))):
         config, dtype = runner.config, torch.float32

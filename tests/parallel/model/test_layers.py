@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from parallel.comm.group import SINGLE
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear, even_rows
-from parallel.model.layers.norm import RMSNorm
+from parallel.model.layers.norm import RMSNorm, RMSNormPlusOne
 from parallel.model.layers.weight import Layer, Weight, packs
 
 PLAIN = {"dtype": torch.float32, "device": "cpu"}
@@ -50,12 +50,14 @@ def test_bytes_count_shared_weights_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_is_transformers_norm(dtype):
+@pytest.mark.parametrize("kind", [RMSNorm, RMSNormPlusOne])
+def test_norm_is_transformers_norm(kind, dtype):
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    norm = RMSNorm(48, 1e-5, dtype=dtype, device="cpu")
+    norm = kind(48, 1e-5, dtype=dtype, device="cpu")
     norm.weight.normal_()
-    reference = LlamaRMSNorm(48, 1e-5).to(dtype)
+    reference = {RMSNorm: LlamaRMSNorm, RMSNormPlusOne: Gemma2RMSNorm}[kind](48, 1e-5).to(dtype)
     reference.weight.data = norm.weight
     for scale in (1e-4, 1.0, 300.0):  # the first is where eps matters
         x = (scale * torch.randn(5, 3, 48)).to(dtype)

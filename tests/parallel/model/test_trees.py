@@ -9,6 +9,7 @@ import torch
 
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
 
 
 class Tree:
@@ -58,15 +59,17 @@ def test_every_node_is_a_plain_pass_over_its_path(llama, backend, seed):
     check_tree(llama, model, Tree(seed, prefix_len=9 * (seed != 2)), [[12], [1] * 12, [5, 7], [1, 4, 4, 3]][seed])
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2"])
-def test_windows_count_positions_not_rows(make_checkpoint, backend, family):
-    window = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
-    checkpoint = make_checkpoint(family, **window)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_verifies_trees(make_checkpoint, backend, family):
+    """The trees reach further than the sliding windows, which count positions, not rows."""
+    checkpoint = make_checkpoint(family, **FAMILIES[family])
     check_tree(checkpoint, open_model(checkpoint.path, num_slots=64, backend=backend), Tree(1), [4, 8])
 
 
-def test_ranks_verify_a_tree_together(llama, on_ranks):
-    on_ranks(2, lambda group: check_tree(llama, open_model(llama.path, group, num_slots=64), Tree(4), [6, 6]))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_verify_a_tree_together(make_checkpoint, on_ranks, family):
+    checkpoint = make_checkpoint(family, **FAMILIES[family])
+    on_ranks(2, lambda group: check_tree(checkpoint, open_model(checkpoint.path, group, num_slots=64), Tree(4), [6, 6]))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -9,6 +9,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import packs
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:
@@ -140,8 +141,8 @@ def test_an_unknown_backend_is_named(llama):
     [
         ("Llama", {"attention_bias": True, "mlp_bias": True}),
         ("Llama", {"tie_word_embeddings": True}),
-        ("Qwen2", {}),
-        ("Qwen3", {"attention_bias": True}),
+        ("OPT", FAMILIES["OPT"] | {"enable_bias": False}),
+        *FAMILIES.items(),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -1,0 +1,48 @@
+"""One tiny random model for every architecture of the registry. A new family adds a row; every family test runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+WINDOW = 8
+_MIXTURE = {"num_experts_per_tok": 2, "initializer_range": 0.5}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Mixtral": {"sliding_window": WINDOW, "num_local_experts": 4} | _MIXTURE,
+    "Qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "Qwen3": {"attention_bias": True, "tie_word_embeddings": True},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True} | _MIXTURE,
+    "Gemma2": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 10.0,
+        "tie_word_embeddings": True,
+    },
+    "Gemma3": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 3,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "OPT": {"ffn_dim": 48, "init_std": 0.3, "tie_word_embeddings": True},
+}
+"""Family, as transformers names it -> what differs from the shape that a test gives all of them. Sliding windows are
+shorter than the tests' prompts."""
+
+
+def tiny_model(family: str, seed: int, **shape: Any) -> Any:
+    """A model of transformers with random weights."""
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{family}ForCausalLM")(config_class(**shape)).eval()
