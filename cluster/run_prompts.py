@@ -68,6 +68,15 @@ def serve_prompts(
     return run
 
 
+def all_completed(run: Run) -> list[Served]:
+    """The requests in the order of the prompts. Raises KeyboardInterrupt, and EngineError if a request failed."""
+    if run.interrupted:
+        raise KeyboardInterrupt
+    if run.failed:
+        raise EngineError(f"prompt {run.failed[0].index + 1}: {run.failed[0].error}")
+    return run.completed
+
+
 def _count(engine: Engine, run: Run) -> None:
     """Close the window; a dead engine counts no more, and its requests already say why."""
     try:

@@ -1,15 +1,16 @@
-"""Everything a cascade can propose, with its probability: production levels over toy models, played to the last coin.
+# ruff: noqa: ARG002  # toy runners and sources take the arguments of the real ones
+"""Exact enumeration of a cascade: all its proposals over toy models, each with its probability.
 
-`CascadeDrafter` runs as it is; its coins and the draws of the level beneath read their decisions from a tape, and every
-tape is played. What comes out goes through the rule of the target as in `cluster.tools.certify.rule_enumeration`. Slow by
-nature: for three tokens and short drafts.
+`CascadeDrafter` runs unchanged; its random source and the draws of its child level read their decisions from a tape,
+and every tape is run. The proposals go through the target's rule as in `rule_enumeration`. The cost is exponential: for
+three tokens and short drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,13 +18,15 @@ import torch
 from actors.drafters.cascade.child import ChildLevel, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths
 from actors.drafters.cascade.level import CascadeDrafter
-from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.drafters.interface import Context, Draft, Drafter, IdleDrafter
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
-from cluster.tools.certify import rule_enumeration
-from cluster.tools.certify.rule_enumeration import Law, emission, total_variation
+from cluster.tools.certify.rule_enumeration import ConditionalDistribution, WeightedDraft, emission, total_variation
 from parallel.runtime.runner import PassOutput, Span
+
+if TYPE_CHECKING:
+    from parallel.runtime.runner import ModelRunner
 
 VOCAB, PROMPT = 3, (0, 0)
 _LONGEST = 99
@@ -31,19 +34,19 @@ _Result = TypeVar("_Result")
 
 
 class Tape:
-    """The decisions of one run: those of `script`, and the first possible one behind its end. Serves as coins."""
+    """A random source that takes the decisions of `script`, and the first possible one at each draw after its end."""
 
     def __init__(self, script: list[int]) -> None:
         self.weight = 1.0
         self._script = script
-        self._laws: list[np.ndarray] = []
+        self._distributions: list[np.ndarray] = []
 
     def draw(self, weights: Sequence[float] | np.ndarray) -> int:
         distribution = np.asarray(weights, dtype=float) / np.sum(weights)
-        if len(self._laws) == len(self._script):
+        if len(self._distributions) == len(self._script):
             self._script.append(int(np.flatnonzero(distribution)[0]))
-        choice = self._script[len(self._laws)]
-        self._laws.append(distribution)
+        choice = self._script[len(self._distributions)]
+        self._distributions.append(distribution)
         self.weight *= distribution[choice]
         return choice
 
@@ -55,17 +58,17 @@ class Tape:
 
     def successor(self) -> list[int] | None:
         """The script of the next run, None after the last."""
-        script = self._script[: len(self._laws)]
+        script = self._script[: len(self._distributions)]
         while script:
-            later = [i for i in np.flatnonzero(self._laws[len(script) - 1]) if i > script[-1]]
+            later = [i for i in np.flatnonzero(self._distributions[len(script) - 1]) if i > script[-1]]
             if later:
                 return [*script[:-1], int(later[0])]
             script.pop()
         return None
 
 
-def every_run(run: Callable[[Tape], _Result]) -> Iterator[tuple[float, _Result]]:
-    """(probability, what came of it) for every way the decisions can fall."""
+def all_runs(run: Callable[[Tape], _Result]) -> Iterator[tuple[float, _Result]]:
+    """(probability, result) for every sequence of decisions."""
     script: list[int] | None = []
     while script is not None:
         tape = Tape(script)
@@ -75,14 +78,14 @@ def every_run(run: Callable[[Tape], _Result]) -> Iterator[tuple[float, _Result]]
 
 
 class ToyRunner:
-    """Rows are tokens of one sequence; the logits behind a row are the logarithm of a law of the text up to it."""
+    """A model runner of one sequence: the logits after a row are the logarithm of a toy model's distribution there."""
 
     decoder = SimpleNamespace(group=SimpleNamespace(size=1))
 
-    def __init__(self, distribution: Law, vocab_size: int, prompt_len: int) -> None:
+    def __init__(self, distribution: ConditionalDistribution, vocab_size: int, prompt_len: int) -> None:
         self.config = SimpleNamespace(max_positions=_LONGEST, vocab_size=vocab_size)
         self.scored: list[np.ndarray] = []
-        """The laws behind the nodes of the last pass that was asked for logits."""
+        """Distributions after the nodes of the last pass."""
         self._distribution = distribution
         self._prompt_len = prompt_len
         self._kept: list[int] = []
@@ -125,66 +128,64 @@ class ToyRunner:
         return self._kept + path[::-1]
 
 
-class Sampler(IdleDrafter):
-    """The level beneath: a chain drawn from `distribution` as the tape says, or its likeliest tokens, which nobody drew."""
+class ToyChild(IdleDrafter):
+    """The child level: a chain drawn from `distribution` by the tape, or, deterministic, its likeliest tokens."""
 
-    def __init__(self, distribution: Law, tape: Tape, kind: SamplingKind = SamplingKind.IID) -> None:
+    def __init__(
+        self, distribution: ConditionalDistribution, tape: Tape, kind: SamplingKind = SamplingKind.IID
+    ) -> None:
         self._distribution, self._tape, self._kind = distribution, tape, kind
 
     def open(self, context: Context) -> None:
-        """It remembers nothing."""
+        """Keeps no state."""
 
     def prepare(self, contexts: Sequence[Context]) -> None:
-        """It remembers nothing."""
+        """Keeps no state."""
 
     def observe(self, context: Context, commit: Commit) -> None:
-        """It remembers nothing."""
+        """Keeps no state."""
 
     def release(self, request_id: int) -> None:
-        """It remembers nothing."""
+        """Keeps no state."""
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         (context,), (budget,) = contexts, budgets
-        drawn: list[int] = []
+        token_ids: list[int] = []
         distributions: list[SparseDistribution | None] = []
         for _ in range(budget):
-            row = self._distribution((*context.token_ids[len(PROMPT) :], *drawn))
+            row = self._distribution((*context.token_ids[len(PROMPT) :], *token_ids))
             distributions.append(SparseDistribution(tuple(range(VOCAB)), tuple(row)))
-            drawn.append(int(row.argmax()) if self._kind is SamplingKind.DETERMINISTIC else self._tape.draw(row))
-        tree = TokenTree.chain(context.token_ids[-1], drawn)
+            token_ids.append(int(row.argmax()) if self._kind is SamplingKind.DETERMINISTIC else self._tape.draw(row))
+        tree = TokenTree.chain(context.token_ids[-1], token_ids)
         if self._kind is SamplingKind.DETERMINISTIC:
             return [Draft.chosen(tree)]
         return [Draft(tree, (SamplingKind.ROOT, *[self._kind] * budget), (*distributions, None))]
 
 
-CoinsOf = Callable[[Tape, ToyRunner], RandomSource]
-"""The coins of a level whose model is this runner."""
+SourceOf = Callable[[Tape, ToyRunner], RandomSource]
+"""The random source of a level whose model is this runner."""
 
 
-def honest(tape: Tape, runner: ToyRunner) -> RandomSource:
-    return tape
-
-
-def level(
-    distribution: Law,
-    below: IdleDrafter | CascadeDrafter,
+def toy_level(
+    distribution: ConditionalDistribution,
+    child: Drafter,
     tape: Tape,
     lengths: tuple[int, ...],
     number: int,
     rule: str,
     tail: int = 0,
     law_size: int = VOCAB,
-    coins_of: CoinsOf = honest,
+    source_of: SourceOf = lambda tape, _runner: tape,
     make_coins: Callable[[int, int], RandomSource] | None = None,
 ) -> CascadeDrafter:
-    """The level `number` of a cascade in which level i hands up `lengths[i]` tokens, 0 to pass on others.
+    """Level `number` of a cascade whose level i proposes `lengths[i]` tokens, 0 to forward its child's.
 
-    Its coins are the tape's, as `coins_of` hands them out, or the production ones that `make_coins` makes.
+    Its random source is `source_of(tape, runner)`, or the production one that `make_coins` makes.
     """
     runner = ToyRunner(distribution, VOCAB, len(PROMPT))
     return CascadeDrafter(
-        runner,
-        ChildLevel(LocalChild(below), str(number - 1), max(lengths[:number])),
+        cast("ModelRunner", runner),  # the part of it that a level uses
+        ChildLevel(LocalChild(child), str(number - 1), max(lengths[:number])),
         level=number,
         name=str(number),
         rule=rule,
@@ -193,37 +194,36 @@ def level(
         prefill_chunk=_LONGEST,
         lengths=FixedLengths(lengths),
         tail=tail,
-        make_coins=make_coins or (lambda seed, step: coins_of(tape, runner)),
+        make_coins=make_coins or (lambda _seed, _step: source_of(tape, runner)),
     )
 
 
-def guesses(
-    distributions: Sequence[Law],
+def enumerate_proposals(
+    distributions: Sequence[ConditionalDistribution],
     lengths: tuple[int, ...],
     rule: str,
     tail: int = 0,
     law_size: int = VOCAB,
     kind: SamplingKind = SamplingKind.IID,
-    coins_of: CoinsOf = honest,
+    source_of: SourceOf = lambda tape, _runner: tape,
 ) -> list[tuple[float, Draft]]:
-    """Everything a cascade over these laws, the cheapest first, can propose; the first level draws as `kind` says."""
+    """All proposals of a cascade over these models, the cheapest first; the first level draws by `kind`."""
 
     def run(tape: Tape) -> Draft:
-        drafter: IdleDrafter | CascadeDrafter = Sampler(distributions[0], tape, kind)
+        drafter: Drafter = ToyChild(distributions[0], tape, kind)
         for number, distribution in enumerate(distributions[1:], 1):
-            drafter = level(distribution, drafter, tape, lengths, number, rule, tail, law_size, coins_of)
+            drafter = toy_level(distribution, drafter, tape, lengths, number, rule, tail, law_size, source_of)
         context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
         drafter.open(context)
         return drafter.propose([context], [lengths[-1] or max(lengths)])[0]
 
-    return list(every_run(run))
+    return list(all_runs(run))
 
 
-def distance(p: Law, proposed: Sequence[tuple[float, Draft]], rule: str) -> float:
-    """Total variation between what `rule` emits for these drafts and the target's law."""
+def distance(p: ConditionalDistribution, proposed: Sequence[tuple[float, Draft]], rule: str) -> float:
+    """Total variation between the output of `rule` on these drafts and the target's distribution."""
     drafts = (
-        rule_enumeration.Draft(weight, guess.tree, guess.sampling_kinds, guess.distributions)
-        for weight, guess in proposed
+        WeightedDraft(weight, draft.tree, draft.sampling_kinds, draft.distributions) for weight, draft in proposed
     )
-    length = max(guess.tree.num_draft_tokens for _, guess in proposed) + 1
+    length = max(draft.tree.num_draft_tokens for _, draft in proposed) + 1
     return total_variation(emission(RULES[rule], drafts, p, length), p, length)

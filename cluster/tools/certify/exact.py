@@ -1,12 +1,13 @@
-"""The rule in use, enumerated: on tiny vocabularies every draft and every coin is played and the law compared exactly.
+"""The rule in use, enumerated: on tiny vocabularies every draft and every random choice, the output compared exactly.
 
-Beside it stand two broken variants made of the same rule. They must be found out, or the enumeration proves nothing.
+Two broken variants of the same rule are enumerated too. If their bias does not show, the check fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -14,19 +15,20 @@ from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, TokenTree
 from actors.verification import coupled
 from actors.verification.rules import RULES
+from cluster.tools.certify.certificate import Check
 from cluster.tools.certify.rule_enumeration import (
-    Law,
+    ConditionalDistribution,
     Rule,
+    coupled_emission,
     emission,
     enumerate_drafts,
-    matching_emission,
     total_variation,
 )
 
 EXACT = 1e-10
 """Rounding of a few thousand float64 products."""
 FOUND_OUT = 1e-3
-"""A broken variant must be at least this far from the target's law."""
+"""A broken variant must be at least this far from the target's distribution."""
 VOCAB_SIZE = 3
 """Two would hide mistakes with duplicates."""
 NUM_MODELS = 6
@@ -34,46 +36,55 @@ SHAPES = ((1, 1), (2, 1))
 """Children per level: a chain, and a tree that branches."""
 
 
-def check_exactness(rule: VerifyRule, kinds: Iterable[SamplingKind]) -> dict[str, object]:
-    """Enumerate `rule` for drafts drawn in these ways (chosen without randomness if none is named)."""
+def check_exactness(rule: VerifyRule, kinds: Iterable[SamplingKind]) -> Check:
+    """Enumerate `rule` for drafts of these sampling kinds (deterministic if none is given)."""
     schemes = [
         [(kind,) * width for width in shape]
         for kind in sorted(kinds) or [SamplingKind.DETERMINISTIC]
         for shape in SHAPES
     ]
-    distance = _worst(rule, _in_use(rule), schemes)
+    # Looked up at the call, so that the check runs the function that the engine calls.
+    in_use = coupled.verify_coupled if rule is VerifyRule.coupled else RULES[rule]
+    distance = _worst(rule, in_use, schemes)
     controls = {broken.__name__.strip("_"): _worst(rule, broken, schemes) for broken in _broken(rule)}
-    return {
-        "name": "exact enumeration",
-        "passed": distance < EXACT and min(controls.values()) > FOUND_OUT,
-        "rule": str(rule),
-        "draws": [SamplingKind(kind).name for kind in sorted(kinds)],
-        "num_enumerations": len(schemes) * NUM_MODELS,
-        "largest_distance": distance,
-        "allowed_distance": EXACT,
-        "broken_rules_found_at": controls,
-    }
+    num_enumerations = len(schemes) * NUM_MODELS
+    return Check(
+        "exact enumeration",
+        distance < EXACT and min(controls.values()) > FOUND_OUT,
+        enumeration_findings(rule, num_enumerations, distance, controls),
+        {
+            "rule": str(rule),
+            "draws": [SamplingKind(kind).name for kind in sorted(kinds)],
+            "num_enumerations": num_enumerations,
+            "largest_distance": distance,
+            "allowed_distance": EXACT,
+            "broken_rules_found_at": controls,
+        },
+    )
 
 
-def _in_use(rule: VerifyRule) -> Rule:
-    """The function the engine calls, looked up when it is asked for."""
-    return coupled.verify_coupled if rule is VerifyRule.coupled else RULES[rule]
+def enumeration_findings(
+    rule: VerifyRule, num_enumerations: int, distance: float, controls: Mapping[str, float]
+) -> str:
+    return (
+        f"{rule}, {num_enumerations} enumerations: largest distance {distance:.0e}; "
+        f"broken rules found out at {min(controls.values()):.2f} and above"
+    )
 
 
 def _worst(rule: VerifyRule, function: Rule, schemes: Sequence[Sequence[Sequence[SamplingKind]]]) -> float:
     """Largest total variation over toy models and schemes."""
-    emitted = matching_emission if rule is VerifyRule.coupled else emission
+    emitted = coupled_emission if rule is VerifyRule.coupled else emission
     found = []
     for scheme in schemes:
         for seed in range(NUM_MODELS):
             p, q = toy_distribution(seed), toy_distribution(seed + NUM_MODELS)
             length = len(scheme) + 1
-            drafts = enumerate_drafts(q, scheme)
-            found.append(total_variation(emitted(function, drafts, p, length), p, length))
+            found.append(total_variation(emitted(function, enumerate_drafts(q, scheme), p, length), p, length))
     return max(found)
 
 
-def toy_distribution(seed: int) -> Law:
+def toy_distribution(seed: int) -> ConditionalDistribution:
     """A model of three tokens: one random row per context, every third model with zeros in it."""
 
     @cache
@@ -90,31 +101,37 @@ def toy_distribution(seed: int) -> Law:
 # --- negative controls ------------------------------------------------------------------------------------------------
 
 
-def _broken(rule: VerifyRule) -> list[Callable[..., tuple[tuple[int, ...], int]]]:
+def _broken(rule: VerifyRule) -> list[Rule]:
     if rule is VerifyRule.coupled:
         return [_accepts_the_first_child, _repeats_the_first_choice]
     function = RULES[rule]
 
-    def accepts_everything(tree, draws, distributions, target_row, random_source):
-        return function(
-            tree, draws, distributions, target_row, _Coins(random_source, accept=lambda probability, node: True)
-        )
+    def accepts_everything(*inputs: Any) -> tuple[tuple[int, ...], int]:
+        *draft_and_target, random_source = inputs
+        return function(*draft_and_target, PatchedSource(lambda _probability, _node: True, random_source.sample))
 
-    def corrects_from_the_target(tree, draws, distributions, target_row, random_source):
-        def sample(weights: np.ndarray, node: int) -> int:
+    def corrects_from_the_target(*inputs: Any) -> tuple[tuple[int, ...], int]:
+        *draft, target_row, random_source = inputs
+
+        def sample(_weights: np.ndarray, node: int) -> int:
             return random_source.sample(target_row(node), node)
 
-        return function(tree, draws, distributions, target_row, _Coins(random_source, sample=sample))
+        return function(*draft, target_row, PatchedSource(random_source.accept, sample))
 
     return [accepts_everything, corrects_from_the_target]
 
 
-class _Coins:
-    """Coins of which one verb lies."""
+class PatchedSource:
+    """A random source made of two functions, to replace one of them by a wrong one."""
 
-    def __init__(self, random_source, *, accept=None, sample=None) -> None:
-        self.accept = accept or random_source.accept
-        self.sample = sample or random_source.sample
+    def __init__(self, accept: Callable[[float, int], bool], sample: Callable[[np.ndarray, int], int]) -> None:
+        self._accept, self._sample = accept, sample
+
+    def accept(self, probability: float, node: int) -> bool:
+        return self._accept(probability, node)
+
+    def sample(self, weights: np.ndarray, node: int) -> int:
+        return self._sample(weights, node)
 
 
 def _accepts_the_first_child(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:

@@ -1,4 +1,4 @@
-"""Whether counts follow a law, and how small a bias the answer would have noticed. Pure; knows no model.
+"""Goodness of fit of counts to a distribution, and the smallest bias that the test would have found. Knows no model.
 
 Sources: the G-test (Sokal and Rohlf, Biometry); Holm's step-down correction (1979). Power is that of the asymptotic
 noncentral chi-square; that a bias of total variation d has a chi-square divergence of at least 4 d^2, whatever its
@@ -8,7 +8,7 @@ shape, is the inequality of Cauchy and Schwarz.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,8 @@ _BISECTIONS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """One comparison. `distance` is the total variation that was observed, over the cells that were compared."""
+class GoodnessOfFit:
+    """One comparison. `distance` is the observed total variation over the cells, `pooled_mass` that of rare tokens."""
 
     name: str
     num_draws: int
@@ -31,8 +31,8 @@ class Fit:
     p_value: float
 
 
-def fit_distribution(name: str, counts: np.ndarray, distribution: np.ndarray) -> Fit:
-    """G-test of counts [V] against a law [V]; a token that cannot occur and did is impossible."""
+def fit_distribution(name: str, counts: np.ndarray, distribution: np.ndarray) -> GoodnessOfFit:
+    """G-test of counts [V] against a distribution [V]; a count where the probability is 0 gives p-value 0."""
     num_draws = int(counts.sum())
     expected = distribution * num_draws
     own = expected >= LEAST_EXPECTED
@@ -42,21 +42,21 @@ def fit_distribution(name: str, counts: np.ndarray, distribution: np.ndarray) ->
         smallest = int(np.argmin(expected_cells[:-1]))
         expected_cells[smallest] += expected_cells.pop()
         observed_cells[smallest] += observed_cells.pop()
-    observed, wanted = np.array(observed_cells, dtype=float), np.array(expected_cells)
-    seen = observed > 0
-    statistic = 2.0 * float((observed[seen] * np.log(observed[seen] / wanted[seen])).sum())
+    observed, predicted = np.array(observed_cells, dtype=float), np.array(expected_cells)
+    occurred = observed > 0
+    statistic = 2.0 * float((observed[occurred] * np.log(observed[occurred] / predicted[occurred])).sum())
     impossible = bool(counts[distribution == 0].sum())
-    return Fit(
+    return GoodnessOfFit(
         name,
         num_draws,
         len(observed),
         float(distribution[~own].sum()),
-        float(np.abs(observed - wanted).sum() / 2 / num_draws),
+        float(np.abs(observed - predicted).sum() / 2 / num_draws),
         0.0 if impossible else tail(len(observed) - 1, statistic),
     )
 
 
-def fit_share(name: str, count: int, num_draws: int, share: float) -> Fit:
+def fit_share(name: str, count: int, num_draws: int, share: float) -> GoodnessOfFit:
     """The same for one event of probability `share`."""
     return fit_distribution(name, np.array([count, num_draws - count]), np.array([share, 1.0 - share]))
 
@@ -69,8 +69,8 @@ def tail(degrees: int, statistic: float) -> float:
     return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
-def rejected(fits: Sequence[Fit], significance: float) -> list[Fit]:
-    """Those that do not fit, with at most `significance` for one false alarm among all of them (Holm)."""
+def rejected(fits: Sequence[GoodnessOfFit], significance: float) -> list[GoodnessOfFit]:
+    """Comparisons that do not fit; one false alarm among all has at most probability `significance` (Holm)."""
     ranked = sorted(fits, key=lambda fit: fit.p_value)
     for rank, fit in enumerate(ranked):
         if fit.p_value > significance / (len(ranked) - rank):
@@ -97,7 +97,7 @@ def _shifted_tail(degrees: int, shift: float, critical: float) -> float:
     return float((weights * tails).sum())
 
 
-def _solve(falling, low: float, high: float) -> float:
+def _solve(falling: Callable[[float], float], low: float, high: float) -> float:
     """Where a decreasing function crosses zero."""
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""The engine's tokens against plain decoding's: same prompts, same settings, same engine, token by token.
+"""Outputs of speculation and of plain decoding: same prompts, same settings, same engine.
 
-Under the coupled rule sampled tokens must be the same, too; a ratio rule keeps their law only, so there the greedy ones
-are compared and the sampled ones kept for the checks of laws.
+Under the coupled rule sampled tokens must be equal, too; a ratio rule keeps their distribution only, so there the
+greedy ones are compared and the sampled ones kept for the checks of distributions.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import is_greedy
-from cluster.completion import EngineError
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
-from cluster.observability.results import Run
-from cluster.run_prompts import serve_prompts
+from cluster.run_prompts import all_completed, serve_prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputPair:
     """One prompt under one setting, as plain decoding and as speculation completed it."""
 
     prompt: int
@@ -36,11 +34,14 @@ class Output:
         if self.plain == self.speculative:
             return None
         pairs = enumerate(zip(self.plain, self.speculative, strict=False))
-        return next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(self.plain), len(self.speculative)))
+        return next(
+            (i for i, (plain, speculative) in pairs if plain != speculative),
+            min(len(self.plain), len(self.speculative)),
+        )
 
 
 def must_be_equal(rule: VerifyRule, sampling: SamplingParams) -> bool:
-    """Whether tokens themselves are promised, rather than their law."""
+    """Whether the tokens themselves are promised, rather than their distribution."""
     return rule is VerifyRule.coupled or is_greedy(sampling)
 
 
@@ -60,11 +61,21 @@ def complete(
     sampling: SamplingParams,
     concurrency: int,
     on_finished: Callable[[], None],
-) -> list[Output]:
+) -> list[OutputPair]:
     """All prompts on both sides. Raises EngineError if a request failed, KeyboardInterrupt."""
-    sides = [_serve(engine, prompts, sampling, concurrency, on_finished, speculate=side) for side in (False, True)]
+    sides = []
+    for speculate in (False, True):
+        run = serve_prompts(
+            engine,
+            prompts,
+            sampling,
+            speculate=speculate,
+            concurrency=concurrency,
+            on_finished=lambda _served: on_finished(),
+        )
+        sides.append(all_completed(run))
     return [
-        Output(
+        OutputPair(
             plain.index,
             tuple(engine.tokenizer.encode(plain.prompt.text).ids),
             sampling,
@@ -72,29 +83,5 @@ def complete(
             speculative.token_ids,
             speculative.stats.num_accepted_tokens,
         )
-        for plain, speculative in zip(*(side.completed for side in sides), strict=True)
+        for plain, speculative in zip(*sides, strict=True)
     ]
-
-
-def _serve(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    concurrency: int,
-    on_finished: Callable[[], None],
-    *,
-    speculate: bool,
-) -> Run:
-    run = serve_prompts(
-        engine,
-        prompts,
-        sampling,
-        speculate=speculate,
-        concurrency=concurrency,
-        on_finished=lambda served: on_finished(),
-    )
-    if run.interrupted:
-        raise KeyboardInterrupt
-    if run.failed:
-        raise EngineError(f"prompt {run.failed[0].index + 1}: {run.failed[0].error}")
-    return run

@@ -1,41 +1,75 @@
-"""Cascades shaped like the user's, enumerated: what the levels hand up must be drawn from the law that they report.
+"""Cascades shaped like the user's over toy models: proposals enumerated, and several rounds counted.
 
-The engine's levels run over toy models, every draw and every coin is played, and the proposals go through the target's
-rule. What an enumeration cannot see, coins met twice in several rounds, is counted. Beside both stand known mistakes
-of drafting in several levels, which must be found out.
+The enumeration runs the engine's levels with every draw and every random choice, and the proposals go through the
+target's rule: what a level proposes must be drawn from the distribution that it reports. An enumeration replaces the
+random source, so it cannot see that a level uses the same random numbers in two verifications, or again when a request
+is admitted again. Both make tokens of different rounds depend on each other, so rounds with the engine's own random
+source are counted. Known mistakes of drafting in several levels are run beside both and must be found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from functools import partial, reduce
 
 import numpy as np
 
+from actors.coordinator.outbox import Outbox
+from actors.coordinator.sequence import Sequence
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.interface import Draft
 from actors.options import VerifyRule
-from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
-from cluster.tools.certify.cascade_enumeration import VOCAB, Tape, ToyRunner, distance, guesses
-from cluster.tools.certify.exact import EXACT, FOUND_OUT, toy_distribution
-from cluster.tools.certify.goodness import detectable_distance
-from cluster.tools.certify.rounds import fit_rounds, repeats_every_review
-from cluster.tools.certify.rule_enumeration import Law
+from actors.protocol.messages import (
+    DraftBatch,
+    DraftOrder,
+    Request,
+    SamplingKind,
+    SamplingParams,
+    SparseDistribution,
+    TokenTree,
+    Verdict,
+)
+from actors.roles.draft import DraftRole
+from actors.verification.random_source import HashRandomSource, RandomSource
+from actors.verification.rules import RULES
+from cluster.tools.certify.cascade_enumeration import (
+    PROMPT,
+    VOCAB,
+    Tape,
+    ToyChild,
+    ToyRunner,
+    distance,
+    enumerate_proposals,
+    toy_level,
+)
+from cluster.tools.certify.certificate import Check
+from cluster.tools.certify.exact import EXACT, FOUND_OUT, PatchedSource, enumeration_findings, toy_distribution
+from cluster.tools.certify.goodness import GoodnessOfFit, detectable_distance, fit_distribution
+from cluster.tools.certify.rule_enumeration import ConditionalDistribution
 
 NUM_MODELS = 4
+NUM_TEXTS = 400
 _DEEPEST = 3
-"""Levels of an enumerated cascade; a fourth would do to the third what that does to the second."""
+"""Levels of an enumerated cascade; a fourth is to the third what the third is to the second."""
 _UNLIKELY = 0.3
 _SIGNIFICANCE = 1e-4
 _POWER = 0.99
+_LENGTH = 4
+_TARGET, _LEVEL = np.array([0.5, 0.5, 0.0]), np.array([0.4, 0.6, 0.0])
 
-Weighed = list[tuple[float, Draft]]
+Models = SequenceOf[ConditionalDistribution]
+"""Toy models of the levels, the cheapest first."""
+Proposals = list[tuple[float, Draft]]
+"""Proposals and their probabilities."""
 
 
-def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: SamplingKind) -> dict[str, object]:
-    """As deep as the user's up to three levels, with a tail or a level passed over if it may have one, over a first
-    level that draws as `kind`."""
-    shapes = [((1, 2), 0), ((2, 3), 0)]
+def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: SamplingKind) -> Check:
+    """As deep as the user's cascade, three levels at most, with a tail or a skipped level if it may have one.
+
+    The first level draws by `kind`.
+    """
+    shapes: list[tuple[tuple[int, ...], int]] = [((1, 2), 0), ((2, 3), 0)]
     if len(drafter.levels) >= _DEEPEST:
         shapes.append(((1, 2, 2), 0))
     if any(drafter.tails):
@@ -43,94 +77,128 @@ def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Sampling
     if drafter.lengths is LevelLengths.auto or not all(level.num_draft_tokens for level in drafter.levels):
         shapes.append(((2, 0), 0))
     found = [
-        float(distance(target, guesses(distributions, lengths, rule, tail, kind=kind), rule))
+        float(distance(target, enumerate_proposals(models, lengths, rule, tail, kind=kind), rule))
         for lengths, tail in shapes
-        for target, *distributions in (_models(seed, len(lengths)) for seed in range(NUM_MODELS))
+        for target, *models in (
+            [toy_distribution(10 * seed + number) for number in range(1 + len(lengths))] for seed in range(NUM_MODELS)
+        )
     ]
-    controls = {broken.__name__.strip("_"): _found_out(broken) for broken in _BROKEN}
-    rounds, repeating = fit_rounds(rule), fit_rounds(rule, repeats_every_review)
+    controls = {name: _largest_distance(propose) for name, propose in _BROKEN.items()}
+    rounds, repeating = fit_rounds(rule), fit_rounds(rule, repeats_every_verification)
     exact = max(found) < EXACT and min(controls.values()) > FOUND_OUT
-    return {
-        "name": "exact enumeration of levels",
-        "passed": exact and repeating.p_value < _SIGNIFICANCE < rounds.p_value,
-        "rule": str(rule),
-        "num_levels": min(len(drafter.levels), _DEEPEST),
-        "draws": [SamplingKind(kind).name],
-        "num_enumerations": len(found),
-        "largest_distance": max(found),
-        "allowed_distance": EXACT,
-        "broken_rules_found_at": controls,
-        "num_texts_of_rounds": rounds.num_draws,
-        "p_value_of_rounds": rounds.p_value,
-        "p_value_of_coins_met_twice": repeating.p_value,
-        "visible_bias_of_rounds": detectable_distance(rounds.num_draws, rounds.num_cells, _SIGNIFICANCE, _POWER),
-    }
+    return Check(
+        "exact enumeration of levels",
+        exact and repeating.p_value < _SIGNIFICANCE < rounds.p_value,
+        f"{enumeration_findings(rule, len(found), max(found), controls)}; {rounds.num_draws} texts of several rounds: "
+        f"p-value {rounds.p_value:.2f}, {repeating.p_value:.0e} with repeated random numbers",
+        {
+            "rule": str(rule),
+            "num_levels": min(len(drafter.levels), _DEEPEST),
+            "draws": [SamplingKind(kind).name],
+            "num_enumerations": len(found),
+            "largest_distance": max(found),
+            "allowed_distance": EXACT,
+            "broken_rules_found_at": controls,
+            "num_texts_of_rounds": rounds.num_draws,
+            "p_value_of_rounds": rounds.p_value,
+            "p_value_of_coins_met_twice": repeating.p_value,
+            "visible_bias_of_rounds": detectable_distance(rounds.num_draws, rounds.num_cells, _SIGNIFICANCE, _POWER),
+        },
+    )
 
 
-def _models(seed: int, num_levels: int) -> list[Law]:
-    """A target and its levels, the cheapest first."""
-    return [toy_distribution(10 * seed + number) for number in range(1 + num_levels)]
+# --- rounds, counted --------------------------------------------------------------------------------------------------
+
+
+def fit_rounds(rule: str, random_source: Callable[[int, int], RandomSource] = HashRandomSource) -> GoodnessOfFit:
+    """The first tokens of many requests against the target's joint distribution.
+
+    Every second request is admitted again before each round.
+    """
+    counts = np.zeros([len(_TARGET)] * _LENGTH)
+    for seed in range(NUM_TEXTS):
+        counts[_text(seed, rule, random_source, readmitted=seed % 2 == 1)] += 1
+    joint = reduce(np.multiply.outer, [_TARGET] * _LENGTH)
+    return fit_distribution("a cascade's rounds over toy models", counts.ravel(), joint.ravel())
+
+
+def repeats_every_verification(seed: int, _step: int) -> RandomSource:
+    """The negative control: random numbers that do not depend on the number of earlier verifications."""
+    return HashRandomSource(seed, 0)
+
+
+def _text(
+    seed: int, rule: str, random_source: Callable[[int, int], RandomSource], *, readmitted: bool
+) -> tuple[int, ...]:
+    request = Request(1, PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=2 * _LENGTH))
+    sequence, outbox, draft = Sequence.start(request, 999), Outbox(), _role(rule, random_source)
+    outbox.admit(sequence)
+    while sequence.num_generated < _LENGTH:
+        if readmitted and sequence.num_generated:
+            draft.forget()
+            outbox = Outbox()
+            outbox.admit(sequence)
+        admits, commits, releases = outbox.flush()
+        (answer,) = draft.answer(DraftBatch(1, admits, commits, releases, (DraftOrder(1, 2),)))
+        (proposal,) = answer.proposals
+        own_source = HashRandomSource(seed, sequence.prefix_len)
+        path, token = RULES[rule](
+            proposal.tree, proposal.sampling_kinds, proposal.distributions, lambda _node: _TARGET, own_source
+        )
+        verdict = Verdict(1, sequence.epoch, sequence.prefix_len, path, token)
+        outbox.commit(sequence.commit(verdict, proposal, frozenset()))
+    return tuple(sequence.token_ids[len(PROMPT) : len(PROMPT) + _LENGTH])
+
+
+def _role(rule: str, random_source: Callable[[int, int], RandomSource]) -> DraftRole:
+    """A level that verifies a lookup."""
+    tape = Tape([])
+    lookup = ToyChild(lambda _text: np.array([0.0, 1.0, 0.0]), tape, SamplingKind.DETERMINISTIC)
+    return DraftRole(toy_level(lambda _text: _LEVEL, lookup, tape, (1, 2), 1, rule, make_coins=random_source))
 
 
 # --- negative controls: a cascade of two levels under the rejection rule ----------------------------------------------
 
 
-def _found_out(broken: Callable[[Sequence[Law]], Weighed]) -> float:
-    """How far from the target's law the mistake shows, at most."""
-    models = (
-        [toy_distribution(3 * (10 * seed + number)) for number in range(3)] for seed in range(NUM_MODELS)
-    )  # no zeros
-    return float(
-        max(distance(target, broken(distributions), VerifyRule.rejection) for target, *distributions in models)
-    )
+def _largest_distance(propose: Callable[[Models], Proposals]) -> float:
+    """Largest bias of the mistake, over toy models without zeros."""
+    found = []
+    for seed in range(NUM_MODELS):
+        target, *models = (toy_distribution(3 * (10 * seed + number)) for number in range(3))
+        found.append(float(distance(target, propose(models), VerifyRule.rejection)))
+    return max(found)
 
 
-class _OwnLaw:
-    """Coins that replace a rejected token by one from the level's own law, not from what is left of it."""
-
-    def __init__(self, tape: Tape, runner: ToyRunner) -> None:
-        self.accept = tape.accept
-        self._tape, self._runner = tape, runner
-
-    def sample(self, weights: np.ndarray, node: int) -> int:
-        return self._tape.draw(self._runner.scored[node])
+_two_levels = partial(enumerate_proposals, lengths=(1, 2), rule=VerifyRule.rejection)
 
 
-_two_levels = partial(guesses, lengths=(1, 2), rule=VerifyRule.rejection)
+def _resample_from_own_distribution(models: Models) -> Proposals:
+    """A level replaces a rejected token from its own distribution, not from the residual, as TriForce was released."""
+
+    def source(tape: Tape, runner: ToyRunner) -> RandomSource:
+        return PatchedSource(tape.accept, lambda _weights, node: tape.draw(runner.scored[node]))
+
+    return _two_levels(models, source_of=source)
 
 
-def _level_resamples_from_its_own_law(distributions: Sequence[Law]) -> Weighed:
-    """As TriForce was released."""
-    return _two_levels(distributions, coins_of=_OwnLaw)
-
-
-def _law_of_the_level_beneath_travels_up(distributions: Sequence[Law]) -> Weighed:
-    beneath = distributions[0]
-
-    def distribution(draft: Draft, node: int) -> SparseDistribution:
-        return SparseDistribution(tuple(range(VOCAB)), tuple(beneath(draft.tree.token_ids[1 : node + 1])))
+def _report_child_distribution(models: Models) -> Proposals:
+    def distributions(draft: Draft) -> Iterator[SparseDistribution]:
+        for node in range(len(draft.distributions)):
+            yield SparseDistribution(tuple(range(VOCAB)), tuple(models[0](draft.tree.token_ids[1 : node + 1])))
 
     return [
-        (
-            weight,
-            Draft(
-                draft.tree,
-                draft.sampling_kinds,
-                tuple(distribution(draft, node) for node in range(len(draft.distributions))),
-            ),
-        )
-        for weight, draft in _two_levels(distributions)
+        (weight, Draft(draft.tree, draft.sampling_kinds, tuple(distributions(draft))))
+        for weight, draft in _two_levels(models)
     ]
 
 
-def _unlikely_tokens_are_dropped(distributions: Sequence[Law]) -> Weighed:
-    """Whether a drawn token is handed up depends on which token it is."""
+def _drop_unlikely_tokens(models: Models) -> Proposals:
+    """Whether a drawn token is proposed depends on which token it is."""
     kept = []
-    for weight, draft in _two_levels(distributions):
+    for weight, draft in _two_levels(models):
         token_ids, length = draft.tree.token_ids, 0
-        while length < draft.tree.num_draft_tokens:
-            distribution = draft.distributions[length]
-            if distribution.probs[distribution.token_ids.index(token_ids[length + 1])] < _UNLIKELY:
+        for token, distribution in zip(token_ids[1:], draft.distributions, strict=False):
+            if distribution is None or distribution.probs[distribution.token_ids.index(token)] < _UNLIKELY:
                 break
             length += 1
         chain = TokenTree.chain(token_ids[0], token_ids[1 : length + 1])
@@ -138,4 +206,8 @@ def _unlikely_tokens_are_dropped(distributions: Sequence[Law]) -> Weighed:
     return kept
 
 
-_BROKEN = (_level_resamples_from_its_own_law, _law_of_the_level_beneath_travels_up, _unlikely_tokens_are_dropped)
+_BROKEN: dict[str, Callable[[Models], Proposals]] = {
+    "level_resamples_from_its_own_law": _resample_from_own_distribution,
+    "law_of_the_level_beneath_travels_up": _report_child_distribution,
+    "unlikely_tokens_are_dropped": _drop_unlikely_tokens,
+}

@@ -1,14 +1,15 @@
-"""Certify a ratio test: run it through every draft and every coin, and compare the emitted law with the target's.
+# ruff: noqa: ARG002  # a scripted source takes the arguments of the real one
+"""Exact enumeration of a ratio test: every draft and every random choice, against the target's distribution.
 
-The rule under test is the production function; only its coins are replaced, by ones that take both sides of every
-decision with their exact weights. Slow by nature: for vocabularies of three or four tokens and small trees.
+The rule under test is the production function; only its random source is replaced, by one that takes both sides of
+every decision with their exact weights. The cost is exponential: for vocabularies of three or four tokens, small trees.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,15 +17,15 @@ import numpy as np
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.distributions import TargetRow
 
-Law = Callable[[tuple[int, ...]], np.ndarray]
-"""Conditional law of a toy model: the tokens behind the committed prefix -> probabilities [V]."""
+ConditionalDistribution = Callable[[tuple[int, ...]], np.ndarray]
+"""A toy model: the tokens after the committed prefix -> probabilities [V] of the next token."""
 
 Rule = Callable[..., tuple[tuple[int, ...], int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """One possible proposal and its probability."""
+class WeightedDraft:
+    """One possible proposal and its probability, `weight`."""
 
     weight: float
     tree: TokenTree
@@ -34,28 +35,28 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What a rule emits: the joint law of the first tokens, by token tuple, and the mean number of accepted drafts."""
+    """Output of a rule: joint distribution of the first tokens, by token tuple, and mean number of accepted tokens."""
 
     joint: dict[tuple[int, ...], float]
     mean_accepted: float
 
 
-# A subtree during enumeration: (token, draw, its own children) in test order.
+# A subtree during enumeration: (token, its sampling kind, its own children) in test order.
 _Children = tuple[tuple[int, SamplingKind, "_Children"], ...]
 
 
-def enumerate_drafts(q: Law, scheme: Sequence[Sequence[SamplingKind]]) -> Iterator[Draft]:
+def enumerate_drafts(q: ConditionalDistribution, scheme: Sequence[Sequence[SamplingKind]]) -> Iterator[WeightedDraft]:
     """All trees in which every node of level i gets children drawn as `scheme[i]` says, in that order.
 
     The j-th child without randomness of its own (DETERMINISTIC or COUPLED) is the j-th likeliest token of q. Without
-    replacement, an exhausted law yields fewer children.
+    replacement, an exhausted distribution yields fewer children.
     """
     for children, weight in _subtrees(q, scheme, ()):
         yield _flatten(q, children, weight)
 
 
 def _subtrees(
-    q: Law, scheme: Sequence[Sequence[SamplingKind]], context: tuple[int, ...]
+    q: ConditionalDistribution, scheme: Sequence[Sequence[SamplingKind]], context: tuple[int, ...]
 ) -> Iterator[tuple[_Children, float]]:
     if not scheme:
         yield (), 1.0
@@ -71,7 +72,7 @@ def _subtrees(
 def _siblings(
     row: np.ndarray, remaining: np.ndarray, kinds: Sequence[SamplingKind], num_fixed: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[SamplingKind, ...], float]]:
-    """(tokens, sampling_kinds, probability) of the children of one node; `remaining` is `row` without tokens used up."""
+    """(tokens, sampling_kinds, probability) of the children of a node; `remaining` is `row` without drawn tokens."""
     if not kinds:
         yield (), (), 1.0
         return
@@ -94,61 +95,65 @@ def _siblings(
             yield (token, *tokens), (kind, *sampling_kinds), weight * float(distribution[token] / distribution.sum())
 
 
-def _flatten(q: Law, children: _Children, weight: float) -> Draft:
+def _flatten(q: ConditionalDistribution, children: _Children, weight: float) -> WeightedDraft:
     token_ids, parents, sampling_kinds = [0], [-1], [SamplingKind.ROOT]
     contexts: list[tuple[int, ...]] = [()]
     level = [(0, children)]
     while level:
         below = []
         for parent, siblings in level:
-            for token, draw, grandchildren in siblings:
+            for token, kind, grandchildren in siblings:
                 below.append((len(token_ids), grandchildren))
                 token_ids.append(token)
                 parents.append(parent)
-                sampling_kinds.append(draw)
+                sampling_kinds.append(kind)
                 contexts.append((*contexts[parent], token))
         level = below
     distributions: list[SparseDistribution | None] = [None] * len(token_ids)
-    for parent, draw in zip(parents, sampling_kinds, strict=False):
-        if draw in (SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT) and distributions[parent] is None:
+    for parent, kind in zip(parents, sampling_kinds, strict=True):
+        if kind in (SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT) and distributions[parent] is None:
             row = q(contexts[parent])
             support = np.flatnonzero(row)
             distributions[parent] = SparseDistribution(tuple(support.tolist()), tuple(row[support].tolist()))
-    return Draft(weight, TokenTree(tuple(token_ids), tuple(parents)), tuple(sampling_kinds), tuple(distributions))
+    return WeightedDraft(
+        weight, TokenTree(tuple(token_ids), tuple(parents)), tuple(sampling_kinds), tuple(distributions)
+    )
 
 
-class _Explorer:
-    """Coins that replay a script of decisions, and say yes to every decision behind its end."""
+class _ScriptedSource:
+    """A random source that replays a script of decisions and accepts at every decision after its end."""
 
     def __init__(self, script: list[bool]) -> None:
         self.script = script
         self.weight = 1.0
-        self.next_law = np.empty(0)
-        self._asked = 0
+        self.next_distribution = np.empty(0)
+        self._num_decided = 0
 
     def accept(self, probability: float, node: int) -> bool:
         if probability <= 0.0 or probability >= 1.0:
             return probability >= 1.0
-        if self._asked == len(self.script):
+        if self._num_decided == len(self.script):
             self.script.append(True)
-        decision = self.script[self._asked]
-        self._asked += 1
+        decision = self.script[self._num_decided]
+        self._num_decided += 1
         self.weight *= probability if decision else 1.0 - probability
         return decision
 
     def sample(self, weights: np.ndarray, node: int) -> int:
-        """The last question of a verification: its whole law is kept, the answer does not matter."""
-        self.next_law = weights / weights.sum()
+        """The last draw of a verification: its distribution is kept, the token returned is not used."""
+        self.next_distribution = weights / weights.sum()
         return 0
 
 
-def explore(rule: Rule, draft: Draft, target_row: TargetRow) -> Iterator[tuple[float, tuple[int, ...], np.ndarray]]:
-    """(probability, path, law of the next token) for every way the coins can fall on one draft."""
+def explore(
+    rule: Rule, draft: WeightedDraft, target_row: TargetRow
+) -> Iterator[tuple[float, tuple[int, ...], np.ndarray]]:
+    """(probability, path, distribution of the next token) for every sequence of decisions on one draft."""
     script: list[bool] = []
     while True:
-        random_source = _Explorer(script)
+        random_source = _ScriptedSource(script)
         path, _ = rule(draft.tree, draft.sampling_kinds, draft.distributions, target_row, random_source)
-        yield random_source.weight, path, random_source.next_law
+        yield random_source.weight, path, random_source.next_distribution
         while script and not script[-1]:
             script.pop()
         if not script:
@@ -156,23 +161,24 @@ def explore(rule: Rule, draft: Draft, target_row: TargetRow) -> Iterator[tuple[f
         script[-1] = False
 
 
-def emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) -> Emission:
-    """The exact joint law of the first `length` tokens that `rule` emits; shorter outcomes are continued with p."""
+def emission(rule: Rule, drafts: Iterable[WeightedDraft], p: ConditionalDistribution, length: int) -> Emission:
+    """The exact joint distribution of the first `length` tokens of `rule`; shorter outcomes are continued with p."""
     begun: dict[tuple[int, ...], float] = defaultdict(float)
     mean_accepted = 0.0
     for draft in drafts:
         contexts = _contexts(draft)
-        for weight, path, next_law in explore(rule, draft, lambda node: p(contexts[node])):
-            weight *= draft.weight
+        rows = [p(context) for context in contexts]
+        for probability, path, next_distribution in explore(rule, draft, rows.__getitem__):
+            weight = draft.weight * probability
             mean_accepted += weight * len(path)
             accepted = contexts[path[-1]] if path else ()
-            for token, probability in enumerate(next_law.tolist()):
-                begun[(*accepted, token)] += weight * probability
+            for token, share in enumerate(next_distribution.tolist()):
+                begun[(*accepted, token)] += weight * share
     return Emission(_continued(begun, p, length), mean_accepted)
 
 
-def matching_emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) -> Emission:
-    """The same for a rule that looks at the target's own sampling_kinds, `rule(tree, choices)`: one draw for every context."""
+def coupled_emission(rule: Rule, drafts: Iterable[WeightedDraft], p: ConditionalDistribution, length: int) -> Emission:
+    """The same for a rule that compares with the target's own tokens, `rule(tree, choices)`: one draw per context."""
     begun: dict[tuple[int, ...], float] = defaultdict(float)
     mean_accepted = 0.0
     for draft in drafts:
@@ -187,13 +193,15 @@ def matching_emission(rule: Rule, drafts: Iterator[Draft], p: Law, length: int) 
     return Emission(_continued(begun, p, length), mean_accepted)
 
 
-def _contexts(draft: Draft) -> list[tuple[int, ...]]:
+def _contexts(draft: WeightedDraft) -> list[tuple[int, ...]]:
     """Tokens on the way to every node."""
     return [tuple(draft.tree.token_ids[i] for i in draft.tree.path_to(n)) for n in range(len(draft.sampling_kinds))]
 
 
-def _continued(begun: dict[tuple[int, ...], float], p: Law, length: int) -> dict[tuple[int, ...], float]:
-    """The joint law of the first `length` tokens; what is shorter goes on with p."""
+def _continued(
+    begun: dict[tuple[int, ...], float], p: ConditionalDistribution, length: int
+) -> dict[tuple[int, ...], float]:
+    """The joint distribution of the first `length` tokens; shorter texts are continued with p."""
     joint: dict[tuple[int, ...], float] = defaultdict(float)
     for tokens, weight in begun.items():
         for whole, probability in _continuations(p, tokens, length):
@@ -201,7 +209,9 @@ def _continued(begun: dict[tuple[int, ...], float], p: Law, length: int) -> dict
     return dict(joint)
 
 
-def _continuations(p: Law, tokens: tuple[int, ...], length: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def _continuations(
+    p: ConditionalDistribution, tokens: tuple[int, ...], length: int
+) -> Iterator[tuple[tuple[int, ...], float]]:
     if len(tokens) >= length:
         yield tokens[:length], 1.0
         return
@@ -210,8 +220,8 @@ def _continuations(p: Law, tokens: tuple[int, ...], length: int) -> Iterator[tup
             yield whole, probability * rest
 
 
-def total_variation(emitted: Emission, p: Law, length: int) -> float:
-    """Distance of what was emitted from the target's joint law over `length` tokens."""
+def total_variation(emitted: Emission, p: ConditionalDistribution, length: int) -> float:
+    """Total variation between the emitted joint distribution and the target's over `length` tokens."""
     target = dict(_continuations(p, (), length))
     tokens = target.keys() | emitted.joint.keys()
     return 0.5 * sum(abs(emitted.joint.get(whole, 0.0) - target.get(whole, 0.0)) for whole in tokens)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.tools.certify.rule_enumeration import Law
+from cluster.tools.certify.rule_enumeration import ConditionalDistribution
 
 
-def random_law(vocab_size: int, seed: int, style: str = "dense") -> Law:
+def random_law(vocab_size: int, seed: int, style: str = "dense") -> ConditionalDistribution:
     """Conditional rows drawn once per context; `sparse` puts zeros into them, `one-hot` leaves a single token."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
 

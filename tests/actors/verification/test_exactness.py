@@ -7,7 +7,7 @@ import pytest
 
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification.rules import ALLOWED, RULES, check_scheme
-from cluster.tools.certify.rule_enumeration import Draft, emission, enumerate_drafts, total_variation
+from cluster.tools.certify.rule_enumeration import WeightedDraft, emission, enumerate_drafts, total_variation
 
 ROOT, DET, COUPLED, IID, WOR = (
     SamplingKind.ROOT,
@@ -115,14 +115,14 @@ def test_adaptive_growth_is_exact(random_law, rule, seed):
     assert check(RULES[rule], p, q, scheme(WOR, 2, 1), 3, grown()) < EXACT
 
 
-def restrict(draft: Draft, kept: list[int]) -> Draft:
+def restrict(draft: WeightedDraft, kept: list[int]) -> WeightedDraft:
     """The draft with these nodes only."""
     place = {node: i for i, node in enumerate(kept)}
     tree = TokenTree(
         tuple(draft.tree.token_ids[node] for node in kept),
         tuple(place.get(draft.tree.parents[node], -1) for node in kept),
     )
-    return Draft(
+    return WeightedDraft(
         draft.weight, tree, tuple(draft.sampling_kinds[n] for n in kept), tuple(draft.distributions[n] for n in kept)
     )
 

@@ -17,13 +17,13 @@ from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification import kseq, rejection
 from actors.verification.distributions import ChildDistribution, child_distributions
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import Draft, emission, enumerate_drafts, total_variation
+from cluster.tools.certify.rule_enumeration import WeightedDraft, emission, enumerate_drafts, total_variation
 
 VOCAB, LENGTH = 4, 3
 DET, IID, WOR = SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
 
 
-def drafts_of(kind: SamplingKind, q) -> Iterator[Draft]:
+def drafts_of(kind: SamplingKind, q) -> Iterator[WeightedDraft]:
     return enumerate_drafts(q, [(kind, kind), (kind,)])
 
 
@@ -43,7 +43,7 @@ def contexts(tree: TokenTree) -> list[tuple[int, ...]]:
     return [tuple(tree.token_ids[i] for i in tree.path_to(node)) for node in range(len(tree.parents))]
 
 
-def relabelled(draft: Draft, kind: SamplingKind, distributions=None) -> Draft:
+def relabelled(draft: WeightedDraft, kind: SamplingKind, distributions=None) -> WeightedDraft:
     sampling_kinds = (SamplingKind.ROOT,) + (kind,) * draft.tree.num_draft_tokens
     return replace(
         draft,
@@ -52,7 +52,7 @@ def relabelled(draft: Draft, kind: SamplingKind, distributions=None) -> Draft:
     )
 
 
-def restricted(draft: Draft, kept: list[int]) -> Draft:
+def restricted(draft: WeightedDraft, kept: list[int]) -> WeightedDraft:
     """These nodes only, in this order (parents first); the rest is lost as if never drawn."""
     place = {node: i for i, node in enumerate(kept)}
     return replace(
@@ -66,7 +66,7 @@ def restricted(draft: Draft, kept: list[int]) -> Draft:
     )
 
 
-def probability(q, draft: Draft, node: int) -> float:
+def probability(q, draft: WeightedDraft, node: int) -> float:
     """Draft probability of a node's token in its context."""
     context = contexts(draft.tree)[node]
     return float(q(context[:-1])[context[-1]])
@@ -81,7 +81,7 @@ def test_without_a_mistake_the_distance_is_zero(random_law, rule, kind):
 # --- mistakes of the drafter -----------------------------------------------------------------------------------------
 
 
-def drop_duplicates(draft: Draft, q) -> Draft:
+def drop_duplicates(draft: WeightedDraft, q) -> WeightedDraft:
     kept = [0]
     for node in range(1, len(draft.tree.parents)):
         parent = draft.tree.parents[node]
@@ -93,11 +93,11 @@ def drop_duplicates(draft: Draft, q) -> Draft:
     return restricted(draft, kept)
 
 
-def read_without_replacement_as_independent(draft: Draft, q) -> Draft:
+def read_without_replacement_as_independent(draft: WeightedDraft, q) -> WeightedDraft:
     return relabelled(draft, IID)
 
 
-def full_laws(draft: Draft, q) -> tuple[SparseDistribution | None, ...]:
+def full_laws(draft: WeightedDraft, q) -> tuple[SparseDistribution | None, ...]:
     places = contexts(draft.tree)
     inner = set(draft.tree.parents)
     return tuple(
@@ -106,11 +106,11 @@ def full_laws(draft: Draft, q) -> tuple[SparseDistribution | None, ...]:
     )
 
 
-def read_top_k_as_sampled(draft: Draft, q) -> Draft:
+def read_top_k_as_sampled(draft: WeightedDraft, q) -> WeightedDraft:
     return relabelled(draft, WOR, full_laws(draft, q))
 
 
-def prune_after_the_draw(draft: Draft, q) -> Draft:
+def prune_after_the_draw(draft: WeightedDraft, q) -> WeightedDraft:
     """Keep the root, and of the drawn nodes those above a path probability, as tree reranking does."""
     kept = [0]
     for node in range(1, len(draft.tree.parents)):
@@ -120,7 +120,7 @@ def prune_after_the_draw(draft: Draft, q) -> Draft:
     return restricted(draft, kept)
 
 
-def sort_siblings(draft: Draft, q) -> Draft:
+def sort_siblings(draft: WeightedDraft, q) -> WeightedDraft:
     first, second = draft.tree.children()[0]
     if probability(q, draft, first) >= probability(q, draft, second):
         return draft
@@ -128,7 +128,7 @@ def sort_siblings(draft: Draft, q) -> Draft:
     return restricted(draft, [0, second, first, below_second, below_first])
 
 
-def record_another_temperature(draft: Draft, q) -> Draft:
+def record_another_temperature(draft: WeightedDraft, q) -> WeightedDraft:
     def hotter(distribution: SparseDistribution | None) -> SparseDistribution | None:
         if distribution is None:
             return None
@@ -235,7 +235,7 @@ def test_a_wrong_conditional_law_is_found(random_law, monkeypatch, kind, renorma
 
 
 def test_dropping_duplicates_is_right_if_the_rest_is_read_as_without_replacement(random_law):
-    def mend(draft: Draft, q) -> Draft:
+    def mend(draft: WeightedDraft, q) -> WeightedDraft:
         return relabelled(drop_duplicates(draft, q), WOR)
 
     assert distances(random_law, RULES["rejection"], IID, mend, models=3).max() < 1e-12

@@ -20,12 +20,12 @@ from actors.verification.rules import RULES
 from cluster.tools.certify.cascade_enumeration import (
     PROMPT,
     VOCAB,
-    Sampler,
     Tape,
+    ToyChild,
+    all_runs,
     distance,
-    every_run,
-    guesses,
-    level,
+    enumerate_proposals,
+    toy_level,
 )
 
 EXACT = 1e-12
@@ -35,7 +35,7 @@ EXACT = 1e-12
 @pytest.mark.parametrize("lengths, tail", [((1, 2), 0), ((2, 3), 0), ((1, 3), 1)])
 def test_two_levels_are_exact(random_law, rule, lengths, tail):
     p, m, s = (random_law(VOCAB, seed) for seed in (1, 2, 3))
-    proposed = guesses([s, m], lengths, rule, tail)
+    proposed = enumerate_proposals([s, m], lengths, rule, tail)
     assert sum(weight for weight, _ in proposed) == pytest.approx(1, abs=EXACT)
     assert all(guess.tree.num_draft_tokens == lengths[-1] for _, guess in proposed)
     assert distance(p, proposed, rule) < EXACT
@@ -46,7 +46,7 @@ def test_two_levels_are_exact(random_law, rule, lengths, tail):
 def test_a_level_that_passes_on_what_is_beneath_it_is_exact(random_law, rule, lengths):
     """At any place of a cascade: the law of what it hands up is that of the level which drafted it."""
     p, *distributions = (random_law(VOCAB, seed) for seed in range(1, len(lengths) + 2))
-    proposed = guesses(distributions, lengths, rule)
+    proposed = enumerate_proposals(distributions, lengths, rule)
     assert distance(p, proposed, rule) < EXACT
     nearest = next(place for place in reversed(range(len(lengths))) if lengths[place])
     for _, guess in proposed:
@@ -60,7 +60,7 @@ def test_a_level_that_passes_on_what_is_beneath_it_is_exact(random_law, rule, le
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
 def test_the_cut_law_is_the_one_that_is_verified_against_and_reported(random_law, rule):
     p, m, s = (random_law(VOCAB, seed) for seed in (1, 2, 3))
-    proposed = guesses([s, m], (1, 2), rule, law_size=2)
+    proposed = enumerate_proposals([s, m], (1, 2), rule, law_size=2)
     assert all(
         len(distribution.probs) == 2
         for _, guess in proposed
@@ -73,14 +73,14 @@ def test_the_cut_law_is_the_one_that_is_verified_against_and_reported(random_law
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("traversal", marks=pytest.mark.slow)])
 def test_three_levels_are_exact(random_law, rule):
     p, m, s, r = (random_law(VOCAB, seed) for seed in (1, 2, 3, 4))
-    assert distance(p, guesses([r, s, m], (1, 2, 2), rule), rule) < EXACT
+    assert distance(p, enumerate_proposals([r, s, m], (1, 2, 2), rule), rule) < EXACT
 
 
 @pytest.mark.parametrize("style", ["sparse", "one-hot"])
 def test_zeros_and_disjoint_supports(random_law, style):
     for seed in range(3):
         p, m, s = random_law(VOCAB, seed, style), random_law(VOCAB, seed + 10, style), random_law(VOCAB, seed + 20)
-        assert distance(p, guesses([s, m], (1, 2), "rejection"), "rejection") < EXACT
+        assert distance(p, enumerate_proposals([s, m], (1, 2), "rejection"), "rejection") < EXACT
 
 
 def test_a_lookup_beneath_changes_nothing(random_law):
@@ -91,7 +91,7 @@ def test_a_lookup_beneath_changes_nothing(random_law):
     def lookup(context):
         return np.eye(VOCAB)[fixed.get(context, 0)]
 
-    assert distance(p, guesses([lookup, m], (2, 3), "rejection"), "rejection") < EXACT
+    assert distance(p, enumerate_proposals([lookup, m], (2, 3), "rejection"), "rejection") < EXACT
 
 
 def test_what_was_drafted_ahead_follows_its_law_too(random_law):
@@ -100,7 +100,7 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
     followed: dict[tuple[int, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
 
     def run(tape: Tape):
-        drafter = level(m, Sampler(s, tape), tape, (1, 1), 1, "rejection")
+        drafter = toy_level(m, ToyChild(s, tape), tape, (1, 1), 1, "rejection")
         drafter.works_ahead = True
         context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
         drafter.open(context)
@@ -115,7 +115,7 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
         return token_ids, hit, guess.tree.token_ids[1], guess.distributions[0]
 
     hits = 0.0
-    for weight, (token_ids, hit, token, distribution) in every_run(run):
+    for weight, (token_ids, hit, token, distribution) in all_runs(run):
         followed[token_ids][token] += weight
         hits += weight * hit
         assert dict(zip(distribution.token_ids, distribution.probs)) == pytest.approx(dict(enumerate(m(token_ids))))
@@ -129,7 +129,7 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
 def test_what_a_ratio_rule_has_seen_is_not_offered_again(random_law, rule, keeps):
     """Even where the target's own token is the one it was offered: a bottom-up rule has looked at all behind it."""
     m = random_law(VOCAB, 2)
-    drafter = level(m, Sampler(m, Tape([])), Tape([]), (1, 3), 1, rule)
+    drafter = toy_level(m, ToyChild(m, Tape([])), Tape([]), (1, 3), 1, rule)
     context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
     drafter.open(context)
     token_ids = drafter.propose([context], [3])[0].tree.token_ids[1:]
@@ -151,7 +151,7 @@ def own_law_after_a_rejection(monkeypatch, models):
             return 1.0
 
     monkeypatch.setattr(rejection, "Residual", Unsubtracted)
-    return guesses(models, (1, 2), "rejection")
+    return enumerate_proposals(models, (1, 2), "rejection")
 
 
 def law_of_the_level_beneath(monkeypatch, models):
@@ -169,14 +169,14 @@ def law_of_the_level_beneath(monkeypatch, models):
                 ),
             ),
         )
-        for weight, guess in guesses(models, (1, 2), "rejection")
+        for weight, guess in enumerate_proposals(models, (1, 2), "rejection")
     ]
 
 
 def drop_unlikely_tokens(monkeypatch, models):
     """A drawn token is withheld because of which token it is."""
     proposed = []
-    for weight, guess in guesses(models, (1, 2), "rejection"):
+    for weight, guess in enumerate_proposals(models, (1, 2), "rejection"):
         kept = 0
         while kept < 2:
             distribution, token = guess.distributions[kept], guess.tree.token_ids[kept + 1]
@@ -203,7 +203,7 @@ def nucleus_acceptance(monkeypatch, models):
         return tuple(path), random_source.sample(target_row(node), node)
 
     monkeypatch.setitem(RULES, "rejection", verify)
-    return guesses(models, (1, 2), "rejection")
+    return enumerate_proposals(models, (1, 2), "rejection")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from actors.verification import coupled
 from actors.verification.rules import RULES
 from cluster.config.schema import CertifyConfig, load_config
 from cluster.jobs import certify
-from cluster.tools.certify import exact, rounding
+from cluster.tools.certify import exact, scoring
 
 LEVELS = "exact enumeration of levels"
 LAW, IDENTITY, EXACT, ROUNDING = (
@@ -187,9 +187,9 @@ def test_a_coupled_rule_that_accepts_always_fails(run_certify, monkeypatch):
 
 
 def test_logits_that_move_too_much_fail(run_certify, monkeypatch):
-    monkeypatch.setattr(rounding, "EXPLAINED", dict.fromkeys(rounding.EXPLAINED, 0.0))
-    monkeypatch.setattr("cluster.tools.certify.checks.EXPLAINED", rounding.EXPLAINED)
-    monkeypatch.setattr(rounding.Scorer, "movement", lambda self, outputs: rounding.Movement(10, 1e-9, 0))
+    monkeypatch.setattr(scoring, "EXPLAINED", dict.fromkeys(scoring.EXPLAINED, 0.0))
+    monkeypatch.setattr("cluster.tools.certify.checks.EXPLAINED", scoring.EXPLAINED)
+    monkeypatch.setattr(scoring.OutputScorer, "movement", lambda self, outputs: scoring.LogitMovement(10, 1e-9, 0))
     certificate, _ = run_certify(temperatures=[0.0])
     assert failed(certificate) == {ROUNDING}
 
@@ -202,7 +202,7 @@ def test_a_divergence_that_begins_at_a_tie_is_excused_and_shown(run_certify, mon
         return right(tree, [token ^ 1 for token in choices] if tree.num_draft_tokens else choices)
 
     monkeypatch.setattr(actors.verification.verifier, "verify_coupled", slips_once)
-    monkeypatch.setattr(rounding.Scorer, "gaps", lambda self, output: [1e-9] * len(output.plain))
+    monkeypatch.setattr(scoring.OutputScorer, "gaps", lambda self, output: [1e-9] * len(output.plain))
     certificate, error = run_certify(temperatures=[0.0])
     identity = check(certificate, IDENTITY)
     assert identity["passed"] and error is None

@@ -17,8 +17,8 @@ PAIRS = [(rule, kind) for rule in VerifyRule if rule != "coupled" for kind in so
 @pytest.mark.parametrize(("rule", "kind"), [*PAIRS, (VerifyRule.coupled, SamplingKind.DETERMINISTIC)])
 def test_a_right_pair_passes(rule, kind):
     check = check_exactness(rule, {kind})
-    assert check["passed"] and check["largest_distance"] < 1e-12
-    assert min(check["broken_rules_found_at"].values()) > 0.1
+    assert check.passed and check.figures["largest_distance"] < 1e-12
+    assert min(check.figures["broken_rules_found_at"].values()) > 0.1
 
 
 def test_a_rule_that_accepts_everything_fails(monkeypatch):
@@ -27,7 +27,7 @@ def test_a_rule_that_accepts_everything_fails(monkeypatch):
         return tuple(tree.path_to(leaf)), random_source.sample(target_row(leaf), leaf)
 
     monkeypatch.setitem(RULES, "rejection", accepts_everything)
-    assert not check_exactness(VerifyRule.rejection, {SamplingKind.WITHOUT_REPLACEMENT})["passed"]
+    assert not check_exactness(VerifyRule.rejection, {SamplingKind.WITHOUT_REPLACEMENT}).passed
 
 
 def test_a_coupled_rule_that_keeps_one_token_too_many_fails(monkeypatch):
@@ -39,14 +39,14 @@ def test_a_coupled_rule_that_keeps_one_token_too_many_fails(monkeypatch):
         return ((*path, below[0]), choices[below[0]]) if below else (path, next_token)
 
     monkeypatch.setattr(coupled, "verify_coupled", overshoots)
-    assert not check_exactness(VerifyRule.coupled, set())["passed"]
+    assert not check_exactness(VerifyRule.coupled, set()).passed
 
 
 def test_a_pair_that_is_biased_by_a_percent_fails():
     """What `ALLOWED` forbids: draws without replacement under K-SEQ."""
-    assert not check_exactness(VerifyRule.kseq, {SamplingKind.WITHOUT_REPLACEMENT})["passed"]
+    assert not check_exactness(VerifyRule.kseq, {SamplingKind.WITHOUT_REPLACEMENT}).passed
 
 
 def test_an_enumeration_that_cannot_fail_proves_nothing(monkeypatch):
     monkeypatch.setattr(exact, "_broken", lambda rule: [RULES[rule]])
-    assert not check_exactness(VerifyRule.rejection, {SamplingKind.IID})["passed"]
+    assert not check_exactness(VerifyRule.rejection, {SamplingKind.IID}).passed

@@ -15,9 +15,8 @@ from actors.verification import rejection
 from actors.verification.distributions import Residual
 from actors.verification.random_source import HashRandomSource
 from cluster.tools.certify import levels
-from cluster.tools.certify.goodness import Fit
-from cluster.tools.certify.levels import check_levels
-from cluster.tools.certify.rounds import repeats_every_review
+from cluster.tools.certify.goodness import GoodnessOfFit
+from cluster.tools.certify.levels import check_levels, repeats_every_verification
 
 MODEL = ModelDrafterConfig()
 TWO = CascadeDrafterConfig(levels=[MODEL] * 2)
@@ -28,9 +27,9 @@ CHOSEN = CascadeDrafterConfig(levels=[MODEL] * 2, lengths=LevelLengths.auto)
 
 @pytest.fixture(autouse=True)
 def rounds_counted_before(monkeypatch):
-    """They do not depend on what is enumerated: tests of their own count them."""
-    found = {HashRandomSource: 0.5, repeats_every_review: 1e-9}
-    counted = partial(Fit, "rounds", 400, 16, 0.0, 0.05)
+    """Counts do not depend on the enumeration: `test_rounds.py` tests them."""
+    found = {HashRandomSource: 0.5, repeats_every_verification: 1e-9}
+    counted = partial(GoodnessOfFit, "rounds", 400, 16, 0.0, 0.05)
     monkeypatch.setattr(
         levels, "fit_rounds", lambda rule, random_source=HashRandomSource: counted(found[random_source])
     )
@@ -48,8 +47,10 @@ def rounds_counted_before(monkeypatch):
 )
 def test_right_levels_pass(rule, drafter, kind):
     check = check_levels(rule, drafter, kind)
-    assert check["passed"] and check["largest_distance"] < 1e-12
-    assert len(check["broken_rules_found_at"]) == 3 and min(check["broken_rules_found_at"].values()) > 0.01
+    assert check.passed and check.figures["largest_distance"] < 1e-12
+    assert (
+        len(check.figures["broken_rules_found_at"]) == 3 and min(check.figures["broken_rules_found_at"].values()) > 0.01
+    )
 
 
 def test_a_level_that_resamples_from_its_own_law_fails(monkeypatch):
@@ -61,7 +62,7 @@ def test_a_level_that_resamples_from_its_own_law_fails(monkeypatch):
 
     monkeypatch.setattr(rejection, "Residual", Unsubtracted)
     check = check_levels(VerifyRule.kseq, TWO, SamplingKind.IID)
-    assert not check["passed"] and check["largest_distance"] > 1e-3
+    assert not check.passed and check.figures["largest_distance"] > 1e-3
 
 
 def test_a_wrong_law_that_travels_up_fails(monkeypatch):
@@ -76,19 +77,21 @@ def test_a_wrong_law_that_travels_up_fails(monkeypatch):
 
     monkeypatch.setattr(CascadeDrafter, "_offer", offer)
     check = check_levels(VerifyRule.rejection, TWO, SamplingKind.IID)
-    assert not check["passed"] and check["largest_distance"] > 1e-3
+    assert not check.passed and check.figures["largest_distance"] > 1e-3
 
 
 def test_an_enumeration_that_cannot_fail_proves_nothing(monkeypatch):
-    def right(distributions):
-        return levels._two_levels(distributions)
+    def right(models):
+        return levels._two_levels(models)
 
-    monkeypatch.setattr(levels, "_BROKEN", (right,))
-    assert not check_levels(VerifyRule.rejection, TWO, SamplingKind.IID)["passed"]
+    monkeypatch.setattr(levels, "_BROKEN", {"right": right})
+    assert not check_levels(VerifyRule.rejection, TWO, SamplingKind.IID).passed
 
 
 def test_coins_that_are_met_twice_fail(monkeypatch):
     monkeypatch.setattr(
-        levels, "fit_rounds", lambda rule, random_source=HashRandomSource: Fit("rounds", 400, 16, 0.0, 0.3, 1e-9)
+        levels,
+        "fit_rounds",
+        lambda rule, random_source=HashRandomSource: GoodnessOfFit("rounds", 400, 16, 0.0, 0.3, 1e-9),
     )
-    assert not check_levels(VerifyRule.rejection, TWO, SamplingKind.IID)["passed"]
+    assert not check_levels(VerifyRule.rejection, TWO, SamplingKind.IID).passed

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from actors.coordinator.outbox import Outbox
-from cluster.tools.certify.rounds import fit_rounds, repeats_every_review
+from cluster.tools.certify.levels import fit_rounds, repeats_every_verification
 
 
 def test_coins_that_are_met_once_pass_and_those_that_every_review_meets_do_not():
     assert fit_rounds("rejection").p_value > 1e-3
-    assert fit_rounds("rejection", repeats_every_review).p_value < 1e-6
+    assert fit_rounds("rejection", repeats_every_verification).p_value < 1e-6
 
 
 def test_coins_that_come_back_when_a_request_is_told_again_are_found(monkeypatch):
