@@ -85,7 +85,7 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
 
 def _run(config: LaunchConfig, run_dir: Path) -> None:
     if config.cluster.name == "inprocess":  # this process will hold all ranks
-        openmp.settle(shared=config.placement.name == "colocated")
+        openmp.configure_threads(shared=config.placement.name == "colocated")
     job = importlib.import_module(f"cluster.jobs.{config.job.name}")
     job.run(config.job if isinstance(config.job, TrainConfig) else config, run_dir)
 

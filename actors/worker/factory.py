@@ -1,7 +1,7 @@
-"""One rank from its orders: take the device, open the line, and live the life of `rank.py` with a role built here.
+"""One rank from its `RankSpec`: set up the process, connect to the hub, build the role, and run `RankLoop`.
 
-The same function runs as a thread of one process, as a process, or inside a Ray actor. It knows how to build each
-role from the user's options and leaves every decision to the role itself.
+The same function runs as a thread, as a process, or inside a Ray actor. It knows how to build each role from the user's
+options; every decision is the role's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,8 +24,9 @@ from actors.roles.target import TargetRole
 from actors.topology import level_roles
 from actors.transport.channel import Link, link_name
 from actors.worker import openmp
+from actors.worker.heartbeat import Heartbeat, RankStatus
 from actors.worker.logs import log_event, logger_of
-from actors.worker.rank_loop import Heartbeat, Rank, RankStatus
+from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, join
@@ -34,18 +34,18 @@ from parallel.runtime.kv_sizing import fit_slots
 from parallel.runtime.runner import open_model
 
 SWITCH_INTERVAL_S = 5e-4
-"""Python's default of 5 ms lets one busy thread delay a waiting one by a whole draft pass."""
+"""With Python's default of 5 ms one busy thread delays another by a whole draft pass."""
 
 MEETING_S = 5.0
-"""Whoever is called to a meeting is there, or dead, the store's host too: nobody need be waited for longer."""
+"""Limit for forming a process group: every rank that gets a `Join`, and the host of the store, answers or is dead."""
 
 
 def serve(
     spec: RankSpec,
-    observe: Callable[[str], None] = lambda status: None,
-    unwanted: Callable[[], bool] = lambda: False,
+    observe: Callable[[str], None] = lambda _: None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve one rank until `Stop`, or until it is `unwanted`, which it asks now and then."""
+    """Serve one rank until `Stop`, or until `cancelled`, which is called about twice a second, returns True."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
@@ -55,33 +55,36 @@ def serve(
     name = link_name(spec.identity, spec.incarnation)
     link = Mailbox(Link(spec.hub_address, name))
     status = RankStatus(spec.role, spec.rank, spec.incarnation, os.getpid())
-    heart = Heartbeat(lambda: Link(spec.hub_address, f"{name}/heart", keeps="newest"), status)
-    rank = Rank(
+    heartbeat = Heartbeat(lambda: Link(spec.hub_address, f"{name}/heart", keeps="newest"), status)
+    loop = RankLoop(
         link,
         status,
-        lambda call: _meet(spec, call),
+        lambda order: _join_group(spec, order),
         lambda group: build_role(spec, group, link),
         spec.device,
         observe=observe,
-        unwanted=unwanted,
+        cancelled=cancelled,
     )
     try:
-        rank.serve()
+        loop.serve()
         log_event(logger, "stopped")
     except Exception:
         logger.exception("failed", extra={"facts": {"incarnation": spec.incarnation}})
         raise
     finally:
-        heart.stop()
+        heartbeat.stop()
         link.close()
 
 
-def _meet(spec: RankSpec, call: Join) -> Group:
-    store = connect_store(*call.store, timeout_s=MEETING_S / 2) if spec.size > 1 else None  # it asks twice
+def _join_group(spec: RankSpec, order: Join) -> Group:
+    store = None
+    if spec.size > 1:
+        assert order.store is not None
+        store = connect_store(*order.store, timeout_s=MEETING_S / 2)  # it tries twice
     return join(
         store,
         spec.role,
-        call.epoch,
+        order.epoch,
         spec.rank,
         spec.size,
         torch.device(spec.device),
@@ -90,12 +93,12 @@ def _meet(spec: RankSpec, call: Join) -> Group:
     )
 
 
-def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> tuple[Any, dict[str, object]]:
-    """The role object of this rank and the facts it reports; a level above another needs its `mailbox`."""
+def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> tuple[RankRole, dict[str, object]]:
+    """The role of this rank and what it measured; a cascade level with a remote child needs the `mailbox`."""
     started = time.monotonic()
     role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group, mailbox)
-    place = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores), "openmp": openmp.in_effect()}
-    return role, {**place, "load_s": time.monotonic() - started, **facts}
+    process = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores), "openmp": openmp.in_effect()}
+    return role, {**process, "load_s": time.monotonic() - started, **facts}
 
 
 def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, object]]:
@@ -110,7 +113,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
     )
-    log_event(logger_of(spec.identity), "sized", **fit.facts())  # before a weight is read
+    log_event(logger_of(spec.identity), "sized", **fit.facts())  # before weights are loaded
     runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
     checkpoint = str(Path(config.path).absolute())

@@ -1,7 +1,7 @@
-"""How long a thread that waits for the next parallel region keeps its core: libgomp's own answer is milliseconds.
+"""How long an idle OpenMP thread spins before it gives up its core: libgomp's default is milliseconds.
 
-Two ranks on the same cores, or a neighbour on one of them, then wait for threads that do nothing: rounds took ten to
-forty times as long. PyTorch reads these settings as it is loaded, so they must stand before. Standard library only.
+While threads spin, another rank on the same cores waits for threads that compute nothing: rounds took 10 to 40 times as
+long. libgomp reads these settings once, when PyTorch loads it. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from contextlib import contextmanager
 
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 SPINS = "5000"
-"""A fraction of a millisecond: bridges the gaps within a pass, whose threads would otherwise be woken at every matrix
-(half as slow again), and is over before a neighbour misses the core."""
+"""A fraction of a millisecond: long enough for the gaps within a pass, whose threads would otherwise be woken for every
+matrix (1.5 times as slow), and short beside a scheduler's time slice."""
 
 
-def waiting(*, shared: bool) -> Mapping[str, str]:
-    """Settings for a rank whose cores are `shared` with another one, or are its own; none where the user has chosen."""
+def settings_for(*, shared: bool) -> Mapping[str, str]:
+    """Environment of a rank, whose cores may be `shared` with another one; nothing where the user has chosen."""
     if in_effect():
         return {}
     return {"OMP_WAIT_POLICY": "PASSIVE"} if shared else {"GOMP_SPINCOUNT": SPINS}
 
 
 def in_effect() -> dict[str, str]:
-    """What this process was told, by the user or by us."""
+    """The settings in the environment of this process."""
     return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 
-def settle(*, shared: bool) -> None:
-    """For this process; too late, and not done, once PyTorch is loaded."""
+def configure_threads(*, shared: bool) -> None:
+    """For this process; without effect, so not done, once PyTorch is loaded."""
     if "torch" not in sys.modules:
-        os.environ.update(waiting(shared=shared))
+        os.environ.update(settings_for(shared=shared))
 
 
 @contextmanager
-def inherited(*, shared: bool) -> Iterator[None]:
-    """For processes that are started meanwhile."""
-    settings = waiting(shared=shared)
+def configured_children(*, shared: bool) -> Iterator[None]:
+    """For processes that are started inside the block."""
+    settings = settings_for(shared=shared)
     os.environ.update(settings)
     try:
         yield

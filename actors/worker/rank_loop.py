@@ -1,172 +1,137 @@
-"""The life of one rank: wait until all of its role are there, join them, answer batches, and come back when told to.
+"""The loop of one rank: wait until its role is complete, join the others, answer batches, leave, and wait again.
 
-One turn of the loop is one epoch. A rank that misses a batch, loses a peer or is recalled leaves its epoch: it closes
-the group, forgets every request, keeps its weights, and waits to be told where the next one meets. Knows records and
-the order they must come in; what a batch means is the business of the role.
+One turn is one epoch. A rank that misses a batch, loses a peer or is recalled leaves its epoch: it closes the group,
+drops every request, keeps its weights, and waits for the next `Join`. Knows records and their order; what a batch means
+is known to the role.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
-from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Stop, identity_of
-from actors.protocol.messages import DraftBatch, VerifyBatch
-from actors.transport.channel import Link
+from actors.protocol.membership import Join, Ready, Recall, Stop, identity_of
+from actors.protocol.messages import DraftBatch, DraftPreviewBatch, VerifyBatch
+from actors.worker.heartbeat import RankStatus
 from actors.worker.logs import log_event, logger_of
 from parallel.comm.group import Group, PeerLost
 
-PATIENCE_S = 0.5
-"""How long a rank listens before it looks whether anybody still wants it."""
-_ARRIVED = -1
-"""In place of the width of a step: a record has come, and there is none."""
+CHECK_S = 0.5
+"""Between two calls of `cancelled` while no record arrives."""
+_RECORD = -1
+"""In place of the width of a step: a record has arrived, so there is no step."""
 
 
-class Role(Protocol):
-    """What a rank plays."""
+class RankRole(Protocol):
+    """What a rank runs: the target's or the drafter's part."""
 
-    wants_work: bool
+    @property
+    def wants_work(self) -> bool: ...
 
-    def answer(self, batch: Any) -> Any: ...
+    def answer(self, batch: Any) -> Iterable[Any]: ...
 
     def width(self) -> int:
         """Argument of the next step of work; the lead's is used by all ranks."""
+        ...
 
     def work(self, width: int) -> None: ...
 
     def pause_s(self) -> float:
-        """Seconds to listen before the next step of work."""
+        """Seconds to wait for a record before the next step of work."""
+        ...
 
-    def preview(self, *, last: bool) -> Any | None:
-        """What work has prepared, if it should be told now; `last` if no more work follows before the next record."""
+    def preview(self, *, last: bool) -> DraftPreviewBatch | None:
+        """What work has prepared, if it is worth sending now; `last` if no step follows before the next record."""
+        ...
 
     def forget(self) -> None:
         """Drop every request; the next batch starts from nothing."""
+        ...
 
 
-@dataclass(slots=True)
-class RankStatus:
-    """What a rank says of itself; its loop writes it, its heart reads it."""
+class RankLink(Protocol):
+    """Records to and from the coordinator."""
 
-    role: str
-    rank: int
-    incarnation: int
-    pid: int
-    epoch: int = 0
-    waiting: bool = True
-    taken: int = 0
-    busy: bool = False
+    def send(self, record: Any) -> None: ...
 
-    def beat(self, *, at_change: bool = False) -> Alive:
-        return Alive(
-            self.role,
-            self.rank,
-            self.incarnation,
-            self.pid,
-            self.epoch,
-            self.waiting,
-            self.taken,
-            self.busy,
-            at_change,
-        )
+    def receive(self, timeout_s: float) -> Any | None: ...
 
 
-class Heartbeat:
-    """Beats from a thread of its own, over a link of its own, however long a pass takes."""
-
-    def __init__(self, open_link: Callable[[], Link], status: RankStatus) -> None:
-        self._open_link = open_link
-        self._status = status
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"heart-{status.role}-{status.rank}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        link = self._open_link()
-        while not self._stopped.wait(HEARTBEAT_S):
-            link.send(self._status.beat())
-        link.close()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-
-class Rank:
-    """`meet` makes the group of an epoch, `build` the role on it and the facts it reports; both may take their time."""
+class RankLoop:
+    """`join_group` makes the process group of an epoch; `build`, called once, makes the role on it and its facts."""
 
     def __init__(
         self,
-        link: Link,
+        link: RankLink,
         status: RankStatus,
-        meet: Callable[[Join], Group],
-        build: Callable[[Group], tuple[Role, dict[str, object]]],
+        join_group: Callable[[Join], Group],
+        build: Callable[[Group], tuple[RankRole, dict[str, object]]],
         device: str,
         *,
         observe: Callable[[str], None],
-        unwanted: Callable[[], bool],
+        cancelled: Callable[[], bool],
     ) -> None:
         self._link = link
         self._status = status
-        self._meet = meet
+        self._is_lead = status.rank == 0
+        self._join_group = join_group
         self._build = build
         self._device = device
         self._observe = observe
-        self._unwanted = unwanted
-        self._group: Group | None = None
-        self._role: Role | None = None
-        self._facts: dict[str, object] = {}
+        self._cancelled = cancelled
         self._logger = logger_of(identity_of(status.role, status.rank))
-        self._call: Join | None = None  # the epoch to join next, where that is known already
+        self._group: Group | None = None
+        self._role: RankRole | None = None
+        self._facts: dict[str, object] = {}
 
     def serve(self) -> None:
         """Until `Stop`."""
-        while (join := self._wait()) is not None:
+        join = self._await_join()
+        while join is not None:
+            following: Join | Stop | None = None
             try:
-                self._join(join)
-                if not self._follow():
-                    return
+                group, role = self._join(join)
+                following = self._answer_batches(group, role)
             except PeerLost as error:
                 log_event(self._logger, "peer-lost", level=logging.WARNING, epoch=join.epoch, why=str(error))
             finally:
                 self._leave()
+            if isinstance(following, Stop):
+                return
+            self._status.waiting = True
+            join = following if following is not None else self._await_join()
 
     # --- from epoch to epoch ------------------------------------------------------------------------------------------
 
-    def _wait(self) -> Join | None:
-        """The next epoch, or None for the end."""
-        call, self._call = self._call, None
-        self._status.waiting = True
-        if call is not None:
-            return call
-        self._link.send(self._status.beat(at_change=True))
+    def _await_join(self) -> Join | None:
+        """The next epoch, or None to end."""
+        self._link.send(self._status.alive(at_change=True))
         self._observe("waiting for its role")
-        while not self._unwanted():
-            record = self._link.receive(timeout_s=PATIENCE_S)
+        while not self._cancelled():
+            record = self._link.receive(timeout_s=CHECK_S)
             if isinstance(record, Stop):
                 return None
             if isinstance(record, Join) and record.epoch > self._status.epoch:
                 return record
         return None
 
-    def _join(self, join: Join) -> None:
+    def _join(self, join: Join) -> tuple[Group, RankRole]:
         status = self._status
         status.epoch, status.taken, status.busy, status.waiting = join.epoch, join.round, False, False
-        group = self._meet(join)
+        group = self._join_group(join)
         if self._group is None:
             self._group = group
         else:
             self._group.adopt(group)
         if self._role is None:
             self._role, self._facts = self._build(self._group)
-        self._say_ready()
+        self._send_ready()
         log_event(self._logger, "ready", epoch=join.epoch, **self._facts)
         self._observe(f"epoch {join.epoch}")
+        return self._group, self._role
 
     def _leave(self) -> None:
         self._status.busy = False
@@ -175,78 +140,73 @@ class Rank:
         if self._role is not None:
             self._role.forget()
 
-    def _say_ready(self) -> None:
+    def _send_ready(self) -> None:
         status = self._status
         self._link.send(Ready(status.role, status.rank, self._facts, status.epoch, status.incarnation))
 
     # --- within an epoch ----------------------------------------------------------------------------------------------
 
-    def _follow(self) -> bool:
-        """Answer batches until this epoch is over (True), or everything is (False)."""
+    def _answer_batches(self, group: Group, role: RankRole) -> Join | Stop | None:
+        """Until this epoch is over: the record of the next one or of the end, None if neither has come yet."""
+        status = self._status
         while True:
-            record = self._next()
-            match record:
-                case Stop():
-                    return False
-                case Join():
-                    self._call = record
-                    return True
-                case Recall():
-                    return True
-            if record.after != self._status.taken:
-                log_event(self._logger, "missed", level=logging.WARNING, round=record.after, taken=self._status.taken)
-                return True
-            self._status.busy, self._status.taken = True, record.round
-            for answer in self._role.answer(record):
-                if self._status.rank == 0:
+            record = self._work_until_record(group, role)
+            if isinstance(record, Join | Stop):
+                return record
+            if isinstance(record, Recall):
+                return None
+            if record.after != status.taken:
+                log_event(self._logger, "missed", level=logging.WARNING, round=record.after, taken=status.taken)
+                return None
+            status.busy, status.taken = True, record.round
+            for answer in role.answer(record):
+                if self._is_lead:
                     self._link.send(answer)
-            self._status.busy = False
+            status.busy = False
             self._observe(f"round {record.round}")
             if self._logger.isEnabledFor(logging.INFO):
-                self._tell_of(record)
+                self._log_batch(record)
 
-    def _tell_of(self, batch: VerifyBatch | DraftBatch) -> None:
+    def _log_batch(self, batch: VerifyBatch | DraftBatch) -> None:
         for admit in batch.admits:
             log_event(self._logger, "admit", request=admit.request_id, epoch=admit.epoch, tokens=len(admit.token_ids))
         if self._logger.isEnabledFor(logging.DEBUG):
-            asked = batch.items if isinstance(batch, VerifyBatch) else batch.orders
-            requests = [one.request_id for one in asked]
+            rows = batch.items if isinstance(batch, VerifyBatch) else batch.orders
+            requests = [row.request_id for row in rows]
             log_event(self._logger, "round", level=logging.DEBUG, round=batch.round, requests=requests)
 
-    def _next(self) -> Any:
+    def _work_until_record(self, group: Group, role: RankRole) -> Join | Recall | Stop | VerifyBatch | DraftBatch:
         """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
-        while self._role.wants_work:
-            record = self._between_steps() if self._status.rank == 0 else None
-            width = self._role.width() if self._status.rank == 0 and record is None else _ARRIVED
-            told = torch.tensor([width], dtype=torch.int64, device=self._device)
-            if (width := int(self._group.broadcast(told).item())) == _ARRIVED:
-                return record if record is not None else self._news(wait=True)
-            self._role.work(width)
-            if self._status.rank == 0 and not self._role.wants_work:
-                self._send_preview(last=True)
-        return self._news(wait=True)
+        record = None
+        while record is None and role.wants_work:
+            if self._is_lead:
+                pause_s = role.pause_s()
+                self._send_preview(role, last=pause_s > 0)
+                record = self._receive(pause_s)
+            width = role.width() if self._is_lead and record is None else _RECORD
+            step = torch.tensor([width], dtype=torch.int64, device=self._device)
+            if (width := int(group.broadcast(step).item())) == _RECORD:
+                break
+            role.work(width)
+            if self._is_lead and not role.wants_work:
+                self._send_preview(role, last=True)
+        while record is None:
+            record = self._receive(CHECK_S)
+        return record
 
-    def _between_steps(self) -> Any | None:
-        pause_s = self._role.pause_s()
-        self._send_preview(last=pause_s > 0)
-        return self._news(wait=False, for_s=pause_s)
-
-    def _send_preview(self, *, last: bool) -> None:
-        if (preview := self._role.preview(last=last)) is not None:
+    def _send_preview(self, role: RankRole, *, last: bool) -> None:
+        if (preview := role.preview(last=last)) is not None:
             self._link.send(preview)
 
-    def _news(self, *, wait: bool, for_s: float = PATIENCE_S) -> Any:
-        """The next record that is not of the past; None if none has come in time and nobody has to `wait`."""
+    def _receive(self, timeout_s: float) -> Join | Recall | Stop | VerifyBatch | DraftBatch | None:
+        """The next record that is not outdated, or None after `timeout_s`; `Stop` if the rank is cancelled."""
         while True:
-            record = self._link.receive(timeout_s=for_s)
+            record = self._link.receive(timeout_s=timeout_s)
             match record:
                 case None:
-                    if self._unwanted():
-                        return Stop()
-                    if not wait:
-                        return None
+                    return Stop() if self._cancelled() else None
                 case Join() if record.epoch == self._status.epoch:
-                    self._say_ready()  # the first time it was lost on the way
+                    self._send_ready()  # the first one was lost on the way
                 case Join() | Recall():
                     if record.epoch > self._status.epoch:
                         return record

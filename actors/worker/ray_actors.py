@@ -44,7 +44,7 @@ class RankWorker:
         self._status = "starting"
         if logs is not None:
             _open_logs(identity, logs)
-        openmp.settle(shared=share < 1)
+        openmp.configure_threads(shared=share < 1)
         # Loads PyTorch: neither with the class, in the driver's process, nor only when the coordinator has an address.
         from actors.worker.factory import serve
 

@@ -1,8 +1,9 @@
-"""What a rank is told before it starts: plain values, which whoever starts it can make without loading PyTorch."""
+"""What a rank needs before it starts, as plain values that are made without loading PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from actors.drafters.config import DrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
@@ -11,7 +12,7 @@ from actors.protocol.membership import identity_of
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """One rank's orders. `cores` empty leaves the affinity alone; `size` is the number of ranks of the role."""
+    """One rank. Empty `cores` leave the affinity unchanged; `size` is the number of ranks of the role."""
 
     role: str
     rank: int
@@ -33,3 +34,14 @@ class RankSpec:
     @property
     def identity(self) -> str:
         return identity_of(self.role, self.rank)
+
+    def successor(self, incarnation: int, facts: Mapping[str, object]) -> RankSpec:
+        """The same rank in a new process.
+
+        What the last process measured together with its peers is kept, because they keep it and do not measure again.
+        """
+        field = "target" if self.role == "target" else "drafter"
+        options = self.target if self.role == "target" else self.drafter
+        names = {field.name for field in fields(options)}
+        measured = {name: facts[name] for name in ("kv_slots", "mlp_parallel") if name in facts and name in names}
+        return replace(self, incarnation=incarnation, **{field: replace(options, **measured)})

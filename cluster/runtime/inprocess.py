@@ -25,7 +25,7 @@ from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
 from cluster.runtime.delay_proxy import Relay
-from cluster.runtime.specs import rank_spec, successor
+from cluster.runtime.specs import rank_spec
 from parallel.comm.rendezvous import host_store
 
 _LOOPBACK = "127.0.0.1"
@@ -82,7 +82,7 @@ class InprocessBackend:
         if identity == "coordinator":
             self._conduct(replace(self._coordinator, incarnation=incarnation))
         else:
-            self._serve(successor(self._specs[identity], incarnation, facts))
+            self._serve(self._specs[identity].successor(incarnation, facts))
 
     def stranded(self) -> set[str]:
         return set()
@@ -108,7 +108,7 @@ class InprocessBackend:
 
     def _serve(self, spec: RankSpec) -> None:
         self._specs[spec.identity] = spec
-        self._launch(spec.identity, lambda: serve(spec, unwanted=self._closing.is_set))
+        self._launch(spec.identity, lambda: serve(spec, cancelled=self._closing.is_set))
 
     def _launch(self, identity: str, work: Callable[[], object]) -> None:
         thread = threading.Thread(target=self._guard, args=(identity, work), name=identity, daemon=True)

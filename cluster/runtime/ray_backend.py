@@ -33,7 +33,7 @@ from cluster.placement.relocation import NoRoom, relocate
 from cluster.runtime.delay_proxy import Relay
 from cluster.runtime.ray_nodes import await_head, await_layout, free_nodes, living_hosts
 from cluster.runtime.ray_reservation import Reservation, on_node
-from cluster.runtime.specs import rank_spec, successor
+from cluster.runtime.specs import rank_spec
 
 _LOOPBACK = "127.0.0.1"
 _PORT_PATIENCE_S = 10.0
@@ -126,7 +126,7 @@ class RayBackend:
         if identity == "coordinator":
             self._replace_conductor(incarnation)
             return
-        place, spec = self._places[identity], successor(self._specs[identity], incarnation, facts)
+        place, spec = self._places[identity], self._specs[identity].successor(incarnation, facts)
         address = spec.hub_address if self._relay is not None else self.address
         spec = replace(spec, hub_address=address, device=place.device, num_threads=place.num_threads)
         self._create_rank(identity, incarnation)

@@ -33,7 +33,7 @@ class Reservation:
         self,
         places: Sequence[RankPlacement],
         timeout_s: float,
-        progress: Callable[[str], None] = lambda line: None,
+        progress: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         *,
         apart: bool = False,

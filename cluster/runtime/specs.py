@@ -1,10 +1,9 @@
-"""What coordinator and ranks are told before they start, as whatever they are started: from layout and options."""
+"""What the coordinator and each rank need before they start, from the layout and the user's options."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from actors.coordinator.service import CoordinatorSpec
 from actors.worker.spec import RankSpec
@@ -15,7 +14,6 @@ from cluster.placement.ranks import RankPlacement
 def coordinator_spec(
     config: LaunchConfig, places: Sequence[RankPlacement], eos_token_ids: tuple[int, ...]
 ) -> CoordinatorSpec:
-    """The coordinator's orders from the layout and the user's options."""
     sizes = Counter(place.role for place in places)
     return CoordinatorSpec(
         pipeline=config.pipeline.name,
@@ -34,7 +32,6 @@ def coordinator_spec(
 def rank_spec(
     config: LaunchConfig, place: RankPlacement, hub_address: str, host: str, eos_token_ids: tuple[int, ...]
 ) -> RankSpec:
-    """A rank's orders from its place and the user's options."""
     return RankSpec(
         role=place.role,
         rank=place.rank,
@@ -52,13 +49,3 @@ def rank_spec(
         scheduler=config.scheduler,
         adaptive=config.pipeline.adaptive,
     )
-
-
-def successor(spec: RankSpec, incarnation: int, facts: Mapping[str, object]) -> RankSpec:
-    """The same orders for the next process. What the last one measured together with its peers stays as it was: they
-    keep theirs, and will not measure again."""
-    field = "target" if spec.role == "target" else "drafter"
-    options = getattr(spec, field)
-    known = [name for name in ("kv_slots", "mlp_parallel") if name in facts and hasattr(options, name)]
-    options = replace(options, **{name: facts[name] for name in known})
-    return replace(spec, incarnation=incarnation, **{field: options})

@@ -159,7 +159,7 @@ def _in_processes(ranks: Sequence[_Rank], meeting: Meeting, context: multiproces
         for rank in ranks:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_answer, args=(theirs, rank.spec, rank.work, meeting), daemon=True)
-            with openmp.inherited(shared=rank.share < 1):
+            with openmp.configured_children(shared=rank.share < 1):
                 process.start()
             theirs.close()
             started.append((process, ours))

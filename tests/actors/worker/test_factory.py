@@ -257,7 +257,7 @@ def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spe
 
 def test_a_rank_that_nobody_wants_any_more_ends_by_itself(spec):
     hub = Hub("tcp://127.0.0.1:*")
-    serve(replace(spec, hub_address=hub.address), unwanted=lambda: True)
+    serve(replace(spec, hub_address=hub.address), cancelled=lambda: True)
     hub.close()
 
 

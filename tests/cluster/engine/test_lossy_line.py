@@ -22,7 +22,7 @@ from actors.protocol.messages import (
     VerifyBatch,
 )
 from actors.transport import channel
-from actors.worker import rank_loop
+from actors.worker import heartbeat
 from cluster import client as client_module
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
@@ -81,7 +81,7 @@ def weather(monkeypatch):
 
     monkeypatch.setattr(channel.Link, "send", link_send)
     monkeypatch.setattr(channel.Hub, "send", hub_send)
-    monkeypatch.setattr(rank_loop, "HEARTBEAT_S", 0.03)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.03)
     monkeypatch.setattr(client_module, "_RESUME_S", 0.5)
     return storm
 

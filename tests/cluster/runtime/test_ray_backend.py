@@ -109,7 +109,7 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert sorted(actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)) == names
     pids = {name: pid_of(name) for name in names}
     assert len(set(pids.values()) | {os.getpid()}) == 5, "a process each"
-    settings = {place.identity: openmp.waiting(shared=place.share < 1) for place in engine.places}
+    settings = {place.identity: openmp.settings_for(shared=place.share < 1) for place in engine.places}
     assert {identity: ready.facts["openmp"] for identity, ready in engine.ready.items()} == settings
     assert answers(engine) == expected
 

@@ -193,7 +193,7 @@ def test_the_rank_that_failed_says_why(tiny_launch, one_free_thread):
 def test_ranks_may_be_processes(tiny_launch):
     config = tiny_launch(PlanConfig(), cluster=ClusterConfig(ClusterName.local))
     target, _ = crews(config, add_ranks_and_tell)
-    assert run_crews([target], ()) == [(3.0, openmp.waiting(shared=target.places[0].share < 1))]
+    assert run_crews([target], ()) == [(3.0, openmp.settings_for(shared=target.places[0].share < 1))]
     alone = [place for place in lay_out(config, Devices((0, 1))) if place.role == "target"]
     with pytest.raises(RuntimeError, match="died while it measured"):
         run_crews([Crew(config, tuple(alone), partial(leave, 3))], ())

@@ -1,0 +1,49 @@
+"""A rank's heartbeats: what it works on, sent from a thread and a link of its own, however long a pass takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actors.protocol.membership import HEARTBEAT_S, Alive
+from actors.transport.channel import Link
+
+
+@dataclass(slots=True)
+class RankStatus:
+    """The state of a rank, written by its loop and read by its heartbeat; the fields are those of `Alive`."""
+
+    role: str
+    rank: int
+    incarnation: int
+    pid: int
+    epoch: int = 0
+    waiting: bool = True
+    taken: int = 0
+    busy: bool = False
+
+    def alive(self, *, at_change: bool = False) -> Alive:
+        state = self.epoch, self.waiting, self.taken, self.busy
+        return Alive(self.role, self.rank, self.incarnation, self.pid, *state, at_change)
+
+
+class Heartbeat:
+    """Sends every `HEARTBEAT_S` from construction to `stop`."""
+
+    def __init__(self, open_link: Callable[[], Link], status: RankStatus) -> None:
+        self._open_link = open_link
+        self._status = status
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"heart-{status.role}-{status.rank}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        link = self._open_link()
+        while not self._stopped.wait(HEARTBEAT_S):
+            link.send(self._status.alive())
+        link.close()
