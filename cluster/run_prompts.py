@@ -1,6 +1,6 @@
-"""One run of prompts through an engine: so many requests in flight, on one clock, in one window of its counters.
+"""One run of prompts through an engine, with so many requests in flight, in one measuring window of its counters.
 
-What every job that measures builds on. It derives no figures (`cluster/observability/report.py` does) and writes no files.
+Every job that measures uses it. It derives no figures (`cluster/observability/report.py` does) and writes no files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def serve_prompts(
     speculate: bool,
     concurrency: int,
     phase: str = "",
-    on_finished: Callable[[Served], None] = lambda served: None,
+    on_finished: Callable[[Served], None] = lambda _: None,
 ) -> Run:
     """Complete all prompts, `concurrency` at a time (0: all at once); a failed request does not end the others.
 
-    `phase` labels the run in the metrics. Ctrl-C aborts what is in flight and returns what there is, `interrupted`.
+    `phase` labels the run in the metrics. Ctrl-C aborts the requests in flight; the run is then `interrupted`.
     """
     run = Run()
     live: dict[int, Completion] = {}
@@ -36,7 +36,7 @@ def serve_prompts(
     def complete(index: int, prompt: Prompt) -> Served:
         try:
             live[index] = engine.submit(prompt.content, sampling, speculate=speculate)
-            if run.interrupted:  # too late to be aborted below
+            if run.interrupted:  # submitted after the loop below aborted the others
                 live[index].abort()
             live[index].result()
         except EngineError as error:
@@ -58,9 +58,9 @@ def serve_prompts(
             pool.shutdown(wait=False, cancel_futures=True)
             for completion in list(live.values()):
                 completion.abort()
-    heard = {one.index for one in run.requests}
+    recorded = {served.index for served in run.requests}
     for served in [future.result() for future in pending if not future.cancelled()]:
-        if served.index not in heard:  # ended by the interrupt
+        if served.index not in recorded:  # ended by the interrupt
             run.requests.append(served)
             on_finished(served)
     run.wall_s = time.monotonic() - started
@@ -78,7 +78,7 @@ def all_completed(run: Run) -> list[Served]:
 
 
 def _count(engine: Engine, run: Run) -> None:
-    """Close the window; a dead engine counts no more, and its requests already say why."""
+    """Close the measuring window; a dead engine has no counters, and its requests hold the reason."""
     try:
         report = engine.report(reset=True)
     except EngineError:
@@ -89,7 +89,7 @@ def _count(engine: Engine, run: Run) -> None:
 def _served(index: int, prompt: Prompt, completion: Completion | None, error: str | None = None) -> Served:
     if completion is None:
         return Served(index, prompt, error=error)
-    first, submitted = completion.first_token_at, completion.submitted_at
+    submitted, first, finished = completion.submitted_at, completion.first_token_at, completion.finished_at
     return Served(
         index=index,
         prompt=prompt,
@@ -99,5 +99,5 @@ def _served(index: int, prompt: Prompt, completion: Completion | None, error: st
         error=error,
         stats=completion.stats,
         ttft_s=None if first is None else first - submitted,
-        latency_s=completion.finished_at - submitted,
+        latency_s=None if finished is None else finished - submitted,
     )

@@ -41,7 +41,7 @@ NEEDED_PROGRAMS = {"multinode": ("ip", "unshare", "nsenter"), "slurm": ("slurmct
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Use one worker per core, unless the command line chooses (`-n`), selects files or names, or starts the debugger.
+    """Use a worker per core and one more, unless the command line chooses (`-n`), selects files or names, or starts the debugger.
 
     A few tests end sooner without workers, each of which imports the libraries and collects again. This is done here
     and not in `addopts`, where `-n` would be an unknown option under `-p no:xdist`.
@@ -52,7 +52,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses is None and option.dist == "no" and not option.usepdb:
         num_cores = len(os.sched_getaffinity(0))
         is_selection = bool(option.keyword) or all(".py" in argument for argument in config.args)
-        option.numprocesses = 0 if is_selection or num_cores == 1 else min(num_cores, MAX_WORKERS)
+        # One more: the worker that starts daemons mostly waits for them.
+        option.numprocesses = 0 if is_selection else min(num_cores + 1, MAX_WORKERS)
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
 

@@ -22,7 +22,7 @@ ENDED_LIMIT = 4096
 MESSAGES = "messages"
 """Lane of the records between the roles."""
 
-Span = tuple[str, str, float, float, dict[str, object]]
+Span = tuple[str, str, float, float, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

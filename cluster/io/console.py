@@ -1,10 +1,11 @@
 """What a job shows on the terminal: progress with seconds, completions, tables.
 
-Knows how things look and nothing of how they came about. In a pipe or a batch job's log it prints plain text.
+Holds layout only; the text and the figures come from the jobs. In a pipe or a batch job's log the output is plain text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,12 +20,14 @@ COMPLETION_LINES = 4
 COMPLETION_SHOWN = 320
 PIPE_WIDTH = 160
 REFRESH_HZ = 4
-"""Low: what is drawn takes its time from what is measured."""
-ABSENT = "–"
+"""Drawing takes time from what is measured, so it is rare."""
+ABSENT = "–"  # noqa: RUF001  an en dash stands for a figure that was not measured
+_FIGURE = re.compile(rf"{ABSENT}|[-+]?\d[\d.,]*(-\d[\d.,]*)?( ?[^\s\d]+)?|")
+"""A number or a range with at most one word behind it, or nothing: such columns are right-aligned."""
 
 
 class Bar:
-    """A progress bar that is on the screen."""
+    """A progress bar on the screen."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -33,12 +36,13 @@ class Bar:
     def advance(self) -> None:
         self._progress.advance(self._task)
 
-    def say(self, what: str) -> None:
-        self._progress.update(self._task, description=what)
+    def say(self, text: str) -> None:
+        """Replace the text before the bar."""
+        self._progress.update(self._task, description=text)
 
 
 class Terminal:
-    """Standard output, or where a test wants it."""
+    """Standard output, or the console a test gives."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -47,9 +51,10 @@ class Terminal:
 
     @contextmanager
     def starting(self) -> Iterator[Callable[[str], None]]:
-        """A spinner with seconds; yields what changes its text. What has several lines is a report, and stays.
+        """A spinner with seconds; yields a function that changes its text.
 
-        Where there is no terminal, as in the log of a batch job, every stage is a line.
+        Text of several lines is printed and stays. Without a terminal, as in the log of a batch job, every new text is
+        printed as a line.
         """
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         is_terminal = self._console.is_terminal
@@ -68,8 +73,8 @@ class Terminal:
             yield show
 
     @contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Bar]:
-        """A bar with seconds."""
+    def counting(self, text: str, total: int) -> Iterator[Bar]:
+        """A bar with text, count and seconds."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -77,39 +82,46 @@ class Terminal:
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=self._console, refresh_per_second=REFRESH_HZ) as progress:
-            task = progress.add_task(what, total=total)
+            task = progress.add_task(text, total=total)
             yield Bar(progress, task)
 
     def line(self, text: str) -> None:
         self._console.print(Text(text))
 
     def completion(self, prompt: str, text: str, ending: str) -> None:
-        """The end of a prompt and the beginning of what followed it."""
+        """The end of a prompt and the beginning of its completion."""
         shown = Text("… " + " ".join(prompt.split())[-PROMPT_SHOWN:], style="dim")
         shown.append(f"  [{ending}]\n", style="dim italic")
         shown.append(trimmed(text), style="not dim")
         self._console.print(shown, "")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column names its row, the others hold figures."""
-        style = {"box": SIMPLE_HEAD, "pad_edge": False, "show_header": any(columns)}
-        table = Table(title=title, title_justify="left", title_style="bold", **style)
+        """A table as wide as its content. The first column names the row; columns of figures are right-aligned."""
+        table = Table(
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            show_header=any(columns),
+        )
         for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
+            is_figures = index > 0 and all(_FIGURE.fullmatch(row[index]) for row in rows)
+            table.add_column(column, justify="right" if is_figures else "left", no_wrap=index == 0)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         self._console.print(table)
 
 
 def trimmed(text: str) -> str:
-    """At most a few lines of a completion; an ellipsis says that there is more."""
+    """At most a few lines of a completion, with an ellipsis where something was cut."""
     lines = text.strip("\n").split("\n")
     short = "\n".join(lines[:COMPLETION_LINES])[:COMPLETION_SHOWN]
     return short if short == text.strip("\n") else f"{short} …"
 
 
 def figure(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A number for a table; a dash where it was not measured."""
+    """A number for a table; a dash for None, which means not measured."""
     return ABSENT if value is None else f"{value:,.{digits}f}{unit}"
 
 

@@ -1,7 +1,7 @@
 """Prompts from a JSONL file: one object per line, with a `prompt` text or the `turns` of Spec-Bench.
 
-A file is read and checked as a whole before anything is started: one bad line refuses it, by number. Knows neither
-tokenizers nor what becomes of a prompt.
+A file is read and checked as a whole before anything starts; an error names the bad line. Must not know tokenizers or
+engines.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_LABELS = ("category", "question_id", "source")
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt and the labels its file gave it. `token_ids` is set where a prompt was made rather than read."""
+    """One prompt and the labels from its file. `token_ids` replaces the text where a prompt was made, not read."""
 
     text: str
     category: str | None = None
@@ -31,14 +29,15 @@ class Prompt:
         return self.text if self.token_ids is None else self.token_ids
 
     def labels(self) -> dict[str, object]:
-        """The labels that were given."""
-        return {name: value for name in _LABELS if (value := getattr(self, name)) is not None}
+        """The labels that are set."""
+        labels = {"category": self.category, "question_id": self.question_id, "source": self.source}
+        return {name: value for name, value in labels.items() if value is not None}
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
     """Prompts in the file's order, at most `limit` (0: all) spread evenly over its categories.
 
-    Raises ValueError, one line, for a file without prompts and for the first line that is none.
+    Raises ValueError for a file without prompts, and for the first line that is not a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -75,4 +74,4 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
         raise ValueError(f"{where} has neither a text `prompt` nor a list of texts `turns`; correct or remove it")
     if not text:
         raise ValueError(f"{where} has an empty prompt; correct or remove it")
-    return Prompt(text, **{name: record.get(name) for name in _LABELS})
+    return Prompt(text, record.get("category"), record.get("question_id"), record.get("source"))

@@ -1,7 +1,7 @@
-"""Going on from an earlier `completions.jsonl`: which prompts are finished, and the file as it must be to go on.
+"""Continue an earlier `completions.jsonl`: find the finished prompts, and drop the other lines from the file.
 
-Only whole lines of requests that ended by themselves count; a line that was being written when the process died, an
-error or an abort is dropped, and its prompt is run again. Knows nothing of engines.
+A prompt is finished if its line is whole and its request neither failed nor was aborted; the others are run again.
+Must not know engines.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cluster.io.prompts import Prompt
 UNFINISHED = ("abort", "error")
 
 
-def take_up(path: Path, prompts: Sequence[Prompt]) -> set[int]:
-    """Indices of the prompts that are finished; leaves only their lines in the file. Empty where there is none.
+def drop_unfinished(path: Path, prompts: Sequence[Prompt]) -> set[int]:
+    """Leave only the lines of finished prompts in the file; returns their indices, none if there is no file.
 
-    ValueError if a line is of another list of prompts.
+    Raises ValueError if a line belongs to another list of prompts.
     """
     if not path.exists():
         return set()
@@ -28,7 +28,7 @@ def take_up(path: Path, prompts: Sequence[Prompt]) -> set[int]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # empty, or cut off by whatever ended the last run
+            continue  # empty, or cut off when the last run was killed
         if record.get("finish_reason") in UNFINISHED:
             continue
         index = record["index"]
@@ -40,5 +40,5 @@ def take_up(path: Path, prompts: Sequence[Prompt]) -> set[int]:
         kept[index] = line
     partial = path.with_suffix(".part")
     partial.write_text("".join(f"{line}\n" for line in kept.values()), encoding="utf-8")
-    os.replace(partial, path)  # at no moment is there less on disk than before
+    os.replace(partial, path)  # atomic: finished lines are never lost
     return set(kept)

@@ -1,20 +1,20 @@
 """Text at the edge of the engine: a checkpoint's tokenizer, its end tokens, and text out of a stream of tokens.
 
-Everything behind this file speaks token ids. Uses the `tokenizers` library alone, so that starting up costs
-milliseconds.
+The rest of the engine knows token ids only. Imports the `tokenizers` library alone, which takes milliseconds.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 
 def load_tokenizer(checkpoint: Path) -> Tokenizer:
-    """The checkpoint's `tokenizer.json`; ValueError if it has none."""
+    """Load the checkpoint's `tokenizer.json`. Raises ValueError if it is missing or cannot be read."""
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"target.path: {checkpoint} has no tokenizer.json; save the tokenizer beside the weights")
@@ -24,8 +24,8 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
         raise ValueError(f"target.path: {path} cannot be read as a tokenizer ({error}); save it again") from error
 
 
-def read_json(path: Path) -> dict:
-    """The file's object, or an empty one where there is no such file; ValueError if it holds something else."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file, empty if there is no file. Raises ValueError if it is not JSON."""
     if not path.is_file():
         return {}
     try:
@@ -44,11 +44,11 @@ def read_eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
 
 
 def check_same_vocabulary(target: Path, drafter: Path) -> None:
-    """ValueError unless both checkpoints mean the same by every token id.
+    """Raise ValueError unless every token id has the same meaning in both checkpoints.
 
-    Model families pad their embeddings differently; with equal tokenizers the drafter's may be the smaller one.
+    Model families pad their embeddings differently: with equal tokenizers the drafter's vocabulary may be the smaller.
     """
-    target_size, drafter_size = (read_json(path / "config.json").get("vocab_size") for path in (target, drafter))
+    target_size, drafter_size = (read_json(path / "config.json").get("vocab_size", 0) for path in (target, drafter))
     files = [path / "tokenizer.json" for path in (target, drafter)]
     tokenizers = [read_json(file).get("model", {}).get("vocab") for file in files if file.is_file()]
     same_tokens = len(tokenizers) == 2 and tokenizers[0] == tokenizers[1]
@@ -65,9 +65,9 @@ def check_same_vocabulary(target: Path, drafter: Path) -> None:
 
 
 class TextStream:
-    """Text of one completion, token by token, watching for stop strings.
+    """Text of one completion, token by token, up to a stop string.
 
-    What is shown excludes the stop string; until the end, as many characters are held back as could begin one.
+    The shown text excludes the stop string. Until the end, characters that could begin a stop string are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
@@ -81,11 +81,11 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that was shown."""
+        """The text shown so far."""
         return "".join(self._shown)
 
     def push(self, token: int) -> str:
-        """Add one token; returns what may be shown now. `stopped` is True once a stop string is complete."""
+        """Add one token; returns the text to show now. `stopped` is True once a stop string is complete."""
         self._held += self._decode(token)
         found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if not found:
@@ -95,7 +95,7 @@ class TextStream:
         return self.end()
 
     def end(self) -> str:
-        """Nothing more will come: show what was held back."""
+        """No token follows: show the text that was held back."""
         return self._show(len(self._held))
 
     def _show(self, length: int) -> str:
@@ -106,6 +106,6 @@ class TextStream:
     def _decode(self, token: int) -> str:
         try:
             return self._decoder.step(self._tokenizer, token) or ""
-        except Exception:  # all the library raises: these bytes read otherwise than they began; start behind them
+        except Exception:  # the library raises bare Exception for bytes that are not UTF-8; decode from here anew
             self._decoder = DecodeStream(skip_special_tokens=True)
             return self._decoder.step(self._tokenizer, token) or ""

@@ -1,9 +1,10 @@
-"""`job=generate`: complete prompts, show how speculation went, and time plain decoding of the same prompts beside it.
+"""`job=generate`: complete prompts, show how speculation went, and time plain decoding of the same prompts.
 
-Files: `completions.jsonl` grows by a line as each request ends; `report.json`, `timeline.json` and `timeline.png`
-follow at the end, also after Ctrl-C, of what there is by then. Until then `report.json` is of the requests so far, and
-`interrupted`: who is killed writes no more. `job.resume=true` goes on from an earlier `completions.jsonl`; the report
-is then of the prompts of this run. `failure.txt` is the trace of what ended the engine.
+Files: `completions.jsonl` grows by a line as each request ends. `report.json`, `timeline.json` and `timeline.png` are
+written at the end, and after Ctrl-C of the requests so far. During the run `report.json` is rewritten every few seconds
+with `interrupted` true, because a killed process cannot write one. `job.resume=true` continues an earlier
+`completions.jsonl`; the report is then of the prompts of this run. `failure.txt` holds the trace of what ended the
+engine.
 """
 
 from __future__ import annotations
@@ -11,20 +12,28 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from actors.protocol.messages import SamplingParams
 from cluster.config.schema import GenerateConfig, LaunchConfig
 from cluster.engine import Engine, EngineError
-from cluster.io.console import Terminal, figure, percent
+from cluster.io.console import ABSENT, Terminal, figure, percent
 from cluster.io.prompts import Prompt, read_prompts
-from cluster.io.resume import take_up
+from cluster.io.resume import drop_unfinished
 from cluster.observability import timeline
-from cluster.observability.report import circumstances, figures, mean_draft_length, request_metrics, write_json
+from cluster.observability.report import (
+    Circumstances,
+    RunFigures,
+    circumstances,
+    figures,
+    mean_draft_length,
+    request_metrics,
+    write_json,
+)
 from cluster.observability.results import Run, Served
 from cluster.run_prompts import serve_prompts
 
@@ -38,12 +47,12 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     job: GenerateConfig = config.job
     prompts = read_prompts(Path(job.prompts), job.limit)
     completions, report_file, terminal = run_dir / "completions.jsonl", run_dir / "report.json", Terminal()
-    finished = take_up(completions, prompts) if job.resume else set()
+    finished = drop_unfinished(completions, prompts) if job.resume else set()
     indices = [index for index in range(len(prompts)) if index not in finished]
     if finished:
         terminal.line(f"{len(finished)} of {len(prompts)} prompts are already in {completions}")
     if not indices:
-        if not report_file.exists():  # whoever finished them was killed
+        if not report_file.exists():  # the run that finished them was killed before it wrote one
             nothing = {"num_resumed": len(finished), **figures(Run()), **circumstances(config, [], {})}
             write_json(report_file, {"job": job.name, **nothing, "interrupted": False})
         return
@@ -54,26 +63,26 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         sampling = config.sampling_params(engine.tokenizer)
         first_token_s = _warm_up(engine, prompts, sampling)
         num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
-        log_event = partial(_report, engine, len(finished), first_token_s)
-        so_far, started, told_at = Run(interrupted=True), time.monotonic(), -math.inf
+        make_report = partial(_report, engine, len(finished), first_token_s)
+        so_far, started, written_at = Run(interrupted=True), time.monotonic(), -math.inf
         with completions.open("a" if finished else "w", encoding="utf-8") as file:
 
             def record(served: Served) -> None:
-                nonlocal told_at
+                nonlocal written_at
                 _append(file, completion_record(replace(served, index=indices[served.index]), num_spec_tokens))
                 so_far.requests.append(served)
                 so_far.wall_s = time.monotonic() - started
-                if so_far.wall_s > told_at + REPORT_EVERY_S:
-                    told_at = so_far.wall_s
-                    write_json(report_file, log_event(so_far))
+                if so_far.wall_s > written_at + REPORT_EVERY_S:
+                    written_at = so_far.wall_s
+                    write_json(report_file, make_report(so_far))
 
             speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
         plain = None
         if job.baseline and not speculative.interrupted:
-            write_json(report_file, {**log_event(speculative), "interrupted": True})
-            plain = _timed(engine, prompts, sampling, terminal, speculate=False, on_finished=lambda served: None)
-        # Before the engine ends: where all of a job's processes are told to stop at once, there may be no after.
-        report = log_event(speculative, plain)
+            write_json(report_file, {**make_report(speculative), "interrupted": True})
+            plain = _timed(engine, prompts, sampling, terminal, speculate=False, on_finished=lambda _: None)
+        # Before the engine closes: a batch system may stop all processes of the job at once.
+        report = make_report(speculative, plain)
         write_json(report_file, report)
         if engine.trace:
             (run_dir / "failure.txt").write_text(engine.trace)
@@ -90,9 +99,21 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         )
 
 
+class Report(RunFigures, Circumstances):
+    """`report.json` of `job=generate`."""
+
+    job: str
+    concurrency: int
+    num_resumed: int
+    startup_s: dict[str, float]
+    plain: RunFigures | None
+    incidents: list[dict[str, Any]]
+    interrupted: bool
+
+
 def _report(
     engine: Engine, num_resumed: int, first_token_s: float | None, speculative: Run, plain: Run | None = None
-) -> dict[str, object]:
+) -> Report:
     job: GenerateConfig = engine.config.job
     return {
         "job": job.name,
@@ -108,9 +129,9 @@ def _report(
 
 
 def _warm_up(engine: Engine, prompts: list[Prompt], sampling: SamplingParams) -> float | None:
-    """First passes allocate and choose kernels; they are nobody's fault and not measured.
+    """Run a short request without and with speculation: the first passes allocate memory and choose kernels.
 
-    Returns how long the very first token took.
+    Returns the seconds until the first token.
     """
     short = replace(sampling, min_tokens=0, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
     first_token_s: list[float | None] = []
@@ -131,7 +152,7 @@ def _timed(
     speculate: bool,
     on_finished: Callable[[Served], None],
 ) -> Run:
-    """All prompts once, under a progress bar."""
+    """Serve all prompts once, under a progress bar."""
     job: GenerateConfig = engine.config.job
     with terminal.counting("completing" if speculate else "plain decoding, to compare", len(prompts)) as bar:
 
@@ -150,7 +171,7 @@ def _timed(
         )
 
 
-def _trace(engine: Engine, run: Run, report: dict, run_dir: Path) -> None:
+def _trace(engine: Engine, run: Run, report: Report, run_dir: Path) -> None:
     trace, picture = run_dir / "timeline.json", run_dir / "timeline.png"
     timeline.write_trace(trace, run.spans)
     timeline.draw(picture, run.spans, {"target": report["target_busy"], "draft": report["draft_busy"]})
@@ -159,13 +180,13 @@ def _trace(engine: Engine, run: Run, report: dict, run_dir: Path) -> None:
 
 
 def _append(file: IO[str], record: dict[str, object]) -> None:
-    """A line is on disk before the next request ends."""
+    """Write one line and flush it, so that it is on disk before the next request ends."""
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
     file.flush()
 
 
 def completion_record(served: Served, num_spec_tokens: int) -> dict[str, object]:
-    """One line of `completions.jsonl`; `index` is the prompt's place among those that were read."""
+    """One line of `completions.jsonl`; `index` is the prompt's place among all that were read."""
     return {
         "index": served.index,
         "prompt": served.prompt.text,
@@ -184,7 +205,7 @@ def completion_record(served: Served, num_spec_tokens: int) -> dict[str, object]
 
 
 def _show(terminal: Terminal, run: Run) -> None:
-    """Some completions; only now, because drawing them meanwhile would slow the run that is measured."""
+    """Print some completions. Printing them during the run would slow what is measured."""
     for served in sorted(run.requests, key=lambda served: served.index)[:COMPLETIONS_SHOWN]:
         ending = served.error or f"{len(served.token_ids)} tokens, {served.finish_reason}"
         terminal.completion(served.prompt.text, served.text, ending)
@@ -192,51 +213,82 @@ def _show(terminal: Terminal, run: Run) -> None:
         terminal.line(f"and {len(run.requests) - COMPLETIONS_SHOWN} more in completions.jsonl\n")
 
 
-def _summarise(terminal: Terminal, report: dict, run_dir: Path) -> None:
-    plain = report["plain"] or {}
+def _summarise(terminal: Terminal, report: Report, run_dir: Path) -> None:
+    plain = report["plain"]
     round_ms, overhead_ms = report["round_ms"], report["round_overhead_ms"]
-    share = overhead_ms / round_ms if round_ms else None
-    equal = {True: "all equal", False: f"{report['num_unequal_requests']} requests differ", None: figure(None)}
-    ttft = report["ttft_s"]["median"] if report["ttft_s"] else None
     rows = [
-        ("requests", f"{report['num_requests']}" + f", {report['num_failed']} failed" * bool(report["num_failed"])),
+        ("requests", f"{report['num_requests']}, {report['num_failed']} failed"),
         ("tokens", f"{report['tokens']:,} in {figure(report['wall_s'], 1)} s"),
-        ("tokens/s", figure(report["tokens_per_s"], 1)),
-        ("tokens/s, plain decoding", figure(report["plain_tokens_per_s"], 1)),
-        ("speed-up", figure(report["speedup_vs_ar"], 2, "x")),
-        ("tokens equal to plain decoding", equal[report["tokens_equal_plain"]]),
-        ("mean acceptance length", figure(report["mean_acceptance_length"])),
+        ("speed", f"{figure(report['tokens_per_s'], 1)} tokens/s"),
+        ("speed, plain decoding", f"{figure(report['plain_tokens_per_s'], 1)} tokens/s"),
+        ("speed-up over plain decoding", figure(report["speedup_vs_ar"], 2, "x")),
+        ("tokens equal to plain decoding", _equality(report)),
+        ("time to first token", figure(_in_ms(report["ttft_s"]), 1, " ms, median")),
+        ("time per later token", f"{figure(report['decode_ms_per_token'])} ms"),
+        ("the same, plain decoding", f"{figure(plain['decode_ms_per_token'] if plain else None)} ms"),
+        ("mean acceptance length", f"{figure(report['mean_acceptance_length'])} tokens per target pass with a draft"),
         ("draft tokens accepted", percent(report["draft_acceptance_rate"])),
-        ("draft length", _control(report)),
-        ("ms per token behind the first", f"{figure(report['decode_ms_per_token'])}"),
-        ("the same, plain decoding", figure(plain.get("decode_ms_per_token"))),
-        ("ms to the first token, median", figure(None if ttft is None else ttft * 1e3, 1)),
-        ("round", f"{figure(round_ms)} ms, of it {figure(overhead_ms)} ms ({percent(share)}) nobody's work"),
-        ("busy", f"target {percent(report['target_busy'])}, drafter {percent(report['draft_busy'])}"),
-        ("waiting", _waiting(report)),
+        ("mean draft length ordered", f"{figure(mean_draft_length(report['draft_lengths']), 1)} tokens"),
+        ("drafts ready before their verdict", percent(report["branch_hit_rate"])),
+        ("plain decoding as a fallback", f"{figure(report['fallback_s'], 1)} s"),
+        ("trials of speculation", _trials(report)),
+        ("round with a draft", f"{figure(round_ms)} ms, most of it: {report['bound_by'] or ABSENT}"),
+        ("round overhead", f"{figure(overhead_ms)} ms in which neither target nor drafter worked"),
+        ("busy", f"target {percent(report['target_busy'])}, drafter {percent(report['draft_busy'])} of the time"),
+        ("target waited", _waiting(report)),
     ]
     terminal.table("Summary", ("", ""), rows)
     for note in report["notes"]:
         terminal.line(f"note: {note}")
-    terminal.line(f"written to {run_dir}")
+    files = [name for name in ("report.json", "completions.jsonl", "timeline.png", "logs") if (run_dir / name).exists()]
+    terminal.line(f"{finding(report)}; see {', '.join(files)} in {run_dir}")
 
 
-def _control(report: dict) -> str:
-    """Draft lengths and what the never-slower guard did."""
-    share = report["fallback_s"] / report["wall_s"] if report["wall_s"] else None
-    chosen = f"{figure(mean_draft_length(report['draft_lengths']), 1)} ordered on average"
-    fallback = f"plain decoding as a fallback {figure(report['fallback_s'], 1)} s ({percent(share)})"
-    guard = report["guard"] or {}
-    gain = f", speculation over plain decoding as it went {figure(guard['gain'], 2)}x" if guard.get("gain") else ""
-    return f"{chosen}; {fallback}, {report['num_probes']} probes, {report['num_trials']} trials{gain}"
+def finding(report: Report) -> str:
+    """The one thing about a run that most deserves a look."""
+    return next(_findings(report))
 
 
-def _waiting(report: dict) -> str:
-    """Who waited for whom, and what binds."""
+def _findings(report: Report) -> Iterator[str]:
+    """The gravest first; the last is always there."""
+    losses, speedup = report["role_losses"] or {}, report["speedup_vs_ar"]
+    if report["num_failed"]:
+        yield f"{report['num_failed']} requests failed"
+    if report["num_unequal_requests"] and not any("not its tokens" in note for note in report["notes"]):
+        yield f"tokens of {report['num_unequal_requests']} requests differ from plain decoding"
+    if report["interrupted"]:
+        yield "interrupted: the figures are of the requests that ended before"
+    if losses:
+        yield "processes were lost: " + ", ".join(f"{role} {count} times" for role, count in sorted(losses.items()))
+    if speedup is not None and speedup < 1:
+        bound_by = report["bound_by"] or "target"
+        yield f"slower than plain decoding ({speedup:.2f}x); most of a round with a draft went to: {bound_by}"
+    if speedup is not None:
+        yield f"{speedup:.2f}x the speed of plain decoding"
+    yield f"{figure(report['tokens_per_s'], 1)} tokens/s, not compared with plain decoding"
+
+
+def _in_ms(times: dict[str, float] | None) -> float | None:
+    return None if times is None else 1e3 * times["median"]
+
+
+def _equality(report: Report) -> str:
+    num_unequal = report["num_unequal_requests"]
+    if num_unequal is None:
+        return ABSENT
+    return f"{num_unequal} requests differ" if num_unequal else "all equal"
+
+
+def _trials(report: Report) -> str:
+    """How often the never-slower guard measured whether speculation pays, and what it found last."""
+    gain = (report["guard"] or {}).get("gain")
+    measured = f"; last found: {gain:.2f}x of plain decoding" if gain else ""
+    return f"{report['num_probes']} probes, {report['num_trials']} trials{measured}"
+
+
+def _waiting(report: Report) -> str:
     waits = report["waits"]
     if waits is None:
-        return figure(None)
-    drafter, messages = waits["target_for_drafter_s"], waits["target_for_messages_s"]
-    hits = f", {percent(report['branch_hit_rate'])} of drafts prepared" if report["branch_hit_rate"] is not None else ""
-    said = f"target for drafter {figure(drafter, 1)} s, for messages {figure(messages, 1)} s"
-    return f"{said}; bound by: {report['bound_by']}{hits}"
+        return ABSENT
+    drafter_s, messages_s = waits["target_for_drafter_s"], waits["target_for_messages_s"]
+    return f"{drafter_s:.1f} s for the drafter, {messages_s:.1f} s for messages"

@@ -1,14 +1,15 @@
-"""Metrics in Ray's registry: what the dashboard, Prometheus and Grafana see of an engine.
+"""Metrics in Ray's registry, for the dashboard, Prometheus and Grafana.
 
-Names are vLLM's where vLLM has one, with the prefix `specdec_` (Ray adds `ray_`). Fed by the coordinator about once a
-second from its tally, never inside a round. Counters carry the label `phase`, the name of the measuring window, so
-that each agrees with the report of that window; ratios are left to whoever reads them.
+Names are vLLM's where vLLM has one, with the prefix `specdec_` (Ray adds `ray_`). The coordinator updates them about
+once a second from its counters, never inside a round. Counters carry the label `phase`, the name of the measuring
+window, so that each agrees with the report of that window. Ratios are left to the queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import PurePath
 from typing import Protocol
 
@@ -20,14 +21,14 @@ from cluster.config.schema import LaunchConfig
 
 PREFIX = "specdec_"
 ENGINE_LABELS = ("engine", "model_name", "drafter", "pipeline")
-"""On every series: the engine's namespace, the target's name, and how it is drafted for."""
+"""On every series: the engine's namespace, the target's name, drafter and pipeline."""
 
 Update = Callable[[float, dict[str, str]], None]
-"""Adds to, sets or observes one series, which the labels name."""
+"""Adds to, sets or observes the series with these labels."""
 
 
 class Registry(Protocol):
-    """Makes metrics; in Ray's own, or a test's. A counter is never grown by nothing."""
+    """Makes metrics, in Ray's registry or a test's. A counter is only incremented by positive amounts."""
 
     def counter(self, name: str, text: str, labels: tuple[str, ...]) -> Update: ...
 
@@ -38,135 +39,148 @@ class Registry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One counter and where it is read: a total, or, with a `label`, a total for each of its values."""
+    """A counter: `read` gives its totals by value of `label`; without a label the only key is empty."""
 
     name: str
     text: str
-    read: Callable[[CoordinatorStats], float | Mapping[str, float]]
+    read: Callable[[CoordinatorStats], Mapping[str, float]]
     label: str = ""
 
 
-def _per_position(stats: CoordinatorStats) -> dict[str, float]:
-    return {str(position): count for position, count in enumerate(stats.num_accepted_per_pos)}
+def _total(name: str, text: str, field: str) -> Counted:
+    """A counter without a label of its own, read from one field of the coordinator's counters."""
+    read = attrgetter(field)
+    return Counted(name, text, lambda stats: {"": read(stats)})
 
 
-def _idle(stats: CoordinatorStats) -> dict[str, float]:
-    """An engine without requests is not idle, it is off duty."""
-    busy = {"draft": stats.draft_busy_s, "target": stats.target_busy_s}
-    return {role: max(0.0, stats.active_s - busy_s) for role, busy_s in busy.items()}
+def _by_role(name: str, text: str, read: Callable[[CoordinatorStats], Mapping[str, float]]) -> Counted:
+    return Counted(name, text, read, "role")
 
 
-def _per_role(stats: CoordinatorStats, of: Callable[[list[float]], float]) -> dict[str, float]:
-    return {role: of(outages) for role, outages in stats.resume_s.items()}
+def _by_level(name: str, text: str, key: str) -> Counted:
+    """A counter of every level of a cascade."""
+    return Counted(name, text, lambda stats: {level: counts[key] for level, counts in stats.levels.items()}, "level")
 
 
-def _per_level(stats: CoordinatorStats, name: str) -> dict[str, float]:
-    return {level: counts[name] for level, counts in stats.levels.items()}
+def _busy(stats: CoordinatorStats) -> dict[str, float]:
+    return {"draft": stats.draft_busy_s, "target": stats.target_busy_s}
 
 
 def _fallback(stats: CoordinatorStats) -> dict[str, float]:
-    """As in the report: what the guard decided, and what there was no drafter for."""
+    """As in the report: seconds the guard chose plain decoding, and seconds without a drafter."""
     rested_s = sum(stats.seconds_by_mode.get(mode.value, 0.0) for mode in (Mode.rest, Mode.catch_up))
     return {"guard": rested_s, "no_drafter": stats.fallback_s}
 
 
 COUNTERS = (
-    Counted("prompt_tokens_total", "Prompt tokens of admitted requests", lambda t: t.num_prompt_tokens),
-    Counted("generation_tokens_total", "Tokens committed", lambda t: t.num_tokens),
-    Counted("rounds_total", "Target passes", lambda t: t.num_rounds),
-    Counted("num_preemptions_total", "Sequences put back for want of KV slots", lambda t: t.num_preemptions),
-    Counted("spec_decode_num_drafts_total", "Proposals verified", lambda t: t.num_spec_steps),
-    Counted("spec_decode_num_draft_tokens_total", "Draft tokens verified", lambda t: t.num_draft_tokens),
-    Counted("spec_decode_num_accepted_tokens_total", "Draft tokens accepted", lambda t: t.num_accepted_tokens),
+    _total("prompt_tokens_total", "Prompt tokens of admitted requests", "num_prompt_tokens"),
+    _total("generation_tokens_total", "Tokens committed", "num_tokens"),
+    _total("rounds_total", "Target passes", "num_rounds"),
+    _total("num_preemptions_total", "Sequences preempted for want of KV slots", "num_preemptions"),
+    _total("spec_decode_num_drafts_total", "Proposals verified", "num_spec_steps"),
+    _total("spec_decode_num_draft_tokens_total", "Draft tokens verified", "num_draft_tokens"),
+    _total("spec_decode_num_accepted_tokens_total", "Draft tokens accepted", "num_accepted_tokens"),
     Counted(
         "spec_decode_num_accepted_tokens_per_pos_total",
-        "Draft tokens accepted, by their place behind the root",
-        _per_position,
+        "Draft tokens accepted, by position after the root, from 0",
+        lambda stats: {str(position): count for position, count in enumerate(stats.num_accepted_per_pos)},
         "position",
     ),
     Counted(
         "spec_decode_num_wasted_tokens_total",
-        "Draft tokens verified in vain",
-        lambda t: t.num_draft_tokens - t.num_accepted_tokens,
+        "Draft tokens verified and not accepted",
+        lambda stats: {"": stats.num_draft_tokens - stats.num_accepted_tokens},
     ),
-    Counted("branch_hits_total", "Proposals that were there before their verdict", lambda t: t.num_branch_hits),
+    _total(
+        "branch_hits_total", "Proposals of a drafter that works ahead, ready before their verdict", "num_branch_hits"
+    ),
     Counted(
         "branch_misses_total",
-        "Proposals made only after their verdict, by a drafter that works ahead",
-        lambda t: t.num_branch_lookups - t.num_branch_hits,
+        "Proposals of a drafter that works ahead, made after their verdict",
+        lambda stats: {"": stats.num_branch_lookups - stats.num_branch_hits},
     ),
-    Counted("active_seconds_total", "Seconds in which there were requests", lambda t: t.active_s),
-    Counted(
-        "busy_seconds_total",
-        "Seconds a role's lead computed",
-        lambda t: {"draft": t.draft_busy_s, "target": t.target_busy_s},
-        "role",
+    _total("active_seconds_total", "Seconds in which there were requests", "active_s"),
+    _by_role("busy_seconds_total", "Seconds the lead rank of a role computed", _busy),
+    _by_role(
+        "idle_seconds_total",
+        "Seconds the lead rank of a role waited while there were requests",
+        lambda stats: {role: max(0.0, stats.active_s - busy_s) for role, busy_s in _busy(stats).items()},
     ),
-    Counted("idle_seconds_total", "Seconds a role's lead waited while there were requests", _idle, "role"),
-    Counted("spec_rounds_total", "Rounds with speculation", lambda t: t.num_spec_rounds),
-    Counted("spec_round_seconds_total", "Seconds in rounds with speculation", lambda t: t.spec_round_s),
-    Counted(
+    _total("spec_rounds_total", "Rounds with a draft", "num_spec_rounds"),
+    _total("spec_round_seconds_total", "Seconds of rounds with a draft", "spec_round_s"),
+    _total(
         "spec_round_overhead_seconds_total",
-        "Seconds of such rounds in which neither role on their critical path computed",
-        lambda t: t.spec_round_overhead_s,
+        "Seconds of rounds with a draft in which neither target nor drafter computed",
+        "spec_round_overhead_s",
     ),
-    Counted("link_trips_total", "Orders answered by a role's lead", lambda t: t.num_link_trips, "role"),
-    Counted("link_seconds_total", "Seconds those orders and answers were on their way", lambda t: t.link_s, "role"),
+    _by_role("link_trips_total", "Orders answered by the lead rank of a role", lambda stats: stats.num_link_trips),
+    _by_role("link_seconds_total", "Seconds those orders and answers were in transit", lambda stats: stats.link_s),
+    _by_level("level_busy_seconds_total", "Seconds a level of a cascade computed", "busy_s"),
+    _by_level("level_draft_tokens_total", "Draft tokens a level of a cascade verified", "num_draft_tokens"),
+    _by_level("level_accepted_tokens_total", "Draft tokens a level of a cascade accepted", "num_accepted_tokens"),
+    _total("stale_messages_total", "Records discarded as stale", "num_stale"),
+    _by_role("role_losses_total", "Times a role died or stopped answering", lambda stats: stats.num_role_losses),
+    _by_role(
+        "role_restarts_total",
+        "Times a lost role answered again",
+        lambda stats: {role: len(outages) for role, outages in stats.resume_s.items()},
+    ),
+    _by_role(
+        "role_outage_seconds_total",
+        "Seconds until a lost role answered again",
+        lambda stats: {role: sum(outages) for role, outages in stats.resume_s.items()},
+    ),
     Counted(
-        "level_busy_seconds_total", "Seconds a level of a cascade computed", lambda t: _per_level(t, "busy_s"), "level"
+        "fallback_seconds_total",
+        "Seconds of plain decoding, by why there was no speculation: the guard's choice or a lost drafter",
+        _fallback,
+        "cause",
     ),
     Counted(
-        "level_draft_tokens_total",
-        "Draft tokens a level of a cascade verified",
-        lambda t: _per_level(t, "num_draft_tokens"),
-        "level",
+        "guard_turns_total", "Times the never-slower guard entered a mode", lambda stats: stats.num_by_mode, "mode"
     ),
     Counted(
-        "level_accepted_tokens_total",
-        "Draft tokens a level of a cascade accepted",
-        lambda t: _per_level(t, "num_accepted_tokens"),
-        "level",
+        "guard_seconds_total",
+        "Seconds of rounds in each mode of the never-slower guard",
+        lambda stats: stats.seconds_by_mode,
+        "mode",
     ),
-    Counted("stale_messages_total", "Records recognised as stale", lambda t: t.num_stale),
-    Counted("role_losses_total", "Times a role died or fell silent", lambda t: t.num_role_losses, "role"),
-    Counted("role_restarts_total", "Times a lost role answered again", lambda t: _per_role(t, len), "role"),
-    Counted("role_outage_seconds_total", "Seconds until it did", lambda t: _per_role(t, sum), "role"),
-    Counted(
-        "fallback_seconds_total", "Seconds of plain decoding where speculation might have been", _fallback, "cause"
-    ),
-    Counted("guard_turns_total", "Times the never-slower guard entered a mode", lambda t: t.num_by_mode, "mode"),
-    Counted("guard_seconds_total", "Seconds of rounds in each of its modes", lambda t: t.seconds_by_mode, "mode"),
 )
 
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 HISTOGRAMS: tuple[tuple[str, str, Callable[[RequestTimes], float | None], tuple[float, ...]], ...] = (
-    ("time_to_first_token_seconds", "From arrival to the first token", lambda r: r.first_token_s, _SECONDS),
-    ("request_time_per_output_token_seconds", "Per token behind the first", lambda r: r.per_token_s, _TOKEN_SECONDS),
-    ("request_queue_time_seconds", "From arrival to the first place in a batch", lambda r: r.queue_s, _SECONDS),
-    ("e2e_request_latency_seconds", "From arrival to the last token", lambda r: r.latency_s, _SECONDS),
+    ("time_to_first_token_seconds", "Seconds from arrival to the first token", lambda r: r.first_token_s, _SECONDS),
+    (
+        "request_time_per_output_token_seconds",
+        "Seconds per token after the first",
+        lambda r: r.per_token_s,
+        _TOKEN_SECONDS,
+    ),
+    ("request_queue_time_seconds", "Seconds from arrival to admission into a batch", lambda r: r.queue_s, _SECONDS),
+    ("e2e_request_latency_seconds", "Seconds from arrival to the last token", lambda r: r.latency_s, _SECONDS),
 )
 
 GAUGES = {
     "num_requests_running": ("Requests in the batch", lambda load: load.num_running),
     "num_requests_waiting": ("Requests waiting for a place in the batch", lambda load: load.num_waiting),
     "kv_slots_used": ("Token slots of the target's KV pool in use", lambda load: load.kv_slots_used),
-    "kv_cache_usage_perc": ("The same as a fraction of the pool", lambda load: load.kv_slots_used / load.kv_slots),
+    "kv_cache_usage_perc": ("Fraction of the target's KV pool in use", lambda load: load.kv_slots_used / load.kv_slots),
 }
 
-RANK_GAUGES = {"weight_bytes": "Bytes of weights a rank holds", "kv_bytes": "Bytes of KV a rank has room for"}
+RANK_GAUGES = {"weight_bytes": "Bytes of weights a rank holds", "kv_bytes": "Bytes of KV cache a rank holds"}
 
 
 class MetricsWatch:
-    """Feeds what the coordinator shows to a registry; a tally that was reset starts again from zero."""
+    """Writes the coordinator's counters to a registry. Counters of a new measuring window start again from zero."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
         known = (*ENGINE_LABELS, "phase")
         self._counters = [
-            registry.counter(PREFIX + one.name, one.text, (*known, one.label) if one.label else known)
-            for one in COUNTERS
+            registry.counter(PREFIX + counted.name, counted.text, (*known, counted.label) if counted.label else known)
+            for counted in COUNTERS
         ]
         self._ended = registry.counter(
             f"{PREFIX}request_success_total", "Requests that ended, by reason", (*known, "finished_reason")
@@ -179,48 +193,47 @@ class MetricsWatch:
             name: registry.gauge(PREFIX + name, text, (*ENGINE_LABELS, "role", "rank"))
             for name, text in RANK_GAUGES.items()
         }
-        self._tally: CoordinatorStats | None = None
-        self._seen: dict[tuple[int, str], float] = {}
+        self._stats: CoordinatorStats | None = None
+        self._totals: dict[tuple[str, str], float] = {}
 
     def __call__(self, snapshot: StatsSnapshot) -> None:
-        if snapshot.stats is not self._tally:
-            self._tally, self._seen = snapshot.stats, {}
-        self._feed_counters(snapshot.stats)
-        self._feed_requests(snapshot.stats)
+        if snapshot.stats is not self._stats:
+            self._stats, self._totals = snapshot.stats, {}
+        self._update_counters(snapshot.stats)
+        self._observe_requests(snapshot.stats)
         for name, (_, read) in GAUGES.items():
             self._gauges[name](read(snapshot.load), self._labels)
         for ready in snapshot.ready.values():
-            self._feed_rank(ready)
+            self._update_rank(ready)
 
-    def _feed_counters(self, stats: CoordinatorStats) -> None:
-        for index, (counted, increment) in enumerate(zip(COUNTERS, self._counters, strict=True)):
-            read = counted.read(stats)
-            for value, total in read.items() if counted.label else (("", read),):
-                grown = total - self._seen.get((index, value), 0.0)
-                if grown > 0:
-                    increment(grown, self._of(stats, **({counted.label: value} if counted.label else {})))
-                    self._seen[index, value] = total
+    def _update_counters(self, stats: CoordinatorStats) -> None:
+        for counted, increment in zip(COUNTERS, self._counters, strict=True):
+            for value, total in counted.read(stats).items():
+                growth = total - self._totals.get((counted.name, value), 0.0)
+                if growth > 0:
+                    increment(growth, self._labels_of(stats, **({counted.label: value} if counted.label else {})))
+                    self._totals[counted.name, value] = total
 
-    def _feed_requests(self, stats: CoordinatorStats) -> None:
+    def _observe_requests(self, stats: CoordinatorStats) -> None:
         while stats.ended:
             times = stats.ended.popleft()
-            self._ended(1, self._of(stats, finished_reason=times.finish_reason))
+            self._ended(1, self._labels_of(stats, finished_reason=times.finish_reason))
             for (_, _, read, _), observe in zip(HISTOGRAMS, self._histograms, strict=True):
                 seconds = read(times)
                 if seconds is not None:
-                    observe(seconds, self._of(stats))
+                    observe(seconds, self._labels_of(stats))
 
-    def _feed_rank(self, ready: Ready) -> None:
+    def _update_rank(self, ready: Ready) -> None:
         for name, update in self._rank_gauges.items():
             rank = {"role": ready.role, "rank": str(ready.rank)}
             update(float(ready.facts.get(name, 0)), {**self._labels, **rank})
 
-    def _of(self, stats: CoordinatorStats, **labels: str) -> dict[str, str]:
+    def _labels_of(self, stats: CoordinatorStats, **labels: str) -> dict[str, str]:
         return {**self._labels, "phase": stats.phase, **labels}
 
 
 class RayRegistry:
-    """`ray.util.metrics`; to be used inside an actor, whose process exports them."""
+    """`ray.util.metrics`. Must be used inside an actor: Ray exports the metrics of its process."""
 
     def counter(self, name: str, text: str, labels: tuple[str, ...]) -> Update:
         from ray.util.metrics import Counter
@@ -239,15 +252,11 @@ class RayRegistry:
 
 
 def make_ray_watch(labels: Mapping[str, str]) -> MetricsWatch:
-    """Built inside the coordinator's process, where the metrics live."""
+    """Must be called in the coordinator's process, which exports the metrics."""
     return MetricsWatch(RayRegistry(), labels)
 
 
 def metric_labels(config: LaunchConfig) -> dict[str, str]:
-    values = (
-        config.cluster.namespace,
-        PurePath(config.target.path).name,
-        config.drafter.name,
-        str(config.pipeline.name),
-    )
+    target = PurePath(config.target.path).name
+    values = (config.cluster.namespace, target, config.drafter.name, str(config.pipeline.name))
     return dict(zip(ENGINE_LABELS, values, strict=True))

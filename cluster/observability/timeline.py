@@ -1,7 +1,7 @@
-"""The lanes of a run on one time axis: `timeline.json` for Perfetto, `timeline.png` for a glance.
+"""The lanes of a run on one time axis: `timeline.json` for Perfetto, `timeline.png` as a picture.
 
-Reads spans (lane, name, start, end, arguments) on one clock. A lane is a role, however many there are; the records
-between roles have one of their own in the trace and are lines in the picture. `docs/timeline.md` says how to read it.
+Reads spans (lane, name, start, end, arguments) on one clock. Each role has a lane. The records between roles have a
+lane in the trace and are lines in the picture. `docs/timeline.md` explains both.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LANES = ("target", "draft")
-"""From top to bottom; lanes that occur beside them follow, messages last."""
+"""Drawn from top to bottom; other lanes follow, messages last."""
 
 ROUNDS_SHOWN = 8
-"""In the picture; the trace holds all."""
+"""Rounds in the picture; the trace holds all."""
 
 _COLOURS = {
     "verify": "#2f6fb0",
@@ -35,23 +35,23 @@ _COLOURS = {
     "commit": "#1f4468",
 }
 _MARKS = {"hit": "v", "miss": "X"}
-"""Below their bar, which is often too short to be seen."""
+"""Drawn below the bar, which is often too short to see."""
 _OTHER_COLOUR = "#8a8a8a"
 _IDLE_COLOUR = "#f1f0ee"
 _MEANINGS = {
     "verify": "target pass with drafts",
     "decode": "target pass without",
-    "propose": "drafting that is waited for",
+    "propose": "drafting while the target waits",
     "hit": "hit: the draft was prepared",
-    "miss": "miss: drafted from the verdict",
+    "miss": "miss: drafted after the verdict",
     "ahead": "draft-ahead, one pass each",
     "prefill": "reading text",
     "draft": "drafting",
-    "glue": "draft-ahead that calibrates",
-    "commit": "keeping the last verdict's rows",
+    "glue": "draft-ahead, exact pass",
+    "commit": "commit of the last verdict's KV rows",
 }
 _ANSWERS = {"order": "verdict", "verify": "proposal"}
-"""What reaches a role -> the record that caused it."""
+"""A record to a role -> the record that caused it."""
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
@@ -81,14 +81,14 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """The lanes that occur, in the order they are drawn: levels of a cascade, which are numbered, the cheapest last."""
+    """The lanes of the spans in drawing order; of the numbered levels of a cascade the cheapest comes last."""
     present = {lane for lane, *_ in spans}
     others = sorted(present.difference(LANES), key=lambda lane: (lane != MESSAGES, lane), reverse=True)
     return [lane for lane in LANES if lane in present] + others
 
 
 def waits_of(spans: Sequence[Span]) -> list[Span]:
-    """What lies between the work of a role: it waits. Named `wait`, with the round of the work that follows."""
+    """The gaps between the work of each role, as spans named `wait` with the round of the work that follows."""
     found = []
     for lane in lanes_of(spans):
         if lane == MESSAGES:
@@ -103,29 +103,29 @@ def waits_of(spans: Sequence[Span]) -> list[Span]:
 
 
 def middle_rounds(spans: Sequence[Span], count: int = ROUNDS_SHOWN) -> list[Span]:
-    """What happened during `count` consecutive rounds around the middle, where a run is neither starting nor draining.
+    """Spans of `count` consecutive rounds around the middle, away from the start and the end of a run.
 
-    The rounds are those of the first lane; work that reaches beyond their time is cut.
+    The rounds are those of the first lane; spans that reach beyond their time are cut.
     """
     lane = lanes_of(spans)[0]
     numbered = sorted({span[4]["round"] for span in spans if span[0] == lane})
     first = max(0, (len(numbered) - count) // 2)
     chosen = set(numbered[first : first + count])
-    times = [(start, end) for one, _, start, end, arguments in spans if one == lane and arguments["round"] in chosen]
+    times = [(start, end) for name, _, start, end, arguments in spans if name == lane and arguments["round"] in chosen]
     opens, closes = min(start for start, _ in times), max(end for _, end in times)
     if first == 0:
         opens = min(start for _, _, start, _, _ in spans)
     return [
-        (one, name, max(start, opens), min(end, closes), arguments)
-        for one, name, start, end, arguments in spans
+        (at, name, max(start, opens), min(end, closes), arguments)
+        for at, name, start, end, arguments in spans
         if start < closes and end > opens
     ]
 
 
 def busy_of(spans: Sequence[Span], lane: str) -> float:
-    """Fraction of the time of all `spans` in which a lane worked."""
+    """Fraction of the time covered by all `spans` in which a lane worked."""
     whole = max(end for _, _, _, end, _ in spans) - min(start for _, _, start, _, _ in spans)
-    return sum(end - start for one, _, start, end, _ in spans if one == lane) / whole if whole else 0.0
+    return sum(end - start for at, _, start, end, _ in spans if at == lane) / whole if whole else 0.0
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
@@ -133,9 +133,8 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
 
 
 def draw(path: Path, spans: Sequence[Span], busy: Mapping[str, float | None]) -> None:
-    """The lanes of some rounds as a picture; `busy` gives the fraction of time each lane worked over the whole run.
-
-    Lanes that it does not name are measured on the spans.
+    """Draw the lanes of some rounds. `busy` is the fraction of time each lane worked over the whole run; fractions of
+    lanes it does not name are measured on the spans.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -159,7 +158,7 @@ def draw(path: Path, spans: Sequence[Span], busy: Mapping[str, float | None]) ->
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    _explain(axes, work)
+    _draw_legend(axes, work)
     figure.savefig(path, dpi=130)
 
 
@@ -178,20 +177,20 @@ def _draw_work(axes: Axes, work: Sequence[Span], lanes: Sequence[str], origin: f
 
 
 def _draw_messages(axes: Axes, shown: Sequence[Span], lanes: Sequence[str], origin: float) -> None:
-    """A line from the work that a verdict or a proposal ended to the work that it set off."""
+    """A line from the end of the work that sent a verdict or a proposal to the start of the work it caused."""
     target, draft = (lanes.index(lane) if lane in lanes else None for lane in LANES)
     if target is None or draft is None:
         return
     messages = [span for span in shown if span[0] == MESSAGES]
     caused = {(name, end): start for _, name, start, end, _ in messages}
     for _, name, start, end, _ in messages:
-        left = caused.get((_ANSWERS.get(name), start))
+        left = caused.get((_ANSWERS.get(name, ""), start))
         if left is not None:
             rows = (target + 0.28, draft - 0.28) if name == "order" else (draft - 0.28, target + 0.28)
             axes.plot([(left - origin) * 1e3, (end - origin) * 1e3], rows, color="#555555", linewidth=0.9, zorder=1)
 
 
-def _explain(axes: Axes, work: Sequence[Span]) -> None:
+def _draw_legend(axes: Axes, work: Sequence[Span]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -208,7 +207,7 @@ def _explain(axes: Axes, work: Sequence[Span]) -> None:
     hits, misses = (sum(name == sought for _, name, *_ in work) for sought in ("hit", "miss"))
     counted = f": {hits} hits, {misses} misses" if hits or misses else ""
     axes.set_title(
-        f"Rounds {min(numbered)} to {max(numbered)}{counted}. In a target pass: rows → tokens it brought.",
+        f"Rounds {min(numbered)} to {max(numbered)}{counted}. In a target pass: rows → tokens emitted.",
         loc="left",
         fontsize=11,
     )

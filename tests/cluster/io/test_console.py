@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from cluster.io.console import COMPLETION_LINES, COMPLETION_SHOWN, Terminal, figure, percent, trimmed
+from cluster.io.console import ABSENT, COMPLETION_LINES, COMPLETION_SHOWN, Terminal, figure, percent, trimmed
 
 
 def captured() -> tuple[Terminal, io.StringIO]:
@@ -19,7 +19,7 @@ def test_long_completions_are_trimmed_and_say_so():
 
 
 def test_what_was_not_measured_is_a_dash():
-    assert (figure(None), percent(None)) == ("–", "–")
+    assert (figure(None), percent(None)) == (ABSENT, ABSENT)
     assert (figure(1234.567, 1), figure(2.0, 2, "x"), percent(0.256)) == ("1,234.6", "2.00x", "26%")
 
 
@@ -29,6 +29,13 @@ def test_text_of_models_is_shown_as_it_is():
     terminal.table("Figures", ("name", "value"), [("[red]", "1")])
     shown = out.getvalue()
     assert "def f(x): return" in shown and "x[bold]y[/bold] [/]" in shown and "[red]" in shown
+
+
+def test_columns_of_figures_are_right_aligned_and_words_are_not():
+    terminal, out = captured()
+    terminal.table("", ("name", "speed", "says"), [("a", "1.0 ms", "all equal"), ("b", "12.5-19 ms", "2 differ")])
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert " a          1.0 ms   all equal" in lines and " b      12.5-19 ms   2 differ" in lines
 
 
 def test_progress_shows_counts_and_seconds():

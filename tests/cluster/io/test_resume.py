@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cluster.io.prompts import Prompt
-from cluster.io.resume import take_up
+from cluster.io.resume import drop_unfinished
 
 PROMPTS = [Prompt(text) for text in ("a", "b", "c", "d")]
 
@@ -20,13 +20,13 @@ def test_only_whole_lines_of_finished_requests_count(tmp_path):
     path = tmp_path / "completions.jsonl"
     lines = [line(2, "c", "stop"), line(0, "a"), line(1, "b", "abort"), line(3, "d", "error")]
     path.write_text("\n".join(lines) + "\n" + line(3, "d")[:20], encoding="utf-8")
-    assert take_up(path, PROMPTS) == {0, 2}
+    assert drop_unfinished(path, PROMPTS) == {0, 2}
     assert path.read_text(encoding="utf-8").splitlines() == lines[:2]
-    assert take_up(path, PROMPTS) == {0, 2} and list(tmp_path.iterdir()) == [path]
+    assert drop_unfinished(path, PROMPTS) == {0, 2} and list(tmp_path.iterdir()) == [path]
 
 
 def test_no_file_means_nothing_is_finished(tmp_path):
-    assert take_up(tmp_path / "completions.jsonl", PROMPTS) == set()
+    assert drop_unfinished(tmp_path / "completions.jsonl", PROMPTS) == set()
 
 
 @pytest.mark.parametrize("stranger", [line(1, "x"), line(7, "a")])
@@ -34,5 +34,5 @@ def test_completions_of_other_prompts_are_not_mixed_in(tmp_path, stranger):
     path = tmp_path / "completions.jsonl"
     path.write_text(line(0, "a") + "\n" + stranger + "\n")
     with pytest.raises(ValueError, match=r"^job\.resume=true: .* line 2 answers another list of prompts; choose"):
-        take_up(path, PROMPTS)
+        drop_unfinished(path, PROMPTS)
     assert len(path.read_text().splitlines()) == 2, "and nothing is lost"

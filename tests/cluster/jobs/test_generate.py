@@ -58,11 +58,42 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     trace = json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
     assert {event["cat"] for event in trace if event["ph"] == "X"} == {"target", "draft", "messages"}
     shown = capsys.readouterr().out
-    assert "speed-up" in shown and "all equal" in shown and str(run_dir) in shown
+    assert "speed-up" in shown and "all equal" in shown
+    last = shown.splitlines()[-1]
+    assert "plain decoding" in last and last.endswith(
+        f"report.json, completions.jsonl, timeline.png, logs in {run_dir}"
+    )
     (log,) = (run_dir / "logs").iterdir()
     told = log.read_text()
     for event in ("event=ready", "event=window phase=speculative", "event=finished request=3 reason=length tokens="):
         assert event in told, told
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({}, "1.25x the speed of plain decoding"),
+        ({"speedup_vs_ar": 0.9}, "slower than plain decoding (0.90x); most of a round with a draft went to: drafter"),
+        ({"speedup_vs_ar": 0.9, "role_losses": {"draft": 2}}, "processes were lost: draft 2 times"),
+        ({"num_unequal_requests": 1}, "tokens of 1 requests differ from plain decoding"),
+        ({"num_unequal_requests": 1, "notes": ["keeps the law, not its tokens"]}, "1.25x the speed of plain decoding"),
+        ({"num_unequal_requests": 1, "num_failed": 3}, "3 requests failed"),
+        ({"interrupted": True, "speedup_vs_ar": None}, "interrupted: the figures are of the requests that ended"),
+        ({"speedup_vs_ar": None}, "80.0 tokens/s, not compared"),
+    ],
+)
+def test_the_last_line_names_what_deserves_a_look(changed, line):
+    report = {
+        "num_failed": 0,
+        "num_unequal_requests": 0,
+        "interrupted": False,
+        "role_losses": {},
+        "speedup_vs_ar": 1.25,
+        "tokens_per_s": 80.0,
+        "bound_by": "drafter",
+        "notes": [],
+    }
+    assert generate.finding(report | changed).startswith(line)
 
 
 def test_a_refused_prompt_is_recorded_and_the_others_run(tiny_launch, write_prompts, tmp_path):
