@@ -1,23 +1,29 @@
-"""What a user may choose about the roles: target, verification rule, pipeline, sampling, batching.
+"""The options of the roles: target, verification rule, pipeline, scheduler, sampling.
 
-One frozen record per choice, a docstring under each field; the defaults here are the defaults of the command line.
-The records of the drafters stand beside the drafters (`actors/drafters/registry.py`). Standard library only. It must
-not know Hydra, devices, files or how a choice is carried out.
+One frozen record per section of the command line, with its defaults; the type of a field declares its range and the
+docstring under it is its documentation (docs/options.md, `--help KEY`). The records of the drafters stand beside the
+drafters (`actors/drafters/registry.py`). Standard library only. It must not know Hydra, devices, files or how an option
+is carried out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 from actors.protocol.messages import SamplingParams
+from actors.ranges import OneOf, Range, Section, require
 
+CHECKPOINT = "give a directory with a Hugging Face checkpoint, or a hub id"
+MAX_RANKS = 1024
+"""Ranks of a role: more are refused before a layout of them is computed."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 
 
 class VerifyRule(StrEnum):
-    """Which draft tokens are accepted; every rule keeps the target's output law."""
+    """Which draft tokens are accepted; every rule keeps the target's output distribution."""
 
     coupled = "coupled"
     rejection = "rejection"
@@ -26,7 +32,7 @@ class VerifyRule(StrEnum):
 
 
 class PipelineName(StrEnum):
-    """In which order the roles work."""
+    """The order in which the roles work."""
 
     plain = "plain"
     sync = "sync"
@@ -37,104 +43,117 @@ class PipelineName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TargetConfig:
+class TargetConfig(Section):
     """The model whose output is preserved."""
 
     name: str = "pocket"
     """Set by the choice `target=`."""
     path: str = "pocket"
     """A checkpoint directory in Hugging Face format, a hub id, or `pocket` for the bundled target."""
-    tp: int = 1
-    """Tensor-parallel ranks."""
-    dtype: str = "auto"
+    tp: Annotated[int, Range(1, cap=MAX_RANKS)] = 1
+    """Tensor-parallel ranks, each on a device of its own."""
+    dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU."""
-    device: str = "auto"
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
-    stretch: int = 0
-    """Extra layers that change no token: a larger model on a small machine. Reports say when it is on."""
-    max_model_len: int = 0
+    stretch: Annotated[int, Range(0, cap=10_000, zero="off")] = 0
+    """Extra layers that change no token: a larger model on a small machine. Reports show when it is on."""
+    max_model_len: Annotated[int, Range(0, zero="the checkpoint's")] = 0
     """Longest sequence in tokens, prompt included; 0 = the checkpoint's limit."""
-    kv_slots: int = 0
-    """Token slots in the KV pool; 0 = sized from the memory that is free."""
+    kv_slots: Annotated[int, Range(0, zero="sized automatically")] = 0
+    """Token slots in the KV pool of each rank; 0 = sized from the memory that is free."""
+
+    def check_fields(self, where: str) -> None:
+        known = self.name in ("pocket", "hf")
+        require(known, f"{where}.name", self.name, "is set by target=pocket or target=hf; drop it")
+        require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyConfig:
-    """How proposals are verified."""
+class VerifyConfig(Section):
+    """The rule that decides which draft tokens stand."""
 
     rule: VerifyRule = VerifyRule.coupled
-    """coupled needs no draft probabilities and makes sampled text independent of the drafter."""
-    law_size: int = 64
-    """Entries of a draft law that a ratio rule is sent; the drafter really samples from the law cut to this size."""
+    """coupled: target and drafter share their noise, so that sampled text does not depend on the drafter; rejection:
+    recursive rejection sampling; traversal: traversal verification, on a chain block verification; kseq: K-SEQ, for
+    drafts that are drawn independently. The last three need draft probabilities."""
+    law_size: Annotated[int, Range(1)] = 64
+    """Entries of a draft distribution that are sent to the target for rejection, traversal and kseq. The drafter
+    samples from the distribution cut to this size, so the output stays exact."""
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineConfig:
-    """How drafting and verification interleave."""
+class PipelineConfig(Section):
+    """The order of drafting and verification."""
 
     name: PipelineName = PipelineName.sync
     """plain: no speculation; sync: draft, then verify, in turn; the others draft while the target verifies: pearl runs
     ahead on one chain, branches prepares every likely outcome, tree grows one tree that each verdict re-roots,
     pingpong alternates between two halves of the batch."""
     adaptive: bool = True
-    """Choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and how many
-    outcomes are prepared for, at most `drafter.ahead_width` of each request; wait for a late draft only while it pays,
-    and decode plainly while that measures faster. false: every draft is as long as the drafter's setting and waited
-    for, up to ten seconds, after which the drafter must hang."""
-    min_draft_tokens: int = 0
-    """Shortest draft that `adaptive` may choose; above 0 it waits for drafts and never falls back to plain
+    """true: choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and the number
+    of prepared outcomes, at most `drafter.ahead_width` of each request; wait for a late draft only while it pays, and
+    decode plainly while that measures faster. false: every draft has the configured length and is waited for, at most
+    ten seconds, after which the drafter counts as hanging."""
+    min_draft_tokens: Annotated[int, Range(0)] = 0
+    """Shortest draft that `adaptive` may choose, in tokens; above 0 it waits for drafts and never falls back to plain
     decoding."""
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(Section):
     """Bounds on one target pass."""
 
-    max_num_seqs: int = 16
+    max_num_seqs: Annotated[int, Range(1)] = 16
     """Sequences that run at a time."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: Annotated[int, Range(1)] = 2048
     """Rows of one pass in all: prompt chunks, roots and draft tokens."""
-    prefill_chunk: int = 512
-    """Rows of one prompt in one pass."""
+    prefill_chunk: Annotated[int, Range(1)] = 512
+    """Rows of one prompt in one pass; longer prompts take several passes, between which other sequences go on."""
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """How requests of this run want their tokens; names and meaning are vLLM's."""
+class SamplingConfig(Section):
+    """How the requests of this run are sampled; names and meaning are vLLM's."""
 
-    temperature: float = 0.0
-    """0 = greedy."""
-    top_k: int = 0
+    temperature: Annotated[float, Range(0, zero="greedy")] = 0.0
+    """Divides the logits; 0 = greedy decoding."""
+    top_k: Annotated[int, Range(0, zero="all")] = 0
     """Keep the k likeliest tokens; 0 = all."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens up to this mass."""
-    min_p: float = 0.0
-    """Keep tokens at least this likely, relative to the likeliest."""
-    repetition_penalty: float = 1.0
-    """Divides the logits of tokens seen in prompt or output; 1 = off."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens in the output."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output, once per occurrence."""
+    top_p: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Keep the likeliest tokens up to this probability mass; 1 = all."""
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    """Keep tokens whose probability is at least this share of the likeliest one's; 0 = all."""
+    repetition_penalty: Annotated[float, Range(above=0)] = 1.0
+    """Divides the positive logits of tokens in prompt or output, multiplies the negative ones; 1 = off."""
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    """Subtracted once from the logits of tokens in the output; 0 = off."""
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    """Subtracted from the logits of tokens in the output, once per occurrence; 0 = off."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids, as `{42: -5.0}`."""
     bad_words: list[str] = field(default_factory=list)
     """Texts that must not be generated."""
     stop: list[str] = field(default_factory=list)
     """Texts that end the output; they are not part of it."""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end the output."""
-    min_tokens: int = 0
-    """No end of text before so many tokens."""
-    max_tokens: int = 128
+    stop_token_ids: Annotated[list[int], Range(0)] = field(default_factory=list)
+    """Token ids that end the output."""
+    min_tokens: Annotated[int, Range(0)] = 0
+    """Tokens before which the output does not end; at most `sampling.max_tokens`."""
+    max_tokens: Annotated[int, Range(1)] = 128
     """Tokens per request, at most."""
     ignore_eos: bool = False
-    """Go on behind the end of text, for measuring."""
-    seed: int = 0
-    """With prompt and settings it decides every sampled token."""
+    """Continue after the end-of-text token, for measurements of a fixed length."""
+    seed: Annotated[int, Range(-(2**63), 2**64 - 1)] = 0
+    """Seed of the noise; with prompt and settings it decides every sampled token."""
+
+    def check_fields(self, where: str) -> None:
+        remedy = f"must be between 0 and {where}.max_tokens={self.max_tokens}"
+        require(self.min_tokens <= self.max_tokens, f"{where}.min_tokens", self.min_tokens, remedy)
+        require(all(self.stop), f"{where}.stop", self.stop, "must not hold an empty string")
 
     def params(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        """The same wish in the engine's words; `bad_words` are already tokenised."""
+        """The record that travels with a request; `bad_words` are already tokenised."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,

@@ -1,7 +1,7 @@
 """The values that a field of a configuration record accepts, declared in the field's type and checked in one place.
 
 `tp: Annotated[int, Range(1)] = 1` accepts 1 and above, and `check_ranges` refuses the rest in one line that names the
-field. The options page and `--help KEY` print the same declarations. Standard library only; it must not know any record.
+field. The options page and `--help KEY` print the same declarations. Standard library only; it must know no record.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def require(good: bool, key: str, value: object, remedy: str) -> None:
 class Range:
     """Numbers from `low` to `high`, both included, or strictly between `above` and `below`; NaN is in no range.
 
-    On a list it bounds every item. `zero` names what 0 stands for; 0 is then accepted even below `low`. `remedy` ends
-    the error line with what to write instead.
+    On a list it bounds every item. `zero` names what 0 stands for; 0 is then accepted even below `low`. `cap` is the
+    technical limit where no `high` is given. `remedy` ends the error line with what to write instead.
     """
 
     low: float | None = None
@@ -34,38 +34,43 @@ class Range:
     above: float | None = None
     below: float | None = None
     zero: str = ""
+    cap: float = LARGEST
     remedy: str = ""
 
     def accepts(self, value: Any) -> bool:
-        """Whether the number, or every number of the list, is in the range."""
+        """Whether the number, or every number of the list, is in the range; None is left to the type of the field."""
         if isinstance(value, list | tuple):
             return all(map(self.accepts, value))
         if value is None or (value == 0 and self.zero):
             return True
         lowest = -LARGEST if self.low is None else self.low
-        highest = LARGEST if self.high is None else self.high
+        highest = self.cap if self.high is None else self.high
         strictly = (self.above is None or value > self.above) and (self.below is None or value < self.below)
         return lowest <= value <= highest and strictly
 
-    def __str__(self) -> str:
-        """The range in words, as `0 (off) or above`."""
-        if self.low == self.high == self.above == self.below is None:
-            return f"between {-LARGEST} and {LARGEST}"
+    @property
+    def words(self) -> str:
+        """The range without its cap, as `0 (off) or above`."""
+        if self.low == 0 and self.high is None:
+            return f"0 ({self.zero}) or above" if self.zero else "0 or above"
         if self.low is not None and self.high is not None:
             words = f"between {self.low} and {self.high}"
+        elif self.above is not None and self.below is not None:
+            words = f"between {self.above} and {self.below}, both excluded"
         else:
             bounds = {"at least": self.low, "above": self.above, "below": self.below, "at most": self.high}
             words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
-        if self.low == 0 and self.high is None:
-            return f"0 ({self.zero}) or above" if self.zero else "0 or above"
         return f"0 ({self.zero}) or {words}" if self.zero else words
+
+    def __str__(self) -> str:
+        return f"{self.words}, at most {self.cap}" if self.cap < LARGEST else self.words
 
     def error(self, value: Any) -> str:
         """What is wrong with a value that is not accepted."""
-        items = value if isinstance(value, list | tuple) else [value]
-        too_large = self.high is None and any(item > LARGEST for item in items)
-        must = "must all be" if isinstance(value, list | tuple) else "must be"
-        return f"{must} at most {LARGEST}" if too_large else f"{must} {self}{self.remedy and f'; {self.remedy}'}"
+        is_list = isinstance(value, list | tuple)
+        too_large = self.high is None and any(item > self.cap for item in (value if is_list else [value]))
+        words = f"at most {self.cap}" if too_large else f"{self.words}{self.remedy and f'; {self.remedy}'}"
+        return f"must all be {words}" if is_list else f"must be {words}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +91,30 @@ class OneOf:
         return f"is unknown; choose {self}"
 
 
+class Section:
+    """Base of the records of the configuration: frozen dataclasses whose fields declare what they accept."""
+
+    __slots__ = ()
+
+    def check(self, where: str) -> None:
+        """Raise ValueError, one line, for the first field whose value cannot be used; `where` prefixes its name."""
+        check_ranges(self, where)
+        self.check_fields(where)
+
+    def check_fields(self, where: str) -> None:
+        """The part of `check` that the range of a single field does not express."""
+
+
 def bound_of(record: type, name: str) -> Range | OneOf | None:
     """What field `name` of a record accepts; None: every value of its type."""
     return _bounds(record).get(name)
 
 
-def check_ranges(record: Any, where: str) -> None:
-    """Raise ValueError, one line, for the first field of section `where` whose value is not one that it accepts."""
+def check_ranges(record: Section, where: str, *, except_for: str = "") -> None:
+    """Raise ValueError, one line, for the first field that holds a value out of its range, but one field if named."""
     for name, bound in _bounds(type(record)).items():
         value = getattr(record, name)
-        if not bound.accepts(value):
+        if name != except_for and not bound.accepts(value):
             require(False, f"{where}.{name}", value, bound.error(value))
 
 

@@ -24,7 +24,8 @@ from actors.coordinator.clients import CLIENT
 from actors.protocol.membership import Stop
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError
-from cluster.config.schema import LaunchConfig, load_config
+from cluster.config.compose import load_config
+from cluster.config.schema import LaunchConfig
 from cluster.io.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
 from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints

@@ -1,8 +1,8 @@
 """The command line: `python -m cluster.launch [GROUP=CHOICE] [KEY=VALUE] ...`.
 
-Composes the configuration, starts the job it names and turns whatever ends badly into one line on stderr and an exit
-code: 2 for what the user can put right, 1 for a failure at run time, 130 after Ctrl-C or SIGTERM. Nothing here knows
-what a job does, and nothing heavy is imported before one starts.
+Composes the configuration, starts the job it names and turns every error into one line on stderr and an exit code: 2
+for what the user can correct, 1 for a failure at run time, 130 after Ctrl-C or SIGTERM. `--help KEY` is answered
+without Hydra. It must not know what a job does, and imports nothing heavy before one starts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -22,9 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from actors.worker import openmp
 from actors.worker.logs import dump_stacks_on_signal
+from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
-from cluster.config.schema import LaunchConfig, register, typed_config
-from cluster.tools.training.config import TrainConfig
+from cluster.config.jobs import TrainConfig
+from cluster.config.options_page import help_text
+from cluster.config.schema import LaunchConfig
 
 SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -46,7 +49,11 @@ def main() -> None:
         signal.signal(number, _interrupt)
     dump_stacks_on_signal()
     try:
-        launch()
+        keys = _keys_to_explain(sys.argv[1:])
+        if keys:
+            sys.stdout.write("\n\n".join(map(help_text, keys)) + "\n")
+        else:
+            launch()
     except KeyboardInterrupt:
         codes.append(_say("interrupted", INTERRUPTED))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -59,6 +66,13 @@ def main() -> None:
         remedy = "; choose another place with hydra.run.dir=DIR" if error.filename else ""
         codes.append(_say(f"error: {error}{remedy}", FAILURE))
     sys.exit(max(codes))
+
+
+def _keys_to_explain(arguments: Sequence[str]) -> list[str]:
+    """The keys and groups after `--help`; none if Hydra is to answer, as it does for `--help` with overrides."""
+    words = [word for word in arguments if not word.startswith("-")]
+    asks = "--help" in arguments or "-h" in arguments
+    return words if asks and not any("=" in word for word in words) else []
 
 
 def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
@@ -90,14 +104,14 @@ def _run(config: LaunchConfig, run_dir: Path) -> None:
     job.run(config.job if isinstance(config.job, TrainConfig) else config, run_dir)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    """Ctrl-C and a polite end are one: jobs write what they have on the way out, and nothing more disturbs them then.
+def _interrupt(_number: int, _frame: object) -> None:
+    """Handle SIGINT and SIGTERM alike: the job writes what it has while KeyboardInterrupt unwinds it.
 
-    Both may come, and more than once: a batch system signals all processes of a job, and whoever started this one may
-    pass the signal on. Only a third Ctrl-C kills.
+    Further signals must not disturb that: a batch system signals every process of a job, and a parent process may pass
+    its signal on, so that both arrive, more than once. Only a third Ctrl-C kills.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, lambda number, frame: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    signal.signal(signal.SIGINT, lambda _number, _frame: signal.signal(signal.SIGINT, signal.SIG_DFL))
     raise KeyboardInterrupt
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import require
+from actors.ranges import Section, check_ranges, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -33,7 +33,7 @@ class DraftSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterConfig:
+class DrafterConfig(Section):
     """Base of every drafter's record. `where` in its methods is the prefix of error lines, such as `drafter`."""
 
     name: str = ""
@@ -45,15 +45,10 @@ class DrafterConfig:
         return 0
 
     def check(self, where: str = "drafter") -> None:
-        """Raise ValueError, one line, for the first field whose value is out of range."""
         right = type(self)().name
         require(self.name == right, f"{where}.name", self.name, f"is set by drafter={right}; write drafter={self.name}")
-        length = self.num_draft_tokens
-        require(length >= 1, f"{where}.num_draft_tokens", length, "must be at least 1; for none write drafter=none")
+        check_ranges(self, where)
         self.check_fields(where)
-
-    def check_fields(self, where: str) -> None:
-        """`check` without name and draft length, which a level of a cascade need not have."""
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         """Raise ValueError for a field that cannot be combined with this verification rule or pipeline."""
@@ -80,9 +75,6 @@ class NoDrafterConfig(DrafterConfig):
 
     name: str = "none"
     """Set by the choice `drafter=`."""
-
-    def check(self, where: str = "drafter") -> None:
-        require(self.name == "none", f"{where}.name", self.name, f"is set by drafter=none; write drafter={self.name}")
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return set()

@@ -1,11 +1,11 @@
-"""One line for the user out of what Hydra, OmegaConf and jobs raise: the field, what is wrong, the remedy.
+"""Exceptions of Hydra, OmegaConf and jobs as one line for the user: the field, what is wrong, the remedy.
 
-Reads exceptions and the records they name; it must not know how anything is run.
+Reads exceptions and the records that they name; it must not know how anything is run.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -19,24 +19,25 @@ from omegaconf.errors import (
 
 
 def describe(error: BaseException) -> str:
-    """The one line."""
+    """The error in one line."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    line = _first_line(error)
     match error, cause:
         case MissingConfigException(), _:
-            return _unknown_choice(error)
+            line = _unknown_choice(error)
         case OverrideParseException(), _:
-            return f"{error.override}: is no override; write key=value, and quote lists, as 'sampling.stop=[a,b]'"
+            line = f"{error.override}: is no override; write key=value, and quote lists, as 'sampling.stop=[a,b]'"
         case _, ConfigAttributeError() | ConfigKeyError():
-            return _unknown_key(cause)
+            line = _unknown_key(cause)
         case _, ValidationError():
-            return _bad_value(cause)
+            line = _bad_value(cause)
         case _, MissingMandatoryValue():
-            return f"{cause.full_key}: has no value; give {cause.full_key}=..."
+            line = f"{cause.full_key}: has no value; give {cause.full_key}=..."
         case _, OmegaConfBaseException():
-            return f"{cause.full_key}: {_first_line(cause)}" if cause.full_key else _first_line(cause)
-    if str(error).startswith("Config group override must be"):
-        return "a group takes the name of one of its choices, not a number or null; see --help"
-    return _first_line(error)
+            line = f"{cause.full_key}: {_first_line(cause)}" if cause.full_key else _first_line(cause)
+        case _ if line.startswith("Config group override must be"):
+            line = "a group takes the name of one of its choices, not a number or null; see --help"
+    return line
 
 
 def _first_line(error: BaseException) -> str:
@@ -74,10 +75,6 @@ def _bad_value(error: ValidationError) -> str:
         return "a group takes one choice; for a launch with each of them write -m GROUP=A,B"
     if what.startswith("invalid type assigned"):
         return f"{name}: is a section, not a value; set its keys, as {name}.KEY=VALUE"
-    if "expected one of" in what or not is_dataclass(error.object_type):
+    if "expected one of" in what or not isinstance(error.object_type, type) or not is_dataclass(error.object_type):
         return f"{name}: {what}"
-    defaults = {
-        item.name: item.default if item.default is not MISSING else item.default_factory()
-        for item in fields(error.object_type)
-    }
-    return f"{name}: {what}; the default is {defaults.get(name.rpartition('.')[2])!r}"
+    return f"{name}: {what}; the default is {getattr(error.object_type(), name.rpartition('.')[2])!r}"

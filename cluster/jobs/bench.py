@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.config.schema import BenchConfig, LaunchConfig, workload_prompts
+from cluster.config.compose import workload_prompts
+from cluster.config.jobs import BenchConfig
+from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
 from cluster.observability.report import layout, notes, versions, write_json

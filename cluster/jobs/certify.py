@@ -16,7 +16,8 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import SamplingConfig, VerifyRule
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import is_greedy
-from cluster.config.schema import CertifyConfig, LaunchConfig
+from cluster.config.jobs import CertifyConfig
+from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine
 from cluster.io.console import Bar, Terminal
 from cluster.io.prompts import read_prompts

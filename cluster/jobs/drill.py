@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from cluster.config.schema import DrillConfig, LaunchConfig
+from cluster.config.jobs import DrillConfig
+from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine
 from cluster.io.console import Terminal, figure
 from cluster.io.prompts import read_prompts

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from actors.protocol.messages import SamplingParams
-from cluster.config.schema import GenerateConfig, LaunchConfig
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine, EngineError
 from cluster.io.console import ABSENT, Terminal, figure, percent
 from cluster.io.prompts import Prompt, read_prompts

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
+from cluster.config.jobs import PassesConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure, percent
 from cluster.observability.report import versions, write_json
 from cluster.tools.bench.machine import machine
-from cluster.tools.planning.config import PassesConfig
 from cluster.tools.planning.passes import PassTime, Sharing, measure_passes
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config

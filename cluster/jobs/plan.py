@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from cluster.config.jobs import PlanConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.io.prompts import read_prompts
 from cluster.io.text import read_eos_token_ids
 from cluster.observability.report import notes, versions, write_json
 from cluster.tools.bench.machine import machine
-from cluster.tools.planning.config import PlanConfig
 from cluster.tools.planning.costs import Costs, read_costs, write_costs
 from cluster.tools.planning.fidelity import POLICIES, compare, input_similarity
 from cluster.tools.planning.layouts import Layout, described_layouts, local_layouts, simplest

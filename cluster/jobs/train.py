@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from cluster.config.jobs import TrainConfig
 from cluster.io.console import Terminal, figure
 from cluster.tools.training import report, stages
-from cluster.tools.training.config import STAGES, TrainConfig
 from cluster.tools.training.corpus import load_corpus
 
 
@@ -32,18 +32,14 @@ def run(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
         ValueError: an unknown stage, or a setting out of range.
         FileNotFoundError: a stage needs what an earlier one, not chosen now, has not left in the folders.
     """
-    unknown = [stage for stage in config.stages if stage not in STAGES]
-    if unknown or not config.stages:
-        raise ValueError(f"job.stages must name some of {', '.join(STAGES)}; got {config.stages}")
-    if config.max_draft_tokens < report.DRAFT_DEPTH:
-        raise ValueError(f"job.max_draft_tokens must be at least {report.DRAFT_DEPTH}, got {config.max_draft_tokens}")
+    config.check("job")
     if config.threads > 0:
         torch.set_num_threads(config.threads)
     out = Path(config.out) if config.out else run_dir
     work = Path(config.work) if config.work else run_dir / "work"
     out.mkdir(parents=True, exist_ok=True)
     terminal = Terminal()
-    corpus = load_corpus(config.seed, config.test_megabytes)
+    corpus = load_corpus(config.seed)
     place = stages.Workplace(config, corpus, out, work)
     outcome: dict[str, Any] = {}
     if "tokenizer" in config.stages:

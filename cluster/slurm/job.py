@@ -19,7 +19,8 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
-from cluster.config.schema import ClusterConfig, LaunchConfig, load_config
+from cluster.config.compose import load_config
+from cluster.config.schema import ClusterConfig, LaunchConfig
 from cluster.slurm.plan import (
     STOP,
     WISHES,

@@ -13,7 +13,7 @@ import selectors
 import sys
 
 from actors.protocol.sampling_params import SamplingParams
-from cluster.config.schema import load_config
+from cluster.config.compose import load_config
 from cluster.engine import Engine, EngineError
 
 PROMPTS = ["def median(values):", "class Stack:"]

@@ -15,14 +15,8 @@ from actors.drafters.config import DrafterConfig, NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig
-from cluster.config.schema import (
-    ClusterConfig,
-    ClusterName,
-    GenerateConfig,
-    LaunchConfig,
-    PlacementConfig,
-    PlacementName,
-)
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName
 from cluster.engine import Engine
 
 

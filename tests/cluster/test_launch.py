@@ -16,8 +16,9 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from cluster import launch
-from cluster.config.schema import CHOICES, LaunchConfig, load_config
-from cluster.tools.training.config import TrainConfig
+from cluster.config.compose import load_config
+from cluster.config.jobs import TrainConfig
+from cluster.config.schema import CHOICES, LaunchConfig
 
 ROOT = Path(launch.__file__).parents[1]
 
@@ -199,11 +200,26 @@ def test_the_configuration_can_be_shown_from_anywhere(tmp_path: Path):
 def test_help_names_groups_keys_and_examples():
     done = command("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in ("num_draft_tokens: 5", "== Examples ==", "--cfg job --resolve"):
+    for word in ("num_draft_tokens: 5", "== Examples ==", "--cfg job --resolve", "explained by --help KEY"):
         assert word in done.stdout
     groups = done.stdout.partition("== Groups")[2].partition("== Configuration")[0]
     named = {word for line in groups.splitlines() for word in line.replace(",", " ").split()}
     assert not [choice for choices in CHOICES.values() for choice in choices if choice not in named]
+
+
+def test_help_explains_a_key():
+    done = command("--help", "drafter.kv_slots")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(
+        "drafter=model: drafter.kv_slots=0\n    whole number, 0 (sized automatically) or above"
+    )
+    done = command("drafter.widht", "--help")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: drafter.widht: no such key; did you mean drafter.width")
+
+
+def test_help_with_an_override_shows_the_configuration():
+    assert "max_ngram: 4" in command("--help", "drafter=ngram").stdout
 
 
 def test_shell_completion_offers_choices():

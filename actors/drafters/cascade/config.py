@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import require
+from actors.ranges import Range, check_ranges, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -41,15 +41,15 @@ class CascadeDrafterConfig(DrafterConfig):
     """The cheapest first; each a drafter's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
     first may be any drafter, the others are models. `num_draft_tokens`: tokens that a level passes to the next at a
     time; 0 = it forwards the drafts of the level before it, as if it were not there."""
-    num_draft_tokens: int = 0
+    num_draft_tokens: Annotated[int, Range(0, zero="those of the last level, its tail and merge")] = 0
     """Draft tokens a round, at most; 0 = those of the last level, its tail and `merge`."""
-    tails: list[int] = field(default_factory=list)
+    tails: Annotated[list[int], Range(0)] = field(default_factory=list)
     """For each level, unverified tokens that the level before it appends to the level's own; empty = none."""
     lengths: LevelLengths = LevelLengths.fixed
     """fixed: `num_draft_tokens` as given; auto: at most so many, and 0 of a level that does not pay, be it the last:
     the best of all cascades that can be made of the levels, by measured costs and acceptance. auto needs
     drafter.placement=together, pipeline=sync, and neither tails nor merge."""
-    merge: int = 0
+    merge: Annotated[int, Range(0, zero="nothing is merged")] = 0
     """Draft tokens of the last level but one that are added beside the last level's, where the two differ."""
     placement: LevelsPlacement = LevelsPlacement.together
     """together: all levels on the last one's ranks, in turn; separate: each model on ranks of its own, so that, in an
@@ -78,6 +78,7 @@ class CascadeDrafterConfig(DrafterConfig):
 
     def check_fields(self, where: str) -> None:
         for i, level in enumerate(self.levels):
+            check_ranges(level, f"{where}.levels[{i}]", except_for="num_draft_tokens")  # which may be 0 here
             level.check_fields(f"{where}.levels[{i}]")
         for i, level in enumerate(self.levels[1:], 1):
             is_model = isinstance(level, ModelDrafterConfig)
@@ -86,15 +87,13 @@ class CascadeDrafterConfig(DrafterConfig):
             remedy = "a level that verifies passes up a chain; leave it at chain"
             require(level.strategy is Strategy.chain, f"{where}.levels[{i}].strategy", level.strategy, remedy)
         for i, tail in enumerate(self.tails):
-            good = tail == 0 if i == 0 else tail >= 0
             remedy = "must be 0 or above, and 0 for the first level, which has no level before it"
-            require(good, f"{where}.tails[{i}]", tail, remedy)
+            require(i > 0 or tail == 0, f"{where}.tails[{i}]", tail, remedy)
         for i, level in enumerate(self.levels[:-1]):
             if isinstance(level, ModelDrafterConfig) and self.placement is LevelsPlacement.together:
                 alike = (level.ranks, level.device) in ((1, "auto"), (self.ranks, self.device))
                 remedy = "needs the last level's ranks and device; use drafter.placement=separate for its own"
                 require(alike, f"{where}.levels[{i}]", level.name, remedy)
-        require(self.merge >= 0, f"{where}.merge", self.merge, "must be 0 (nothing is merged) or above")
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         self._check_lengths(rule, pipeline, where)

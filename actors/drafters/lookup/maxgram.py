@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.protocol.messages import Commit, TokenTree
-from actors.ranges import require
+from actors.ranges import Range
 
 _LONGEST = 64
 """Tokens of agreement behind which a longer one tells nothing more; in a periodic text they would never end."""
@@ -30,15 +31,12 @@ class MaxgramDrafterConfig(DrafterConfig):
 
     name: str = "maxgram"
     """Set by the choice `drafter=`."""
-    num_draft_tokens: int = 5
+    num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
-    max_places: int = 64
-    """Earlier places of the last token that are compared, the latest ones."""
+    max_places: Annotated[int, Range(1)] = 64
+    """Earlier occurrences of the last token that are compared, the latest first; bounds the time of a draft."""
     shared_bigrams: bool = True
-    """Bigrams of finished requests help where a request's own end; false = requests share nothing."""
-
-    def check_fields(self, where: str) -> None:
-        require(self.max_places >= 1, f"{where}.max_places", self.max_places, "must be at least 1")
+    """Also use the bigrams of finished requests where a request has none of its own; false = requests share nothing."""
 
     def build(self, setup: DraftSetup) -> tuple[MaxgramDrafter, dict[str, object]]:
         return MaxgramDrafter(self), {}

@@ -10,11 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.protocol.messages import Commit, TokenTree
-from actors.ranges import require
+from actors.ranges import Range, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,14 @@ class NgramDrafterConfig(DrafterConfig):
 
     name: str = "ngram"
     """Set by the choice `drafter=`."""
-    num_draft_tokens: int = 5
+    num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
-    max_ngram: int = 4
-    """Longest n-gram looked up; the longest match wins."""
-    min_ngram: int = 2
-    """Shortest n-gram worth following."""
+    max_ngram: Annotated[int, Range(1, cap=64)] = 4
+    """Longest n-gram that is looked up, in tokens; the longest match wins. Every token is entered once per length."""
+    min_ngram: Annotated[int, Range(1, cap=64)] = 2
+    """Shortest n-gram whose continuation is drafted, in tokens."""
 
     def check_fields(self, where: str) -> None:
-        require(self.min_ngram >= 1, f"{where}.min_ngram", self.min_ngram, "must be at least 1")
         longest = self.max_ngram
         require(longest >= self.min_ngram, f"{where}.max_ngram", longest, "must not be below drafter.min_ngram")
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from typing import Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.protocol.messages import Commit, TokenTree
-from actors.ranges import require
+from actors.ranges import Range
 
 _REACH = 32
 """Tokens that a match in another text is looked for with."""
@@ -33,30 +34,22 @@ class SuffixDrafterConfig(DrafterConfig):
 
     name: str = "suffix"
     """Set by the choice `drafter=`."""
-    num_draft_tokens: int = 8
+    num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 8
     """Draft tokens a round, at most."""
-    min_match: int = 2
-    """Shortest match worth following, in tokens."""
-    tokens_per_match: float = 2.0
+    min_match: Annotated[int, Range(1)] = 2
+    """Shortest match whose continuation is drafted, in tokens."""
+    tokens_per_match: Annotated[float, Range(above=0)] = 2.0
     """Draft tokens for every matched token: the longer the match, the longer the draft."""
-    min_probability: float = 0.1
-    """A draft ends where its path followed in fewer of the matches than this."""
-    width: int = 1
-    """Followers tried behind every node, the likeliest first; 1 = a chain."""
-    shared_tokens: int = 250_000
+    min_probability: Annotated[float, Range(0, 1)] = 0.1
+    """A draft ends where the share of matches that continue along its path falls below this."""
+    width: Annotated[int, Range(1)] = 1
+    """Children per node, the likeliest continuations first; 1 = a chain."""
+    shared_tokens: Annotated[int, Range(0, zero="requests share nothing")] = 250_000
     """Tokens of finished requests' answers to draft from, the oldest dropped first; 0 = requests share nothing."""
     corpus: str = ""
     """Text to draft from, read at start: a text file, or JSONL with a `text` or `prompt` field; empty = none."""
     tokenizer: str = ""
     """Checkpoint directory whose tokenizer reads the corpus; empty = the target's."""
-
-    def check_fields(self, where: str) -> None:
-        require(self.min_match >= 1, f"{where}.min_match", self.min_match, "must be at least 1")
-        rate, least, shared = self.tokens_per_match, self.min_probability, self.shared_tokens
-        require(rate > 0, f"{where}.tokens_per_match", rate, "must be above 0")
-        require(0 <= least <= 1, f"{where}.min_probability", least, "must be between 0 and 1")
-        require(self.width >= 1, f"{where}.width", self.width, "must be at least 1; 1 is a chain")
-        require(shared >= 0, f"{where}.shared_tokens", shared, "must be 0 (requests share nothing) or above")
 
     def build(self, setup: DraftSetup) -> tuple[SuffixDrafter, dict[str, object]]:
         from actors.drafters.lookup.corpus import read_corpus  # loads the tokenizers library

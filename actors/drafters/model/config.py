@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.options import DEVICES, DTYPES, PipelineName, VerifyRule
+from actors.options import CHECKPOINT, DEVICES, DTYPES, MAX_RANKS, PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import require
+from actors.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -65,14 +65,14 @@ class ModelDrafterConfig(DrafterConfig):
     """Set by the choice `drafter=`."""
     path: str = "pocket"
     """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
-    ranks: int = 1
+    ranks: Annotated[int, Range(1, cap=MAX_RANKS, remedy="for none write drafter=none")] = 1
     """Ranks that share the draft model."""
-    num_threads: int = 0
+    num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0
     """CPU: threads of a rank, at most; 0 = one for every core that it has."""
     parallel: Parallel = Parallel.single
     """How they share it: single (one rank), tensor (every layer is split), or layer (the attention of several layers
     runs side by side on nearly right inputs: EasySpec)."""
-    layer_group: int = 0
+    layer_group: Annotated[int, Range(0, zero="as many as ranks")] = 0
     """parallel=layer: layers side by side; 0 = as many as ranks, at most 4; 1 = one after the other. More than one on
     a single rank computes the same drafts without the speed."""
     layer_partition: list[Any] = field(default_factory=list)
@@ -86,64 +86,52 @@ class ModelDrafterConfig(DrafterConfig):
     attention and KV of its own layers only), broadcast (rank 0, which sends them to the others)."""
     calibration_policy: CalibrationPolicy = CalibrationPolicy.every
     """parallel=layer: every (`calibrate_every` rounds), mismatch (when a draft token was rejected), or never."""
-    calibrate_every: int = 1
+    calibrate_every: Annotated[int, Range(1, remedy="see drafter.calibration_policy=never")] = 1
     """parallel=layer: rounds from one calibration to the next."""
     strategy: Strategy = Strategy.chain
     """chain: one guess per position; tree: `width` children per node; best_first: a tree grown where it is likely;
     dynamic: likewise, with one budget for the whole batch, and only while another pass pays (asynchronous pipelines:
     as best_first)."""
-    num_draft_tokens: int = 5
+    num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
-    depth: int = 5
+    depth: Annotated[int, Range(1)] = 5
     """Longest path of a tree."""
-    width: int = 2
+    width: Annotated[int, Range(1, cap=1024)] = 2
     """Children per node of a tree; of a dynamic one, at most."""
-    batch_nodes: int = 0
+    batch_nodes: Annotated[int, Range(0, zero="each request its own")] = 0
     """strategy=dynamic, pipeline=sync or pingpong: draft tokens of a round, over all requests; 0 = `num_draft_tokens`
     for each."""
-    fan_out: int = 6
-    """Asynchronous pipelines: likely next tokens kept for every node."""
-    ahead_width: int = 8
+    fan_out: Annotated[int, Range(1, cap=1024)] = 6
+    """Asynchronous pipelines: likely next tokens kept for every node, of which a verdict picks one."""
+    ahead_width: Annotated[int, Range(1)] = 8
     """Asynchronous pipelines: nodes fed in one pass of draft-ahead. pipeline.adaptive=true: of each request, at most;
     how many is chosen from the measured cost of passes. false: always so many, over all requests."""
-    kv_slots: int = 0
-    """As `target.kv_slots`."""
-    dtype: str = "auto"
-    """As `target.dtype`."""
-    device: str = "auto"
-    """As `target.device`."""
+    kv_slots: Annotated[int, Range(0, zero="sized automatically")] = 0
+    """Token slots in the KV pool of each rank, as `target.kv_slots`; 0 = sized from the memory that is free."""
+    dtype: Annotated[str, OneOf(DTYPES)] = "auto"
+    """float32, bfloat16, float16, or auto, as `target.dtype`."""
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
+    """cpu, cuda, or auto, as `target.device`."""
 
     def check_fields(self, where: str) -> None:
         path, shared = self.path, self.parallel is not Parallel.single
-        require(bool(path), f"{where}.path", path, "give a directory with a Hugging Face checkpoint, or a hub id")
-        for name in ("ranks", "depth", "width", "fan_out", "ahead_width"):
-            value, remedy = getattr(self, name), "; for none write drafter=none" if name == "ranks" else ""
-            require(value >= 1, f"{where}.{name}", value, f"must be at least 1{remedy}")
+        require(bool(path), f"{where}.path", path, CHECKPOINT)
         remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
         require(shared or self.ranks == 1, f"{where}.ranks", self.ranks, remedy)
-        threads, nodes, slots = self.num_threads, self.batch_nodes, self.kv_slots
-        require(threads >= 0, f"{where}.num_threads", threads, "must be 0 (one for every core of a rank) or above")
-        require(slots >= 0, f"{where}.kv_slots", slots, "must be 0 (sized automatically) or above")
-        require(nodes >= 0, f"{where}.batch_nodes", nodes, "must be 0 (each request its own) or above")
+        nodes = self.batch_nodes
         remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
         require(self.strategy is Strategy.dynamic or not nodes, f"{where}.batch_nodes", nodes, remedy)
-        unknown = "is unknown; choose one of"
-        require(self.dtype in DTYPES, f"{where}.dtype", self.dtype, f"{unknown} {', '.join(DTYPES)}")
-        require(self.device in DEVICES, f"{where}.device", self.device, f"{unknown} {', '.join(DEVICES)}")
         self._check_layers(where)
 
     def _check_layers(self, where: str) -> None:
         by_layer = self.parallel is Parallel.layer
         group, partition, every = self.layer_group, self.layer_partition, self.calibrate_every
         remedy = "is for layers that run side by side; add drafter.parallel=layer or leave it at"
-        require(group >= 0, f"{where}.layer_group", group, "must be 0 (as many as ranks) or above")
         require(by_layer or group < 2, f"{where}.layer_group", group, f"{remedy} 0")
         require(by_layer or not partition, f"{where}.layer_partition", partition, f"{remedy} []")
         split = self.mlp_parallel is MlpParallel.tensor and self.calibration is Calibration.broadcast
         remedy = "the one rank that runs exact passes needs whole MLPs; use drafter.mlp_parallel=replicated"
         require(not split, f"{where}.calibration", self.calibration, remedy)
-        remedy = "must be at least 1; see drafter.calibration_policy=never"
-        require(every >= 1, f"{where}.calibrate_every", every, remedy)
         counted = every == 1 or self.calibration_policy is CalibrationPolicy.every
         remedy = "counts rounds; add drafter.calibration_policy=every or drop it"
         require(counted, f"{where}.calibrate_every", every, remedy)

@@ -14,10 +14,12 @@ from typing import Any
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.drafters.registry import DRAFTERS
 from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
-from cluster.config.cascade import typed_record
-from cluster.config.schema import CHOICES, BenchConfig, LaunchConfig, checked, workload_prompts
+from cluster.config.compose import checked, drafter_record, workload_prompts
+from cluster.config.jobs import BenchConfig
+from cluster.config.schema import CHOICES, LaunchConfig
 
 _BUNDLED = {str(pocket.DRAFTER): "model", str(pocket.DEEP_DRAFTER): "pocket-deep"}
 
@@ -35,7 +37,7 @@ class Setting:
 
     @property
     def num_draft_tokens(self) -> int:
-        return getattr(self.drafter, "num_draft_tokens", 0)
+        return self.drafter.num_draft_tokens
 
     @property
     def is_adaptive(self) -> bool:
@@ -121,19 +123,19 @@ def _drafter(entry: Any, configured: DrafterConfig) -> DrafterConfig:
     """A choice by its name (as configured if it is the chosen one), its keys, or the levels of a cascade."""
     keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
     if not isinstance(keys, dict):
-        return configured if keys == configured.name else _record("drafter", keys)(name=keys)
-    if keys.get("name") not in CHOICES["drafter"]:
-        raise ValueError(f"job.drafters={keys}: has no known name; choose from {', '.join(CHOICES['drafter'])}")
-    return typed_record(keys, "job.drafters", CHOICES["drafter"][keys["name"]])
+        return configured if keys == configured.name else _known("drafter", keys)
+    if keys.get("name") not in DRAFTERS:
+        raise ValueError(f"job.drafters={keys}: has no known name; choose from {', '.join(DRAFTERS)}")
+    return drafter_record(keys, "job.drafters")
 
 
 def _pipeline(name: str, configured: PipelineConfig) -> PipelineConfig:
     """The configured one under another name: their keys are the same."""
-    _record("pipeline", name)
+    _known("pipeline", name)
     return replace(configured, name=PipelineName(name))
 
 
-def _record(group: str, choice: str) -> type:
+def _known(group: str, choice: str) -> Any:
     if choice not in CHOICES[group]:
         raise ValueError(f"job.{group}s={choice}: no such choice; choose from {', '.join(CHOICES[group])}")
     return CHOICES[group][choice]
@@ -156,7 +158,7 @@ def _with_parallels(drafter: DrafterConfig, parallels: Sequence[str]) -> list[Dr
 
 
 def _with_lengths(drafter: DrafterConfig, lengths: Sequence[int]) -> list[DrafterConfig]:
-    if not lengths or not hasattr(drafter, "num_draft_tokens"):
+    if not lengths or not drafter.num_draft_tokens:
         return [drafter]
     return [replace(drafter, num_draft_tokens=length) for length in lengths]
 

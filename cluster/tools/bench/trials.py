@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config.schema import BenchConfig, LaunchConfig
+from cluster.config.jobs import BenchConfig
+from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine, EngineError
 from cluster.io.console import Bar
 from cluster.io.prompts import Prompt

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from actors.protocol.messages import SamplingParams
 from cluster.completion import Completion, EngineError
+from cluster.config.jobs import DrillConfig
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.runtime.supervisor import Incident
-from cluster.tools.chaos.config import DrillConfig
 
 _POLL_S = 0.005
 _LIMIT_S = 90.0

@@ -15,8 +15,8 @@ from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel
 from actors.drafters.model.loading import layer_partition
 from actors.options import PipelineName
+from cluster.config.jobs import PlanConfig
 from cluster.config.schema import LaunchConfig, PlacementConfig, PlacementName
-from cluster.tools.planning.config import PlanConfig
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.partition import default_partition

@@ -19,10 +19,10 @@ import torch
 from actors.protocol.messages import SamplingParams
 from actors.worker.factory import build_role
 from actors.worker.spec import RankSpec
+from cluster.config.jobs import PlanConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.text import read_eos_token_ids
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
-from cluster.tools.planning.config import PlanConfig
 from cluster.tools.planning.costs import Costs, DraftCost, TargetCost
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.prediction import Cores

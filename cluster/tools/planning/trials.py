@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from actors.protocol.messages import SamplingParams
+from cluster.config.jobs import PlanConfig
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine, EngineError
 from cluster.io.prompts import Prompt
 from cluster.observability.report import decode_ms_per_token, figures
 from cluster.observability.results import Run
 from cluster.run_prompts import serve_prompts
-from cluster.tools.planning.config import PlanConfig
 from cluster.tools.planning.layouts import Layout
 from cluster.tools.planning.prediction import Prediction
 from cluster.tools.planning.rounds import Text

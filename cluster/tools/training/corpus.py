@@ -25,6 +25,9 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "lib-dynload", "__pycache__", "enc
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 """Folders whose files are tests; together they hold more text than the library and are capped."""
 
+TEST_MEGABYTES = 6.0
+"""Upper bound on test files in the corpus, in 10^6 bytes."""
+
 LARGEST_TEST_BYTES = 100_000
 """A longer test file is skipped: it is mostly one repetitive pattern."""
 
@@ -94,7 +97,7 @@ def library_paths(root: Path) -> list[str]:
     return sorted(paths)
 
 
-def load_corpus(seed: int, test_megabytes: float, root: Path | None = None) -> Corpus:
+def load_corpus(seed: int, test_megabytes: float = TEST_MEGABYTES, root: Path | None = None) -> Corpus:
     """Read the corpus.
 
     Args:

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 
+from cluster.config.jobs import TrainConfig
 from cluster.tools.training.batches import spread_rows
-from cluster.tools.training.config import TrainConfig
-from cluster.tools.training.corpus import HELD_OUT, Corpus
+from cluster.tools.training.corpus import HELD_OUT, TEST_MEGABYTES, Corpus
 from cluster.tools.training.evaluation import acceptance_length, agreement_rate, greedy_matches, mean_loss, overlap
 from cluster.tools.training.models import load_model
+from cluster.tools.training.stages import RECIPE, SHORT_FRACTION
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 
+MAX_DRAFT_TOKENS = 8
+"""Acceptance length is reported for 1 to this many draft tokens per round."""
 DRAFT_DEPTH = 5
 """Draft tokens per round of the acceptance length named first."""
 START = 32
@@ -41,7 +44,7 @@ def measure(config: TrainConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
     prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
     matches = [greedy_matches(target, drafter, prompt, config.num_prompt_tokens) for prompt in prompts]
     losses = {"target": mean_loss(target, rows), "drafter": mean_loss(drafter, rows)}
-    depths = range(1, config.max_draft_tokens + 1)
+    depths = range(1, MAX_DRAFT_TOKENS + 1)
     return {
         "held_out_loss": losses,
         "held_out_perplexity": {role: math.exp(loss) for role, loss in losses.items()},
@@ -163,19 +166,19 @@ continuation the acceptance length at {DRAFT_DEPTH} draft tokens is {report["acc
 ![loss curves](loss.png)
 
 - Corpus: the `.py` files of the standard library of Python {report["python"]}, without installed packages,
-  `encodings`, `pydoc_data` and files that are broken on purpose; of test files at most {config.test_megabytes:g} MB,
+  `encodings`, `pydoc_data` and files that are broken on purpose; of test files at most {TEST_MEGABYTES:g} MB,
   none above 100 kB. {report["corpus_files"]} files, {report["corpus_megabytes"]:.1f} MB,
   {report["corpus_tokens"] / 1e6:.2f} M tokens, each file preceded by `<|endoftext|>`. SHA-256 of the files read:
   `{report["corpus_sha256"]}`.
 - Held out, with their tests:
   {held_out}.
 - Seed {report["seed"]}, PyTorch {report["torch"]}, bfloat16 autocast over float32 weights, about
-  {config.batch_tokens} tokens per step; the target in sequences of {config.short_sequence_length} for the first
-  {config.short_fraction:.0%} of the schedule and of {config.sequence_length} after it.
-- Muon at {config.matrix_learning_rate:g} for hidden matrices, AdamW at {config.other_learning_rate:g} for embeddings
-  and norms; {config.warmup_steps} steps of warm-up, linear decay to 0 over the last {config.decay_fraction:.0%}.
+  {config.batch_tokens} tokens per step; the target in sequences of {config.sequence_length // 2} for the first
+  {SHORT_FRACTION:.0%} of the schedule and of {config.sequence_length} after it.
+- Muon at {RECIPE.matrix_learning_rate:g} for hidden matrices, AdamW at {RECIPE.other_learning_rate:g} for embeddings
+  and norms; {RECIPE.warmup_steps} steps of warm-up, linear decay to 0 over the last {RECIPE.decay_fraction:.0%}.
 - The target is trained by cross entropy, the drafter by distillation, KL(target || drafter) over the whole
-  vocabulary, on sequences of {config.sequence_length} throughout: {config.lesson_tokens / 1e6:g} M tokens of training
+  vocabulary, on sequences of {config.sequence_length} throughout: {config.distillation_tokens / 1e6:g} M tokens of training
   sources that are no tests, and the target's own greedy continuations, to {config.continuation_length} tokens, of
   {config.continuation_prompts} prompts cut from them.
 - Written in bfloat16. Wall times are of device `{config.device}` on a machine of {report["cores"]} cores, and include

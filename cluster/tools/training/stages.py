@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from cluster.config.jobs import TrainConfig
 from cluster.tools.training.batches import DistillationSet, StreamBatches, spread_rows
-from cluster.tools.training.config import TrainConfig
 from cluster.tools.training.corpus import Corpus, Source, is_test
 from cluster.tools.training.models import (
     CONTEXT,
@@ -21,7 +21,24 @@ from cluster.tools.training.models import (
 )
 from cluster.tools.training.prompts import choose_prompts, write_prompts
 from cluster.tools.training.tokenizer import load_tokenizer, pack, save_tokenizer, train_tokenizer
-from cluster.tools.training.trainer import Loss, TrainingBudget, TrainingRecord, cross_entropy, distillation, fit
+from cluster.tools.training.trainer import (
+    Loss,
+    Recipe,
+    TrainingBudget,
+    TrainingRecord,
+    cross_entropy,
+    distillation,
+    fit,
+)
+
+RECIPE = Recipe()
+"""Optimizer and logging settings of both models."""
+
+SHORT_FRACTION = 0.7
+"""Fraction of the target's schedule trained on sequences of half the length, where attention is cheaper."""
+
+CONTINUATION_BATCH = 128
+"""Prompts continued at once."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +69,12 @@ def make_target(place: Workplace) -> TrainingRecord:
     batches = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed)
 
     def draw(progress: float) -> tuple[torch.Tensor, torch.Tensor]:
-        length = config.short_sequence_length if progress < config.short_fraction else config.sequence_length
+        length = config.sequence_length // 2 if progress < SHORT_FRACTION else config.sequence_length
         rows = batches.draw(max(1, config.batch_tokens // length), length)
         return rows[:, :-1], rows[:, 1:]
 
     budget = TrainingBudget(config.target_minutes, config.target_steps)
-    record = fit(model, draw, _compiled(cross_entropy(model), config), config, budget, place.work / "target")
+    record = fit(model, draw, _compiled(cross_entropy(model), config), RECIPE, budget, place.work / "target")
     save_model(model, place.out / "target")
     return record
 
@@ -69,7 +86,7 @@ def make_continuations(place: Workplace) -> int:
     target = load_model(place.out / "target", config.device, torch.bfloat16)
     prompts = choose_prompts(_library(place.corpus), tokenizer, config.seed, config.continuation_prompts)
     tokens = [tokenizer.encode(prompt.prompt).ids for prompt in prompts]
-    stream = continue_all(target, tokens, config.continuation_length, config.continuation_batch)
+    stream = continue_all(target, tokens, config.continuation_length, CONTINUATION_BATCH)
     place.work.mkdir(parents=True, exist_ok=True)
     torch.save(stream, place.work / "continuations.pt")
     return len(stream)
@@ -91,7 +108,7 @@ def make_drafter(place: Workplace) -> TrainingRecord:
     continuations = torch.load(place.work / "continuations.pt")
     rows = torch.cat(
         (
-            spread_rows(stream, length, config.lesson_tokens)[:, :length],
+            spread_rows(stream, length, config.distillation_tokens)[:, :length],
             spread_rows(continuations, length, len(continuations))[:, :length],
         )
     )
@@ -102,7 +119,7 @@ def make_drafter(place: Workplace) -> TrainingRecord:
 
     budget = TrainingBudget(config.drafter_minutes, config.drafter_steps)
     loss_of = _compiled(distillation(student, teacher), config)
-    record = fit(student, draw, loss_of, config, budget, place.work / "drafter")
+    record = fit(student, draw, loss_of, RECIPE, budget, place.work / "drafter")
     save_model(student, place.out / "drafter")
     return record
 

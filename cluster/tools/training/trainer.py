@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.config import TrainConfig
 from cluster.tools.training.models import logits_of
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -90,6 +89,26 @@ def rate_factor(step: int, progress: float, warmup_steps: int, decay_fraction: f
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """Optimizer and logging settings of one run."""
+
+    matrix_learning_rate: float = 5e-3
+    """Peak rate of Muon (hidden matrices), scaled to match AdamW's update size."""
+    other_learning_rate: float = 3e-3
+    """Peak rate of AdamW (embeddings and norms)."""
+    warmup_steps: int = 40
+    """Optimizer steps of linear warm-up."""
+    decay_fraction: float = 0.6
+    """Last fraction of the schedule, over which the rate falls linearly to 0."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this total norm."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between two checkpoints."""
+    log_steps: int = 10
+    """Optimizer steps between two lines of the loss log."""
+
+
+@dataclass(frozen=True)
 class TrainingRecord:
     """What one run spent and reached."""
 
@@ -103,18 +122,18 @@ class TrainingRecord:
     """Mean training loss of the last tenth of the logged steps, in nats per token."""
 
 
-def optimizers(model: torch.nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Return Muon over the hidden matrices and AdamW over everything else."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
-    muon = torch.optim.Muon(matrices, lr=config.matrix_learning_rate, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, lr=config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    muon = torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=recipe.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     return [muon, adamw]
 
 
 def fit(
-    model: LlamaForCausalLM, draw: DrawBatch, loss_of: Loss, config: TrainConfig, budget: TrainingBudget, work: Path
+    model: LlamaForCausalLM, draw: DrawBatch, loss_of: Loss, recipe: Recipe, budget: TrainingBudget, work: Path
 ) -> TrainingRecord:
     """Train `model`, float32 weights on their device, in place until the budget is spent.
 
@@ -122,7 +141,7 @@ def fit(
         model: is compiled or not, as `loss_of` is.
         draw: gives batches on the CPU.
         loss_of: computes the loss; autocast is applied around it.
-        config: learning rates, clipping and intervals of log and checkpoints.
+        recipe: learning rates, clipping and intervals of log and checkpoints.
         budget: when to stop.
         work: receives `loss.jsonl`, `record.json` and the folder `checkpoint/`, overwritten every few minutes; its
             name is the run's in the progress bar.
@@ -131,7 +150,7 @@ def fit(
         FloatingPointError: the loss is not finite.
     """
     work.mkdir(parents=True, exist_ok=True)
-    steppers = optimizers(model, config)
+    steppers = optimizers(model, recipe)
     peaks = [stepper.param_groups[0]["lr"] for stepper in steppers]
     step, tokens, saved_at = 0, 0, 0.0
     losses: list[float] = []
@@ -140,29 +159,29 @@ def fit(
     with (work / "loss.jsonl").open("w") as log, Progress(*columns, transient=True) as bar:
         task = bar.add_task(work.name, total=1.0)
         while (progress := budget.progress(step)) < 1.0:
-            factor = rate_factor(step, progress, config.warmup_steps, config.decay_fraction)
+            factor = rate_factor(step, progress, recipe.warmup_steps, recipe.decay_fraction)
             for stepper, peak in zip(steppers, peaks, strict=True):
                 stepper.param_groups[0]["lr"] = peak * factor
             batch, expected = (part.to(model.device) for part in draw(progress))
             with torch.autocast(model.device.type, torch.bfloat16):
                 loss = loss_of(batch, expected)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             for stepper in steppers:
                 stepper.step()
                 stepper.zero_grad()
             step += 1
             tokens += batch.numel()
-            if step % config.log_steps == 0 or step == 1:
+            if step % recipe.log_steps == 0 or step == 1:
                 losses.append(loss.detach().item())
                 if not math.isfinite(losses[-1]):
-                    raise FloatingPointError(f"the loss of step {step} is not finite; lower the learning rates")
+                    raise FloatingPointError(f"the loss of step {step} is not finite; lower the rates of `Recipe`")
                 line = {"step": step, "tokens": tokens, "seconds": round(budget.seconds, 1), "loss": losses[-1]}
                 log.write(json.dumps(line) + "\n")
                 log.flush()
                 shown = f"{work.name} {budget.seconds:.0f} s loss {losses[-1]:.3f}"
                 bar.update(task, completed=progress, description=shown)
-            if budget.seconds - saved_at > 60 * config.checkpoint_minutes:
+            if budget.seconds - saved_at > 60 * recipe.checkpoint_minutes:
                 model.save_pretrained(work / "checkpoint")
                 saved_at = budget.seconds
     model.eval()

@@ -139,7 +139,7 @@ def choose_workloads(
 
 def main(folder: Path) -> None:
     """Write `editing.jsonl` and `agent.jsonl` with the bundled target's answers."""
-    from cluster.config.schema import load_config
+    from cluster.config.compose import load_config
     from cluster.engine import Engine
 
     overrides = ["cluster=inprocess", "drafter=ngram", f"sampling.max_tokens={ANSWER_TOKENS}"]

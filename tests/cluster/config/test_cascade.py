@@ -13,7 +13,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.topology import level_roles
 from cluster import pocket
-from cluster.config.schema import load_config
+from cluster.config.compose import load_config
 from cluster.engine import Engine
 from cluster.placement.memory import footprints
 from cluster.placement.ranks import Devices, lay_out
@@ -42,7 +42,7 @@ def test_a_checked_configuration_can_be_checked_again():
     """As `job=bench` does with every setting of its axes, which it also collects in a dictionary."""
     from dataclasses import replace
 
-    from cluster.config.schema import checked
+    from cluster.config.compose import checked
 
     config = load_config(["drafter=cascade"])
     assert checked(config).drafter == config.drafter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.schema import load_config
+from cluster.config.compose import load_config
 
 LAYER = "drafter.parallel=layer"
 

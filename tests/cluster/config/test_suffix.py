@@ -7,7 +7,7 @@ import json
 import pytest
 
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from cluster.config.schema import load_config
+from cluster.config.compose import load_config
 
 
 @pytest.mark.parametrize(

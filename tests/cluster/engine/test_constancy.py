@@ -21,7 +21,7 @@ from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
-from cluster.config.schema import GenerateConfig
+from cluster.config.jobs import GenerateConfig
 from cluster.engine import Engine
 from parallel.kv.pool import KVPool
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.schema import BenchConfig
+from cluster.config.jobs import BenchConfig
 from cluster.jobs import bench
 from cluster.observability.report import RunFigures
 from cluster.tools.bench import plan, trials

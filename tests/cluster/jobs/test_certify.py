@@ -14,7 +14,8 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
 from actors.verification import coupled
 from actors.verification.rules import RULES
-from cluster.config.schema import CertifyConfig, load_config
+from cluster.config.compose import load_config
+from cluster.config.jobs import CertifyConfig
 from cluster.jobs import certify
 from cluster.tools.certify import exact, scoring
 

@@ -9,7 +9,7 @@ import pytest
 
 from actors.drafters.config import NoDrafterConfig
 from cluster.completion import EngineError
-from cluster.config.schema import GenerateConfig
+from cluster.config.jobs import GenerateConfig
 from cluster.io.text import load_tokenizer
 from cluster.jobs import generate
 from cluster.observability.report import Circumstances, RunFigures, write_json

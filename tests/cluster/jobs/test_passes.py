@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from cluster.config.jobs import PassesConfig
 from cluster.jobs import passes
-from cluster.tools.planning.config import PassesConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import weight_bytes
 

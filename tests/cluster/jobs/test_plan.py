@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config.schema import PlanConfig
+from cluster.config.jobs import PlanConfig
 from cluster.jobs import plan
 from cluster.tools.planning.costs import read_costs
 

@@ -20,7 +20,8 @@ import yaml
 
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig
-from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.jobs import generate
 from cluster.observability.metrics import MetricsWatch
 from tests.cluster.observability.test_metrics import LABELS, Registry

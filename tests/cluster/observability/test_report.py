@@ -9,7 +9,8 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
-from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, LaunchConfig, PlacementConfig
 from cluster.io.prompts import Prompt
 from cluster.observability.report import (
     Circumstances,

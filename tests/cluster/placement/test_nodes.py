@@ -10,7 +10,8 @@ from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, TargetConfig, VerifyConfig
-from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig, PlacementName
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, LaunchConfig, PlacementConfig, PlacementName
 from cluster.placement.nodes import Node, over_nodes
 from cluster.runtime.ray_reservation import device_bundles
 

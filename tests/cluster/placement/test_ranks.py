@@ -10,7 +10,8 @@ from actors.drafters.config import NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig
-from cluster.config.schema import ClusterConfig, GenerateConfig, LaunchConfig, PlacementConfig, PlacementName
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, LaunchConfig, PlacementConfig, PlacementName
 from cluster.placement.ranks import Devices, lay_out
 
 CONFIG = LaunchConfig(

@@ -20,7 +20,8 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, TargetConfig, VerifyConfig
 from actors.protocol.sampling_params import SamplingParams
 from actors.worker import openmp
-from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
 from cluster.engine import Engine, EngineError
 from cluster.placement.ranks import Devices, lay_out
 

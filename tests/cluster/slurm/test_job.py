@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.schema import load_config
+from cluster.config.compose import load_config
 from cluster.engine import Engine
 from tests.cluster.hosts import PRIVATE_TMP
 from tests.cluster.slurm_cluster import Slurm, slurm

@@ -9,7 +9,8 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import Parallel
 from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
-from cluster.config.schema import BenchConfig, ClusterConfig, ClusterName
+from cluster.config.jobs import BenchConfig
+from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.tools.bench.engines import EnginePool, may_share
 from cluster.tools.bench.plan import expand, names
 

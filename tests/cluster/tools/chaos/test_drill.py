@@ -23,10 +23,11 @@ from actors.drafters.cascade.config import CascadeDrafterConfig, LevelsPlacement
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import SamplingParams
-from cluster.config.schema import ClusterConfig, ClusterName, load_config
+from cluster.config.compose import load_config
+from cluster.config.jobs import DrillConfig
+from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
-from cluster.tools.chaos.config import DrillConfig
 from cluster.tools.chaos.drill import Drill, Strike, _Pause, plan_faults
 
 PROMPTS = [Prompt(text) for text in ("def median(values):", "x", "class Stack:\n    def push", "for i in range(10):")]
@@ -68,11 +69,11 @@ def test_a_pause_is_the_longest_time_between_tokens_from_the_fault_on():
     ("overrides", "line"),
     [
         (["cluster=inprocess"], "cluster=inprocess: has no processes"),
-        (["cluster.silence_s=0.3"], "cluster.silence_s=0.3: must be 0 (never) or at least 1 second"),
+        (["cluster.silence_s=0.3"], "cluster.silence_s=0.3: must be 0 (never) or at least 1"),
         (["cluster.silence_s=0"], "cluster.silence_s=0.0: must be above 0 for job=drill"),
         (["cluster.max_restarts=-1"], "cluster.max_restarts=-1: must be 0"),
-        (["job.signals=[SIGHUP]"], "job.signals=['SIGHUP']: must be some of SIGKILL"),
-        (["job.pairs=1.5"], "job.pairs=1.5: must be from 0 to 1"),
+        (["job.signals=[SIGHUP]"], "job.signals=['SIGHUP']: must all be among SIGKILL"),
+        (["job.pairs=1.5"], "job.pairs=1.5: must be between 0 and 1"),
         (["job.faults=0"], "job.faults=0: must be at least 1"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.schema import load_config
+from cluster.config.compose import load_config
 from cluster.tools.planning.layouts import Layout, Shape, enumerate_layouts, local_layouts, simplest
 
 TENSOR = Shape("tensor", 2)

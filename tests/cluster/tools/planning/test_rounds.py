@@ -17,11 +17,11 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams
 from actors.worker import openmp
 from actors.worker.factory import build_role
+from cluster.config.jobs import PlanConfig
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine
 from cluster.placement.ranks import Devices, lay_out
 from cluster.runtime.specs import rank_spec
-from cluster.tools.planning.config import PlanConfig
 from cluster.tools.planning.fidelity import Calibrating, measure_acceptance
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.measuring import Measurer, derive_costs, parts_of, subjects, time_collectives

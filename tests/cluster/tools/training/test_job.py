@@ -10,33 +10,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cluster.config.jobs import TrainConfig
 from cluster.jobs import train
 from cluster.tools.training import stages
-from cluster.tools.training.config import TrainConfig
 from cluster.tools.training.corpus import Corpus, Source
+from cluster.tools.training.trainer import Recipe
 
 SMALL = TrainConfig(
     compile=False,
     threads=1,
     vocab_size=320,
-    test_megabytes=0.0,
     held_out_tokens=256,
     batch_tokens=128,
     sequence_length=64,
-    short_sequence_length=32,
     target_minutes=5.0,
     target_steps=8,
     drafter_minutes=5.0,
     drafter_steps=8,
-    warmup_steps=2,
-    lesson_tokens=512,
+    distillation_tokens=512,
     continuation_prompts=4,
     continuation_length=64,
-    continuation_batch=4,
     num_prompts=2,
     num_prompt_tokens=8,
-    max_draft_tokens=5,
-    log_steps=1,
 )
 
 FUNCTION = '''def combine_{n}(first, second):
@@ -64,7 +59,8 @@ def finished(tiny_corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> P
     """Folder of one complete small run."""
     run_dir = tmp_path_factory.mktemp("run") / "fresh"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "load_corpus", lambda seed, test_megabytes: tiny_corpus)
+        patch.setattr(train, "load_corpus", lambda seed: tiny_corpus)
+        patch.setattr(stages, "RECIPE", Recipe(warmup_steps=2, log_steps=1))
         threads = torch.get_num_threads()
         train.run(SMALL, run_dir)
         torch.set_num_threads(threads)
@@ -91,7 +87,7 @@ def test_report_says_what_was_done(finished: Path):
     report = json.loads((finished / "report.json").read_text())
     assert report["training"]["target"]["steps"] == 8
     assert report["num_prompts"] == 2
-    assert list(report["acceptance_length"]) == ["1", "2", "3", "4", "5"]
+    assert list(report["acceptance_length"]) == ["1", "2", "3", "4", "5", "6", "7", "8"]
     assert 1.0 <= report["acceptance_length"]["5"] <= 6.0
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert report["corpus_sha256"] in (finished / "README.md").read_text()
@@ -110,7 +106,7 @@ def test_same_seed_and_steps_give_the_same_weights(tiny_corpus: Corpus, tmp_path
 
 
 def test_stages_run_one_by_one_from_named_folders(finished: Path, tiny_corpus: Corpus, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(train, "load_corpus", lambda seed, test_megabytes: tiny_corpus)
+    monkeypatch.setattr(train, "load_corpus", lambda seed: tiny_corpus)
     config = replace(SMALL, stages=["continuations"], out=str(finished), work=str(tmp_path / "work"))
     outcome = train.run(config, tmp_path / "unused")
     assert outcome == {"continuation_tokens": 4 * 64}
@@ -124,12 +120,12 @@ def test_stages_run_one_by_one_from_named_folders(finished: Path, tiny_corpus: C
 def test_a_stage_without_its_predecessor_is_an_error(
     tiny_corpus: Corpus, tmp_path: Path, monkeypatch, stage: str, missing: str
 ):
-    monkeypatch.setattr(train, "load_corpus", lambda seed, test_megabytes: tiny_corpus)
+    monkeypatch.setattr(train, "load_corpus", lambda seed: tiny_corpus)
     with pytest.raises(FileNotFoundError, match=missing):
         train.run(replace(SMALL, stages=[stage]), tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"stages": ["target", "magic"]}, {"stages": []}, {"max_draft_tokens": 4}])
+@pytest.mark.parametrize("wrong", [{"stages": ["target", "magic"]}, {"stages": []}, {"vocab_size": 4}])
 def test_wrong_settings_are_named(wrong: dict, tmp_path: Path):
     with pytest.raises(ValueError, match=f"job.{next(iter(wrong))}"):
         train.run(replace(SMALL, **wrong), tmp_path)

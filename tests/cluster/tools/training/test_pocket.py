@@ -12,8 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from cluster import pocket
+from cluster.config.jobs import TrainConfig
 from cluster.tools.training.batches import spread_rows
-from cluster.tools.training.config import TrainConfig
 from cluster.tools.training.corpus import load_corpus
 from cluster.tools.training.evaluation import (
     acceptance_length,

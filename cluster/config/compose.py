@@ -1,0 +1,230 @@
+"""From the words of the command line to a checked `LaunchConfig`.
+
+The only file but `errors.py` and `launch.py` that knows Hydra. A `DictConfig` comes in through `typed_config` and
+nothing but frozen records goes out; nothing is ever written back into one. Names of bundled checkpoints, hub ids and
+relative paths become absolute paths here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.registry import DRAFTERS
+from actors.options import CHECKPOINT, TargetConfig
+from cluster import pocket
+from cluster.config.errors import describe, unknown_key
+from cluster.config.jobs import PlanConfig, PromptsJobConfig, TrainConfig
+from cluster.config.options_page import groups_help
+from cluster.config.schema import CHOICES, LaunchConfig
+from cluster.config.validation import validate
+
+
+@cache
+def register() -> None:
+    """Register the configuration and every choice of every group with Hydra, once."""
+    store = ConfigStore.instance()
+    store.store(name="launch_schema", node=_schema(LaunchConfig))
+    for group, choices in CHOICES.items():
+        for choice, record in choices.items():
+            store.store(group=group, name=choice, node=_schema(record))
+    OmegaConf.register_new_resolver("groups_help", groups_help, replace=True)  # for the help template in config.yaml
+
+
+def load_config(overrides: Sequence[str] = ()) -> LaunchConfig:
+    """What `python -m cluster.launch` would run with these overrides; ValueError, one line, if it would refuse."""
+    register()
+    try:
+        with _no_application_running(), initialize_config_module("conf", version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(describe(error)) from error
+    return typed_config(composed)
+
+
+def typed_config(composed: DictConfig) -> LaunchConfig:
+    """The composed configuration as a checked `LaunchConfig` whose paths exist; ValueError, one line, otherwise."""
+    _refuse_unknown_keys(composed)
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(describe(error)) from error
+    assert isinstance(config, LaunchConfig)
+    return checked(config)
+
+
+def checked(config: LaunchConfig) -> LaunchConfig:
+    """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
+    if isinstance(config.drafter, CascadeDrafterConfig):
+        config = replace(config, drafter=_with_typed_levels(config.drafter))
+    validate(config)
+    config = _with_real_paths(config)
+    config.drafter.check_checkpoints()
+    return config
+
+
+def _with_typed_levels(cascade: CascadeDrafterConfig) -> CascadeDrafterConfig:
+    """Every level as its drafter's record, and the draft length as a number; ValueError, one line, otherwise."""
+    levels = [_typed_level(entry, f"drafter.levels[{i}]") for i, entry in enumerate(cascade.levels)]
+    if len(levels) < 2:
+        raise ValueError(f"drafter.levels={cascade.levels}: must be at least two, the cheapest first, as [ngram,model]")
+    if cascade.tails and len(cascade.tails) != len(levels):
+        raise ValueError(f"drafter.tails={cascade.tails}: give one for each of the {len(levels)} levels, or none")
+    last = next((level.num_draft_tokens for level in reversed(levels) if level.num_draft_tokens), 0)
+    length = cascade.num_draft_tokens or last + cascade.tail(len(levels) - 1) + cascade.merge
+    return replace(cascade, levels=tuple(levels), tails=tuple(cascade.tails), num_draft_tokens=length)
+
+
+def _typed_level(entry: Any, where: str) -> DrafterConfig:
+    if isinstance(entry, DrafterConfig):
+        return entry
+    keys = {"name": entry} if isinstance(entry, str) else entry
+    known = [name for name in DRAFTERS if name not in ("none", "cascade")]
+    if not isinstance(keys, dict) or keys.get("name") not in known:
+        raise ValueError(f"{where}={entry}: is no level; give a name or {{name: NAME, ...}}, one of {', '.join(known)}")
+    return drafter_record(keys, where)
+
+
+def drafter_record(keys: Mapping[str, Any], where: str) -> DrafterConfig:
+    """The record of the known drafter `keys["name"]` from keys of the command line; `where` prefixes error lines."""
+    record = DRAFTERS[keys["name"]]
+    hints = get_type_hints(record)
+    for key in keys:
+        if key not in hints:
+            raise ValueError(unknown_key(where, str(key), [item.name for item in fields(record)]))
+    return record(**{key: _typed_value(value, hints[key], f"{where}.{key}") for key, value in keys.items()})
+
+
+def _typed_value(value: Any, wanted: type, where: str) -> Any:
+    wanted = get_origin(wanted) or wanted
+    if issubclass(wanted, StrEnum):
+        if value not in list(wanted):
+            raise ValueError(f"{where}={value}: is unknown; choose one of {', '.join(wanted)}")
+        return wanted(value)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise ValueError(f"{where}={value}: must be of type {wanted.__name__}")
+    return value
+
+
+@contextmanager
+def _no_application_running() -> Iterator[None]:
+    """Hydra allows one application per process: set aside the one that runs, such as the launch of this very job."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
+def _schema(record: Any) -> DictConfig:
+    """A record, or its class, as a schema that Hydra can merge into: a frozen one would otherwise be read-only.
+
+    Open mappings (token id -> bias) lose Hydra's strictness, so that `sampling.logit_bias={42:-5}` needs no plus.
+    """
+    schema = OmegaConf.structured(record)
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        OmegaConf.set_readonly(node, None)
+        if is_dataclass(OmegaConf.get_type(node)) and not node._is_missing():
+            pending += [child for key in node if OmegaConf.is_config(child := node._get_node(key))]
+        elif OmegaConf.get_type(node) is dict:
+            OmegaConf.set_struct(node, False)
+    return schema
+
+
+def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
+    """Hydra's plus (`+x=1`) adds keys that no record has."""
+    record = OmegaConf.get_type(node)
+    assert is_dataclass(record)
+    known = [item.name for item in fields(record)]
+    for key in node:
+        if key not in known:
+            raise ValueError(unknown_key(section, str(key), known))
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and is_dataclass(OmegaConf.get_type(child)):
+            _refuse_unknown_keys(child, f"{section}.{key}" if section else str(key))
+
+
+def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
+    """Symbolic paths and hub ids become directories; relative paths become absolute, for actors that run elsewhere."""
+    if isinstance(config.job, TrainConfig):
+        return config  # training makes the bundled pair and does not need it
+    bundled = {"pocket": pocket.TARGET}
+    target = replace(config.target, path=_checkpoint("target.path", config.target.path, bundled))
+    drafter, job = config.drafter, config.job
+    if isinstance(drafter, CascadeDrafterConfig):
+        levels = [_drafter_paths(level, target, f"drafter.levels[{i}]") for i, level in enumerate(drafter.levels)]
+        drafter = replace(drafter, levels=tuple(levels))
+    else:
+        drafter = _drafter_paths(drafter, target, "drafter")
+    if isinstance(job, PromptsJobConfig):
+        job = replace(job, prompts=_prompts(job.prompts, job.workload))
+    if isinstance(job, PlanConfig):
+        costs = _file("job.costs", job.costs, "the YAML of docs/planning.md, or leave it empty") if job.costs else ""
+        job = replace(job, prompts=_prompts(job.prompts, "completion"), costs=costs)
+    return replace(config, target=target, drafter=drafter, job=job)
+
+
+def _drafter_paths(drafter: DrafterConfig, target: TargetConfig, where: str) -> DrafterConfig:
+    if isinstance(drafter, ModelDrafterConfig):
+        bundled = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
+        return replace(drafter, path=_checkpoint(f"{where}.path", drafter.path, bundled))
+    if isinstance(drafter, SuffixDrafterConfig) and drafter.corpus:
+        tokenizer = _checkpoint(f"{where}.tokenizer", drafter.tokenizer or target.path, {"pocket": pocket.TARGET})
+        corpus = _file("drafter.corpus", drafter.corpus, "a text file, or JSONL with a `text` field")
+        return replace(drafter, corpus=corpus, tokenizer=tokenizer)
+    return drafter
+
+
+def _checkpoint(field_name: str, path: str, bundled: dict[str, Path]) -> str:
+    directory = bundled.get(path, Path(path).expanduser())
+    remedy = f"{CHECKPOINT} such as Qwen/Qwen3-0.6B"
+    if not directory.is_dir():
+        from parallel.model.weights import resolve_checkpoint  # loads PyTorch: only for what is not a directory
+
+        try:
+            directory = resolve_checkpoint(path)
+        except ValueError as error:
+            raise ValueError(f"{field_name}={error}; {remedy}") from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{field_name}={path}: has no config.json; {remedy}")
+    return str(directory.absolute())
+
+
+def _file(field_name: str, path: str, wanted: str) -> str:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{field_name}={path}: no such file; give {wanted}")
+    return str(file.absolute())
+
+
+def workload_prompts(workload: str) -> Path:
+    """The bundled prompts of a `job.workload`."""
+    return pocket.PROMPTS if workload == "completion" else pocket.PROMPTS.with_name(f"{workload}.jsonl")
+
+
+def _prompts(path: str, workload: str) -> str:
+    bundled = workload_prompts(workload)
+    if bundled != pocket.PROMPTS and path not in ("", str(bundled)):
+        raise ValueError(f"job.workload={workload}: names bundled prompts, but job.prompts is given; drop one of them")
+    return _file("job.prompts", path or str(bundled), "a JSONL file with a `prompt` or `turns` field")

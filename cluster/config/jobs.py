@@ -1,0 +1,279 @@
+"""The configuration record of every job: what `job=NAME` runs, its options, and what their values may be.
+
+Loads no PyTorch. A record must not know how its job is run; what it needs of the rest of the configuration is checked
+in `validation.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from actors.drafters.model.config import Parallel
+from actors.options import MAX_RANKS, PipelineName
+from actors.ranges import OneOf, Range, Section, check_ranges, require
+
+WORKLOADS = ("completion", "editing", "agent")
+STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
+"""Stages of `job=train` in the order in which they must run; each reads what earlier ones left in `job.out`."""
+
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "SIGABRT")
+PARALLELS, PIPELINES = tuple(map(str, Parallel)), tuple(map(str, PipelineName))
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig(Section):
+    """Base of every job's record."""
+
+    name: str = ""
+    """Set by the choice `job=`."""
+
+    def check(self, where: str = "job") -> None:
+        right = type(self)().name
+        require(self.name == right, f"{where}.name", self.name, f"is set by job={right}; write job={self.name}")
+        check_ranges(self, where)
+        self.check_fields(where)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsJobConfig(JobConfig):
+    """Base of the jobs that complete prompts."""
+
+    prompts: str = ""
+    """JSONL file with a `prompt` field or Spec-Bench `turns` per line; empty = bundled prompts, see `job.workload`."""
+    workload: Annotated[str, OneOf(WORKLOADS)] = "completion"
+    """Bundled prompts: completion (held-out code), editing (answers copy from the prompt), or agent (sessions whose
+    prompts repeat each other)."""
+    limit: Annotated[int, Range(0, zero="all prompts")] = 8
+    """Prompts to read from the start of the file; 0 = all."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConfig(PromptsJobConfig):
+    """Complete prompts and report how speculation went."""
+
+    name: str = "generate"
+    """Set by the choice `job=`."""
+    concurrency: Annotated[int, Range(0, zero="all at once")] = 1
+    """Requests in flight; 0 = all at once. The default measures the latency of a single request."""
+    baseline: bool = True
+    """Also time plain decoding of the same prompts, for `speedup_vs_ar`."""
+    resume: bool = False
+    """Continue from `completions.jsonl` in the run directory: prompts that are finished there are not run again."""
+    trace: bool = True
+    """Record both lanes and write `timeline.json` and `timeline.png`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig(PromptsJobConfig):
+    """Measure configurations against plain decoding in one run. An axis that is empty stays as configured."""
+
+    name: str = "bench"
+    """Set by the choice `job=`."""
+    repeats: Annotated[int, Range(1)] = 3
+    """Measured runs of each configuration; medians are reported."""
+    warmup: Annotated[int, Range(0)] = 1
+    """Unmeasured runs before them, over as many prompts as are in flight."""
+    workloads: Annotated[list[str], OneOf(WORKLOADS)] = field(default_factory=list)
+    """Axis: bundled prompts, see `job.workload`."""
+    drafters: list[Any] = field(default_factory=list)
+    """Axis: choices of `drafter=`, or their keys as `{name: model, path: DIR}`, or a cascade's levels as
+    `[ngram,model]`."""
+    pipelines: list[str] = field(default_factory=list)
+    """Axis: choices of `pipeline=`."""
+    temperatures: Annotated[list[float], Range(0)] = field(default_factory=list)
+    """Axis: `sampling.temperature`."""
+    batches: Annotated[list[int], Range(1)] = field(default_factory=list)
+    """Axis: requests in flight; one if empty."""
+    draft_lengths: Annotated[list[int], Range(1)] = field(default_factory=list)
+    """Axis: `drafter.num_draft_tokens`, each kept whatever it costs, as with pipeline.adaptive=false."""
+    parallels: list[str] = field(default_factory=list)
+    """Axis: `drafter.parallel`; single takes one rank, the others `drafter.ranks`."""
+    contexts: Annotated[list[int], Range(1)] = field(default_factory=list)
+    """Axis: prompt lengths in tokens, cut and joined from the prompts' texts; the prompts as they are if empty."""
+    peers: list[str] = field(default_factory=list)
+    """Other engines to time on the same prompts: transformers (plain and assisted, one request at a time)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertifyConfig(PromptsJobConfig):
+    """Prove that speculation leaves the output of this target unchanged."""
+
+    name: str = "certify"
+    """Set by the choice `job=`."""
+    limit: Annotated[int, Range(0, zero="all prompts")] = 6
+    """Prompts to read from the start of the file; 0 = all."""
+    concurrency: Annotated[int, Range(0, zero="all at once")] = 4
+    """Requests in flight; 0 = all at once."""
+    temperatures: Annotated[list[float], Range(0)] = field(default_factory=lambda: [0.0, 1.0])
+    """Temperatures to certify, in place of `sampling.temperature`; 0 = greedy."""
+    seeds: Annotated[list[int], Range(-(2**63), 2**64 - 1)] = field(default_factory=lambda: [0, 1])
+    """Seeds of sampled outputs, in place of `sampling.seed`."""
+    contexts: Annotated[int, Range(1)] = 3
+    """Prompts after which the next token is drawn `job.draws` times."""
+    draws: Annotated[int, Range(100, remedy="fewer show nothing")] = 4000
+    """Draws after each of them, at every temperature above 0; more draws detect a smaller bias."""
+    significance: Annotated[float, Range(above=0, below=1)] = 0.001
+    """Probability that an exact rule fails by chance, over all comparisons of distributions together."""
+    power: Annotated[float, Range(above=0, below=1)] = 0.99
+    """Probability with which a bias of the reported size would have been detected."""
+
+    def check_fields(self, where: str) -> None:
+        remedy = "must name at least one; 0 is greedy"
+        require(bool(self.temperatures), f"{where}.temperatures", self.temperatures, remedy)
+        require(bool(self.seeds), f"{where}.seeds", self.seeds, "must name at least one")
+
+
+@dataclass(frozen=True, slots=True)
+class DrillConfig(PromptsJobConfig):
+    """Kill and freeze processes at random moments under load, and verify that every request survives."""
+
+    name: str = "drill"
+    """Set by the choice `job=`."""
+    concurrency: Annotated[int, Range(1)] = 4
+    """Requests in flight."""
+    faults: Annotated[int, Range(1)] = 8
+    """Faults, one after the other: a process of every role is sent every signal, in random order."""
+    pairs: Annotated[float, Range(0, 1)] = 0.0
+    """Share of the faults that strike two processes of different roles at the same moment, from 0 to 1."""
+    signals: Annotated[list[str], OneOf(SIGNALS)] = field(default_factory=lambda: ["SIGKILL", "SIGSTOP"])
+    """Signals to send: SIGKILL ends a process, SIGSTOP freezes it."""
+    spacing_s: Annotated[float, Range(0)] = 1.0
+    """Mean seconds from one recovery to the next fault."""
+    seed: Annotated[int, Range(0)] = 0
+    """Seed of the order of the faults and the times between them."""
+
+    def check_fields(self, where: str) -> None:
+        require(bool(self.signals), f"{where}.signals", self.signals, f"must be some of {', '.join(SIGNALS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig(JobConfig):
+    """Predict the speed of every layout, here or on a described cluster, and try the best of them."""
+
+    name: str = "plan"
+    """Set by the choice `job=`."""
+    costs: str = ""
+    """YAML file with the pass costs of a cluster to plan for; empty = measure this machine."""
+    prompts: str = ""
+    """JSONL file with a `prompt` field or Spec-Bench `turns` per line; empty = the held-out prompts of the bundled
+    pair."""
+    limit: Annotated[int, Range(0, zero="all prompts")] = 4
+    """Prompts to read from the start of the file; 0 = all."""
+    batch: Annotated[int, Range(1)] = 1
+    """Requests in flight."""
+    draft_lengths: Annotated[list[int], Range(1)] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
+    """`drafter.num_draft_tokens` to choose from."""
+    target_ranks: Annotated[list[int], Range(1)] = field(default_factory=list)
+    """`target.tp` to choose from; empty = every power of two that fits."""
+    draft_ranks: Annotated[list[int], Range(1)] = field(default_factory=list)
+    """`drafter.ranks` to choose from; empty = every power of two that fits."""
+    parallels: Annotated[list[str], OneOf(PARALLELS)] = field(default_factory=lambda: list(PARALLELS))
+    """`drafter.parallel` to choose from."""
+    layer_groups: Annotated[list[int], Range(1)] = field(default_factory=lambda: [2, 3, 4])
+    """`drafter.layer_group` to choose from."""
+    pipelines: Annotated[list[str], OneOf(PIPELINES)] = field(default_factory=lambda: list(PIPELINES[1:]))
+    """`pipeline` to choose from; plain decoding is always among them."""
+    seconds: Annotated[float, Range(above=0)] = 1.5
+    """Seconds to measure every role in every shape."""
+    trials: Annotated[int, Range(0, zero="none")] = 2
+    """Layouts, the best first, that are run and compared with their predictions; 0 = none."""
+    repeats: Annotated[int, Range(1)] = 3
+    """Measured runs of each; medians are reported."""
+    ablation: bool = False
+    """Also measure what running layers side by side costs in acceptance, by calibration policy."""
+
+    def check_fields(self, where: str) -> None:
+        remedy = "must name at least one length"
+        require(bool(self.draft_lengths), f"{where}.draft_lengths", self.draft_lengths, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class PassesConfig(JobConfig):
+    """Time one pass of a draft model, with random weights, in every way its ranks could share it."""
+
+    name: str = "passes"
+    """Set by the choice `job=`."""
+    models: list[str] = field(default_factory=lambda: ["5M", "30M"])
+    """Draft models: a checkpoint directory, its config.json, or 5M and 30M for models of that many parameters."""
+    ranks: Annotated[int, Range(1, cap=MAX_RANKS)] = 2
+    """Ranks that share the model; on a CPU each has a core of its own."""
+    layer_groups: Annotated[list[int], Range(1)] = field(default_factory=lambda: [2])
+    """`drafter.layer_group` to time, each at most `job.ranks`."""
+    rows: Annotated[list[int], Range(1)] = field(default_factory=lambda: [1, 8])
+    """Tokens of a pass."""
+    context: Annotated[int, Range(1)] = 128
+    """Tokens in the KV cache before the pass."""
+    repeats: Annotated[int, Range(1)] = 60
+    """Timed passes of each kind; medians are reported."""
+
+    def check_fields(self, where: str) -> None:
+        groups, remedy = self.layer_groups, f"must all be between 1 and job.ranks={self.ranks}"
+        require(max(groups, default=1) <= self.ranks, f"{where}.layer_groups", groups, remedy)
+        require(bool(self.rows), f"{where}.rows", self.rows, "must name at least one number of tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig(JobConfig):
+    """Train a pair of bundled size: tokenizer, target, and a drafter distilled from it."""
+
+    name: str = "train"
+    """Set by the choice `job=`."""
+    stages: Annotated[list[str], OneOf(STAGES)] = field(default_factory=lambda: list(STAGES))
+    """Stages to run: some of tokenizer, target, continuations, drafter and report."""
+    out: str | None = None
+    """Directory for `target/`, `drafter/`, prompts and report; null = the run directory."""
+    work: str | None = None
+    """Directory for loss logs, checkpoints and continuations; null = `work` in the run directory. Name it to run the
+    stages one by one."""
+    seed: Annotated[int, Range(0)] = 0
+    """Seed of the choice of tests, the order of sources, the weights and the batches."""
+    threads: Annotated[int, Range(0, zero="PyTorch's choice")] = 0
+    """CPU threads; 0 = PyTorch's choice."""
+    device: str = "cpu"
+    """PyTorch device of both models."""
+    compile: bool = True
+    """Compile loss and forward pass: about a minute per shape once, a third faster on a CPU afterwards."""
+    vocab_size: Annotated[int, Range(257)] = 4096
+    """Entries of the tokenizer, special token included; a byte-level tokenizer has at least 257."""
+    held_out_tokens: Annotated[int, Range(1)] = 32768
+    """Tokens of held-out source on which loss and agreement are measured."""
+    batch_tokens: Annotated[int, Range(1)] = 6144
+    """Tokens per optimizer step."""
+    sequence_length: Annotated[int, Range(2)] = 512
+    """Tokens per training sequence; the target's first steps use half of it, where attention is cheaper."""
+    target_minutes: Annotated[float, Range(above=0)] = 40.0
+    """Minutes to train the target, at most; the first of minutes and steps that is spent ends the training."""
+    target_steps: Annotated[int, Range(0, zero="minutes alone decide")] = 0
+    """Optimizer steps to train the target, at most; 0 = minutes alone decide."""
+    drafter_layers: Annotated[int, Range(1)] = 2
+    """Layers of the drafter. The bundled `drafter.path=pocket-deep` has 8."""
+    drafter_minutes: Annotated[float, Range(above=0)] = 18.0
+    """Minutes to train the drafter, at most."""
+    drafter_steps: Annotated[int, Range(0, zero="minutes alone decide")] = 0
+    """Optimizer steps to train the drafter, at most; 0 = minutes alone decide."""
+    distillation_tokens: Annotated[int, Range(0)] = 1_200_000
+    """Tokens of training sources, tests left out, that the drafter is distilled on besides all continuations."""
+    continuation_prompts: Annotated[int, Range(1)] = 1536
+    """Prompts cut from training sources that the target continues greedily to make distillation data."""
+    continuation_length: Annotated[int, Range(2)] = 256
+    """Length of prompt and continuation together, in tokens."""
+    num_prompts: Annotated[int, Range(1)] = 48
+    """Held-out prompts written to `prompts.jsonl`."""
+    num_prompt_tokens: Annotated[int, Range(1)] = 128
+    """Tokens generated per held-out prompt when acceptance is measured."""
+
+    def check_fields(self, where: str) -> None:
+        require(bool(self.stages), f"{where}.stages", self.stages, f"must name some of {', '.join(STAGES)}")
+
+
+JOBS: tuple[JobConfig, ...] = (
+    GenerateConfig(),
+    BenchConfig(),
+    CertifyConfig(),
+    DrillConfig(),
+    PlanConfig(),
+    PassesConfig(),
+    TrainConfig(),
+)
+"""The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""

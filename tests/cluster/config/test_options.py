@@ -1,0 +1,162 @@
+"""Every key of the command line: its range, its docstring, its entry in docs/options.md and in `--help`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import SamplingConfig, SchedulerConfig
+from actors.ranges import LARGEST, OneOf, Range, Section, bound_of
+from cluster.config import options_page
+from cluster.config.options_page import SECTIONS, help_text, page
+from cluster.config.schema import CHOICES
+
+ROOT = Path(options_page.__file__).parents[2]
+
+TYPED = {CascadeDrafterConfig: CascadeDrafterConfig(levels=(NgramDrafterConfig(), ModelDrafterConfig()))}
+"""Records whose defaults are completed when they are composed."""
+
+RECORDS: dict[type[Section], tuple[str, Any]] = {
+    type(record): (section, TYPED.get(type(record), record))
+    for section, choices in {
+        **CHOICES,
+        "scheduler": {"": SchedulerConfig()},
+        "sampling": {"": SamplingConfig()},
+    }.items()
+    for record in choices.values()
+}
+"""Record -> its section and its defaults."""
+
+KNOBS = [
+    pytest.param(record, item.name, id=f"{section}={getattr(record, 'name', '')}.{item.name}")
+    for section, record in RECORDS.values()
+    for item in fields(record)
+    if item.name != "name"
+]
+
+EDGES = (
+    -LARGEST - 1,
+    -3,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    64,
+    100,
+    1024,
+    65_536,
+    LARGEST,
+    LARGEST + 1,
+    10**30,
+    math.nan,
+    math.inf,
+    -0.5,
+    0.5,
+)
+
+
+def kinds(record: type, name: str) -> set[type]:
+    """The types that a field's values consist of."""
+    hint = get_type_hints(record)[name]
+    return set(get_args(hint) or (hint,))
+
+
+@pytest.mark.parametrize(("record", "name"), KNOBS)
+def test_every_number_is_in_its_range_or_refused_by_name(record, name):
+    """Whatever the value: it is inside the declared range, or one line that names the field refuses it."""
+    numbers = kinds(type(record), name) & {int, float}
+    bound = bound_of(type(record), name)
+    if not numbers or not isinstance(getattr(record, name), int | float | list | type(None)):
+        assert bound is None or isinstance(bound, OneOf)
+        return
+    assert isinstance(bound, Range), "a number without a declared range"
+    section = RECORDS[type(record)][0]
+    is_list = isinstance(getattr(record, name), list)
+    for value in EDGES:
+        if isinstance(value, int) or float in numbers:
+            line = refusal(replace(record, **{name: [value] if is_list else value}), section)
+            assert "\n" not in line
+            if not bound.accepts(value):
+                assert line.startswith(f"{section}.{name}=")
+            elif not line:
+                assert math.isfinite(value) and (abs(value) <= LARGEST or name in ("seed", "seeds"))
+
+
+def refusal(record: Section, section: str) -> str:
+    """The line with which a record refuses its own values; empty if it accepts them."""
+    try:
+        record.check(section)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("bound", "good", "bad", "words"),
+    [
+        (Range(1), [1, LARGEST], [0, -1, LARGEST + 1, math.nan], "at least 1"),
+        (Range(0, zero="off"), [0, 1], [-1], "0 (off) or above"),
+        (Range(0), [0, 1], [-1], "0 or above"),
+        (Range(1, zero="never"), [0, 1], [0.5, -1], "0 (never) or at least 1"),
+        (Range(above=0), [1e-9], [0, -1], "above 0"),
+        (Range(0, 1), [0, 1], [1.1, -0.1], "between 0 and 1"),
+        (Range(above=0, high=1), [1], [0, 2], "above 0 and at most 1"),
+        (Range(above=0, below=1), [0.5], [0, 1], "between 0 and 1, both excluded"),
+        (Range(1, cap=64), [64], [65], "at least 1, at most 64"),
+    ],
+)
+def test_ranges(bound, good, bad, words):
+    assert all(map(bound.accepts, good)) and not any(map(bound.accepts, bad))
+    assert bound.accepts(good) and not bound.accepts([*good, *bad])
+    assert str(bound) == words
+
+
+def test_the_page_is_up_to_date():
+    """If not: python -m cluster.config.options_page > docs/options.md"""
+    assert (ROOT / "docs" / "options.md").read_text() == page()
+
+
+@pytest.mark.parametrize(("record", "name"), KNOBS)
+def test_help_explains_every_key(record, name):
+    key = f"{RECORDS[type(record)][0]}.{name}"
+    text = help_text(key)
+    assert f"{key}=" in text and len(text.splitlines()) >= 3
+    assert key in help_text(key.partition(".")[0])
+
+
+def test_help_of_a_key_names_type_default_range_and_meaning():
+    assert help_text("scheduler.max_num_seqs").splitlines() == [
+        "scheduler.max_num_seqs=16",
+        "    whole number, at least 1",
+        "    Sequences that run at a time.",
+    ]
+    by_drafter = help_text("drafter.num_draft_tokens")
+    assert "drafter=model, drafter=ngram, drafter=maxgram: drafter.num_draft_tokens=5" in by_drafter
+    assert "drafter=suffix: drafter.num_draft_tokens=8" in by_drafter
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_help_of_a_group_lists_its_choices(section):
+    assert all(choice in help_text(section) for choice in CHOICES.get(section, ()))
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("drafter.widht", "drafter.widht: no such key; did you mean drafter.width"),
+        ("kv_slots", "kv_slots: no such key; did you mean target.kv_slots or drafter.kv_slots?"),
+        ("zzzz", "zzzz: no such key; choose one of target, drafter"),
+    ],
+)
+def test_help_of_an_unknown_key_suggests_near_names(key, line):
+    with pytest.raises(ValueError) as caught:
+        help_text(key)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
