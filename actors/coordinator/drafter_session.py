@@ -1,275 +1,203 @@
-"""The drafter as the coordinator sees it: what it was told, what it was asked, and what it answered.
+"""The coordinator's view of the drafter role: what it knows, what it was ordered, and what it answered.
 
-Pure bookkeeping around one `Outbox`. A policy says whom to draft for and a control how long the drafts are; this file
-only knows which requests can have a draft now. It never starts a target pass and never decides to wait for a draft.
+Bookkeeping around one `Outbox`. The policy says how long drafts are and for how many requests to order at a time; this
+file knows which requests can have a draft now. It neither starts a target pass nor decides to wait for a draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from actors.coordinator.outbox import Outbox
-from actors.coordinator.sequence import Sequence
-from actors.policy.draft_length import Control
-from actors.policy.pipelines import Pipeline
+from actors.coordinator.preview import PreviewTree
+from actors.coordinator.sequence import DraftState, Sequence
+from actors.policy.policy import Policy
 from actors.policy.speculation_switch import Mode
-from actors.protocol.draft_tree import DraftTree
-from actors.protocol.messages import (
-    Commit,
-    DraftBatch,
-    DraftOrder,
-    DraftPreviewBatch,
-    Proposal,
-    ProposalBatch,
-    SamplingKind,
-)
+from actors.protocol.messages import Commit, DraftBatch, DraftOrder, DraftPreviewBatch, Proposal, ProposalBatch
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Hypotheses of the drafter as far as it told them, and how its proposals are read off: chains or trees."""
+@dataclass(slots=True)
+class PendingOrder:
+    """A batch that the drafter has not answered completely.
 
-    tree: DraftTree
-    is_chain: bool
+    `prefixes` maps requests to the prefix length that their drafts assume. `asked_at` is when the batch left, or the
+    first part of its answer came, on the coordinator's clock; `left_at` likewise, but of the answer when it left.
+    """
 
-    def behind(self, token_ids: Collection[int]) -> _Prepared | None:
-        """What is prepared for this outcome; None if nothing is."""
-        node = self.tree.find(tuple(token_ids))
-        if node is None or not self.tree.nodes[node].children:
-            return None
-        return replace(self, tree=self.tree.reroot(node)[0])
-
-    def proposal(self, sequence: Sequence, num_draft_tokens: int) -> Proposal:
-        """The best one, tested as tokens that were chosen without randomness."""
-        nodes = self.tree.best_chain(num_draft_tokens) if self.is_chain else self.tree.best_nodes(num_draft_tokens)
-        sampling_kinds, distributions = (
-            (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * len(nodes)),
-            (None,) * (len(nodes) + 1),
-        )
-        return Proposal(
-            sequence.request_id,
-            sequence.epoch,
-            sequence.prefix_len,
-            sequence.prefix_hash,
-            self.tree.proposal(nodes),
-            sampling_kinds,
-            distributions,
-            prepared=True,
-        )
+    prefixes: dict[int, int]
+    num_prefetched: int
+    reads_text: bool
+    asked_at: float
+    left_at: float
+    has_first_part: bool = False
+    is_skipped: bool = False
+    """The target went on without it; no other draft is waited for until the answer is complete."""
 
 
 class DrafterSession:
-    """`here` is False where no drafter role exists, or none that lives."""
+    """`is_present`: a drafter role exists and is alive. `read_chunk`: tokens of a text to read between two drafts."""
 
-    def __init__(self, pipeline: Pipeline, control: Control, *, here: bool, first_round: int, piece: int) -> None:
-        self.here = here
-        self.control = control
+    def __init__(self, policy: Policy, *, is_present: bool, first_round: int, read_chunk: int) -> None:
+        self.is_present = is_present
         self.round = first_round  # of the last batch sent
-        self.proposals: dict[int, Proposal] = {}
-        self.ordered: dict[int, int] = {}  # draft tokens that were ordered for the present prefix
-        self.heard = False  # the first answer to the outstanding orders has come, but not the last
-        self.given_up = False  # the target went on without the outstanding answer
-        self._pipeline = pipeline
+        self.pending: PendingOrder | None = None
+        self._policy = policy
         self._outbox = Outbox()
-        self._drafting: dict[int, int] | None = None  # outstanding orders: request -> prefix_len they assume
-        self._answered: set[int] = set()  # requests whose order for the present prefix was answered, well or not
-        self._catching_up: set[int] = set()  # requests whose text is being read, with nobody waiting
-        self._read_in = first_round  # round in which such a text was last told of
-        self._piece = piece  # tokens of a text to read between two drafts
-        self._is_reading = False  # the outstanding answer comes after such a text
-        self._previews: dict[int, _Prepared] = {}  # below the present prefix, whose verdict is awaited
-        self._prepared: dict[int, _Prepared] = {}  # what of the last outlook lies behind the verdict
-        self.num_taken = 0  # proposals of the outstanding orders that were read off outlooks
+        self._read_chunk = read_chunk
+        self._last_read = first_round  # the last round whose batch held text to read
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether an answer is still to come."""
-        return self._drafting is not None
+    def lose(self, sequences: Collection[Sequence]) -> None:
+        """The drafter and what it knew are gone; drafts that arrived are still good."""
+        self.is_present, self.pending, self._outbox = False, None, Outbox()
+        for sequence in sequences:
+            sequence.draft = DraftState(proposal=sequence.draft.proposal)
+            sequence.is_being_read, sequence.preview = False, None
 
-    @property
-    def is_drafting(self) -> bool:
-        """Whether the answer to come holds drafts."""
-        return bool(self._drafting)
+    def may_draft(self, sequence: Sequence) -> bool:
+        return self.is_present and sequence.request.speculate
 
-    def must_read(self, running: Collection[Sequence], round_: int) -> bool:
-        """Whether to let the drafter read on in this round, if it has time: one piece at most."""
-        if not self.control.weighs_waiting or self._read_in >= round_:
-            return False
-        return bool(self._outbox.unfinished or self._strangers(running))
-
-    def give_up(self) -> None:
-        """The target goes on without the answer that is awaited; nobody waits for another one until it is there."""
-        self.given_up = True
-
-    def lose(self) -> None:
-        """Nothing that was asked will be answered; what a drafter is told next is the whole of it."""
-        self.here, self._drafting = False, None
-        self.heard = self.given_up = self._is_reading = False
-        self._outbox = Outbox()
-        for known in (self._answered, self._catching_up, self.ordered, self._previews, self._prepared):
-            known.clear()
-
-    def serves(self, sequence: Sequence) -> bool:
-        return self.here and sequence.request.speculate
+    # --- what the drafter has to know ---------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> None:
-        """The request is about to run. Where it would keep others waiting, the drafter is told when it has time."""
-        if self.serves(sequence) and not self.control.weighs_waiting:
+        """The request is about to run. Where waiting is weighed, its text is sent when the drafter has time."""
+        if self.may_draft(sequence) and not self._policy.weighs_waiting:
             self._outbox.admit(sequence)
 
-    def commit(self, record: Commit) -> None:
-        self._outbox.commit(record)
-        preview = self._previews.pop(record.request_id, None)
-        if preview is not None and (behind := preview.behind(record.token_ids)) is not None:
-            self._prepared[record.request_id] = behind
+    def commit(self, sequence: Sequence, commit: Commit) -> None:
+        """The prefix grew: the draft for the old one is used up, and a preview may hold one for the new prefix."""
+        self._outbox.commit(commit)
+        preview, sequence.preview = sequence.preview, None
+        sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)
 
-    def release(self, request_id: int) -> None:
-        """The request ended or lost its place."""
-        self.forget_draft(request_id)
-        self._catching_up.discard(request_id)
-        self._previews.pop(request_id, None)
-        self._outbox.release(request_id)
+    def release(self, sequence: Sequence) -> None:
+        """The request ended or was preempted."""
+        sequence.draft = DraftState()
+        sequence.is_being_read, sequence.preview = False, None
+        self._outbox.release(sequence.request_id)
 
-    def forget_draft(self, request_id: int) -> None:
-        """The prefix grew: what was drafted for the old one is of no use."""
-        self.proposals.pop(request_id, None)
-        self.ordered.pop(request_id, None)
-        self._prepared.pop(request_id, None)
-        self._answered.discard(request_id)
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def receive_previews(self, batch: DraftPreviewBatch, sequences: Mapping[int, Sequence]) -> None:
-        """Keep what is prepared for the verdicts that are awaited; of late ones, and of the old, nothing."""
+        """Keep previews for verdicts still to come; late ones assume an old prefix."""
         for preview in batch.previews:
             sequence = sequences.get(preview.request_id)
             if sequence is not None and sequence.accepts(preview):
-                tree = DraftTree.read(preview.tree, preview.values)
-                self._previews[preview.request_id] = _Prepared(tree, is_chain=not preview.values)
+                sequence.preview = PreviewTree.read(preview)
 
-    def answers(self, batch: ProposalBatch) -> bool:
-        """Whether this is what was asked; anything else is stale."""
-        return self._drafting is not None and batch.round == self.round
-
-    def take(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
-        """Keep the proposals that fit the present text; returns how many do not."""
+    def receive(self, batch: ProposalBatch, pending: PendingOrder, sequences: Mapping[int, Sequence]) -> int:
+        """Keep the proposals for present prefixes; returns the number of stale ones."""
         num_stale = 0
         for proposal in batch.proposals:
             sequence = sequences.get(proposal.request_id)
             if sequence is not None and sequence.accepts(proposal):
-                self.proposals[proposal.request_id] = proposal
+                sequence.draft.proposal, sequence.draft.is_answered = proposal, True
             else:
                 num_stale += 1
         if batch.num_missing:
-            answered = {proposal.request_id: proposal.prefix_len for proposal in batch.proposals}
-            self.heard = True
-        else:
-            answered, self._drafting = self._drafting, None
-            self.heard = self.given_up = self._is_reading = False
-            self._caught_up()
-        for request_id, prefix_len in answered.items():
+            pending.has_first_part = True
+            return num_stale
+        self.pending = None
+        for request_id, prefix_len in pending.prefixes.items():
             sequence = sequences.get(request_id)
             if sequence is not None and sequence.prefix_len == prefix_len:
-                self._answered.add(request_id)
+                sequence.draft.is_answered = True
+        if pending.reads_text:
+            self._end_reading(sequences.values())
         return num_stale
 
-    def expecting(self, running: Collection[Sequence], verifying: Collection[int]) -> list[Sequence]:
-        """Who should have a draft before its next pass and has not been answered; `verifying` is with the target."""
-        if self.given_up or (self._is_reading and self.control.weighs_waiting):
+    def _end_reading(self, sequences: Collection[Sequence]) -> None:
+        reading = [sequence for sequence in sequences if sequence.is_being_read]
+        for sequence in reading:
+            sequence.is_being_read = sequence.request_id in self._outbox.partial
+        if reading and not any(sequence.is_being_read for sequence in reading):
+            self._policy.caught_up()
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def expecting(self, running: Collection[Sequence], verifying: Collection[int]) -> list[tuple[Sequence, int]]:
+        """Sequences that should get a draft before their next pass, and the draft tokens to order for each.
+
+        Those that the target is `verifying` are not among them, nor those whose order was answered.
+        """
+        pending = self.pending
+        if pending is not None and (pending.is_skipped or (pending.reads_text and self._policy.weighs_waiting)):
             return []
-        return [
-            sequence
-            for sequence in running
-            if sequence.request_id not in self._answered
-            and sequence.request_id not in verifying
-            and (self._is_drafted_for(sequence) or self._wanted(sequence))
-        ]
+        found = []
+        for sequence in running:
+            if sequence.draft.is_answered or sequence.request_id in verifying or sequence.uncached_len != 1:
+                continue
+            length = 0
+            if self.may_draft(sequence) and not sequence.is_being_read and sequence.request_id in self._outbox.known:
+                length = self._policy.draft_length(sequence.request_id, sequence.remaining)
+            if length or (pending is not None and pending.prefixes.get(sequence.request_id) == sequence.prefix_len):
+                found.append((sequence, length))
+        return found
 
     def order(
-        self, running: Collection[Sequence], verifying: Collection[int], sequences: Mapping[int, Sequence], round_: int
+        self, running: Collection[Sequence], verifying: Collection[int], least_round: int, now: float
     ) -> list[DraftBatch]:
-        """Tell the drafter what happened and ask for what is missing, unless it is busy; `round_` is the least number.
+        """Order the drafts that are missing, and send what was committed, unless an answer is pending.
 
-        Every sequence that only just came or is caught up with is ordered nothing: its text is read meanwhile. Where
-        waiting is weighed, texts and drafts are never asked for in one batch.
+        A sequence whose text the drafter has to read first is ordered no tokens. Where waiting is weighed, texts and
+        drafts never share a batch.
         """
-        if self._drafting is not None:
+        if self.pending is not None:
             return []
-        chosen = self._pipeline.choose(self.expecting(running, verifying), len(running))
-        orders = [self._order(sequence) for sequence in chosen]
-        late = [] if orders and self.control.weighs_waiting else self._enlist(running)
-        if not orders and not late and not self._outbox.has_news:
+        chosen = self.expecting(running, verifying)[: self._policy.num_orders(len(running))]
+        reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
+        if not chosen and not reading and not self._outbox.is_due:
             return []
         admits, commits, releases = self._outbox.flush()
-        orders += [DraftOrder(request_id, 0) for request_id in late]
-        orders += [DraftOrder(admit.request_id, 0) for admit in admits if admit.request_id in sequences]
-        lengths = {order.request_id: order.num_draft_tokens for order in orders if order.num_draft_tokens}
-        taken = {order.request_id for order in orders if order.taken is not None}
-        self._drafting = {id_: sequences[id_].prefix_len for id_ in lengths if id_ not in taken}
-        self.num_taken, self._is_reading = len(taken), bool(late or admits)
-        self._read_in = round_ if late else self._read_in
-        self.ordered |= lengths
-        after, self.round = self.round, max(self.round + 1, round_)
-        return [DraftBatch(self.round, admits, commits, releases, tuple(_first_of_each(orders)), after)]
+        orders = {sequence.request_id: self._order(sequence, length) for sequence, length in chosen}
+        for request_id in (*reading, *(admit.request_id for admit in admits)):
+            orders.setdefault(request_id, DraftOrder(request_id, 0))
+        prefixes = {s.request_id: s.prefix_len for s, _ in chosen if not s.draft.is_answered}
+        self.pending = PendingOrder(prefixes, len(chosen) - len(prefixes), bool(reading or admits), now, now)
+        if reading:
+            self._last_read = least_round
+        after, self.round = self.round, max(self.round + 1, least_round)
+        return [DraftBatch(self.round, admits, commits, releases, tuple(orders.values()), after)]
 
-    def _order(self, sequence: Sequence) -> DraftOrder:
-        """What is prepared for the verdict is there already; the drafter only has to know what became of it."""
-        request_id, wanted = sequence.request_id, self._wanted(sequence)
-        prepared = self._prepared.pop(request_id, None)
-        if prepared is None or not wanted:
-            return DraftOrder(request_id, wanted)
-        proposal = prepared.proposal(sequence, wanted)
-        self.proposals[request_id] = proposal
-        self._answered.add(request_id)
-        return DraftOrder(request_id, wanted, proposal.tree)
+    def _order(self, sequence: Sequence, length: int) -> DraftOrder:
+        """The order for one sequence; if a preview held its draft, the drafter only learns which draft was used."""
+        draft = sequence.draft
+        draft.num_ordered = length
+        if draft.prepared is None:
+            return DraftOrder(sequence.request_id, length)
+        tree = draft.prepared.best(length)
+        draft.prepared, draft.is_answered = None, True
+        draft.proposal = Proposal.deterministic(
+            sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, tree
+        )
+        return DraftOrder(sequence.request_id, length, tree)
 
-    def _wanted(self, sequence: Sequence) -> int:
-        """Draft tokens to order for a sequence; 0 if it should not be speculated for now."""
-        request_id = sequence.request_id
-        if not self.serves(sequence) or sequence.uncached_len != 1:
-            return 0
-        if not self._outbox.knows(request_id) or request_id in self._catching_up:
-            return 0
-        return self.control.length(request_id, self._pipeline.num_draft_tokens(sequence))
+    def has_text_to_read(self, running: Collection[Sequence], round_: int) -> bool:
+        """Whether the drafter should read text while the target works: one chunk a round, where waiting is weighed."""
+        if not self._policy.weighs_waiting or self._last_read >= round_:
+            return False
+        known = self._outbox.known
+        return bool(self._outbox.partial) or any(self.may_draft(s) and s.request_id not in known for s in running)
 
-    def _is_drafted_for(self, sequence: Sequence) -> bool:
-        """Under way for just this prefix: waited for even if by now nothing would be ordered."""
-        asked = self._drafting is not None and self._drafting.get(sequence.request_id) == sequence.prefix_len
-        return asked and sequence.uncached_len == 1
+    def _read_texts(self, running: Collection[Sequence]) -> list[int]:
+        """Requests whose committed text the drafter reads next, before drafts of it are waited for.
 
-    def _enlist(self, running: Collection[Sequence]) -> list[int]:
-        """Requests whose text the drafter has to read before it is worth waiting for, while the target goes on.
-
-        Those it does not know, because it was not told or is not the one that was; and after a rest, all but those it
-        has just drafted for.
+        These are the requests it does not know, or knows in part; and after a rest all but those just drafted for.
         """
-        mode = self.control.mode
-        if mode is Mode.rest:
+        if self._policy.mode is Mode.rest:
             return []
-        here = [sequence for sequence in running if self.serves(sequence)]
-        strangers = self._strangers(running)
-        begun = [sequence for sequence in here if sequence.request_id in self._outbox.unfinished]
-        for sequence in strangers:
-            # Drafters remember what a request that comes back had said: that text is told at once.
-            self._outbox.admit(sequence, None if sequence.num_generated else self._piece)
-        for sequence in begun:
-            self._outbox.go_on(sequence, self._piece)
-        behind = here if mode is Mode.catch_up else strangers + begun
-        late = [sequence.request_id for sequence in behind if sequence.request_id not in self.ordered]
-        self._catching_up.update(late)
-        return late
-
-    def _strangers(self, running: Collection[Sequence]) -> list[Sequence]:
-        return [
-            sequence for sequence in running if self.serves(sequence) and not self._outbox.knows(sequence.request_id)
-        ]
-
-    def _caught_up(self) -> None:
-        unfinished = self._catching_up & self._outbox.unfinished
-        if self._catching_up and not unfinished and self.control.mode is Mode.catch_up:
-            self.control.caught_up()
-        self._catching_up = unfinished
-
-
-def _first_of_each(orders: list[DraftOrder]) -> list[DraftOrder]:
-    """A request that is admitted and drafted for in one batch needs only the larger order, which stands first."""
-    return list({order.request_id: order for order in reversed(orders)}.values())[::-1]
+        reading = []
+        for sequence in running:
+            if not self.may_draft(sequence):
+                continue
+            if sequence.request_id not in self._outbox.known:
+                # A request that comes back is read at once: drafters may remember the text it had generated.
+                self._outbox.admit(sequence, None if sequence.num_generated else self._read_chunk)
+            elif sequence.request_id in self._outbox.partial:
+                self._outbox.extend(sequence, self._read_chunk)
+            elif self._policy.mode is not Mode.catch_up:
+                continue
+            if not sequence.draft.num_ordered:
+                sequence.is_being_read = True
+                reading.append(sequence.request_id)
+        return reading

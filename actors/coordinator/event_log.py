@@ -1,6 +1,6 @@
-"""The coordinator's log: who came, what was asked, how it ended, and every few seconds how speculation goes.
+"""The coordinator's log: ranks that join or are lost, requests and how they end, and the progress of speculation.
 
-Hears and sees records, changes nothing. Off the path of a round: of its records only the type is looked at.
+Reads records, changes nothing. Batches of a round are not logged.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from actors.protocol.messages import Abort, ReportOrder, Request, Tokens
 from actors.worker.logs import log_event, logger_of
 
 PROGRESS_S = 5.0
-"""Between two lines about how it goes, while there is work."""
+"""Seconds of work between two `progress` lines."""
 
 _LEAST_S = 0.5
-"""The rest of a window that is still worth a line."""
+"""Seconds of work at the end of a window from which on they get a line of their own."""
 
 _COUNTED = (
     "num_tokens",
@@ -60,7 +60,7 @@ class EventLog:
             case Abort():
                 log_event(self._logger, "abort", request=record.request_id)
             case ReportOrder() if record.reset:
-                self._tell_progress(_LEAST_S)
+                self._log_progress(_LEAST_S)
                 if record.phase:
                     log_event(self._logger, "window", phase=record.phase)
             case Ready():
@@ -85,13 +85,13 @@ class EventLog:
         log_event(self._logger, "finished", **facts)
 
     def progress(self, stats: CoordinatorStats, load: Load) -> None:
-        """How the last seconds went, once there were enough of them with work, and when their window closes."""
+        """Log the counters of the last seconds, once there was enough work in them."""
         if self._shown is None or stats is not self._shown[0]:
             self._seen = dict.fromkeys(_COUNTED, 0.0)
         self._shown = stats, load
-        self._tell_progress(PROGRESS_S)
+        self._log_progress(PROGRESS_S)
 
-    def _tell_progress(self, least_s: float) -> None:
+    def _log_progress(self, least_s: float) -> None:
         if self._shown is None:
             return
         stats, load = self._shown

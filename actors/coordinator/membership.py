@@ -1,8 +1,8 @@
-"""The ranks of one role: who is there, which epoch they are in, and what to tell them until all of them are in it.
+"""The ranks of one role: which are alive, which epoch they are in, and what to order until all of them are in it.
 
-A pure state machine over heartbeats. Whatever goes wrong in a role, a rank that died or hangs, a record that was
-lost, a coordinator that knows nobody yet, has one remedy: all ranks leave their epoch and, once the last of them
-waits, join the next one. Everything it says is said again until it is followed, so any of it may be lost.
+A pure state machine over heartbeats. Every failure in a role, a rank that died or hangs, a record that was lost, a new
+coordinator, has one remedy: all ranks leave their epoch and, once the last of them waits, join the next one. Orders are
+repeated until they are followed, so any record may be lost.
 
     gathering --(all ranks wait: Join)--> joining --(all are Ready)--> serving
         ^----------(one is new, lost, or has left: Recall)----------------/
@@ -11,20 +11,22 @@ waits, join the next one. Everything it says is said again until it is followed,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent
+from actors.protocol.membership import HEARTBEAT_S, Alive, Join, Ready, Recall, Silent, identity_of
+from actors.transport.channel import link_name
 
 REPEAT_S = 0.3
-"""How soon what was not followed is said again."""
+"""Interval at which an order that was not followed is repeated."""
 RECALL_LIMIT_S = 30.0
-"""A rank that lives but does not come back for so long is stuck where nobody can reach it."""
-DOUBTFUL_BEATS = 3
-"""So many heartbeats in a row in which a rank does not work on what it was sent: it never got it."""
+"""A rank that sends heartbeats but has not followed a recall for so long is stuck in its work."""
+MISSED_BEATS = 3
+"""Heartbeats in a row in which a rank does not work on its batch, after which the batch is taken to be lost."""
 
 Orders = list[tuple[list[int], Recall | Join]]
-"""What to say, and to which ranks."""
+"""Records to send, and the ranks they are for."""
 
 
 class Phase(Enum):
@@ -35,15 +37,15 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Rank:
-    """What is known of one rank; `at` is when it was last heard of, lost, or said to be silent.
+    """`at` is when the last heartbeat came, or the rank was lost or reported silent.
 
-    `joined` is the last epoch its process was part of: that it waited before is old news. `idle` counts beats that
-    raise doubts, and `busy` those within one round, each behind the round they are about.
+    `joined` is the last epoch that its process was part of; a heartbeat that says it waits for an earlier one is old.
+    `idle` is (round, heartbeats in a row that did not work on it), `busy` (round, heartbeats in a row that did).
     """
 
     last: Alive | None = None
     at: float = 0.0
-    oldest: int = 0  # incarnations before this one are dead, whatever they may still say
+    oldest: int = 0  # records of incarnations before this one are ignored
     ready: Ready | None = None
     joined: int = 0
     idle: tuple[int, int] = (0, 0)
@@ -52,7 +54,7 @@ class _Rank:
 
 @dataclass(slots=True)
 class RoleMembership:
-    """`epoch` is the one that is gathered for, or served in. Times are seconds on any one clock."""
+    """`epoch` is the present one, or the next while ranks gather. Times are seconds on any one clock."""
 
     role: str
     size: int
@@ -60,7 +62,8 @@ class RoleMembership:
     phase: Phase = Phase.gathering
     _ranks: list[_Rank] = field(default_factory=list)
     _since: float = 0.0
-    _said: float = -REPEAT_S
+    _ordered_at: float = -REPEAT_S
+    _links: list[str] | None = None  # of all ranks, lead first; None after a change
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.size)]
@@ -69,24 +72,33 @@ class RoleMembership:
     def serving(self) -> bool:
         return self.phase is Phase.serving
 
-    def incarnation(self, rank: int) -> int | None:
-        """Of the process that plays this rank now; None while nobody is known to."""
+    def links(self, ranks: Iterable[int] | None = None) -> list[str]:
+        """Links of the processes that are these ranks, by default all ranks; those that are not known are left out."""
+        if ranks is not None:
+            return [self._link(rank) for rank in ranks if self._ranks[rank].last is not None]
+        if self._links is None:
+            self._links = self.links(range(self.size))
+        return self._links
+
+    def _link(self, rank: int) -> str:
         last = self._ranks[rank].last
-        return None if last is None else last.incarnation
+        assert last is not None
+        return link_name(identity_of(self.role, rank), last.incarnation)
 
     def ready(self) -> list[Ready]:
         return [rank.ready for rank in self._ranks if rank.ready is not None]
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
-    def hear(self, alive: Alive, now: float) -> bool:
-        """A heartbeat; False if it is that of a process which was replaced."""
+    def beat(self, alive: Alive, now: float) -> bool:
+        """A heartbeat came; returns False if it is of a process that was replaced."""
         rank = self._ranks[alive.rank]
         if alive.incarnation < rank.oldest:
             return False
         is_new = rank.last is None or alive.incarnation > rank.last.incarnation
         if is_new:
             rank.joined, rank.busy = 0, (0, 0)
+            self._links = None
         rank.at, rank.oldest = now, alive.incarnation
         if alive.waiting and alive.epoch < rank.joined:
             return True
@@ -110,30 +122,30 @@ class RoleMembership:
             self.phase = Phase.serving
 
     def lose(self, rank: int, incarnation: int, now: float) -> None:
-        """This process is no more."""
+        """The process of this rank has ended."""
         lost = self._ranks[rank]
         if incarnation < lost.oldest:
             return
-        lost.last, lost.oldest, lost.at = None, incarnation + 1, now
+        lost.last, lost.oldest, lost.at, self._links = None, incarnation + 1, now, None
         if self.phase is not Phase.gathering:
             self.start_new_epoch(now)
 
     def start_new_epoch(self, now: float) -> None:
-        """This epoch is over for all ranks."""
+        """End this epoch for all ranks."""
         self.epoch += 1
-        self.phase, self._since, self._said = Phase.gathering, now, now - REPEAT_S
+        self.phase, self._since, self._ordered_at = Phase.gathering, now, now - REPEAT_S
         for rank in self._ranks:
             rank.ready, rank.idle = None, (0, 0)
 
-    # --- what follows -------------------------------------------------------------------------------------------------
+    # --- orders -------------------------------------------------------------------------------------------------------
 
     def orders(self, last_round: int, store: tuple[str, int] | None, now: float) -> Orders:
-        """What the ranks have to be told now; `last_round` is that of the last batch the role was sent."""
+        """What to send the ranks now; `last_round` is that of the last batch that the role was sent."""
         if self.phase is Phase.gathering and all(rank.last is not None and rank.last.waiting for rank in self._ranks):
-            self.phase, self._said = Phase.joining, now - REPEAT_S
-        if self.phase is Phase.serving or now - self._said < REPEAT_S:
+            self.phase, self._ordered_at = Phase.joining, now - REPEAT_S
+        if self.phase is Phase.serving or now - self._ordered_at < REPEAT_S:
             return []
-        self._said = now
+        self._ordered_at = now
         if self.phase is Phase.joining:
             absent = [i for i, rank in enumerate(self._ranks) if rank.ready is None]
             return [(absent, Join(self.epoch, last_round, store))]
@@ -141,10 +153,10 @@ class RoleMembership:
         return [(busy, Recall(self.epoch))] if busy else []
 
     def silent(self, limit_s: float, now: float, round_limit_s: float = math.inf) -> list[Silent]:
-        """Who hangs; it is lost from now on, and of a rank that nobody plays it is said again every `limit_s`.
+        """Ranks that hang; they are lost from now on. A rank without a process is reported again every `limit_s`.
 
-        Ranks not heard of for `limit_s` (0: never mind), those whose round does not end within `round_limit_s`,
-        counted in their own heartbeats so that a starved process is not blamed, and those recalled in vain.
+        A rank hangs if it sent no heartbeat for `limit_s` (0: not checked), or was recalled in vain, or if its round
+        takes longer than `round_limit_s`, counted in its own heartbeats, which a host that is overloaded delays too.
         """
         named = []
         for number, rank in enumerate(self._ranks):
@@ -158,16 +170,16 @@ class RoleMembership:
         return named
 
     def _is_stuck(self, rank: _Rank, now: float, round_limit_s: float) -> bool:
-        """Whether the heart of this rank beats, and nothing else of it moves."""
+        """Whether this rank sends heartbeats but its work does not go on."""
         if rank.busy[1] * HEARTBEAT_S > round_limit_s:
             return True
-        is_recalled_in_vain = not rank.last.waiting and rank.last.epoch > 0
+        is_recalled_in_vain = rank.last is not None and not rank.last.waiting and rank.last.epoch > 0
         return self.phase is Phase.gathering and now - self._since > RECALL_LIMIT_S and is_recalled_in_vain
 
-    def doubts(self, alive: Alive, awaited: int | None) -> bool:
-        """Whether beat after beat this rank does not work on round `awaited`, for which everybody waits.
+    def has_missed(self, alive: Alive, awaited: int | None) -> bool:
+        """Whether this rank never got the batch of round `awaited`, which it should be working on.
 
-        A single such beat means nothing: it may have crossed the order, or the answer, on its way.
+        A single heartbeat proves nothing: it may have crossed the batch, or the answer.
         """
         rank = self._ranks[alive.rank]
         if awaited is None or not self.serving or alive.at_change:
@@ -175,4 +187,4 @@ class RoleMembership:
         is_idle = alive.taken < awaited or (alive.rank == 0 and not alive.busy)
         round_before, beats = rank.idle
         rank.idle = (awaited, (beats if round_before == awaited else 0) + 1 if is_idle else 0)
-        return rank.idle[1] >= DOUBTFUL_BEATS
+        return rank.idle[1] >= MISSED_BEATS

@@ -1,6 +1,6 @@
-"""What one role still has to be told: requests that came, what was committed, requests that ended.
+"""Records that one role has yet to be sent: requests admitted, tokens committed, requests released.
 
-Pure bookkeeping of records; it neither sends them nor knows when they are due.
+Bookkeeping of records; it neither sends them nor knows when they are due.
 """
 
 from __future__ import annotations
@@ -13,29 +13,26 @@ from actors.protocol.messages import Admit, Commit
 
 
 class Outbox:
-    """What one role still has to be told, and which requests it knows."""
+    """`known` are the requests that the role has been admitted to, or will be with the next batch."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self.known: set[int] = set()
         self._admits: list[Admit] = []
         self._commits: dict[int, Commit] = {}
         self._releases: list[int] = []
-        self._told: dict[int, int] = {}  # tokens that were told of those texts that are told piece by piece
+        self._sent_len: dict[int, int] = {}  # tokens sent of texts that are sent in chunks
 
     @property
-    def unfinished(self) -> Collection[int]:
-        """Requests that are known but whose text was not told to its end."""
-        return self._told.keys()
-
-    def knows(self, request_id: int) -> bool:
-        return request_id in self._known
+    def partial(self) -> Collection[int]:
+        """Known requests whose text has not been sent to its end."""
+        return self._sent_len.keys()
 
     def admit(self, sequence: Sequence, first: int | None = None) -> None:
-        """Tell of a request; if only of its `first` tokens, `go_on` tells the rest."""
+        """Send a request; if only its `first` tokens, `extend` sends the rest."""
         self.release(sequence.request_id)
         if first is not None and first < sequence.prefix_len:
-            self._told[sequence.request_id] = first
-        self._known.add(sequence.request_id)
+            self._sent_len[sequence.request_id] = first
+        self.known.add(sequence.request_id)
         self._admits.append(
             Admit(
                 sequence.request_id,
@@ -48,42 +45,43 @@ class Outbox:
         )
         sequence.num_admissions += 1
 
-    def go_on(self, sequence: Sequence, count: int) -> None:
-        """Tell the next tokens of a text that was begun."""
-        start = self._told.pop(sequence.request_id)
+    def extend(self, sequence: Sequence, count: int) -> None:
+        """Send the next tokens of a partial text."""
+        start = self._sent_len.pop(sequence.request_id)
         end = start + count
         if end < sequence.prefix_len:
-            self._told[sequence.request_id] = end
-        piece = tuple(sequence.token_ids[start:end])
-        self._commits[sequence.request_id] = Commit(sequence.request_id, sequence.epoch, start, (), piece)
+            self._sent_len[sequence.request_id] = end
+        chunk = tuple(sequence.token_ids[start:end])
+        self._commits[sequence.request_id] = Commit(sequence.request_id, sequence.epoch, start, (), chunk)
 
-    def commit(self, record: Commit) -> None:
-        if record.request_id not in self._known or record.request_id in self._told:
+    def commit(self, commit: Commit) -> None:
+        request_id = commit.request_id
+        if request_id not in self.known or request_id in self._sent_len:
             return
-        last = self._commits.get(record.request_id)
-        if last is not None and not record.path:
-            # What nobody drafted for only lengthens the text: one record per request, however long nobody is told.
-            record = replace(last, token_ids=last.token_ids + record.token_ids)
-        else:
-            assert last is None, "a path is only known once its proposal was ordered, which told all before it"
-        self._commits[record.request_id] = record
+        last = self._commits.get(request_id)
+        if last is not None:
+            assert not commit.path, "a path follows an order, and an order flushes what was committed before"
+            commit = replace(last, token_ids=last.token_ids + commit.token_ids)  # one record, however long unsent
+        self._commits[request_id] = commit
 
     def release(self, request_id: int) -> None:
-        if request_id not in self._known:
+        if request_id not in self.known:
             return
-        self._known.discard(request_id)
-        self._told.pop(request_id, None)
+        self.known.discard(request_id)
+        self._sent_len.pop(request_id, None)
         self._commits.pop(request_id, None)
-        told = all(record.request_id != request_id for record in self._admits)
-        self._admits = [record for record in self._admits if record.request_id != request_id]
-        if told:
+        unsent = [admit for admit in self._admits if admit.request_id != request_id]
+        if len(unsent) == len(self._admits):
             self._releases.append(request_id)
+        self._admits = unsent
 
     def flush(self) -> tuple[tuple[Admit, ...], tuple[Commit, ...], tuple[int, ...]]:
-        news = tuple(self._admits), tuple(self._commits.values()), tuple(self._releases)
+        """Everything unsent: (admits, commits, releases)."""
+        unsent = tuple(self._admits), tuple(self._commits.values()), tuple(self._releases)
         self._admits, self._commits, self._releases = [], {}, []
-        return news
+        return unsent
 
     @property
-    def has_news(self) -> bool:
+    def is_due(self) -> bool:
+        """Whether there is something to send without an order; commits alone wait for the next one."""
         return bool(self._admits or self._releases)

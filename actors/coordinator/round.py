@@ -1,7 +1,4 @@
-"""The round under way: since when, how long the target idled for the drafter in it, and what is told of it at its end.
-
-A round lasts from one verdict to the next. Pure bookkeeping of times that others read; decides nothing.
-"""
+"""The present round: from one verdict to the next. Bookkeeping of times that the caller read; decides nothing."""
 
 from __future__ import annotations
 
@@ -9,56 +6,61 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from actors.coordinator.sequence import Sequence
-from actors.policy.draft_length import DraftOutcome, RoundObservation
+from actors.policy.draft_length import DraftOutcome
+from actors.policy.policy import RoundObservation
 from actors.protocol.messages import Commit, Proposal, ProposalBatch, VerdictBatch
 
 
 @dataclass(slots=True)
 class Round:
-    """`went_on`: its pass left without drafts that had been asked for, since they were late or worth no wait."""
+    """`verifying` maps the requests of the pass to their proposals; None while no pass is outstanding.
+
+    `waited_s` is the time that the target idled while the drafter worked. `skipped_drafts`: the pass left without
+    drafts that had been ordered, since they were late or not worth waiting for.
+    """
 
     started: float
+    verifying: dict[int, Proposal | None] | None = None
+    sent_at: float = 0.0
     waited_s: float = 0.0
-    went_on: bool = False
-    offers: list[DraftOutcome] = field(default_factory=list)
+    skipped_drafts: bool = False
+    outcomes: list[DraftOutcome] = field(default_factory=list)
     num_tokens: int = 0
     _num_rows: int = 0  # of decoding
 
-    def waited(self, batch: ProposalBatch) -> None:
-        """The target idles and the drafter has answered: what it worked for that, a pass under way before included."""
-        straddling = sum(max(0.0, finished - max(started, self.started)) for started, finished, _ in batch.ahead)
-        self.waited_s += batch.finished - batch.started + straddling
+    def add_wait(self, batch: ProposalBatch) -> None:
+        """The drafter answered while the target idles; a pass of draft-ahead that the round's start cut also counts."""
+        self.waited_s += batch.finished - batch.started
+        for started, finished, _ in batch.ahead:
+            self.waited_s += max(0.0, finished - max(started, self.started))
 
-    def committed(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
-        """One sequence left the round, for which `num_ordered` draft tokens had been asked."""
-        self.offers.append(DraftOutcome(commit.request_id, num_ordered, commit.path))
-        self.num_tokens += len(commit.token_ids)
-        self._num_rows += 1 + (proposal.tree.num_draft_tokens if proposal is not None else 0)
+    def commit(self, commit: Commit, num_ordered: int, proposal: Proposal | None) -> None:
+        """One sequence got its verdict; `num_ordered` draft tokens had been ordered for it."""
+        num_drafted = 0 if proposal is None else proposal.tree.num_draft_tokens
+        num_tokens = len(commit.token_ids)
+        outcome = DraftOutcome(commit.request_id, num_ordered, commit.path, num_tokens if num_drafted else 0)
+        self.outcomes.append(outcome)
+        self.num_tokens += num_tokens
+        self._num_rows += 1 + num_drafted
 
-    def reads_prompt(self, batch: VerdictBatch) -> bool:
-        return batch.num_tokens > self._num_rows
-
-    def seen(
+    def observation(
         self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_willing: int
     ) -> RoundObservation:
-        """The round as the control is told of it, which ends with this verdict."""
-        num_running, mean_len = extent(running)
+        """The round that ends with this verdict, as the policy learns from it."""
         return RoundObservation(
             now - self.started,
             batch.finished - batch.started,
             self.waited_s,
             self.num_tokens,
-            len(self.offers),
-            num_running,
+            *load_of(running),
             num_willing,
-            mean_len,
             batch.num_tokens - self._num_rows,
-            self.offers,
-            self.went_on,
+            self.outcomes,
+            self.skipped_drafts,
         )
 
 
-def extent(running: Collection[Sequence]) -> tuple[int, float]:
-    """Sequences that run, at least one, and their mean length."""
+def load_of(running: Collection[Sequence]) -> tuple[int, float]:
+    """Number of running sequences, at least one, and their mean length."""
     num_running = max(1, len(running))
-    return num_running, sum(sequence.prefix_len for sequence in running) / num_running
+    return num_running, sum([len(sequence.token_ids) for sequence in running]) / num_running

@@ -1,7 +1,7 @@
-"""How long the rounds of one role take, and from that how long one may take before it is taken never to end.
+"""A limit for the rounds of one role: a round that takes longer is taken to hang.
 
-Plain arithmetic on what is sent and answered. Without a single measured round nothing is known, and nothing is said:
-the first one may compile, allocate, or read a prompt on a machine of any speed.
+Arithmetic on batches and answers. Without a measured round there is no limit: the first one may compile, allocate, or
+read a prompt on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from actors.protocol.messages import DraftBatch, ProposalBatch, VerdictBatch, VerifyBatch
 
 FLOOR_S = 30.0
-"""Any round may take so long."""
+"""Part of the limit that does not depend on measured rounds."""
 FACTOR = 20.0
-"""And so many times as long as the longest so far."""
+"""The other part, in longest rounds so far."""
 
 
 @dataclass(slots=True)
 class RoundTimeout:
-    """`longest_s` is the longest round so far, `most_rows` the most tokens one had to deal with."""
+    """`longest_s` is the longest round so far, `most_rows` the most tokens of one."""
 
     longest_s: float = 0.0
     most_rows: int = 0
     _rows: int = 0
 
     def ordered(self, batch: VerifyBatch | DraftBatch) -> None:
-        """The role was sent this; what it has not answered yet may be larger."""
+        """The role was sent this batch; unanswered batches count as the largest of them."""
         self._rows = max(self._rows, num_rows(batch))
 
     def answered(self, answer: VerdictBatch | ProposalBatch) -> None:
@@ -37,16 +37,23 @@ class RoundTimeout:
 
     @property
     def limit_s(self) -> float:
-        """Of a round now: in proportion, if it has more rows than any that was measured."""
+        """Limit of the present round, in proportion if it has more rows than any that was measured."""
         if not self.most_rows:
             return math.inf
         return FLOOR_S + FACTOR * self.longest_s * max(1.0, self._rows / self.most_rows)
 
 
 def num_rows(batch: VerifyBatch | DraftBatch) -> int:
-    """Tokens a batch has to do with, one at least."""
+    """Tokens that a batch makes a role read, verify or draft; at least 1."""
+    rows = 0
     if isinstance(batch, VerifyBatch):
-        drafts = [item.proposal.tree.num_draft_tokens for item in batch.items if item.proposal is not None]
-        return max(1, sum(item.num_tokens for item in batch.items) + sum(drafts))
-    read = sum(len(one.token_ids) for one in (*batch.admits, *batch.commits))
-    return max(1, read + sum(order.num_draft_tokens for order in batch.orders))
+        for item in batch.items:
+            rows += item.num_tokens
+            if item.proposal is not None:
+                rows += item.proposal.tree.num_draft_tokens
+    else:
+        for record in (*batch.admits, *batch.commits):
+            rows += len(record.token_ids)
+        for order in batch.orders:
+            rows += order.num_draft_tokens
+    return max(1, rows)

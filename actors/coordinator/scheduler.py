@@ -1,9 +1,8 @@
 """Continuous batching: which sequences take part in the next target pass, and with how many rows.
 
-A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between
-rounds, long prompts are fed in chunks, and when the KV pool runs short the youngest sequences first lose their
-draft tokens and then their place: they go back to the front of the queue and are recomputed later, with the same
-tokens.
+A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between rounds,
+and long prompts are fed in chunks. When the KV pool runs short, the youngest sequences first lose their draft tokens,
+then their place: they return to the front of the queue and are recomputed later, with the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from actors.protocol.messages import Proposal
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the target can hold: token slots in its KV pool, and positions one sequence may reach."""
+    """Token slots in the target's KV pool, and positions that one sequence may reach."""
 
     kv_slots: int
     max_model_len: int
@@ -27,7 +26,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full the engine is; a slot is the KV of one token of a running sequence."""
+    """Requests and KV in use; a slot is the KV of one token of a running sequence."""
 
     num_running: int
     num_waiting: int
@@ -35,11 +34,15 @@ class Load:
     kv_slots: int
 
 
+Demand = tuple[Sequence, int, Proposal | None]
+"""Rows of committed text that a sequence feeds in a pass, and the proposal that is verified after them."""
+
+
 @dataclass(slots=True)
 class PassPlan:
-    """Rows per sequence for the next pass, and what had to happen to make room for them."""
+    """Rows per sequence for the next pass, and the sequences that joined or lost their place."""
 
-    rows: list[tuple[Sequence, int, Proposal | None]] = field(default_factory=list)
+    rows: list[Demand] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
@@ -74,26 +77,22 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended, wherever it was."""
+        """The sequence ended, running or waiting."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def preempt_all(self) -> list[Sequence]:
-        """The target is gone, and all rows with it: everybody goes back to the front of the queue, oldest first."""
+        """The target and all rows are lost: every sequence returns to the front of the queue, oldest first."""
         victims, self.running = self.running, []
         for victim in reversed(victims):
             victim.preempt()
             self.waiting.appendleft(victim)
         return victims
 
-    @property
-    def num_requests(self) -> int:
-        return len(self.running) + len(self.waiting)
-
     def load(self) -> Load:
-        used = sum(sequence.cached_len for sequence in self.running)
+        used = sum([sequence.cached_len for sequence in self.running])
         return Load(len(self.running), len(self.waiting), used, self.capacity.kv_slots)
 
     def _admit(self, plan: PassPlan) -> None:
@@ -106,37 +105,40 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.admitted.append(sequence)
 
-    def plan(self, proposals: dict[int, Proposal], held: Collection[int] = ()) -> PassPlan:
-        """Choose the rows of the next pass: `proposals` maps request ids to fresh proposals, `held` sit it out."""
+    def plan(self, held: Collection[int] = ()) -> PassPlan:
+        """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
         plan = PassPlan()
         self._admit(plan)
-        demands = self._demands(proposals, held)
+        demands = self._demands(held)
         self._fit(demands, plan)
-        plan.rows = [(sequence, rows, proposal) for sequence, rows, proposal in demands if rows]
+        plan.rows = [demand for demand in demands if demand[1]]
         return plan
 
-    def _demands(
-        self, proposals: dict[int, Proposal], held: Collection[int]
-    ) -> list[tuple[Sequence, int, Proposal | None]]:
+    def _demands(self, held: Collection[int]) -> list[Demand]:
         budget = self.limits.max_num_batched_tokens
-        # Sequences that only lack their root come first: neither a long prompt nor another's draft may stall them.
-        queue = sorted((s for s in self.running if s.request_id not in held), key=lambda s: s.uncached_len > 1)
-        num_roots = sum(sequence.uncached_len == 1 for sequence in queue)
+        # Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them.
+        roots, texts = [], []
+        for sequence in self.running:
+            if sequence.request_id not in held:
+                (texts if sequence.uncached_len > 1 else roots).append(sequence)
         demands = []
-        for place, sequence in enumerate(queue, start=1):
-            rows = min(sequence.uncached_len, self.limits.prefill_chunk, budget)
+        for place, sequence in enumerate((*roots, *texts), start=1):
+            uncached_len = sequence.uncached_len
+            rows = min(uncached_len, self.limits.prefill_chunk, budget)
             budget -= rows
-            proposal = proposals.get(sequence.request_id) if rows == sequence.uncached_len else None
-            if _num_draft_tokens(proposal) > budget - max(0, num_roots - place):
-                proposal = None
-            budget -= _num_draft_tokens(proposal)
+            proposal = sequence.draft.proposal if rows == uncached_len else None
+            if proposal is not None:
+                if proposal.tree.num_draft_tokens > budget - max(0, len(roots) - place):
+                    proposal = None
+                else:
+                    budget -= proposal.tree.num_draft_tokens
             demands.append((sequence, rows, proposal))
         return demands
 
-    def _fit(self, demands: list[tuple[Sequence, int, Proposal | None]], plan: PassPlan) -> None:
+    def _fit(self, demands: list[Demand], plan: PassPlan) -> None:
         """Shrink `demands` in place until they fit the pool: the oldest sequence alone always does."""
-        free = self.capacity.kv_slots - sum(sequence.cached_len for sequence in self.running)
-        needed = sum(rows + _num_draft_tokens(proposal) for _, rows, proposal in demands)
+        free = self.capacity.kv_slots - sum([sequence.cached_len for sequence in self.running])
+        needed = sum([rows + _num_draft_tokens(proposal) for _, rows, proposal in demands])
         for i in range(len(demands) - 1, -1, -1):
             if needed <= free:
                 return

@@ -1,9 +1,9 @@
-"""One request as the coordinator sees it: committed tokens and a few lengths. `commit` is the only mutator of the text.
+"""One request at the coordinator: committed tokens, a few lengths, and the draft for its present prefix.
 
-Knows nothing of models, drafters or sockets.
+Only `commit` changes the text. Knows nothing of models, drafters or sockets.
 
     token_ids   [ prompt ............ | generated ........ root ]
-    cached_len  [ rows the target holds .............. ]        every question of scheduling is arithmetic on lengths
+    cached_len  [ rows the target holds .............. ]        scheduling is arithmetic on these lengths
     prefix_len  [ everything committed ....................... ]
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from actors.coordinator.preview import PreviewTree
 from actors.protocol.messages import (
     HASH_SEED,
     Commit,
@@ -24,6 +25,20 @@ from actors.protocol.messages import (
 )
 
 
+@dataclass(slots=True)
+class DraftState:
+    """The draft for a sequence's present prefix; each commit starts a new one.
+
+    `is_answered`: the drafter answered the order, with a draft or without. `prepared` is what a preview holds for this
+    prefix, until it is ordered.
+    """
+
+    num_ordered: int = 0
+    is_answered: bool = False
+    proposal: Proposal | None = None
+    prepared: PreviewTree | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Mutable state of one admitted request."""
@@ -31,6 +46,8 @@ class Sequence:
     request: Request
     max_len: int  # committed tokens at which the request ends: its own limit or the model's context
     token_ids: list[int] = field(default_factory=list)
+    request_id: int = field(init=False)
+    prompt_len: int = field(init=False)
     prefix_hash: int = HASH_SEED
     epoch: int = 0
     cached_len: int = 0
@@ -39,27 +56,27 @@ class Sequence:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
-    num_admissions: int = 0  # that the roles were told of
+    num_admissions: int = 0  # records sent to roles; tells one from another
     acceptance_histogram: list[int] = field(default_factory=list)
-    arrived_at: float = 0.0  # times are written by the coordinator, which has the clock
+    arrived_at: float = 0.0  # times are set by the coordinator, which has the clock
     admitted_at: float | None = None
     first_token_at: float | None = None
+    draft: DraftState = field(default_factory=DraftState)
+    preview: PreviewTree | None = None
+    """Drafts for the outcomes of the outstanding verdict."""
+    is_being_read: bool = False
+    """The drafter reads this text; drafts of it are not waited for."""
+
+    def __post_init__(self) -> None:
+        self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)
 
     @staticmethod
     def start(request: Request, max_model_len: int) -> Sequence:
         max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
         sequence = Sequence(request, max_len, [*request.prompt, *request.generated])
         sequence.prefix_hash = extend_hash(HASH_SEED, sequence.token_ids)
-        sequence.num_admissions = len(request.generated) << 16  # apart from those before a restart of the coordinator
+        sequence.num_admissions = len(request.generated) << 16  # unlike those of an earlier coordinator
         return sequence
-
-    @property
-    def request_id(self) -> int:
-        return self.request.request_id
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
 
     @property
     def prefix_len(self) -> int:
@@ -67,7 +84,7 @@ class Sequence:
 
     @property
     def uncached_len(self) -> int:
-        """Committed tokens the target still has to be fed; one when it only lacks the root."""
+        """Committed tokens that the target has to be fed; 1 if it only lacks the root."""
         return len(self.token_ids) - self.cached_len
 
     @property
@@ -76,11 +93,11 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens the request may still get."""
+        """Tokens that the request may still get."""
         return self.max_len - len(self.token_ids)
 
     def accepts(self, proposal: Proposal | DraftPreview) -> bool:
-        """Whether it was made for exactly this prefix; anything else is stale."""
+        """Whether it assumes exactly the present prefix; if not, it is stale."""
         return (
             proposal.epoch == self.epoch
             and proposal.prefix_len == self.prefix_len
@@ -89,9 +106,9 @@ class Sequence:
         )
 
     def commit(self, verdict: Verdict, proposal: Proposal | None, eos_token_ids: frozenset[int]) -> Commit:
-        """Append what the verdict fixed, cut at end-of-sequence, stop tokens and `max_tokens`.
+        """Append the verdict's tokens, cut at end-of-sequence, stop tokens and `max_tokens`.
 
-        Returns the record the roles need to follow; `finish_reason` is set when the request ended here.
+        Returns the record to send to the roles; sets `finish_reason` if the request ends here.
         """
         assert verdict.epoch == self.epoch and verdict.prefix_len == self.prefix_len and self.finish_reason is None
         path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
@@ -105,12 +122,12 @@ class Sequence:
         return record
 
     def tokens_since(self, num_generated: int) -> list[Tokens]:
-        """What a client that holds so many generated tokens has missed."""
+        """The generated tokens after the first `num_generated`, for a client that asks again."""
         missed = tuple(self.token_ids[self.prompt_len + num_generated :])
         return [Tokens(self.request_id, num_generated, missed)] if missed else []
 
     def preempt(self) -> None:
-        """Forget the target's rows; the text stays, and older records become stale."""
+        """Drop the target's rows; the text stays, and older records become stale."""
         self.epoch += 1
         self.cached_len = 0
         self.num_preemptions += 1

@@ -1,8 +1,8 @@
-"""The coordinator's loop: moves records between the hub, the musters of the roles and the pure `Coordinator`.
+"""The coordinator's loop: moves records between the hub, the memberships of the roles and the pure `Coordinator`.
 
-Runs in an actor, a thread or a process of its own. It serves once every role is complete; a role that falls apart
-later is gathered again while the other goes on. A successor knows nobody: it hears the ranks' heartbeats, gathers
-them, and waits for the client to ask again. It never loads a model, and torch is not needed here.
+Runs in an actor, a thread or a process of its own. It starts decoding once every role is complete; a role that breaks
+later is gathered again while the others go on. A successor of a coordinator that failed starts without state: it learns
+the ranks from their heartbeats, gathers them, and clients submit their requests again. Loads no model and no torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from actors.coordinator.event_log import EventLog
 from actors.coordinator.membership import RoleMembership
 from actors.coordinator.round_timeout import RoundTimeout
 from actors.coordinator.scheduler import Capacity, Load, Scheduler
-from actors.coordinator.state_machine import Coordinator
+from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
 from actors.options import SchedulerConfig
-from actors.policy.draft_length import make_control
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import make_policy
 from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Ready, RoleBack, RoleLost, Stop, identity_of
 from actors.protocol.messages import (
     Abort,
@@ -35,20 +34,21 @@ from actors.protocol.messages import (
     VerifyBatch,
 )
 from actors.topology import role_above, role_beneath, role_name
-from actors.transport.channel import Hub, link_name
+from actors.transport.channel import Hub
 
-GENERATION = 10**9
-"""Rounds and epochs of one incarnation of the coordinator: its successor's numbers are all larger."""
-EPOCHS = 10**6
+ROUNDS_PER_INCARNATION = 10**9
+"""Offset between the round numbers of a coordinator and those of its successor."""
+EPOCHS_PER_INCARNATION = 10**6
+"""The same for epochs."""
 IDLE_S = 2e-4
-"""A drafter that begins so long after its last pass was waiting for the order, and not the order for the pass."""
-COUNTERPARTS = ("target", "draft")
-"""Roles the state machine works with; what is beneath works for the drafter."""
+"""A drafter that starts an order this long after its last pass was idle when the order arrived."""
+LEAD_ROLES = ("target", "draft")
+"""Roles that the state machine works with; levels of a cascade below the drafter work for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSpec:
-    """What a coordinator needs to know before it starts; plain values, so that it travels anywhere."""
+    """What a coordinator needs before it starts; plain values, so that it can be sent to any process."""
 
     pipeline: str
     num_draft_tokens: int
@@ -57,23 +57,23 @@ class CoordinatorSpec:
     eos_token_ids: tuple[int, ...]
     limits: SchedulerConfig = field(default_factory=SchedulerConfig)
     level_ranks: tuple[int, ...] = ()
-    """Ranks of the levels of a cascade beneath the drafter, if they have their own: draft2, draft3, ..."""
+    """Ranks of each level of a cascade below the drafter that has ranks of its own: draft2, draft3, ..."""
     silence_s: float = 0.0
-    """A rank that is not heard of for so long hangs; 0 = none ever does."""
+    """Seconds without a heartbeat after which a rank is taken to hang; 0: never."""
     incarnation: int = 0
     adaptive: bool = False
     min_draft_tokens: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks of each role there is."""
+        """Number of ranks of each role."""
         levels = {role_name(place): size for place, size in enumerate((self.draft_ranks, *self.level_ranks)) if size}
         return {"target": self.target_ranks, **levels}
 
 
 @dataclass(frozen=True, slots=True)
 class StatsSnapshot:
-    """What a watch is shown about once a second, before every reset of the tally, and at the end."""
+    """What watches receive about once a second, before every reset of the counters, and at the end."""
 
     stats: CoordinatorStats
     load: Load
@@ -84,7 +84,7 @@ Watch = Callable[[StatsSnapshot], None]
 
 
 class CoordinatorService:
-    """Speaks for one incarnation of the coordinator. `store` is where the ranks of a role meet."""
+    """One incarnation of the coordinator. `store` is the address where the ranks of a role form their process group."""
 
     def __init__(
         self,
@@ -99,61 +99,54 @@ class CoordinatorService:
         self._watches = watches
         self._event_log = EventLog()
         self._store = store
-        self._watched = self._ticked = time.monotonic()
-        self._awake_s = 0.0  # by its own clock: while this process itself stood still, nobody was silent
-        self._left: dict[str, tuple[int, float]] = {}  # by role, the order that is out: its round, and when it left
-        first_epoch = spec.incarnation * EPOCHS + 1
+        self._published_at = self._beat_at = time.monotonic()
+        self._awake_s = 0.0  # time that this process ran; while it was suspended, no rank was silent
+        self._sent_at: dict[str, tuple[int, float]] = {}  # role -> round of the unanswered batch, and when it left
+        first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
         self._memberships = {role: RoleMembership(role, size, first_epoch) for role, size in spec.sizes.items()}
         self._round_timeouts = {role: RoundTimeout() for role in self._memberships}
-        self._complete = dict.fromkeys(self._memberships, False)
-        self._greeted = False
-        self._coordinator: Coordinator | None = None
+        self._is_complete = dict.fromkeys(self._memberships, False)
+        self._has_client = False
+        self._coordinator: Coordinator | None = None  # None until the roles that it needs are complete
 
     def run(self) -> str:
-        """Serve until a `Stop` arrives; returns its reason. Ranks of a conductor that fails wait for its successor."""
+        """Serve until a `Stop` arrives; returns its reason. If this raises, the ranks wait for a successor."""
         try:
             stop = self._serve()
             self._hub.send(self._clients.connected(), stop)
-            for role in self._memberships:
-                self._hub.send(self._names(role), stop)
+            for membership in self._memberships.values():
+                self._hub.send(membership.links(), stop)
             return stop.reason
         finally:
-            self._look()
+            self._publish_snapshot()
 
     def _serve(self) -> Stop:
         while True:
-            received = self._hub.receive(timeout_s=self._rest_s())
+            received = self._hub.receive(timeout_s=self._timeout_s())
             if received is None:
-                self._hurry()
+                if self._coordinator is not None:
+                    self._send(self._coordinator.stop_waiting(time.monotonic()))
+            elif isinstance(received[1], Stop):
+                self._event_log.received(received[1])
+                return received[1]
             else:
-                identity, record = received
-                if isinstance(record, ReportOrder):
-                    self._look()
-                self._event_log.received(record)
-                if isinstance(record, Stop):
-                    return record
-                self._take(identity, record)
-            if time.monotonic() - self._ticked >= HEARTBEAT_S:
-                self._tick()
-            if time.monotonic() - self._watched >= 1.0:
-                self._look()
+                self._dispatch(*received)
+            now = time.monotonic()
+            if now - self._beat_at >= HEARTBEAT_S:
+                self._send_heartbeat(now)
+            if now - self._published_at >= 1.0:
+                self._publish_snapshot()
 
-    def _rest_s(self) -> float:
-        """How long to listen: the state machine may want to know when what it waits for has not come."""
-        ends = self._coordinator.patience_ends if self._coordinator is not None else None
-        return HEARTBEAT_S if ends is None else min(HEARTBEAT_S, max(0.0, ends - time.monotonic()))
+    def _timeout_s(self) -> float:
+        """Seconds to wait for a record: until the next heartbeat, or until drafts are waited for no longer."""
+        wait_until = self._coordinator.wait_until if self._coordinator is not None else None
+        return HEARTBEAT_S if wait_until is None else min(HEARTBEAT_S, max(0.0, wait_until - time.monotonic()))
 
-    def _hurry(self) -> None:
-        """Nothing has arrived; perhaps nothing need be waited for any more."""
-        if self._coordinator is not None:
-            for answer in self._coordinator.overdue(time.monotonic()):
-                self._send(answer)
-
-    def _look(self) -> None:
-        self._watched = time.monotonic()
+    def _publish_snapshot(self) -> None:
+        self._published_at = time.monotonic()
         if self._coordinator is None:
             return
-        self._coordinator.settle(self._watched)
+        self._coordinator.count_active_time(self._published_at)
         ready = {
             identity_of(one.role, one.rank): one
             for membership in self._memberships.values()
@@ -164,182 +157,176 @@ class CoordinatorService:
         for watch in self._watches:
             watch(snapshot)
 
-    def _tick(self) -> None:
-        """What has to happen even while nobody says anything."""
-        now = time.monotonic()
-        self._awake_s += min(now - self._ticked, 2 * HEARTBEAT_S)
-        self._ticked = now
-        alive = Alive(
-            "coordinator", 0, self._spec.incarnation, os.getpid(), waiting=self._coordinator is None, at_change=False
-        )
+    def _send_heartbeat(self, now: float) -> None:
+        """What happens at regular times, without a record: heartbeat, clients and ranks that fell silent."""
+        self._awake_s += min(now - self._beat_at, 2 * HEARTBEAT_S)
+        self._beat_at = now
+        is_waiting = self._coordinator is None
+        alive = Alive("coordinator", 0, self._spec.incarnation, os.getpid(), waiting=is_waiting, at_change=False)
         self._hub.send(self._clients.connected(), alive)
         for request_id in self._clients.abandoned(now):
-            self._tell(Abort(request_id))
+            self._process(Abort(request_id))
         limit_s = self._spec.silence_s
         for role, membership in self._memberships.items():
-            for silent in membership.silent(
-                limit_s, self._awake_s, self._round_timeouts[role].limit_s if limit_s else math.inf
-            ):
+            round_limit_s = self._round_timeouts[role].limit_s if limit_s else math.inf
+            for silent in membership.silent(limit_s, self._awake_s, round_limit_s):
                 self._hub.send([CLIENT], silent)
-            self._attend(membership)
+            self._follow(membership)
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def _take(self, identity: str, record: object) -> None:
+    def _dispatch(self, link: str, record: object) -> None:
         match record:
             case VerdictBatch() | ProposalBatch() | DraftPreviewBatch() | DraftBatch():
-                role = identity.partition("#")[0].rpartition("-")[0]
-                if role in self._memberships and [identity] == self._names(role)[:1]:
-                    self._take_from_lead(role, record)
+                role = link.partition("#")[0].rpartition("-")[0]
+                if role in self._memberships and link in self._memberships[role].links()[:1]:
+                    self._dispatch_batch(role, record)
+                return
+            case ReportOrder():
+                self._publish_snapshot()
+        self._event_log.received(record)
+        match record:
             case Request() | ReportOrder():
-                self._clients.asked(identity, record)
-                self._tell(record)
+                self._clients.asked(link, record)
+                self._process(record)
             case Abort():
-                self._tell(record)
+                self._process(record)
             case Alive() if record.role in self._memberships:
-                self._hear(record)
+                self._receive_heartbeat(record)
             case Ready() if record.role in self._memberships:
-                membership = self._memberships[record.role]
-                membership.joined(record)
-                self._attend(membership)
+                self._memberships[record.role].joined(record)
+                self._follow(self._memberships[record.role])
             case RankLost() if record.role in self._memberships:
-                membership = self._memberships[record.role]
-                membership.lose(record.rank, record.incarnation, self._awake_s)
-                self._attend(membership)
+                self._memberships[record.role].lose(record.rank, record.incarnation, self._awake_s)
+                self._follow(self._memberships[record.role])
             case Hello():
-                self._greeted = True
+                self._has_client = True
                 if self._coordinator is None:
-                    self._open()
+                    self._start()
                 else:
-                    self._greet(self._memberships)
+                    self._send_ready(self._memberships)
 
-    def _take_from_lead(self, role: str, record: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
-        """An answer for the state machine, or what a level of a cascade and the one beneath it say to each other."""
-        if isinstance(record, DraftBatch):
-            beneath = role_beneath(role)
-            if self._complete.get(beneath) and record.epoch == self._memberships[beneath].epoch:
-                self._round_timeouts[beneath].ordered(record)
-                self._hub.send(self._names(beneath), record)
+    def _dispatch_batch(self, role: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
+        """A batch from the lead rank of a role: for the state machine, or between two levels of a cascade."""
+        if isinstance(batch, DraftBatch):
+            child = role_beneath(role)
+            if self._is_complete.get(child) and batch.epoch == self._memberships[child].epoch:
+                self._round_timeouts[child].ordered(batch)
+                self._hub.send(self._memberships[child].links(), batch)
             return
-        if not isinstance(record, DraftPreviewBatch):
-            self._round_timeouts[role].answered(record)
-        if role in COUNTERPARTS:
-            self._tell(record)
-        elif isinstance(record, ProposalBatch):
-            self._hub.send(self._names(role_above(role)), record)
+        if not isinstance(batch, DraftPreviewBatch):
+            self._round_timeouts[role].answered(batch)
+            if role in LEAD_ROLES and self._coordinator is not None:
+                self._measure_link(self._coordinator, role, batch, time.monotonic())
+        if role in LEAD_ROLES:
+            self._process(batch)
+        elif isinstance(batch, ProposalBatch):
+            self._hub.send(self._memberships[role_above(role)].links(), batch)
 
-    def _hear(self, alive: Alive) -> None:
+    def _receive_heartbeat(self, alive: Alive) -> None:
         membership, coordinator = self._memberships[alive.role], self._coordinator
-        if not membership.hear(alive, self._awake_s):
+        if not membership.beat(alive, self._awake_s):
             return
-        awaited = coordinator is not None and alive.role in COUNTERPARTS and coordinator.awaits(alive.role)
-        if membership.doubts(alive, coordinator.last_round(alive.role) if awaited else None):
+        awaited = None
+        if coordinator is not None and alive.role in LEAD_ROLES and coordinator.awaits(alive.role):
+            awaited = coordinator.last_round(alive.role)
+        if membership.has_missed(alive, awaited) and coordinator is not None:
             coordinator.stats.num_lost_records += 1
             membership.start_new_epoch(self._awake_s)
-        self._attend(membership)
+        self._follow(membership)
 
-    def _tell(self, record: object) -> None:
-        """To the state machine; before there is one, a client speaks in vain and asks again."""
-        if self._coordinator is None:
-            return
-        now = time.monotonic()
-        if isinstance(record, ReportOrder):
-            self._coordinator.stats.num_unreadable = self._hub.num_unreadable
-        if isinstance(record, VerdictBatch):
-            self._cross("target", record, now)
-        elif isinstance(record, ProposalBatch):
-            self._cross("draft", record, now)
-        for answer in self._coordinator.on(record, now):
-            self._send(answer)
+    def _process(self, record: object) -> None:
+        """By the state machine; before there is one, records of clients are dropped, and clients repeat them."""
+        if self._coordinator is not None:
+            if isinstance(record, ReportOrder):
+                self._coordinator.stats.num_unreadable = self._hub.num_unreadable
+            self._send(self._coordinator.on(record, time.monotonic()))
 
-    def _cross(self, role: str, answer: VerdictBatch | ProposalBatch, now: float) -> None:
-        """The first answer to an order measures the line, unless the order had to wait for a pass of draft-ahead."""
-        round_, left = self._left.pop(role, (0, 0.0))
+    def _measure_link(
+        self, coordinator: Coordinator, role: str, answer: VerdictBatch | ProposalBatch, now: float
+    ) -> None:
+        """The first answer to a batch measures the link, unless the batch had to wait for a pass of draft-ahead."""
+        round_, sent_at = self._sent_at.pop(role, (0, 0.0))
         ahead = answer.ahead if isinstance(answer, ProposalBatch) else ()
         was_idle = not ahead or answer.started - ahead[-1][1] > IDLE_S
         if answer.round == round_ and was_idle:
-            self._coordinator.stats.crossed(role, now - left, answer.finished - answer.started)
+            coordinator.stats.add_link_trip(role, now - sent_at, answer.finished - answer.started)
 
-    def _send(self, record: object) -> None:
-        self._event_log.sent(record)
-        role = "target" if isinstance(record, VerifyBatch) else "draft"
-        if isinstance(record, VerifyBatch | DraftBatch):
-            self._left[role] = (record.round, time.monotonic())
-            self._round_timeouts[role].ordered(record)
-            self._hub.send(self._names(role), record)
-        else:
-            self._hub.send([self._clients.client_of(record)], record)
+    def _send(self, records: Iterable[Answer]) -> None:
+        for record in records:
+            if isinstance(record, VerifyBatch | DraftBatch):
+                role = "target" if isinstance(record, VerifyBatch) else "draft"
+                self._sent_at[role] = (record.round, time.monotonic())
+                self._round_timeouts[role].ordered(record)
+                self._hub.send(self._memberships[role].links(), record)
+            else:
+                self._event_log.sent(record)
+                self._hub.send([self._clients.client_of(record)], record)
 
-    def _names(self, role: str, ranks: Iterable[int] | None = None) -> list[str]:
-        """Links of those who play these ranks of a role now; by default of all of them."""
-        membership = self._memberships[role]
-        chosen = range(membership.size) if ranks is None else ranks
-        known = [(rank, membership.incarnation(rank)) for rank in chosen]
-        return [link_name(identity_of(role, rank), one) for rank, one in known if one is not None]
+    # --- roles that are lost and return -------------------------------------------------------------------------------
 
-    # --- roles that come and go ---------------------------------------------------------------------------------------
-
-    def _attend(self, membership: RoleMembership) -> None:
-        """Tell the ranks what they have to be told, and the state machine whether the role is there."""
+    def _follow(self, membership: RoleMembership) -> None:
+        """Send the ranks their orders, and the state machine whether the role is complete."""
         role = membership.role
         for ranks, order in membership.orders(self._last_round(role), self._store, self._awake_s):
-            self._hub.send(self._names(role, ranks), order)
-        if membership.serving == self._complete[role]:
+            self._hub.send(membership.links(ranks), order)
+        if membership.serving == self._is_complete[role]:
             return
-        self._complete[role] = membership.serving
-        self._tell_neighbours(role)
+        self._is_complete[role] = membership.serving
+        self._notify_neighbours(role)
         if membership.serving and self._coordinator is None:
-            self._open()
+            self._start()
         elif membership.serving:
-            self._greet([role])
+            self._send_ready([role])
 
     def _last_round(self, role: str) -> int:
-        """Of the last batch that the role was sent before the epoch it is called to."""
-        if role not in COUNTERPARTS:
-            return 0  # levels count anew: so do those above them, if they are new
-        return self._coordinator.last_round(role) if self._coordinator else self._spec.incarnation * GENERATION
+        """Round of the last batch that the role was sent in the epochs before."""
+        if role not in LEAD_ROLES:
+            return 0  # a level's rounds start anew in each epoch, since the level above may be new too
+        if self._coordinator is None:
+            return self._spec.incarnation * ROUNDS_PER_INCARNATION
+        return self._coordinator.last_round(role)
 
-    def _tell_neighbours(self, role: str) -> None:
-        """A role has come or gone: who works with it has to know."""
-        news = self._news_of(role)
-        if role in COUNTERPARTS:
-            self._tell(news)
+    def _notify_neighbours(self, role: str) -> None:
+        """A role became complete or was lost: tell the state machine or the level above, and see to the level below."""
+        if role in LEAD_ROLES:
+            self._process(self._state_of(role))
         else:
-            self._hub.send(self._names(role_above(role)), news)
-        beneath = None if role == "target" else self._memberships.get(role_beneath(role))
-        if beneath is None:
+            self._hub.send(self._memberships[role_above(role)].links(), self._state_of(role))
+        child = None if role == "target" else self._memberships.get(role_beneath(role))
+        if child is None:
             return
-        if self._complete[role]:  # its ranks may be new, and know nothing of the level beneath
-            self._hub.send(self._names(role), self._news_of(beneath.role))
-        elif beneath.serving:  # what it was told, it was told by one who is gone
-            beneath.start_new_epoch(self._awake_s)
-            self._attend(beneath)
+        if self._is_complete[role]:  # its ranks may be new, and do not know whether the level below is complete
+            self._hub.send(self._memberships[role].links(), self._state_of(child.role))
+        elif child.serving:  # its requests are those of the level that was lost
+            child.start_new_epoch(self._awake_s)
+            self._follow(child)
 
-    def _news_of(self, role: str) -> RoleBack | RoleLost:
-        return RoleBack(role, self._memberships[role].epoch) if self._complete[role] else RoleLost(role)
+    def _state_of(self, role: str) -> RoleBack | RoleLost:
+        return RoleBack(role, self._memberships[role].epoch) if self._is_complete[role] else RoleLost(role)
 
-    def _open(self) -> None:
-        """Begin to serve: the first time once everybody is there, a successor as soon as there is a target."""
-        needed = ["target"] if self._spec.incarnation else list(self._memberships)
-        if self._coordinator is not None or not self._greeted or not all(self._complete[role] for role in needed):
+    def _start(self) -> None:
+        """Create the state machine: at first once every role is complete, a successor as soon as the target is."""
+        spec = self._spec
+        needed = ["target"] if spec.incarnation else list(self._memberships)
+        if self._coordinator is not None or not self._has_client or not all(self._is_complete[role] for role in needed):
             return
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
         self._coordinator = Coordinator(
-            Scheduler(self._spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
-            PIPELINES[self._spec.pipeline](self._spec.num_draft_tokens),
-            self._spec.eos_token_ids,
+            Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
+            make_policy(spec.pipeline, spec.min_draft_tokens, spec.num_draft_tokens, adaptive=spec.adaptive),
+            spec.eos_token_ids,
             drafts="draft" in self._memberships,
-            control=make_control(self._spec.adaptive, self._spec.min_draft_tokens, self._spec.num_draft_tokens),
             now=time.monotonic(),
-            first_round=self._spec.incarnation * GENERATION,
+            first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
         )
-        self._greet(self._memberships)
-        for role in COUNTERPARTS:
-            if not self._complete.get(role, True):
-                self._tell(RoleLost(role))
+        self._send_ready(self._memberships)
+        for role in LEAD_ROLES:
+            if not self._is_complete.get(role, True):
+                self._process(RoleLost(role))
 
-    def _greet(self, roles: Iterable[str]) -> None:
-        """Send every client what the ranks of these roles measured."""
+    def _send_ready(self, roles: Iterable[str]) -> None:
+        """Send every client what the ranks of these roles measured at start."""
         for role in roles:
             for ready in self._memberships[role].ready():
                 self._hub.send(self._clients.connected(), ready)

@@ -1,8 +1,8 @@
-"""Never slower for long: speculation goes on only while it measures faster than plain decoding.
+"""The speculation switch: speculation goes on only while it measures faster than plain decoding.
 
-Counts rounds and compares two measured rates; it does not know what a draft is. Speculating, it looks now and then at
-a few plain rounds; at rest, it lets the drafter catch up now and then and tries a few rounds of speculation. Both
-kinds of look become rarer the clearer and the longer the answer has been the same, which bounds what they cost.
+Counts rounds and compares two measured rates; it does not know what a draft is. While speculating, it measures a few
+plain rounds now and then (a probe); at rest, it lets the drafter catch up now and then and measures a few rounds of
+speculation (a trial). Both become rarer the clearer and the longer the result has been the same: this bounds the cost.
 """
 
 from __future__ import annotations
@@ -17,43 +17,47 @@ class Mode(StrEnum):
     """What the next rounds are for."""
 
     speculate = "speculate"
-    probe = "probe"  # plain rounds, to know what speculation is compared with
+    probe = "probe"  # plain rounds, to measure what speculation is compared with
     rest = "rest"  # plain rounds because they are faster
-    catch_up = "catch_up"  # the same, while the drafter reads what it missed
-    trial = "trial"  # speculation, to know whether it pays again
+    catch_up = "catch_up"  # plain rounds in which the drafter reads the text it missed
+    trial = "trial"  # speculation, to measure whether it pays again
 
 
 PROBE_ROUNDS = 2
 TRIAL_ROUNDS = 6
 FIRST_PROBE = 6
+"""Rounds of speculation before the first probe."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 512
 """Rounds of speculation between two probes."""
 MIN_REST, MAX_REST = 32, 512
 """Plain rounds between two trials."""
-DOUBT = 0.6
-"""Speculation is slower when it is by more than this over the root of the tokens it was measured on."""
-STALE = 8
+MARGIN = 0.6
+"""Speculation ends if its gain is below 1 - `MARGIN` / sqrt(tokens it was measured on)."""
+STALE_ROUNDS = 8
 """Rounds after which plain decoding is measured anew before speculation ends: the machine may have become slower."""
-CLEAR = 1.15
-"""Speculation this much faster need not be compared as often."""
-RETURN = 1.02
-"""A trial must be this much faster to end a rest: else noise would toss it back and forth."""
-DEAR = 10
-"""Rounds of rest, at least, for each round in which the drafter had to read what it missed."""
+CLEAR_GAIN = 1.15
+"""From this gain on probes become rarer."""
+RETURN_GAIN = 1.02
+"""Gain of a trial that ends a rest: a margin, so that noise does not switch back and forth."""
+REST_PER_CATCH_UP = 10
+"""Rounds of rest, at least, for each round in which the drafter read the text it missed."""
 LATE_ROUNDS = 8
-"""Rounds in a row whose drafts were late or worth no wait, after which speculation ends: it goes on in name only."""
-HOPELESS = 0.7
-"""A trial this much slower ends early, and the next one is further off."""
+"""Rounds in a row that did not wait for their drafts, after which speculation ends: nothing is speculated any more."""
+HOPELESS_GAIN = 0.7
+"""A trial with a gain below this ends early, and the next one is further off."""
 
 
 @dataclass(slots=True)
 class Rates:
-    """Tokens per second apart by how much of prompts a round read, in steps of twice as many rows."""
+    """Tokens per second, by the prompt rows that a round read besides, in steps of twice as many."""
 
-    of: dict[int, Rate] = field(default_factory=dict)
+    by_rows: dict[int, Rate] = field(default_factory=dict)
 
     def update(self, num_tokens: int, seconds: float, num_prompt_rows: int) -> None:
-        self.of.setdefault(num_prompt_rows.bit_length(), Rate()).update(num_tokens, seconds)
+        kind = num_prompt_rows.bit_length()
+        if kind not in self.by_rows:
+            self.by_rows[kind] = Rate()
+        self.by_rows[kind].update(num_tokens, seconds)
 
 
 @dataclass(slots=True)
@@ -69,29 +73,35 @@ class SpeculationSwitch:
     _catch_up_rounds: int = 0
     _late_rounds: int = 0  # in a row
 
-    def like(self) -> SpeculationSwitch:
-        """For a load that resembles this one: the same conclusion until its own rounds say otherwise."""
+    @property
+    def speculates(self) -> bool:
+        """Whether the next rounds speculate."""
+        return self.mode is Mode.speculate or self.mode is Mode.trial
+
+    def for_similar_load(self) -> SpeculationSwitch:
+        """A switch that starts with the conclusion of this one."""
         is_plain = self.mode in (Mode.rest, Mode.catch_up)
         return SpeculationSwitch(Mode.rest if is_plain else Mode.speculate, rest=self.rest)
 
     @property
     def gain(self) -> float | None:
-        """Measured speed of speculation over plain decoding, between rounds that read as much of prompts."""
-        both = self._both()
+        """Measured speed of speculation over plain decoding, comparing rounds that read as many prompt rows."""
+        both = self._rates()
         seconds = sum(rate.seconds.total for rate, _ in both)
         return sum(rate.tokens.total / plain.per_s for rate, plain in both) / seconds if seconds else None
 
     def findings(self) -> dict[str, str | float | None]:
-        """What it measured last and concluded from it; tokens per second of rounds that read no prompts."""
-        plain = self.plain.of.get(0)
+        """The mode and the measurements behind it; tokens per second are of rounds that read no prompts."""
+        plain = self.plain.by_rows.get(0)
         return {
             "mode": self.mode.value,
             "plain_tokens_per_s": plain.per_s if plain is not None else None,
             "gain": self.gain,
         }
 
-    def _both(self) -> list[tuple[Rate, Rate]]:
-        pairs = ((rate, self.plain.of.get(kind)) for kind, rate in self.speculative.of.items())
+    def _rates(self) -> list[tuple[Rate, Rate]]:
+        """(rate with speculation, plain rate) of rounds that read as many prompt rows."""
+        pairs = ((rate, self.plain.by_rows.get(kind)) for kind, rate in self.speculative.by_rows.items())
         return [(rate, plain) for rate, plain in pairs if plain is not None]
 
     def update(
@@ -101,18 +111,18 @@ class SpeculationSwitch:
         *,
         speculated: bool,
         willing: bool,
-        went_on: bool = False,
+        skipped_drafts: bool = False,
         num_prompt_rows: int = 0,
     ) -> None:
-        """A round. `willing`: some request of it would be speculated for if the mode allowed it.
+        """A round ended. `willing`: some request of it allows speculation.
 
-        `went_on`: drafts had been asked for, but the round did not wait for them.
+        `skipped_drafts`: drafts had been ordered, but the round did not wait for them.
         """
         (self.speculative if speculated else self.plain).update(num_tokens, seconds, num_prompt_rows)
         if not willing:
             return
-        self._late_rounds = self._late_rounds + 1 if went_on else 0
-        self._rounds += speculated == (self.mode in (Mode.speculate, Mode.trial))
+        self._late_rounds = self._late_rounds + 1 if skipped_drafts else 0
+        self._rounds += speculated == self.speculates
         match self.mode:
             case Mode.speculate if self._late_rounds >= LATE_ROUNDS:
                 self._enter(Mode.rest)
@@ -128,41 +138,43 @@ class SpeculationSwitch:
             case Mode.trial:
                 self._judge_trial()
 
-    def caught_up(self) -> None:
-        """The drafter has read what it missed."""
-        if self.mode is Mode.catch_up:
-            self._enter(Mode.trial)
-            self.speculative = Rates()
+    def caught_up(self) -> bool:
+        """The drafter has read the text it missed; returns whether a trial begins."""
+        if self.mode is not Mode.catch_up:
+            return False
+        self._enter(Mode.trial)
+        self.speculative = Rates()
+        return True
 
     def _enter(self, mode: Mode) -> None:
         self.mode, self._rounds, self._late_rounds = mode, 0, 0
 
     def _judge_speculation(self) -> None:
-        tokens = sum(rate.tokens.total for rate, _ in self._both())
-        if self._is_known() and self.gain < 1 - DOUBT / tokens**0.5:
-            stale = self._rounds > STALE
-            self._enter(Mode.probe if stale else Mode.rest)
-            if stale:
+        rates = self._rates()
+        is_known = (
+            sum(plain.num_rounds for _, plain in rates) > PROBE_ROUNDS - 1
+            and sum(rate.num_rounds for rate, _ in rates) > FIRST_PROBE - 1
+        )
+        gain = self.gain if is_known else None
+        tokens = sum(rate.tokens.total for rate, _ in rates)
+        if gain is not None and gain < 1 - MARGIN / tokens**0.5:
+            is_stale = self._rounds > STALE_ROUNDS
+            self._enter(Mode.probe if is_stale else Mode.rest)
+            if is_stale:
                 self.plain = Rates()
         elif self._rounds >= self.interval:
-            clear = self._is_known() and self.gain > CLEAR
-            self.interval = min(max(MIN_INTERVAL, 2 * self.interval * clear), MAX_INTERVAL)
+            is_clear = gain is not None and gain > CLEAR_GAIN
+            self.interval = min(max(MIN_INTERVAL, 2 * self.interval * is_clear), MAX_INTERVAL)
             self._enter(Mode.probe)
 
     def _judge_trial(self) -> None:
-        pays = self.gain is not None and self.gain >= RETURN
-        if self._rounds >= TRIAL_ROUNDS and pays:
+        gain = self.gain
+        if self._rounds >= TRIAL_ROUNDS and gain is not None and gain >= RETURN_GAIN:
             self._enter(Mode.speculate)
             self.interval, self.rest = MIN_INTERVAL, max(MIN_REST, self.rest // 2)
-        elif (hopeless := self._is_hopeless()) or max(self._rounds, self._late_rounds) >= TRIAL_ROUNDS:
+            return
+        is_hopeless = self._rounds >= 2 and gain is not None and gain < HOPELESS_GAIN
+        if is_hopeless or max(self._rounds, self._late_rounds) >= TRIAL_ROUNDS:
             self._enter(Mode.rest)
-            longer = (4 if hopeless else 2) * self.rest
-            self.rest = min(max(longer, DEAR * self._catch_up_rounds), MAX_REST)
-
-    def _is_hopeless(self) -> bool:
-        return self._rounds >= 2 and self.gain is not None and self.gain < HOPELESS
-
-    def _is_known(self) -> bool:
-        both = self._both()
-        plain, speculative = sum(plain.num_rounds for _, plain in both), sum(rate.num_rounds for rate, _ in both)
-        return plain > PROBE_ROUNDS - 1 and speculative > FIRST_PROBE - 1
+            longer = (4 if is_hopeless else 2) * self.rest
+            self.rest = min(max(longer, REST_PER_CATCH_UP * self._catch_up_rounds), MAX_REST)

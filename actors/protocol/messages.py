@@ -90,6 +90,14 @@ class Proposal:
     parts: tuple[tuple[str, int], ...] = ()
 
 
+    @staticmethod
+    def deterministic(request_id: int, epoch: int, prefix_len: int, prefix_hash: int, tree: TokenTree) -> Proposal:
+        """A prepared tree whose tokens were chosen without randomness."""
+        num_nodes = len(tree.token_ids)
+        kinds = (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * (num_nodes - 1))
+        return Proposal(request_id, epoch, prefix_len, prefix_hash, tree, kinds, (None,) * num_nodes, prepared=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the target made of a proposal: the accepted `path` and one token of its own behind it."""

@@ -31,7 +31,7 @@ _COLOURS = {
     "ahead": "#f0c27f",
     "prefill": "#b9b4a9",
     "draft": "#e08a2e",
-    "glue": "#c98a1b",
+    "kv_refresh": "#c98a1b",
     "commit": "#1f4468",
 }
 _MARKS = {"hit": "v", "miss": "X"}
@@ -47,7 +47,7 @@ _MEANINGS = {
     "ahead": "draft-ahead, one pass each",
     "prefill": "reading text",
     "draft": "drafting",
-    "glue": "draft-ahead, exact pass",
+    "kv_refresh": "draft-ahead, exact pass",
     "commit": "commit of the last verdict's KV rows",
 }
 _ANSWERS = {"order": "verdict", "verify": "proposal"}

@@ -16,7 +16,7 @@ from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DraftSetup
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.options import SchedulerConfig, VerifyConfig
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import Policy
 from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
@@ -46,13 +46,12 @@ class Room:
     stats: object = None
     leisure: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def serve(self, requests, after_round=None, control=None):
+    def serve(self, requests, after_round=None, policy=None):
         coordinator = Coordinator(
             Scheduler(self.limits, Capacity(self.slots, MAX_LEN)),
-            PIPELINES[self.pipeline](self.num_draft_tokens),
+            policy or Policy(self.pipeline, self.num_draft_tokens),
             [EOS],
             drafts=self.draft is not None,
-            control=control,
         )
         clock = itertools.count()
         queue = [record for request in requests for record in coordinator.on(request, next(clock))]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.options import SchedulerConfig
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import Policy
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
     HASH_SEED,
@@ -226,16 +226,16 @@ class World:
         splits=0.0,
         foresees=0.0,
         lateness=0.0,
-        control=None,
+        policy=None,
     ):
         self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
-        self.weighs_waiting = control is not None and control.weighs_waiting
+        policy = policy or Policy(pipeline, 4)
+        self.weighs_waiting = policy.weighs_waiting
         self.coordinator = Coordinator(
             Scheduler(limits or SchedulerConfig(), Capacity(slots, MAX_MODEL_LEN)),
-            PIPELINES[pipeline](4),
+            policy,
             [EOS],
             drafts=drafts,
-            control=control,
         )
         self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims, splits, foresees)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
@@ -263,11 +263,11 @@ class World:
         self.clock += self.tick_s
         self.post(self.coordinator.on(record, self.clock))
 
-    def hurry(self) -> None:
-        """Nothing arrives until the coordinator's patience ends."""
-        assert self.coordinator.overdue(self.clock - 1e9) == [], "it is not late yet"
-        self.clock = max(self.clock, self.coordinator.patience_ends)
-        self.post(self.coordinator.overdue(self.clock))
+    def stop_waiting(self) -> None:
+        """Nothing arrives until the coordinator waits no longer."""
+        assert self.coordinator.stop_waiting(self.clock - 1e9) == [], "it is not late yet"
+        self.clock = max(self.clock, self.coordinator.wait_until)
+        self.post(self.coordinator.stop_waiting(self.clock))
 
     def post(self, answers) -> None:
         for_clients = [isinstance(answer, Tokens) for answer in answers]
@@ -312,9 +312,9 @@ class World:
         ready = [queue for queue in self.answers.values() if queue]
         if not ready:
             return False
-        if self.coordinator.patience_ends is not None and self.choose.random() < self.lateness:
+        if self.coordinator.wait_until is not None and self.choose.random() < self.lateness:
             assert not self.answers["target"], "it waits while the target works"
-            self.hurry()
+            self.stop_waiting()
             assert self.answers["target"], "time was up, and the target idles"
             return True
         if self.past and self.choose.random() < self.duplicates:

@@ -8,7 +8,7 @@ import pytest
 
 from actors.drafters.interface import Draft
 from actors.drafters.lookup.ngram import NgramDrafterConfig
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import PIPELINES
 from actors.protocol.messages import TokenTree
 
 VOCAB_SIZE = 97

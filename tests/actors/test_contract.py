@@ -17,10 +17,10 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
 from actors.options import SchedulerConfig
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
-from tests.actors.scripted_policy import MoodyControl
+from tests.actors.scripted_policy import MoodyPolicy
 
 MAX_ROWS = 256
 VOCAB_SIZE = 97
@@ -139,18 +139,18 @@ def test_max_tokens_and_eos_inside_a_draft(open_room, make_requests, models, sam
 @pytest.mark.parametrize("pipeline", [name for name in PIPELINES if name != "plain"])
 @pytest.mark.parametrize("drafter", ["chain", "tree", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_control_may_change_its_mind_at_any_moment(
+def test_a_policy_may_change_its_mind_at_any_moment(
     open_room, make_requests, plain_tokens, pipeline, drafter, temperature
 ):
     """Lengths, rests, and a drafter that has to read what it missed change no token."""
     requests = make_requests(5, max_tokens=70, temperature=temperature)
-    if ("control", temperature) not in plain_tokens:
-        plain_tokens["control", temperature] = open_room(pipeline="plain").serve(requests)
-    plain = plain_tokens["control", temperature]
-    control = MoodyControl(random.Random(3))
-    room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests, control=control)
+    if ("policy", temperature) not in plain_tokens:
+        plain_tokens["policy", temperature] = open_room(pipeline="plain").serve(requests)
+    plain = plain_tokens["policy", temperature]
+    policy = MoodyPolicy(random.Random(3), pipeline)
+    room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests, policy=policy)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
-    assert control.seen[Mode.rest] and control.seen[Mode.trial], "it never rested or never returned from it"
+    assert policy.rounds_in[Mode.rest] and policy.rounds_in[Mode.trial], "it never rested or never returned from it"
 
 
 class Adversary:

@@ -16,8 +16,7 @@ from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import Span
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import SchedulerConfig
-from actors.policy.draft_length import Control, make_control
-from actors.policy.pipelines import PIPELINES, Pipeline
+from actors.policy.policy import PIPELINES, Policy, make_policy
 from actors.protocol.messages import (
     DraftBatch,
     Report,
@@ -84,8 +83,9 @@ class Scenario:
     def speculates(self) -> bool:
         return self.pipeline != "plain"
 
-    def make_control(self) -> Control:
-        return make_control(self.adaptive, self.min_draft_tokens, self.drafter.num_draft_tokens)
+    def make_policy(self) -> Policy:
+        longest = self.drafter.num_draft_tokens
+        return make_policy(self.pipeline, self.min_draft_tokens, longest, adaptive=self.adaptive)
 
     def prompt(self, request_id: int) -> tuple[int, ...]:
         return tuple(range(request_id, request_id + self.prompt_len))
@@ -126,12 +126,9 @@ class SimulationResult:
         return max(("target", "draft", "exchange"), key=lambda lane: getattr(self.critical, lane))
 
 
-def simulate(
-    scenario: Scenario, pipeline: Pipeline | None = None, *, control: Control | None = None
-) -> SimulationResult:
-    """Run a scenario to its end; `pipeline` replaces the named one, `control` keeps the estimates of an earlier run."""
-    pipeline = pipeline or PIPELINES[scenario.pipeline](scenario.drafter.num_draft_tokens)
-    return _Simulation(scenario, pipeline, control or scenario.make_control()).result()
+def simulate(scenario: Scenario, policy: Policy | None = None) -> SimulationResult:
+    """Run a scenario to its end; `policy` replaces the named one, and may hold estimates of earlier runs."""
+    return _Simulation(scenario, policy or scenario.make_policy()).result()
 
 
 def tuned(scenario: Scenario, num_draft_tokens: Iterable[int] = range(1, 13)) -> tuple[int, SimulationResult]:
@@ -147,7 +144,7 @@ def tuned(scenario: Scenario, num_draft_tokens: Iterable[int] = range(1, 13)) ->
 class _Simulation:
     """One run: the wiring of lanes, links and coordinator, and the client that receives the tokens."""
 
-    def __init__(self, scenario: Scenario, pipeline: Pipeline, control: Control) -> None:
+    def __init__(self, scenario: Scenario, policy: Policy) -> None:
         self._scenario = scenario
         self._text_of = cache(scenario.text)
         self._clock = VirtualClock()
@@ -155,10 +152,9 @@ class _Simulation:
         self._draft = self._draft_lane()
         self._coordinator = Coordinator(
             Scheduler(SchedulerConfig(max_num_seqs=scenario.num_requests), Capacity(1 << 40, 1 << 40)),
-            pipeline,
+            policy,
             (),
             drafts=scenario.speculates,
-            control=control,
         )
         self._free_at = 0.0  # when the coordinator has worked off the records it has
         self._tokens: dict[int, list[int]] = {i: [] for i in range(scenario.num_requests)}
@@ -219,8 +215,8 @@ class _Simulation:
                     assert position == len(self._tokens[request_id]), "tokens arrive once and in order"
                     self._tokens[request_id] += token_ids
         self._update_window()
-        if (ends := self._coordinator.patience_ends) is not None:
-            self._clock.at(max(now, ends), ALARM, lambda: self._send(self._coordinator.overdue(self._clock.now)))
+        if (ends := self._coordinator.wait_until) is not None:
+            self._clock.at(max(now, ends), ALARM, lambda: self._send(self._coordinator.stop_waiting(self._clock.now)))
 
     # --- results ------------------------------------------------------------------------------------------------------
 

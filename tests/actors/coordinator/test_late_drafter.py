@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from actors.policy.draft_length import AdaptiveControl, FixedControl
-from actors.policy.draft_wait import HANG_S, JITTER_S, Costs, Standing
-from actors.policy.pipelines import PIPELINES
+from actors.policy.draft_wait import HANG_S, JITTER_S, DraftWait
+from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy
 from actors.protocol.messages import (
     DraftBatch,
     ProposalBatch,
@@ -33,19 +32,19 @@ class Quick(World):
     tick_s = 1e-3
 
 
-class Weighing(FixedControl):
+class Weighing(Policy):
     """Always full drafts, but waits only while that pays."""
 
     weighs_waiting = True
 
 
-def silent(pipeline: str, control) -> World:
+def silent(pipeline: str, policy: Policy) -> World:
     """A world whose drafter has an order and says nothing, while the target waits for it."""
-    world = Quick(random.Random(0), pipeline, whims=("right",), control=control)
+    world = Quick(random.Random(0), pipeline, whims=("right",), policy=policy)
     world.deliver(REQUEST)
     while len(world.tokens.get(1, [])) < 6 or world.answers["target"]:
         world.deliver_one()
-    assert world.answers["draft"] and world.coordinator.patience_ends is not None
+    assert world.answers["draft"] and world.coordinator.wait_until is not None
     return world
 
 
@@ -55,13 +54,13 @@ def serve_target(world: World) -> None:
 
 
 @pytest.mark.parametrize("pipeline", DRAFTING)
-@pytest.mark.parametrize("control", [Weighing, lambda: AdaptiveControl(0, 4), FixedControl])
-def test_behind_a_silent_drafter_tokens_go_on_for_everybody(pipeline, control):
-    world = silent(pipeline, control())
+@pytest.mark.parametrize("make", [Weighing, lambda name, most: AdaptivePolicy(name, 0, most), Policy])
+def test_behind_a_silent_drafter_tokens_go_on_for_everybody(pipeline, make):
+    world = silent(pipeline, make(pipeline, 4))
     orders = sum(isinstance(record, DraftBatch) for record in world.sent)
     world.deliver(PLAIN)
     assert not world.answers["target"], "a moment's wait pays"
-    world.hurry()
+    world.stop_waiting()
     admitted = [admit.request_id for admit in world.sent[-1].admits]
     assert isinstance(world.sent[-1], VerifyBatch) and admitted == [2], "who wants no drafts is held up no longer"
     serve_target(world)
@@ -71,8 +70,8 @@ def test_behind_a_silent_drafter_tokens_go_on_for_everybody(pipeline, control):
 
 @pytest.mark.parametrize("pipeline", DRAFTING)
 def test_a_drafter_that_was_late_is_asked_again(pipeline):
-    world = silent(pipeline, Weighing())
-    world.hurry()
+    world = silent(pipeline, Weighing(pipeline, 4))
+    world.stop_waiting()
     for _ in range(3):
         world.deliver(world.answers["target"].popleft())
     before = world.coordinator.stats.num_spec_steps
@@ -82,22 +81,22 @@ def test_a_drafter_that_was_late_is_asked_again(pipeline):
     assert world.coordinator.stats.num_stale >= 1, "the late one was of no use"
 
 
-@pytest.mark.parametrize(("control", "waits_s"), [(Weighing, 4 * 0.5), (FixedControl, HANG_S)])
-def test_how_long_it_waits_follows_from_what_a_draft_may_bring(control, waits_s):
+@pytest.mark.parametrize(("make", "waits_s"), [(Weighing, 4 * 0.5), (Policy, HANG_S)])
+def test_how_long_it_waits_follows_from_what_a_draft_may_bring(make, waits_s):
     """Four tokens, each worth a pass of half a second; where nothing is weighed, until it must be a hang."""
-    world = Quick(random.Random(0), whims=("right",), control=control())
+    world = Quick(random.Random(0), whims=("right",), policy=make("sync", 4))
     world.deliver(REQUEST)
     while not (world.answers["draft"] and world.answers["draft"][0].proposals):
         world.deliver_one()
     coordinator, asked_at = world.coordinator, world.clock
-    assert coordinator.patience_ends == asked_at + waits_s
-    assert coordinator.overdue(asked_at + 0.99 * waits_s) == []
-    assert [type(one) for one in coordinator.overdue(asked_at + waits_s)] == [VerifyBatch]
+    assert coordinator.wait_until == asked_at + waits_s
+    assert coordinator.stop_waiting(asked_at + 0.99 * waits_s) == []
+    assert [type(one) for one in coordinator.stop_waiting(asked_at + waits_s)] == [VerifyBatch]
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "branches"])
 def test_running_requests_do_not_wait_while_the_drafter_reads_a_prompt(pipeline):
-    world = silent(pipeline, Weighing())
+    world = silent(pipeline, Weighing(pipeline, 4))
     coming = Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True))
     world.deliver(coming)
     reading = 0
@@ -111,8 +110,8 @@ def test_running_requests_do_not_wait_while_the_drafter_reads_a_prompt(pipeline)
 
 
 def test_long_texts_are_read_in_pieces_between_drafts():
-    world = silent("sync", Weighing())
-    world.coordinator._draft._piece = 5
+    world = silent("sync", Weighing("sync", 4))
+    world.coordinator._drafter._read_chunk = 5
     world.deliver(Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True)))
     world.settle()
     batches = [record for record in world.sent if isinstance(record, DraftBatch)]
@@ -123,48 +122,48 @@ def test_long_texts_are_read_in_pieces_between_drafts():
     assert world.ends[3].stats.num_spec_steps > 0, "and then it is drafted for"
 
 
-class TestCosts:
+class TestDraftWait:
     """When waiting pays: passes of 10 ms, at most four draft tokens."""
 
-    def costs(self, *delays: float, length: int = 3) -> Costs:
-        costs = Costs(longest_draft=4)
-        costs.update_verify(2.0, reads_prompt=True)
+    def after(self, *delays: float, length: int = 3) -> DraftWait:
+        wait = DraftWait(weighs=True, longest_draft=4)
+        wait.update_pass(2.0, reads_prompt=True)
         for _ in range(50):
-            costs.update_verify(0.01, reads_prompt=False)
-            costs.update_acceptance(length)
+            wait.update_pass(0.01, reads_prompt=False)
+            wait.update_acceptance(length)
         for delay in delays:
-            costs.update_delay(delay, rest=False)
-        return costs
+            wait.update_delay(delay, is_rest=False)
+        return wait
 
     def test_nobody_waits_for_what_could_not_pay_if_all_of_it_were_accepted(self):
-        assert self.costs(0.039).worth_waiting(Standing(1)) and not self.costs(0.041).worth_waiting(Standing(1))
+        assert self.after(0.039).wait_s(1) and not self.after(0.041).wait_s(1)
 
     def test_what_is_late_is_given_as_long_as_drafts_are_worth_lately(self):
-        assert self.costs(0.001).patience_s(Standing(1)) == pytest.approx(0.02, rel=0.01)
-        assert self.costs(0.03).patience_s(Standing(1)) == pytest.approx(0.04, rel=0.01), "they always take that long"
-        assert self.costs(0.001, length=1).patience_s(Standing(1)) >= JITTER_S
+        assert self.after(0.001).wait_s(1) == pytest.approx(0.02, rel=0.01)
+        assert self.after(0.03).wait_s(1) == pytest.approx(0.04, rel=0.01), "they always take that long"
+        assert self.after(0.001, length=1).wait_s(1) >= JITTER_S
 
     def test_others_tokens_are_what_a_wait_costs(self):
-        costs = self.costs(0.02)
-        assert costs.worth_waiting(Standing(2)) and not costs.worth_waiting(Standing(2, num_plain=4))
-        assert not costs.worth_waiting(Standing(2, num_ready=2))
-        assert costs.patience_s(Standing(1, num_plain=3)) < costs.patience_s(Standing(1))
+        wait = self.after(0.02)
+        assert wait.wait_s(2) and not wait.wait_s(2, num_plain=4)
+        assert not wait.wait_s(2, num_ready=2)
+        assert self.after(0.001).wait_s(1, num_plain=3) < self.after(0.001).wait_s(1)
 
     def test_one_late_answer_is_forgiven_many_are_not_and_both_are_forgotten(self):
-        assert self.costs(*[0.005] * 4, 9.0).worth_waiting(Standing(1))
-        late = self.costs(*[0.005] * 4, *[9.0] * 5)
-        assert not late.worth_waiting(Standing(1))
+        assert self.after(*[0.005] * 4, 9.0).wait_s(1)
+        late = self.after(*[0.005] * 4, *[9.0] * 5)
+        assert not late.wait_s(1)
         for _ in range(5):
-            late.update_delay(0.005, rest=False)
-        assert late.worth_waiting(Standing(1))
+            late.update_delay(0.005, is_rest=False)
+        assert late.wait_s(1)
 
     def test_the_rest_of_an_answer_has_to_pay_by_what_drafts_bring_lately(self):
-        costs = self.costs()
-        costs.update_delay(0.03, rest=True)
-        assert not costs.worth_waiting(Standing(1, answered=True)) and costs.worth_waiting(Standing(1))
+        wait = self.after()
+        wait.update_delay(0.03, is_rest=True)
+        assert not wait.wait_s(1, has_first_part=True) and wait.wait_s(1)
 
     def test_where_nothing_is_weighed_the_first_part_is_awaited(self):
-        assert Costs(weighs=False).worth_waiting(Standing(1, num_plain=50))
+        assert DraftWait(weighs=False, longest_draft=1).wait_s(1, num_plain=50) == HANG_S
 
 
 def test_the_loop_tells_when_time_is_up():

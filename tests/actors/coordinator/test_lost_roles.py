@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.options import SchedulerConfig
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import PIPELINES
 from actors.protocol.messages import Abort, DraftPreviewBatch, ReportOrder, Request, SamplingParams, VerifyBatch
-from tests.actors.scripted_policy import MoodyControl
+from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import oracle, requests_of
 
@@ -64,9 +64,9 @@ def corrupted(choose, answer):
     moody=st.booleans(),
 )
 def test_losses_at_any_moment_change_no_token(choose, pipeline, limits, slots, splits, foresees, lateness, moody):
-    control = MoodyControl(choose) if moody else None
+    policy = MoodyPolicy(choose, pipeline) if moody else None
     chances = {"duplicates": 0.3, "splits": splits, "foresees": foresees, "lateness": lateness}
-    storm = Storm(choose, pipeline, limits=limits, slots=slots, control=control, **chances)
+    storm = Storm(choose, pipeline, limits=limits, slots=slots, policy=policy, **chances)
     requests = requests_of(choose, choose.randint(1, 6))
     coming, left = list(requests), 60
     while coming or left:

@@ -27,6 +27,16 @@ def proposal_for(sequence: Sequence, num_draft_tokens: int) -> Proposal:
     return Proposal(sequence.request_id, sequence.epoch, sequence.prefix_len, sequence.prefix_hash, tree)
 
 
+def plan_with(scheduler: Scheduler, proposals: dict[int, Proposal]):
+    """The next pass if the running sequences hold these proposals, which it uses up."""
+    for sequence in (*scheduler.running, *scheduler.waiting):
+        sequence.draft.proposal = proposals.get(sequence.request_id)
+    plan = scheduler.plan()
+    for sequence in (*scheduler.running, *scheduler.waiting):
+        sequence.draft.proposal = None
+    return plan
+
+
 def follow(plan, accept=lambda num_draft_tokens: 0) -> None:
     """What the coordinator does with a plan and its verdicts."""
     for sequence, rows, proposal in plan.rows:
@@ -78,7 +88,7 @@ class Lives(RuleBasedStateMachine):
         drafted = [sequence for sequence in running if sequence.uncached_len == 1]
         lengths = {sequence.request_id: min(draft_length(), sequence.remaining - 1) for sequence in drafted}
         proposals = {s.request_id: proposal_for(s, lengths[s.request_id]) for s in drafted if lengths[s.request_id]}
-        plan = scheduler.plan(proposals)
+        plan = plan_with(scheduler, proposals)
         self.check_pass(plan)
         self.check_moves(plan, running, waiting)
         follow(plan, accept)
@@ -124,7 +134,7 @@ class Lives(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         places = [*scheduler.running, *scheduler.waiting]
-        assert sorted(map(id, places)) == sorted(map(id, self.live)) and scheduler.num_requests == len(self.live)
+        assert sorted(map(id, places)) == sorted(map(id, self.live)) and len(places) == len(self.live)
 
     def teardown(self):
         """Nobody starves: what is left ends, within the passes that one after the other would take."""
@@ -148,14 +158,14 @@ def running_scheduler(limits: SchedulerConfig, slots: int, *prompt_lens: int, ge
     for request_id, prompt_len in enumerate(prompt_lens):
         scheduler.add(sequence_of(prompt_len, 20, request_id))
     for _ in range(generated):
-        follow(scheduler.plan({}))
+        follow(scheduler.plan())
     return scheduler
 
 
 def test_decode_rows_come_before_prompt_chunks():
     scheduler = running_scheduler(SchedulerConfig(8, 24, 16), 400, 4, 4)
     scheduler.add(sequence_of(30, request_id=9))
-    plan = scheduler.plan({0: proposal_for(scheduler.running[0], 5)})
+    plan = plan_with(scheduler, {0: proposal_for(scheduler.running[0], 5)})
     rows = {sequence.request_id: (rows, proposal is not None) for sequence, rows, proposal in plan.rows}
     assert rows == {0: (1, True), 1: (1, False), 9: (16, False)}
     assert [sequence.request_id for sequence, _, _ in plan.rows] == [0, 1, 9]
@@ -165,8 +175,8 @@ def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():
     scheduler = Scheduler(SchedulerConfig(8, 6, 4), Capacity(400, 64))
     for request_id, prompt_len in enumerate((40, 1, 1, 1)):
         scheduler.add(sequence_of(prompt_len, request_id=request_id))
-    follow(scheduler.plan({}))
-    assert [(sequence.request_id, rows) for sequence, rows, _ in scheduler.plan({}).rows] == [
+    follow(scheduler.plan())
+    assert [(sequence.request_id, rows) for sequence, rows, _ in scheduler.plan().rows] == [
         (1, 1),
         (2, 1),
         (3, 1),
@@ -177,7 +187,7 @@ def test_an_older_prompt_does_not_push_a_root_out_of_the_pass():
 def test_a_draft_never_costs_another_sequence_its_root():
     scheduler = running_scheduler(SchedulerConfig(8, 12, 12), 400, 2, 2, 2)
     first, second, _ = scheduler.running
-    plan = scheduler.plan({0: proposal_for(first, 10), 1: proposal_for(second, 4)})
+    plan = plan_with(scheduler, {0: proposal_for(first, 10), 1: proposal_for(second, 4)})
     rows = [(sequence.request_id, rows, proposal is not None) for sequence, rows, proposal in plan.rows]
     assert rows == [(0, 1, False), (1, 1, True), (2, 1, False)]
 
@@ -186,16 +196,16 @@ def test_short_pool_costs_drafts_first_and_the_youngest_its_place_then():
     scheduler = running_scheduler(SchedulerConfig(8, 100, 100), 23, 6, 6, 6)
     oldest, middle, youngest = scheduler.running
     proposals = {sequence.request_id: proposal_for(sequence, 2) for sequence in scheduler.running}
-    plan = scheduler.plan(proposals)  # 18 cached, 3 roots, 2 slots left
+    plan = plan_with(scheduler, proposals)  # 18 cached, 3 roots, 2 slots left
     assert [(s.request_id, p is not None) for s, _, p in plan.rows] == [(0, True), (1, False), (2, False)]
     follow(plan)
-    follow(scheduler.plan({}))  # 21 cached; the roots need 24 of 23
+    follow(scheduler.plan())  # 21 cached; the roots need 24 of 23
     assert scheduler.running == [oldest, middle] and list(scheduler.waiting) == [youngest]
     assert (youngest.epoch, youngest.cached_len, youngest.num_preemptions) == (1, 0, 1)
     scheduler.add(sequence_of(1, request_id=9))
-    assert not scheduler.plan({}).admitted, "a later arrival does not overtake"
+    assert not scheduler.plan().admitted, "a later arrival does not overtake"
     scheduler.remove(oldest)
-    assert [sequence.request_id for sequence in scheduler.plan({}).admitted] == [2, 9]
+    assert [sequence.request_id for sequence in scheduler.plan().admitted] == [2, 9]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +235,8 @@ def test_a_request_that_just_fits_runs_alone_to_its_end():
     scheduler.add(sequence)
     passes = 0
     while sequence.finish_reason is None and passes < 50:
-        follow(scheduler.plan({0: proposal_for(sequence, 4)} if sequence.uncached_len == 1 else {}), lambda most: most)
+        proposals = {0: proposal_for(sequence, 4)} if sequence.uncached_len == 1 else {}
+        follow(plan_with(scheduler, proposals), lambda most: most)
         passes += 1
     assert sequence.finish_reason == "length" and sequence.prefix_len == 20
 
@@ -235,4 +246,4 @@ def test_removing_twice_is_harmless():
     (sequence,) = scheduler.running
     scheduler.remove(sequence)
     scheduler.remove(sequence)
-    assert scheduler.num_requests == 0
+    assert not scheduler.running and not scheduler.waiting

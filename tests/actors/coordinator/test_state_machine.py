@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import Sequence
 from actors.options import SchedulerConfig
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import PIPELINES
 from actors.protocol.messages import (
     Abort,
     Commit,
@@ -24,7 +24,7 @@ from actors.protocol.messages import (
     Tokens,
     VerifyBatch,
 )
-from tests.actors.scripted_policy import MoodyControl
+from tests.actors.scripted_policy import MoodyPolicy
 from tests.actors.scripted_roles import World
 from tests.actors.small_language import EOS, MAX_MODEL_LEN, oracle, requests_of
 
@@ -47,7 +47,7 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
 def test_every_interleaving_gives_the_tokens_of_the_language(
     choose, pipeline, limits, slots, duplicates, splits, foresees, lateness, drafts, moody
 ):
-    control = MoodyControl(choose) if moody else None
+    policy = MoodyPolicy(choose, pipeline) if moody else None
     world = World(
         choose,
         pipeline,
@@ -58,7 +58,7 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         splits=splits,
         foresees=foresees,
         lateness=lateness,
-        control=control,
+        policy=policy,
     )
     requests = requests_of(choose, choose.randint(1, 7))
     coming, aborted = list(requests), set()
@@ -273,7 +273,7 @@ def test_a_record_for_somebody_else_is_a_mistake():
         World(random.Random(0)).coordinator.on(VerifyBatch(1), 0.0)
 
 
-class TestLedger:
+class TestOutbox:
     """Everything a role must know, once, in an order it can follow."""
 
     def sequence(self, request_id: int = 1) -> Sequence:
@@ -286,7 +286,7 @@ class TestLedger:
         outbox = Outbox()
         outbox.commit(self.commit())
         outbox.release(1)
-        assert outbox.flush() == ((), (), ()) and not outbox.has_news
+        assert outbox.flush() == ((), (), ()) and not outbox.is_due
 
     def test_who_came_and_went_between_two_batches_is_never_mentioned(self):
         outbox = Outbox()
@@ -302,7 +302,7 @@ class TestLedger:
         outbox.commit(self.commit())
         outbox.release(1)
         outbox.release(1)
-        assert outbox.has_news and outbox.flush() == ((), (), (1,)) and outbox.flush() == ((), (), ())
+        assert outbox.is_due and outbox.flush() == ((), (), (1,)) and outbox.flush() == ((), (), ())
 
     def test_plain_rounds_that_nobody_was_told_of_are_one_record(self):
         outbox = Outbox()

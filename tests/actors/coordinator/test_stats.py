@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -20,11 +20,20 @@ def commit(num_accepted, num_emitted=None):
     return Commit(1, 0, 3, tuple(range(1, num_accepted + 1)), (9,) * emitted)
 
 
+def drafted(stats, batch):
+    """An answer that arrived at once."""
+    stats.add_drafts(batch, batch.started, batch.finished)
+
+
+def judged(stats, batch, *, speculated):
+    stats.add_pass(batch, batch.started, batch.finished, speculated=speculated)
+
+
 def test_positions_count_levels_and_the_histogram_accepted_tokens():
     stats = CoordinatorStats()
     for num_accepted in (3, 0, 1):
-        stats.verified(CHAIN, commit(num_accepted))
-    stats.verified(TREE, commit(2))
+        stats.add_commit(CHAIN, commit(num_accepted))
+    stats.add_commit(TREE, commit(2))
     assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 13, 6)
     assert stats.num_tokens == 10, "accepted tokens, and one of the target's own per round"
     assert stats.acceptance_histogram == [1, 1, 1, 1]
@@ -33,33 +42,33 @@ def test_positions_count_levels_and_the_histogram_accepted_tokens():
 
 def test_plain_rounds_are_no_speculation():
     stats = CoordinatorStats()
-    stats.verified(None, commit(0))
-    stats.verified(Proposal(1, 0, 3, 0, TokenTree.root(5)), commit(0))
+    stats.add_commit(None, commit(0))
+    stats.add_commit(Proposal(1, 0, 3, 0, TokenTree.root(5)), commit(0))
     assert stats.num_tokens == 2 and stats.num_spec_steps == 0 and stats.acceptance_histogram == []
 
 
 def test_a_cut_round_counts_what_was_emitted():
     stats = CoordinatorStats()
-    stats.verified(CHAIN, commit(3, num_emitted=2))
+    stats.add_commit(CHAIN, commit(3, num_emitted=2))
     assert stats.num_tokens == 2 and stats.num_accepted_tokens == 2 and stats.acceptance_histogram == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
-    ("speculated", "rows", "verdicts", "name"),
+    ("speculated", "rows", "num_verdicts", "name"),
     [(True, 9, 2, "verify"), (False, 2, 2, "decode"), (False, 9, 2, "prefill")],
 )
-def test_spans_say_what_a_pass_was(speculated, rows, verdicts, name):
+def test_spans_say_what_a_pass_was(speculated, rows, num_verdicts, name):
     stats = CoordinatorStats()
-    judged = tuple(Verdict(i, 0, 9, (1, 2), 5) for i in range(verdicts))
-    stats.judged(VerdictBatch(3, judged, 1.0, 1.5, rows), speculated=speculated)
-    told = {"round": 3, "rows": rows, "requests": verdicts, "tokens": 3 * verdicts}
+    verdicts = tuple(Verdict(i, 0, 9, (1, 2), 5) for i in range(num_verdicts))
+    judged(stats, VerdictBatch(3, verdicts, 1.0, 1.5, rows), speculated=speculated)
+    told = {"round": 3, "rows": rows, "requests": num_verdicts, "tokens": 3 * num_verdicts}
     assert list(stats.spans) == [("target", name, 1.0, 1.5, told)]
     assert stats.target_busy_s == 0.5 and stats.num_rounds == 1
 
 
 def test_keeping_the_rows_of_the_last_verdict_is_a_span_of_its_own():
     stats = CoordinatorStats()
-    stats.judged(VerdictBatch(3, (), 1.0, 1.5, 4, committed=1.1), speculated=True)
+    judged(stats, VerdictBatch(3, (), 1.0, 1.5, 4, committed=1.1), speculated=True)
     (lane, name, start, end, _), (_, _, begun, ended, _) = stats.spans
     assert (lane, name, start, end, begun, ended) == ("target", "commit", 1.0, 1.1, 1.1, 1.5)
     assert stats.target_busy_s == 0.5, "both are work"
@@ -69,22 +78,21 @@ def test_a_prepared_draft_is_a_hit_and_any_that_was_not_a_miss():
     stats = CoordinatorStats()
     prepared, late = replace(CHAIN, prepared=True), replace(CHAIN, prepared=False)
     for proposals in ((prepared,), (late,), (prepared, late)):
-        stats.drafted(ProposalBatch(3, proposals, 1.0, 1.25))
-    stats.drafted(ProposalBatch(4, (), 2.0, 2.5, num_missing=1))
+        drafted(stats, ProposalBatch(3, proposals, 1.0, 1.25))
+    drafted(stats, ProposalBatch(4, (), 2.0, 2.5, num_missing=1))
     assert [name for _, name, *_ in stats.spans] == ["hit", "miss", "miss"], "an announcement is no work"
 
 
 def test_records_between_hosts_whose_clocks_differ_have_no_spans():
     stats = CoordinatorStats()
-    stats.sent("order", 3, 1.0, 1.25)
-    stats.sent("proposal", 3, 2.0, 1.5)
+    stats.add_drafts(ProposalBatch(3, (), 1.25, 2.0, num_missing=1), 1.0, 1.5)
     assert list(stats.spans) == [(MESSAGES, "order", 1.0, 1.25, {"round": 3})]
 
 
 def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
     stats = CoordinatorStats()
-    stats.drafted(ProposalBatch(3, (CHAIN, TREE), 1.0, 1.25))
-    stats.drafted(ProposalBatch(4, (), 2.0, 2.5))
+    drafted(stats, ProposalBatch(3, (CHAIN, TREE), 1.0, 1.25))
+    drafted(stats, ProposalBatch(4, (), 2.0, 2.5))
     (_, first, _, _, arguments), (_, second, *_) = stats.spans
     assert (first, second) == ("propose", "prefill")
     assert arguments == {"round": 3, "requests": 2, "tokens": 7, "hits": 0}
@@ -93,19 +101,18 @@ def test_draft_spans_count_tokens_and_tell_reading_from_proposing():
 
 def test_overhead_is_what_no_role_worked_and_never_negative():
     stats = CoordinatorStats()
-    stats.round_ended(1.0, 0.5, 0.25)
-    stats.round_ended(1.0, 1.5, 0.0)
+    stats.add_round(1.0, 0.5, 0.25)
+    stats.add_round(1.0, 1.5, 0.0)
     assert (stats.num_spec_rounds, stats.spec_round_s, stats.spec_round_overhead_s) == (2, 2.0, 0.25)
     assert (stats.wait_for_draft_s, stats.wait_for_messages_s) == (0.25, 0.25)
 
 
 def test_a_report_holds_every_counter_and_the_length_of_its_window():
     stats = CoordinatorStats(since=10.0)
-    stats.drafted(ProposalBatch(3, (CHAIN,), 1.0, 1.25))
+    drafted(stats, ProposalBatch(3, (CHAIN,), 1.0, 1.25))
     report = stats.report(12.5)
-    assert set(report.counters) == set(CoordinatorStats.__slots__) - {"since", "phase", "mode", "ended", "spans"} | {
-        "window_s"
-    }
+    names = {one.name for one in fields(CoordinatorStats)} - {"since", "phase", "mode", "switch", "ended", "spans"}
+    assert set(report.counters) == names | {"window_s", "guard"}
     assert report.counters["window_s"] == 2.5 and len(report.spans) == 1
 
 
@@ -114,12 +121,12 @@ def test_times_of_an_ended_request_count_from_its_arrival():
     sequence.arrived_at, sequence.admitted_at, sequence.first_token_at = 10.0, 10.5, 11.0
     sequence.token_ids += [5, 6, 7]
     sequence.finish_reason = "length"
-    stats.request_ended(sequence, 13.0)
+    stats.add_request(sequence, 13.0)
     assert list(stats.ended) == [RequestTimes("length", 0.5, 1.0, 3.0, num_tokens=3)]
     assert stats.ended[0].per_token_s == 1.0
     never = Sequence.start(Request(2, (3,)), 50)
     never.arrived_at, never.finish_reason = 12.0, "abort"
-    stats.request_ended(never, 13.0)
+    stats.add_request(never, 13.0)
     assert stats.ended[1] == RequestTimes("abort", None, None, 1.0, num_tokens=0)
     assert stats.ended[1].per_token_s is None
     assert (stats.num_requests_finished, stats.num_requests_aborted) == (1, 1)
@@ -127,9 +134,9 @@ def test_times_of_an_ended_request_count_from_its_arrival():
 
 def test_time_on_the_way_is_what_was_not_work():
     stats = CoordinatorStats()
-    stats.crossed("target", 0.75, 0.5)
-    stats.crossed("target", 0.25, 0.5)  # clocks of two hosts
-    stats.crossed("draft", 1.5, 0.5)
+    stats.add_link_trip("target", 0.75, 0.5)
+    stats.add_link_trip("target", 0.25, 0.5)  # clocks of two hosts
+    stats.add_link_trip("draft", 1.5, 0.5)
     assert (stats.num_link_trips, stats.link_s) == ({"target": 2, "draft": 1}, {"target": 0.25, "draft": 1.0})
 
 
@@ -137,14 +144,14 @@ def test_old_spans_fall_out():
     stats = CoordinatorStats()
     batch = ProposalBatch(3, (), 1.0, 1.25)
     for _ in range(SPAN_LIMIT + 10):
-        stats.drafted(batch)
+        drafted(stats, batch)
     assert len(stats.spans) == SPAN_LIMIT
 
 
 def test_rounds_are_counted_by_what_they_were_for():
     stats = CoordinatorStats()
     for mode, seconds in ((Mode.speculate, 1.0), (Mode.probe, 0.5), (Mode.probe, 0.5), (Mode.speculate, 2.0)):
-        stats.round_seen(mode, seconds, [0, 3] if mode is Mode.speculate else [0, 0])
+        stats.add_mode(mode, seconds, [0, 3] if mode is Mode.speculate else [0, 0])
     assert stats.seconds_by_mode == {"speculate": 3.0, "probe": 1.0}
     assert stats.num_by_mode == {"speculate": 2, "probe": 1}, "how often each was entered"
     assert stats.orders_by_length == [6, 0, 0, 2]

@@ -1,4 +1,4 @@
-"""Adaptive control in a world of known costs: single requests, mixed batches, bounds, and what it forgets."""
+"""The adaptive policy in a world of known costs: single requests, mixed batches, bounds, and what it forgets."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import random
 
 import pytest
 
-from actors.policy.draft_length import AdaptiveControl, DraftOutcome, FixedControl, RoundObservation, make_control
+from actors.policy.draft_length import DraftOutcome
+from actors.policy.policy import AdaptivePolicy, Policy, RoundObservation, make_policy
 from actors.policy.speculation_switch import Mode
 
 
 class Rounds:
     """Synchronous rounds: a draft token costs `draft_s`, a row of the target `row_s` on top of its 10 ms."""
 
-    def __init__(self, control, chances: dict[int, float], *, draft_s=0.0015, row_s=0.0, mean_len=100.0, reads=None):
-        self.control, self.chances = control, chances
+    def __init__(self, policy, chances: dict[int, float], *, draft_s=0.0015, row_s=0.0, mean_len=100.0, reads=None):
+        self.policy, self.chances = policy, chances
         self.draft_s, self.row_s, self.mean_len = draft_s, row_s, mean_len
         self.reads = reads or (lambda i: 0)  # prompt rows of a round, which cost as much as others
         self.draw = random.Random(0)
@@ -23,9 +24,9 @@ class Rounds:
     def run(self, count: int, most: int = 8) -> dict[int, list[int]]:
         ordered = {request_id: [] for request_id in self.chances}
         for i in range(count):
-            if self.control.mode is Mode.catch_up:
-                self.control.caught_up()
-            lengths = {request_id: self.control.length(request_id, most) for request_id in self.chances}
+            if self.policy.mode is Mode.catch_up:
+                self.policy.caught_up()
+            lengths = {request_id: self.policy.draft_length(request_id, most + 1) for request_id in self.chances}
             offers = []
             for request_id, length in lengths.items():
                 ordered[request_id].append(length)
@@ -39,9 +40,9 @@ class Rounds:
             tokens = sum(1 + len(offer.path) for offer in offers)
             size = len(offers)
             self.seconds, self.tokens = self.seconds + draft_s + verify_s, self.tokens + tokens
-            self.control.update(
+            self.policy.update(
                 RoundObservation(
-                    draft_s + verify_s, verify_s, draft_s, tokens, size, size, size, self.mean_len, prompt_rows, offers
+                    draft_s + verify_s, verify_s, draft_s, tokens, size, self.mean_len, size, prompt_rows, offers
                 )
             )
         return ordered
@@ -54,7 +55,7 @@ def mean(lengths: list[int]) -> float:
 
 @pytest.mark.parametrize(("chance", "best"), [(0.3, 1), (0.8, 4), (0.97, 8)])
 def test_a_single_request_gets_the_length_that_pays(chance, best):
-    rounds = Rounds(AdaptiveControl(0, 8), {1: chance})
+    rounds = Rounds(AdaptivePolicy("sync", 0, 8), {1: chance})
     rounds.run(100)
     assert mean(rounds.run(400)[1]) == pytest.approx(best, abs=1)
 
@@ -67,18 +68,20 @@ def test_under_steady_traffic_rounds_are_compared_that_read_as_much(every):
     def reads(i):
         return sizes.choice([200, 250, 30]) if i % every == 0 else 0
 
-    hopeless = Rounds(AdaptiveControl(0, 8), dict.fromkeys(range(4), 0.02), draft_s=0.004, row_s=2e-4, reads=reads)
+    hopeless = Rounds(
+        AdaptivePolicy("sync", 0, 8), dict.fromkeys(range(4), 0.02), draft_s=0.004, row_s=2e-4, reads=reads
+    )
     hopeless.run(200)
     ordered = hopeless.run(400)
     assert sum(map(bool, ordered[0])) < 130, "it rests most of the time"
-    easy = Rounds(AdaptiveControl(0, 8), dict.fromkeys(range(4), 0.9), draft_s=0.001, row_s=1e-4, reads=reads)
+    easy = Rounds(AdaptivePolicy("sync", 0, 8), dict.fromkeys(range(4), 0.9), draft_s=0.001, row_s=1e-4, reads=reads)
     easy.run(200)
     ordered = easy.run(200)
     assert sum(map(bool, ordered[0])) > 180 and mean(ordered[0]) > 4
 
 
 def test_what_never_passes_gets_next_to_nothing_while_its_neighbours_go_on():
-    rounds = Rounds(AdaptiveControl(0, 8), {1: 0.9, 2: 0.9, 3: 0.0}, row_s=0.001)
+    rounds = Rounds(AdaptivePolicy("sync", 0, 8), {1: 0.9, 2: 0.9, 3: 0.0}, row_s=0.001)
     rounds.run(60)
     ordered = rounds.run(300)
     assert sum(map(bool, ordered[3])) < 10 and mean(ordered[1]) > 2
@@ -88,50 +91,52 @@ def test_what_never_passes_gets_next_to_nothing_while_its_neighbours_go_on():
 
 
 def test_a_batch_whose_rows_are_dear_is_decoded_plainly():
-    rounds = Rounds(AdaptiveControl(0, 8), dict.fromkeys(range(8), 0.4), row_s=0.004)
+    rounds = Rounds(AdaptivePolicy("sync", 0, 8), dict.fromkeys(range(8), 0.4), row_s=0.004)
     rounds.run(600)
     plain_s = 600 * (0.01 + 8 * 0.004)
     assert rounds.tokens / rounds.seconds > 0.97 * 600 * 8 / plain_s
-    assert rounds.control.mode is Mode.rest
+    assert rounds.policy.mode is Mode.rest
 
 
 def test_the_lower_bound_holds_and_rules_out_plain_decoding():
-    rounds = Rounds(AdaptiveControl(3, 8), dict.fromkeys(range(4), 0.1), row_s=0.004)
+    rounds = Rounds(AdaptivePolicy("sync", 3, 8), dict.fromkeys(range(4), 0.1), row_s=0.004)
     ordered = rounds.run(300)
     assert {length for lengths in ordered.values() for length in lengths} <= set(range(3, 9))
-    assert mean(ordered[0][100:]) < 3.5 and rounds.control.mode is Mode.speculate
+    assert mean(ordered[0][100:]) < 3.5 and rounds.policy.mode is Mode.speculate
 
 
 def test_contexts_are_learned_apart():
-    control = AdaptiveControl(0, 8)
-    short, long = Rounds(control, {1: 0.9}), Rounds(control, {1: 0.05}, draft_s=0.006, mean_len=4000)
+    policy = AdaptivePolicy("sync", 0, 8)
+    short, long = Rounds(policy, {1: 0.9}), Rounds(policy, {1: 0.05}, draft_s=0.006, mean_len=4000)
     for _ in range(8):
         short.run(60)
         long.run(60)
     assert mean(short.run(5)[1]) > 3
     long.run(1)
-    assert control.mode is Mode.rest
-    control.approach(1, 80.0)
-    assert control.mode is not Mode.rest, "who joins next is known before its first round"
-    control.approach(2, 5000.0)
-    assert control.mode is Mode.rest, "a load that was never seen is taken for its kin"
+    assert policy.mode is Mode.rest
+    policy.expect_load(1, 80.0)
+    assert policy.mode is not Mode.rest, "who joins next is known before its first round"
+    policy.expect_load(2, 5000.0)
+    assert policy.mode is Mode.rest, "a load that was never seen is taken for its kin"
     short.run(1)
-    assert control.mode is not Mode.rest
+    assert policy.mode is not Mode.rest
 
 
 def test_nothing_is_kept_of_requests_that_ended():
-    control = AdaptiveControl(0, 4)
+    policy = AdaptivePolicy("sync", 0, 4)
     for first in range(0, 400, 4):
         ids = range(first, first + 4)
-        Rounds(control, {request_id: 0.2 + 0.2 * (request_id % 4) for request_id in ids}).run(10)
+        Rounds(policy, {request_id: 0.2 + 0.2 * (request_id % 4) for request_id in ids}).run(10)
         for request_id in ids:
-            control.forget(request_id)
-    kept = [len(value) for value in vars(control).values() if isinstance(value, dict)]
+            policy.forget(request_id)
+    kept = [
+        len(value) for value in [*vars(policy).values(), *vars(policy._lengths).values()] if isinstance(value, dict)
+    ]
     assert sum(kept) <= 4, "one load, one context"
 
 
 def test_it_is_made_as_the_user_chose():
-    assert isinstance(make_control(False, 0, 5), FixedControl)
-    assert isinstance(make_control(True, 0, 0), FixedControl), "nobody drafts"
-    assert make_control(False, 0, 5).length(1, 4) == 4
-    assert isinstance(make_control(True, 0, 5), AdaptiveControl)
+    assert type(make_policy("sync", 0, 5, adaptive=False)) is Policy
+    assert type(make_policy("sync", 0, 0, adaptive=True)) is Policy, "nobody drafts"
+    assert make_policy("sync", 0, 5, adaptive=False).draft_length(1, 5) == 4
+    assert isinstance(make_policy("sync", 0, 5, adaptive=True), AdaptivePolicy)

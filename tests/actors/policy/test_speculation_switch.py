@@ -67,7 +67,7 @@ def test_rounds_in_which_nobody_wants_drafts_only_teach():
     guard = SpeculationSwitch()
     for _ in range(100):
         guard.update(10, 0.01, speculated=False, willing=False)
-    assert guard.mode is Mode.speculate and guard.plain.of[0].per_s > 0
+    assert guard.mode is Mode.speculate and guard.plain.by_rows[0].per_s > 0
     run(guard, 7, lambda i: 0.7)
     assert guard.mode is Mode.rest, "what plain decoding costs was known already"
 
@@ -75,7 +75,7 @@ def test_rounds_in_which_nobody_wants_drafts_only_teach():
 def test_a_load_like_another_starts_with_its_conclusion():
     guard = SpeculationSwitch()
     run(guard, 100, lambda i: 0.7)
-    assert guard.like().mode is Mode.rest and SpeculationSwitch().like().mode is Mode.speculate
+    assert guard.for_similar_load().mode is Mode.rest and SpeculationSwitch().for_similar_load().mode is Mode.speculate
 
 
 def test_what_it_found_is_told():
@@ -100,7 +100,7 @@ def test_rounds_are_compared_with_those_that_read_as_much():
 def test_speculation_in_name_only_ends():
     guard = SpeculationSwitch()
     for _ in range(LATE_ROUNDS - 1):
-        guard.update(10, 0.01, speculated=False, willing=True, went_on=True)
+        guard.update(10, 0.01, speculated=False, willing=True, skipped_drafts=True)
     assert guard.mode is Mode.speculate
-    guard.update(10, 0.01, speculated=False, willing=True, went_on=True)
+    guard.update(10, 0.01, speculated=False, willing=True, skipped_drafts=True)
     assert guard.mode is Mode.rest

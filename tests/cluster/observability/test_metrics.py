@@ -108,8 +108,8 @@ def test_what_is_derived(registry, show):
 
 def test_losses_are_counted_by_role(registry, show):
     stats = CoordinatorStats(num_role_losses={"draft": 2, "target": 1})
-    stats.resumed("draft", 0.5)
-    stats.resumed("target", 2.0)
+    stats.add_outage("draft", 0.5)
+    stats.add_outage("target", 2.0)
     show(stats)
     show(stats)
     found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "draft")}
@@ -122,8 +122,8 @@ def test_losses_are_counted_by_role(registry, show):
 def test_what_the_guard_does_is_counted_as_the_report_counts_it(registry, show):
     stats = CoordinatorStats()
     for mode, seconds in ((Mode.speculate, 3.0), (Mode.rest, 2.0), (Mode.catch_up, 0.5), (Mode.trial, 1.0)):
-        stats.round_seen(mode, seconds, [])
-    stats.resumed("draft", 0.25)
+        stats.add_mode(mode, seconds, [])
+    stats.add_outage("draft", 0.25)
     show(stats)
     assert registry.values["guard_seconds_total", "", "speculate"] == 3.0
     assert registry.values["guard_turns_total", "", "trial"] == figures(Run(counters=stats.report(1.0).counters))["num_trials"] == 1

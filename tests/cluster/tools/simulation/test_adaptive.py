@@ -1,4 +1,4 @@
-"""Adaptive control on the virtual clock: it comes close to the best fixed length, and the guard bounds what is lost."""
+"""The adaptive policy on the virtual clock: it comes close to the best fixed length, and the guard bounds what is lost."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_a_drafter_at_some_distance_is_waited_for():
 
 
 def test_a_text_that_becomes_easy_is_speculated_for_again():
-    """The first requests are hopeless, the later ones easy; one control sees both."""
+    """The first requests are hopeless, the later ones easy; one policy sees both."""
     hard = replace(scenario("sync", (0.05, 1.5e-3, 10e-3, 0.2e-3, 1)), adaptive=True)
     easy = replace(hard, language=Language((0.9,), power_law(0.8)), max_tokens=1500)
-    control = hard.make_control()
-    simulate(hard, control=control)
-    result = simulate(easy, control=control)
+    policy = hard.make_policy()
+    simulate(hard, policy)
+    result = simulate(easy, policy)
     assert result.tokens_per_s > 1.3 * simulate(replace(easy, pipeline="plain")).tokens_per_s
     assert result.counters["num_by_mode"]["trial"] >= 1
 

@@ -12,7 +12,7 @@ import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree
-from actors.policy.pipelines import AheadPipeline
+from actors.policy.policy import Policy
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
 
 NUM_TOKENS = 2400
@@ -92,11 +92,13 @@ def test_synchronous_tree():
     assert result.round_ms == pytest.approx(1e3 * (TREE.depth * DRAFT_S + TARGET_S), rel=1e-3)
 
 
-class NeverWaits(AheadPipeline):
+class NeverWaits(Policy):
     """A target that goes on without a draft whenever none is ready, as PEARL's does."""
 
-    def may_verify(self, standing, costs):
-        return not standing.num_expecting or standing.answered
+    def wait_s(self, num_expecting, num_ready, num_plain, *, has_first_part):
+        if has_first_part:
+            return 0.0
+        return super().wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.8, 0.9])
@@ -107,7 +109,7 @@ def test_pearl(alpha):
     case = scenario("pearl", alpha, drafter, draft=PassCost.flat(0.98 * TARGET_S / window))
     alpha = frequency(case)
     expected = (1 - alpha**window) / ((1 - alpha) * (1 + alpha - alpha**window))
-    assert simulate(case, NeverWaits(window - 1)).tokens_per_pass == pytest.approx(expected, rel=0.015)
+    assert simulate(case, NeverWaits("pearl", window - 1)).tokens_per_pass == pytest.approx(expected, rel=0.015)
 
 
 @pytest.mark.parametrize(("alpha", "redraft"), [(0.6, 1), (0.9, 3)])

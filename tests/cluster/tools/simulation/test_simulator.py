@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.policy.pipelines import PIPELINES
+from actors.policy.policy import PIPELINES, Policy
 from cluster.observability.timeline import chrome_trace
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate, tuned
 
@@ -113,7 +113,7 @@ def test_tuned_finds_the_best_length():
 
 def test_another_pipeline_object_takes_the_place_of_the_named_one():
     case = scenario("branches")
-    assert simulate(case, PIPELINES["plain"](4)).counters["num_spec_steps"] == 0
+    assert simulate(case, Policy("plain", 4)).counters["num_spec_steps"] == 0
 
 
 @pytest.mark.parametrize("pipeline", ["branches", "tree"])

@@ -1,0 +1,227 @@
+"""The coordinator's policy: in which order to draft and verify, draft lengths, waiting, and whether to speculate.
+
+A `Policy` sees lengths, counts and seconds; never a tensor, a socket or a clock. What a drafter prepares while the
+target verifies is decided on its side (`actors/drafters/draft_ahead`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log2
+
+from actors.policy.draft_length import DraftLengths, DraftOutcome
+from actors.policy.draft_wait import DraftWait
+from actors.policy.estimators import Ewma, RoundCosts
+from actors.policy.speculation_switch import Mode, SpeculationSwitch
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The order of drafting and verifying.
+
+    `alternates`: two halves of the batch in turn; while the target verifies one, the drafter drafts for the other. No
+    outcome has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016).
+    """
+
+    drafts: bool = True
+    alternates: bool = False
+
+
+PIPELINES = {
+    "plain": Pipeline(drafts=False),  # every pass verifies empty proposals: the baseline and the fallback
+    "sync": Pipeline(),  # the whole batch is drafted for, then the whole batch is verified
+    "pearl": Pipeline(),  # the three that draft ahead differ in what the drafter prepares; here they are one
+    "branches": Pipeline(),
+    "tree": Pipeline(),
+    "pingpong": Pipeline(alternates=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundObservation:
+    """A target pass and the time since the one before it.
+
+    `outcomes` has one entry for each request that got a verdict. Of the `num_running` requests of the batch, whose mean
+    length is `mean_len`, `num_willing` allow speculation. The pass read `num_prompt_rows` of prompts besides.
+    `skipped_drafts`: drafts had been ordered, but the pass did not wait for them.
+    """
+
+    seconds: float
+    verify_s: float
+    draft_s: float
+    num_tokens: int
+    num_running: int
+    mean_len: float
+    num_willing: int
+    num_prompt_rows: int
+    outcomes: Sequence[DraftOutcome]
+    skipped_drafts: bool = False
+
+
+class Policy:
+    """Fixed draft lengths; the first part of an answer is always waited for."""
+
+    weighs_waiting = False
+    """Whether drafts are waited for only while that costs less than they bring."""
+
+    def __init__(self, pipeline: str, num_draft_tokens: int) -> None:
+        order = PIPELINES[pipeline]
+        self.longest_draft = num_draft_tokens if order.drafts else 0
+        self.alternates = order.alternates
+        """Whether drafts are also ordered while the target is busy, and a pass leaves out requests without one."""
+        self._wait = DraftWait(self.weighs_waiting, num_draft_tokens)
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.speculate
+
+    @property
+    def switch(self) -> SpeculationSwitch | None:
+        """The comparison of speculation with plain decoding under the present load, if there is one."""
+        return None
+
+    def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002 (a policy may tell requests apart)
+        """Draft tokens to order for a request that may get `remaining` more tokens; 0 for none."""
+        # The target adds one token of its own after the path, so the last one is never worth drafting.
+        return max(0, min(self.longest_draft, remaining - 1))
+
+    def num_orders(self, num_running: int) -> int:
+        """Requests to order drafts for at a time."""
+        return (num_running + 1) // 2 if self.alternates else num_running
+
+    def wait_s(self, num_expecting: int, num_ready: int, num_plain: int, *, has_first_part: bool) -> float:
+        """Seconds that the target should wait for the next part of an answer; 0: start the pass now.
+
+        Of the requests of the pass `num_expecting` await a draft, `num_ready` have one, `num_plain` need none.
+        """
+        if not num_expecting or (self.alternates and num_ready):
+            return 0.0
+        return self._wait.wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
+
+    def update_delay(self, seconds: float, *, is_rest: bool) -> None:
+        """Seconds from an order to the first part of its answer, or from that to the rest of it."""
+        self._wait.update_delay(seconds, is_rest=is_rest)
+
+    def update(self, seen: RoundObservation) -> None:
+        """A round ended."""
+        self._wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
+        for outcome in seen.outcomes:
+            if outcome.num_tokens:
+                self._wait.update_acceptance(outcome.num_tokens)
+
+    def expect_load(self, num_running: int, mean_len: float) -> None:
+        """Requests joined: the next rounds are of so many sequences of such a mean length."""
+
+    def caught_up(self) -> None:
+        """The drafter has read the committed text that it missed."""
+
+    def forget(self, request_id: int) -> None:
+        """The request ended."""
+
+
+_PLAIN_MEMORY = 0.8
+
+
+@dataclass(slots=True)
+class _PassCosts:
+    """What rounds cost, with drafts and without."""
+
+    with_drafts: RoundCosts = field(default_factory=RoundCosts)
+    plain_verify_s: Ewma = field(default_factory=lambda: Ewma(_PLAIN_MEMORY))
+
+
+@dataclass(slots=True)
+class _LoadEstimate:
+    """What was measured under one kind of load: so many sequences of about such a length."""
+
+    switch: SpeculationSwitch = field(default_factory=SpeculationSwitch)
+    decoding: _PassCosts = field(default_factory=_PassCosts)
+    reading: _PassCosts = field(default_factory=_PassCosts)
+    """Of rounds that also read prompts: under steady traffic there may be no others."""
+
+
+class AdaptivePolicy(Policy):
+    """Lengths within [`shortest`, `longest`]; `shortest` 0 also allows plain decoding where that measures faster.
+
+    Where plain decoding is ruled out, drafts are always waited for.
+    """
+
+    def __init__(self, pipeline: str, shortest: int, longest: int) -> None:
+        shortest = min(shortest, longest)
+        self.weighs_waiting = shortest == 0
+        super().__init__(pipeline, longest)
+        self._lengths = DraftLengths(shortest, longest)
+        self._loads: dict[tuple[int, int], _LoadEstimate] = {}
+        self._load = _LoadEstimate()
+        self._last_read_prompt = False
+
+    @property
+    def mode(self) -> Mode:
+        return self._load.switch.mode if self.weighs_waiting else Mode.speculate
+
+    @property
+    def switch(self) -> SpeculationSwitch | None:
+        return self._load.switch if self.weighs_waiting else None
+
+    def draft_length(self, request_id: int, remaining: int) -> int:
+        if self.weighs_waiting and not self._load.switch.speculates:
+            return 0
+        return max(0, min(self.longest_draft, remaining - 1, self._lengths.of(request_id)))
+
+    def expect_load(self, num_running: int, mean_len: float) -> None:
+        self._load = self._nearest(_kind_of_load(num_running, mean_len))
+
+    def update(self, seen: RoundObservation) -> None:
+        super().update(seen)
+        if not seen.outcomes:
+            return
+        kind = _kind_of_load(seen.num_running, seen.mean_len)
+        load = self._loads.get(kind)
+        if load is None:
+            load = self._loads[kind] = _LoadEstimate(self._nearest(kind).switch.for_similar_load())
+        self._load = load
+        reads = seen.num_prompt_rows > 0
+        costs = load.reading if reads else load.decoding
+        lengths = [outcome.num_ordered for outcome in seen.outcomes]
+        longest = max(lengths)
+        # Where drafts are always waited for, the first one also reads the prompt.
+        is_first, self._last_read_prompt = not self.weighs_waiting and (reads or self._last_read_prompt), reads
+        if not longest:
+            costs.plain_verify_s.update(seen.verify_s)
+        elif not is_first:
+            mean = sum(lengths) / len(lengths)
+            costs.with_drafts.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
+        load.switch.update(
+            seen.num_tokens,
+            seen.seconds,
+            speculated=longest > 0,
+            willing=seen.num_willing > 0,
+            skipped_drafts=seen.skipped_drafts,
+            num_prompt_rows=seen.num_prompt_rows,
+        )
+        self._lengths.update(seen.outcomes, kind[1])
+        self._lengths.choose(costs.with_drafts, costs.plain_verify_s.mean, len(lengths))
+
+    def caught_up(self) -> None:
+        if self._load.switch.caught_up():
+            self._wait.forget_delays()
+
+    def forget(self, request_id: int) -> None:
+        self._lengths.forget(request_id)
+
+    def _nearest(self, kind: tuple[int, int]) -> _LoadEstimate:
+        """The load of this kind, or of the nearest one; a context of twice the length is a longer way."""
+        if kind in self._loads or not self._loads:
+            return self._loads.get(kind, self._load)
+        return self._loads[min(self._loads, key=lambda known: 4 * abs(known[1] - kind[1]) + abs(known[0] - kind[0]))]
+
+
+def _kind_of_load(num_running: int, mean_len: float) -> tuple[int, int]:
+    """Class of batch sizes, in steps of a half more, and of context lengths, in steps of twice as much."""
+    return round(2 * log2(num_running)), int(mean_len / 512).bit_length()
+
+
+def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool) -> Policy:
+    """As configured; without draft tokens there is nothing to adapt."""
+    return AdaptivePolicy(pipeline, shortest, longest) if adaptive and longest else Policy(pipeline, longest)
