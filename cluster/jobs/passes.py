@@ -1,13 +1,13 @@
-"""`job=passes`: what one pass of a draft model takes on one rank, tensor-parallel and layer-parallel, in one run.
+"""`job=passes`: one pass of a draft model on one rank, tensor-parallel and layer-parallel, timed in one run.
 
-No checkpoint is read: only the shape of a model decides what its passes cost. Writes `passes.json`.
+Reads no checkpoint: only the shape of a model decides the cost of its passes. Writes `passes.json`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,52 +21,45 @@ from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import choose_dtype
 
-_COMMON = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 4096,
-    "tie_word_embeddings": True,
-    "head_dim": 64,
-}
-SIZES = {
-    "5M": _COMMON
-    | {
-        "hidden_size": 256,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 448,
-    },
-    "30M": _COMMON
-    | {
-        "hidden_size": 512,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1408,
-    },
-}
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 4096,
+        "tie_word_embeddings": True,
+        "head_dim": 64,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+    }
+
+
+SIZES = {"5M": _llama(256, 8, 4, 2, 448), "30M": _llama(512, 10, 8, 4, 1408)}
 """Draft models by their parameters: 5.4 and 31.6 million."""
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
-    """Raises ValueError for a model that is none, or that the ranks cannot share."""
+    """Raises ValueError for a model that cannot be read, or that the ranks cannot share."""
     terminal, job = Terminal(), config.job
     device = _device(config)
     models = {name: _model(name) for name in job.models}
-    found: dict[str, list[PassTime]] = {}
-    with terminal.starting() as say:
+    entries: dict[str, list[dict[str, Any]]] = {}
+    with terminal.starting() as progress:
         for name, model in models.items():
-            say(f"timing passes of {name}")
-            found[name] = measure_passes(
+            progress(f"timing passes of {name}")
+            times = measure_passes(
                 model,
-                list(_sharings(model, job)),
+                _sharings(model, job),
                 num_rows=job.rows,
                 context=job.context,
                 repeats=job.repeats,
                 device=device,
                 dtype=choose_dtype(config.drafter.dtype, device),
             )
-    entries = {name: [_entry(one, times) for one in times] for name, times in found.items()}
+            single = {one.num_rows: one for one in times if one.sharing == Sharing()}
+            entries[name] = [_entry(one, single[one.num_rows]) for one in times]
     for name, rows in entries.items():
         terminal.table(f"A pass of {name} on {device}", *_table(rows))
     about = {"machine": machine(), "versions": versions(), "config": asdict(config)}
@@ -92,19 +85,15 @@ def _model(name: str) -> DecoderConfig:
         raise ValueError(f"job.models: {error}; known sizes are {', '.join(SIZES)}") from error
 
 
-def _sharings(model: DecoderConfig, job: PassesConfig) -> Iterator[Sharing]:
-    yield Sharing()
+def _sharings(model: DecoderConfig, job: PassesConfig) -> list[Sharing]:
     if job.ranks == 1:
-        return
+        return [Sharing()]
     model.check_ranks(job.ranks)
-    yield Sharing(job.ranks)
-    for group in job.layer_groups:
-        for mlp in ("replicated", "tensor"):
-            yield Sharing(job.ranks, group, mlp)
+    layers = [Sharing(job.ranks, group, mlp) for group in job.layer_groups for mlp in ("replicated", "tensor")]
+    return [Sharing(), Sharing(job.ranks), *layers]
 
 
-def _entry(one: PassTime, times: list[PassTime]) -> dict[str, object]:
-    single = next(time for time in times if time.sharing == Sharing() and time.num_rows == one.num_rows)
+def _entry(one: PassTime, single: PassTime) -> dict[str, Any]:
     return {
         "sharing": one.sharing.name,
         "pass": "fuzzy" if one.fuzzy else "exact",
@@ -118,13 +107,11 @@ def _entry(one: PassTime, times: list[PassTime]) -> dict[str, object]:
     }
 
 
-def _table(entries: list[dict[str, object]]) -> tuple[list[str], list[list[str]]]:
+def _table(entries: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     columns = ["shared", "pass", "rows", "ms", "over single", "fastest tenth, ms", "over single", "communication"]
     rows = [
         [
-            str(entry["sharing"]),
-            str(entry["pass"]),
-            str(entry["rows"]),
+            *(str(entry[name]) for name in ("sharing", "pass", "rows")),
             figure(entry["ms"]),
             figure(entry["over_single"], 2, "x"),
             figure(entry["undisturbed_ms"]),

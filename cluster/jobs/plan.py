@@ -1,35 +1,27 @@
 """`job=plan`: predicts the speed of every layout and shows the best, as one line to paste.
 
-Files: `plan.json`, `plan.csv`, `plan.png`, and `costs.yaml`, the pass costs in the form that `job.costs=` reads.
+Files: `plan.json`, `plan.csv`, `plan.png`, and `costs.yaml`, the pass costs in the form that `job.costs=` reads; with
+layer-parallel layouts also `fidelity.csv` and `fidelity.png`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from cluster.config.jobs import PlanConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.io.prompts import read_prompts
 from cluster.io.text import read_eos_token_ids
 from cluster.observability.report import notes, versions, write_json
 from cluster.tools.bench.machine import machine
-from cluster.tools.planning.costs import Costs, read_costs, write_costs
-from cluster.tools.planning.fidelity import POLICIES, compare, input_similarity
+from cluster.tools.planning.costs import PassCosts, RankCores, read_costs, write_costs
+from cluster.tools.planning.fidelity import INTERVALS, compare, input_similarity
 from cluster.tools.planning.layouts import Layout, described_layouts, local_layouts, simplest
-from cluster.tools.planning.measuring import (
-    Measurer,
-    cores_of,
-    derive_costs,
-    find_devices,
-    measure_all,
-    parts_of,
-    uses_gpus,
-)
+from cluster.tools.planning.measuring import derive_costs, find_devices, measure_all, parts_of, role_pair
 from cluster.tools.planning.plots import draw_fidelity, draw_plan
-from cluster.tools.planning.prediction import Cores, Prediction, Workload, predict_all
-from cluster.tools.planning.recording import record
+from cluster.tools.planning.prediction import Prediction, Workload, predict_all
 from cluster.tools.planning.tables import (
     Entry,
     fidelity_table,
@@ -39,26 +31,29 @@ from cluster.tools.planning.tables import (
     write_csv,
     write_fidelity,
 )
+from cluster.tools.planning.transcript import record
 from cluster.tools.planning.trials import probe, try_out, worth_trying
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for costs that make no sense, EngineError if a request failed, KeyboardInterrupt."""
     terminal = Terminal()
-    plan = _described(config, terminal) if config.job.costs else _measured(config, terminal)
+    with terminal.starting() as progress:
+        plan = (_described if config.job.costs else _measured)(config, progress)
     if not plan.predictions:
         raise ValueError("job=plan: no layout fits these devices and the job's axes; widen an axis or add passes")
-    _write(run_dir, config, plan)
-    _show(terminal, plan, run_dir)
+    entries = plan.entries()
+    _write(run_dir, config, plan, entries)
+    _show(terminal, plan, entries, run_dir)
 
 
 @dataclass(slots=True)
-class Plan:
-    """Costs, what follows from them, and what was seen of it."""
+class LayoutPlan:
+    """Costs, the predictions that follow from them, and measurements."""
 
-    costs: Costs
+    costs: PassCosts
     predictions: list[Prediction]
-    measured: dict[Layout, dict[str, float | None]] = field(default_factory=dict)
+    measured: dict[Layout, dict[str, float]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     parts: list[Entry] = field(default_factory=list)
@@ -66,80 +61,78 @@ class Plan:
     input_similarity: list[float] = field(default_factory=list)
 
     def entries(self) -> list[Entry]:
-        return [_entry(prediction, self) for prediction in self.predictions]
+        plain = max((one.tokens_per_s for one in self.predictions if one.layout.shape is None), default=None)
+        return [
+            {
+                "layout": one.layout.describe(),
+                "overrides": one.overrides,
+                "num_draft_tokens": one.num_draft_tokens,
+                "tokens_per_s": one.tokens_per_s,
+                "over_plain": one.tokens_per_s / plain if plain else None,
+                "round_ms": one.round_ms,
+                "tokens_per_round": one.tokens_per_round,
+                "branch_hit_rate": one.branch_hit_rate,
+                "target_busy": one.target_busy,
+                "draft_busy": one.draft_busy,
+                "binding": one.binding,
+                "measured": self.measured.get(one.layout),
+            }
+            for one in self.predictions
+        ]
 
 
-def _described(config: LaunchConfig, terminal: Terminal) -> Plan:
+def _described(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPlan:
     """From the costs of a file."""
-    job: PlanConfig = config.job
+    job = config.job
     costs = read_costs(Path(job.costs))
     target_ranks, shapes = [cost.ranks for cost in costs.target], [cost.shape for cost in costs.drafter]
-    layouts = [(layout, Cores()) for layout in described_layouts(target_ranks, shapes, costs.num_devices, job)]
-    with terminal.starting() as say:
-        say(f"predicting {len(layouts)} layouts")
-        return Plan(costs, predict_all(layouts, job.draft_lengths, costs, Workload(config.drafter, job.batch)))
+    layouts = [(layout, RankCores()) for layout in described_layouts(target_ranks, shapes, costs.num_devices, job)]
+    progress(f"predicting {len(layouts)} layouts")
+    return LayoutPlan(costs, predict_all(layouts, job.draft_lengths, costs, Workload(config.drafter, job.batch)))
 
 
-def _measured(config: LaunchConfig, terminal: Terminal) -> Plan:
-    """From what this machine shows."""
-    job: PlanConfig = config.job
+def _measured(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPlan:
+    """From measurements on this machine."""
+    job = config.job
     prompts = read_prompts(Path(job.prompts), job.limit)
-    with terminal.starting() as say:
-        say("looking at the devices")
-        devices = find_devices(config)
-        on_gpus = uses_gpus(config, devices)
-        num_devices = devices.num_gpus if on_gpus else len(devices.cores)
-        layouts = local_layouts(config, num_devices, threads=not on_gpus)
-        seen = probe(config, simplest(layouts), prompts, say)
-        say("comparing layer-parallel drafts with exact ones")
-        device = "cuda:0" if on_gpus else "cpu"
-        drafter = replace(config.drafter, num_draft_tokens=max(job.draft_lengths))
-        policies = POLICIES if job.ablation else POLICIES[:1]
-        planned = dict.fromkeys(layout.shape.partition for layout in layouts if layout.shape)
-        fidelity = compare(drafter, seen.texts, seen.sampling, policies, device, filter(None, planned))
-        acceptance = {(): fidelity[0].acceptance}
-        for one in fidelity:
-            acceptance.setdefault(one.partition, one.acceptance)  # calibrated every round: the others only compare
-        measurer = Measurer(config, seen.texts, seen.sampling)
-        found, refused = measure_all(layouts, measurer, config, devices, say)
-        costs = derive_costs(found, num_devices, seen.hop_s, acceptance)
-        say("recording the drafter's choices")
-        eos_token_ids = read_eos_token_ids(Path(config.target.path))
-        transcript = record(config.drafter, device, seen.texts, seen.sampling, eos_token_ids)
-        say(f"predicting {len(layouts)} layouts")
-        placed = [(layout, cores_of(layout, config, devices)) for layout in layouts]
-        workload = Workload(config.drafter, job.batch, transcript)
-        predictions = predict_all(placed, job.draft_lengths, costs, workload)
-        plan = Plan(costs, predictions, refused=refused, notes=notes(config), parts=parts_of(found))
-        plan.fidelity = [asdict(one) for one in fidelity]
-        if job.ablation:
-            plan.input_similarity = input_similarity(config.drafter, seen.texts, device)
-        for number, prediction in enumerate(worth_trying(plan.predictions, job.trials), 1):
-            say(f"trying {number} of {job.trials}: {prediction.layout.describe()}")
-            plan.measured[prediction.layout] = try_out(prediction, config, prompts, lambda stage: None)
+    progress("looking at the devices")
+    devices = find_devices(config)
+    on_gpus = devices.num_gpus > 0 and config.target.device != "cpu"
+    num_devices = devices.num_gpus if on_gpus else len(devices.cores)
+    layouts = local_layouts(config, num_devices, threads=not on_gpus)
+    probed = probe(config, simplest(layouts), prompts, progress)
+
+    progress("comparing layer-parallel drafts with exact ones")
+    device = "cuda:0" if on_gpus else "cpu"
+    drafter = replace(config.drafter, num_draft_tokens=max(job.draft_lengths))
+    partitions = dict.fromkeys(layout.shape.partition for layout in layouts if layout.shape and layout.shape.partition)
+    intervals = INTERVALS if job.ablation else INTERVALS[:1]
+    fidelity = compare(drafter, probed.texts, probed.sampling, intervals, device, partitions)
+    acceptance = {(): fidelity[0].acceptance}
+    for one in fidelity:
+        acceptance.setdefault(one.partition, one.acceptance)  # calibrated every round: the others only compare
+
+    pairs = [role_pair(layout, config, devices) for layout in layouts]
+    found, refused = measure_all(pairs, config, probed.texts, probed.sampling, progress)
+    costs = derive_costs(found, num_devices, probed.hop_s, acceptance)
+    progress("recording the drafter's choices")
+    eos_token_ids = read_eos_token_ids(Path(config.target.path))
+    transcript = record(config.drafter, device, probed.texts, probed.sampling, eos_token_ids)
+
+    progress(f"predicting {len(layouts)} layouts")
+    placed = [(layout, pair.cores) for layout, pair in zip(layouts, pairs, strict=True)]
+    predictions = predict_all(placed, job.draft_lengths, costs, Workload(config.drafter, job.batch, transcript))
+    plan = LayoutPlan(costs, predictions, refused=refused, notes=notes(config), parts=list(parts_of(found)))
+    plan.fidelity = [asdict(one) for one in fidelity]
+    if job.ablation:
+        plan.input_similarity = input_similarity(config.drafter, probed.texts, device)
+    for number, prediction in enumerate(worth_trying(predictions, job.trials), 1):
+        progress(f"trying {number} of {job.trials}: {prediction.layout.describe()}")
+        plan.measured[prediction.layout] = try_out(prediction, config, prompts)
     return plan
 
 
-def _entry(prediction: Prediction, plan: Plan) -> dict[str, object]:
-    plain = [one.tokens_per_s for one in plan.predictions if one.layout.shape is None]
-    return {
-        "layout": prediction.layout.describe(),
-        "overrides": prediction.overrides,
-        "num_draft_tokens": prediction.num_draft_tokens,
-        "tokens_per_s": prediction.tokens_per_s,
-        "over_plain": prediction.tokens_per_s / max(plain) if plain else None,
-        "round_ms": prediction.round_ms,
-        "tokens_per_round": prediction.tokens_per_round,
-        "branch_hit_rate": prediction.branch_hit_rate,
-        "target_busy": prediction.target_busy,
-        "draft_busy": prediction.draft_busy,
-        "binding": prediction.binding,
-        "measured": plan.measured.get(prediction.layout),
-    }
-
-
-def _write(run_dir: Path, config: LaunchConfig, plan: Plan) -> None:
-    entries = plan.entries()
+def _write(run_dir: Path, config: LaunchConfig, plan: LayoutPlan, entries: list[Entry]) -> None:
     report = {
         "job": config.job.name,
         "best": entries[0],
@@ -164,17 +157,16 @@ def _write(run_dir: Path, config: LaunchConfig, plan: Plan) -> None:
         draw_fidelity(run_dir / "fidelity.png", plan.fidelity)
 
 
-def _show(terminal: Terminal, plan: Plan, run_dir: Path) -> None:
-    entries = plan.entries()
-    terminal.table("Predicted speed", *plan_table(entries))
+def _show(terminal: Terminal, plan: LayoutPlan, entries: list[Entry], run_dir: Path) -> None:
     tables = {
+        "Predicted speed": plan_table(entries),
         "Predicted and measured": trial_table(entries),
         "Where the time of a pass goes": parts_table(plan.parts),
         "Layers side by side against exact drafting": fidelity_table(plan.fidelity),
     }
-    for title, table in tables.items():
-        if table is not None:
-            terminal.table(title, *table)
+    for title, (columns, rows) in tables.items():
+        if rows:
+            terminal.table(title, columns, rows)
     for subject, reason in plan.refused.items():
         terminal.line(f"left out: {subject}: {reason}")
     for note in plan.notes:

@@ -1,7 +1,6 @@
-"""Which layouts are worth a prediction: who gets how many ranks, shared how, working in which order.
+"""Which layouts are worth a prediction: ranks of each role, how they share the drafter, placement and pipeline.
 
-Pure: it turns numbers of ranks into layouts, a layout into overrides of the command line and back into a
-configuration. What a layout costs is the business of `costs.py` and `prediction.py`.
+Pure: numbers of ranks -> layouts; a layout -> overrides of the command line, or a configuration. Knows no costs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.partition import default_partition
 
 FEWEST_LAYERS = 3
-"""With the first and the last layer alone, so many leave none to run side by side."""
+"""The first and the last layer run alone: with so few layers none run side by side."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -35,13 +34,13 @@ class Shape:
     mlp: str = "replicated"
     """Of layer-parallel ranks: replicated or tensor."""
     partition: tuple[int, ...] = ()
-    """Hyper-layers by their sizes; empty where only their width is known."""
+    """Sizes of the hyper-layers; empty where only their width is known."""
     threads: int = 0
-    """Of a rank, at most; 0: as the drafter's options say."""
+    """Of a rank, at most; 0: as in the drafter's options."""
 
     @property
     def has_own_partition(self) -> bool:
-        """Whether its hyper-layers are not those that the engine would make of the width."""
+        """Whether its hyper-layers differ from those that the engine derives from the width."""
         return bool(self.partition) and self.partition != default_sizes(sum(self.partition), self.layer_group)
 
     def describe(self) -> str:
@@ -55,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to use the devices; `shape` is None where nobody drafts."""
+    """One way to use the devices; `shape` is None without a drafter."""
 
     target_ranks: int
     pipeline: str
@@ -73,7 +72,7 @@ class Layout:
         return f"{self.pipeline}, target on {self.target_ranks}, drafter {self.shape.describe()}, {self.placement}"
 
     def overrides(self, num_draft_tokens: int) -> list[str]:
-        """What to paste behind `python -m cluster.launch`."""
+        """Arguments of `python -m cluster.launch`."""
         if self.shape is None:
             return ["drafter=none", "pipeline=plain", f"target.tp={self.target_ranks}"]
         shape = self.shape
@@ -117,8 +116,7 @@ class Layout:
 def enumerate_layouts(
     target_ranks: Iterable[int], shapes: Sequence[Shape], num_devices: int, pipelines: Sequence[str], batch: int
 ) -> Iterator[Layout]:
-    """Every layout that fits the devices. Roles that share all of them gain nothing from overlap; ping-pong needs two
-    requests."""
+    """Every layout that fits the devices. Colocated roles gain nothing from overlap; ping-pong needs two requests."""
     for ranks in target_ranks:
         if ranks > num_devices:
             continue
@@ -136,7 +134,7 @@ def enumerate_layouts(
 def described_layouts(
     target_ranks: Sequence[int], shapes: Sequence[Shape], num_devices: int, job: PlanConfig
 ) -> list[Layout]:
-    """What can be made of the passes that a file names, within the job's axes."""
+    """Layouts of the passes that a file describes, within the job's axes."""
     ranks = [ranks for ranks in dict.fromkeys(target_ranks) if not job.target_ranks or ranks in job.target_ranks]
     wanted = [
         shape
@@ -147,15 +145,15 @@ def described_layouts(
 
 
 def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = False) -> list[Layout]:
-    """What the models can be split into on so many devices, within the job's axes; `threads` where devices are cores,
-    of which a drafter may leave some idle."""
+    """Layouts that the models allow on so many devices, within the job's axes; `threads`: devices are cores, and a
+    drafter may also use only one of several."""
     job: PlanConfig = config.job
     sizes = [1 << i for i in range(num_devices.bit_length()) if 1 << i <= num_devices]
     target = read_config(Path(config.target.path))
     drafter = read_config(Path(config.drafter.path))
     ranks = [size for size in job.target_ranks or sizes if _divides(target, size)]
     widths = _partitions(config.drafter, drafter, job.layer_groups) if "layer" in job.parallels else {}
-    splits_mlps = config.drafter.calibration is not Calibration.broadcast  # there one rank needs whole ones
+    splits_mlps = config.drafter.calibration is not Calibration.broadcast  # one rank needs whole MLPs
     shapes = [Shape()] * ("single" in job.parallels)
     for size in (size for size in job.draft_ranks or sizes if size > 1):
         divides = _divides(drafter, size)
@@ -164,24 +162,21 @@ def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = Fal
         fitting = [(width, partition) for partition, width in widths.items() if max(partition) <= size]
         shapes += [Shape("layer", size, width, mlp, partition) for width, partition in fitting for mlp in mlps]
     layouts = list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
-    return layouts + [_with_one_thread(layout) for layout in layouts if threads and _has_cores(layout, num_devices)]
-
-
-def _has_cores(layout: Layout, num_cores: int) -> bool:
-    """Whether a drafter of one rank would compute on several."""
-    if layout.shape is None or layout.shape.parallel != Parallel.single:
-        return False
-    return num_cores // (1 if layout.placement == "colocated" else layout.target_ranks + 1) > 1
-
-
-def _with_one_thread(layout: Layout) -> Layout:
-    return replace(layout, shape=replace(layout.shape, threads=1))
+    if threads:
+        one_thread = Shape(threads=1)
+        layouts += [
+            replace(layout, shape=one_thread)
+            for layout in layouts
+            if layout.shape == Shape()
+            and num_devices // (1 if layout.placement == "colocated" else layout.target_ranks + 1) > 1
+        ]
+    return layouts
 
 
 def _partitions(
     config: ModelDrafterConfig, model: DecoderConfig, widths: Iterable[int]
 ) -> Mapping[tuple[int, ...], int]:
-    """Hyper-layers -> their width: the user's, or one partition for each width that makes a different one."""
+    """Partition -> width: the user's partition, or the engine's for each width, each once."""
     if config.layer_partition:
         sizes = tuple(map(len, layer_partition(replace(config, ranks=1), model)))
         return {sizes: max(sizes)} if max(sizes) > 1 else {}
@@ -193,12 +188,12 @@ def _partitions(
 
 
 def default_sizes(num_layers: int, width: int) -> tuple[int, ...]:
-    """The engine's own hyper-layers, by their sizes."""
+    """Sizes of the engine's own hyper-layers."""
     return tuple(map(len, default_partition(num_layers, width)))
 
 
 def simplest(layouts: Iterable[Layout]) -> Layout:
-    """The synchronous layout of the fewest ranks, on devices of their own where there are enough."""
+    """The synchronous layout with the fewest ranks, separate rather than colocated."""
     return min(
         (layout for layout in layouts if layout.pipeline == "sync"),
         key=lambda layout: (layout.target_ranks, layout.shape.ranks, layout.placement == "colocated"),

@@ -1,24 +1,25 @@
-"""Measures what one pass of a draft model takes on this machine, for every way its ranks could share it.
+"""Measures one pass of a draft model on this machine for every way its ranks could share it.
 
-All ways are measured by the same processes, one per rank and pinned like one, turn by turn, with weights at random of
-the model's own shape: ratios between them are those of one run. Knows nothing of what the passes are worth.
+All ways are measured by the same ranks, each pinned to a core, in turn, with random weights of the model's own shape:
+ratios between them are those of one run.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from statistics import median
 
 import torch
 
+from cluster.placement.ranks import RankPlacement
+from cluster.tools.planning.ranks import LOOPBACK, RankSync, RoleWork, run_on_ranks
 from parallel.comm.group import SINGLE, Group
-from parallel.comm.rendezvous import connect_store, host_store, join
+from parallel.comm.rendezvous import connect_store, join
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool
 from parallel.model.config import DecoderConfig
@@ -29,9 +30,9 @@ from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 from parallel.runtime.profiling import PassClock, TimedGroup, fill_at_random, watch
 from parallel.runtime.runner import ModelRunner
 
-_LOOPBACK = "127.0.0.1"
 _TIMEOUT_S = 300.0
 _WARM_UP = 3
+PARTS = ("attention", "mlp", "communication", "rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Medians over the repeats, on rank 0; `undisturbed` is the fastest tenth, for machines that others use too.
+    """Medians over the repeats, on rank 0, in seconds; `undisturbed` is the fastest tenth, for a machine with load.
 
-    `split` has "attention", "mlp", "communication" (waiting for a peer included) and "rest" (embedding, norms, head,
-    planning); its parts add up to about `seconds`.
+    `split` has the `PARTS`: "communication" includes the wait for a peer, "rest" is embedding, norms, head and
+    planning. They add up to about `seconds`.
     """
 
     sharing: Sharing
@@ -66,20 +67,19 @@ class PassTime:
 
     @property
     def communication_share(self) -> float:
-        return self.split.get("communication", 0.0) / sum(self.split.values())
+        return self.split["communication"] / sum(self.split.values())
 
 
 @dataclass(frozen=True, slots=True)
-class _Orders:
+class PassTask:
+    """What every rank measures."""
+
     config: DecoderConfig
     sharings: tuple[Sharing, ...]
     num_rows: tuple[int, ...]
     context: int
     repeats: int
-    devices: tuple[str, ...]
-    cores: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    port: int
 
 
 def measure_passes(
@@ -94,76 +94,51 @@ def measure_passes(
 ) -> list[PassTime]:
     """Times of an exact pass and, where layers run side by side, a fuzzy one, for every sharing and number of rows.
 
-    On CPU rank r is pinned to the r-th core this process may use; ranks beyond them take turns.
+    On CPU rank r is pinned to the r-th core this process may use; ranks beyond them share cores.
     """
     size = max(sharing.ranks for sharing in sharings)
-    own = sorted(os.sched_getaffinity(0))
-    cuda = device.startswith("cuda")
-    store = host_store(_LOOPBACK)
-    orders = _Orders(
-        config,
-        tuple(sharings),
-        tuple(num_rows),
-        context,
-        repeats,
-        tuple(f"cuda:{rank}" if cuda else "cpu" for rank in range(size)),
-        tuple(() if cuda else (own[rank % len(own)],) for rank in range(size)),
-        dtype,
-        store.port,
+    cores = sorted(os.sched_getaffinity(0))
+    on_gpus = device.startswith("cuda")
+    places = tuple(
+        RankPlacement("draft", rank, size, f"cuda:{rank}", (), 1, 1.0)
+        if on_gpus
+        else RankPlacement("draft", rank, size, "cpu", (cores[rank % len(cores)],), 1, 1.0)
+        for rank in range(size)
     )
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    ranks = [spawn.Process(target=_measure_on_rank, args=(orders, rank, sender), daemon=True) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    sender.close()
-    try:
-        answer = receiver.recv()
-    except EOFError:
-        raise RuntimeError("a measuring process died; see its traceback above") from None
-    finally:
-        for process in ranks:
-            process.join(timeout=10)
-            process.kill()
-    return answer
+    task = PassTask(config, tuple(sharings), tuple(num_rows), context, repeats, dtype)
+    (times,) = run_on_ranks([RoleWork(places, partial(_measure, task))], as_threads=False)
+    return times
 
 
-def _measure_on_rank(orders: _Orders, rank: int, answer: Any) -> None:
-    if orders.cores[rank]:
-        os.sched_setaffinity(0, orders.cores[rank])
-    torch.set_num_threads(1)
-    store = connect_store(_LOOPBACK, orders.port)
-    sizes = sorted({1, len(orders.devices), *(sharing.ranks for sharing in orders.sharings)})
-    device = orders.devices[rank]
-    groups = {size: join(store, f"passes-{size}", 0, rank, size, device, _TIMEOUT_S) for size in sizes if rank < size}
-    subjects = [
-        _Subject(orders, sharing, groups[sharing.ranks], device) if rank < sharing.ranks else None
-        for sharing in orders.sharings
+def _measure(task: PassTask, place: RankPlacement, _: Group, sync: RankSync) -> list[PassTime]:
+    device, store = torch.device(place.device), connect_store(LOOPBACK, sync.store_port)
+    sizes = sorted({place.size, *(sharing.ranks for sharing in task.sharings if place.rank < sharing.ranks)})
+    groups = {size: join(store, f"passes-{size}", 0, place.rank, size, device, _TIMEOUT_S) for size in sizes}
+    everyone = groups[place.size]
+    measured = [
+        _SharingClock(task, sharing, groups[sharing.ranks], device) if place.rank < sharing.ranks else None
+        for sharing in task.sharings
     ]
-    everyone = groups[len(orders.devices)]
-    for _ in range(orders.repeats + _WARM_UP):
-        for subject in subjects:
-            everyone.all_reduce(torch.zeros(1, device=device))  # nobody starts while another still measures
-            if subject is not None:
-                subject.run_passes()
-    if rank == 0:
-        answer.send([time for subject in subjects for time in subject.times()])
+    for _ in range(task.repeats + _WARM_UP):
+        for sharing in measured:
+            everyone.all_reduce(torch.zeros(1, device=device))  # no rank starts while another still measures
+            if sharing is not None:
+                sharing.run_passes()
     everyone.all_reduce(torch.zeros(1, device=device))
-    answer.close()
+    return [one for sharing in measured if sharing is not None for one in sharing.times()]
 
 
-class _Subject:
+class _SharingClock:
     """One sharing under measurement on one rank."""
 
-    def __init__(self, orders: _Orders, sharing: Sharing, group: Group, device: str) -> None:
-        self.sharing = sharing
-        self._orders = orders
+    def __init__(self, task: PassTask, sharing: Sharing, group: Group, device: torch.device) -> None:
+        self._sharing = sharing
+        self._num_rows = task.num_rows
         self._clock = PassClock(device)
         self._seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
         self._splits: dict[tuple[bool, int], list[dict[str, float]]] = defaultdict(list)
-        config, dtype = orders.config, orders.dtype
+        config, dtype = task.config, task.dtype
         timed = TimedGroup(group, self._clock) if group.size > 1 else SINGLE
-        num_slots = orders.context + max(orders.num_rows)
         if sharing.layer_group:
             partition = default_partition(config.num_layers, sharing.layer_group)
             layout = LayerLayout(partition, sharing.ranks, sharing.mlp)
@@ -173,18 +148,18 @@ class _Subject:
             decoder = Decoder(config, timed, device, dtype)
             kv_heads, runner_class = config.local_kv_heads(group.size), ModelRunner
         fill_at_random(decoder)
+        num_slots = task.context + max(task.num_rows)
         pool = KVPool(config.num_layers, num_slots, kv_heads, config.head_dim, dtype, device)
         self._runner = runner_class(decoder, pool)
-        self._kinds = (False, True) if sharing.layer_group > 1 else (False,)
         self._runner.open(0)
-        self._runner.forward([Span(0, orders.context, num_logits=0)], [0] * orders.context)
-        self._runner.commit(0, range(orders.context))
+        self._runner.forward([Span(0, task.context, num_logits=0)], [0] * task.context)
+        self._runner.commit(0, range(task.context))
         watch(decoder, self._clock)
 
     def run_passes(self) -> None:
         """One pass of every kind and number of rows."""
-        for num_rows in self._orders.num_rows:
-            for fuzzy in self._kinds:
+        for num_rows in self._num_rows:
+            for fuzzy in (False, True) if self._sharing.layer_group > 1 else (False,):
                 self._clock.take()
                 started = time.perf_counter()
                 output = self._runner.forward([Span(0, num_rows, None, num_rows)], [0] * num_rows, fuzzy=fuzzy)
@@ -197,17 +172,10 @@ class _Subject:
                 self._runner.drop_pending(0)
 
     def times(self) -> list[PassTime]:
-        return [
-            PassTime(
-                self.sharing,
-                fuzzy,
-                num_rows,
-                statistics.median(seconds[_WARM_UP:]),
-                sorted(seconds[_WARM_UP:])[(len(seconds) - _WARM_UP) // 10],
-                {
-                    kind: statistics.median(split.get(kind, 0.0) for split in self._splits[fuzzy, num_rows][_WARM_UP:])
-                    for kind in ("attention", "mlp", "communication", "rest")
-                },
-            )
-            for (fuzzy, num_rows), seconds in self._seconds.items()
-        ]
+        found = []
+        for (fuzzy, num_rows), seconds in self._seconds.items():
+            counted, splits = sorted(seconds[_WARM_UP:]), self._splits[fuzzy, num_rows][_WARM_UP:]
+            split = {part: median(one.get(part, 0.0) for one in splits) for part in PARTS}
+            tenth = counted[len(counted) // 10]
+            found.append(PassTime(self._sharing, fuzzy, num_rows, median(counted), tenth, split))
+        return found

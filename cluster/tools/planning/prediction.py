@@ -1,6 +1,6 @@
 """How fast every layout would be: the engine's own coordinator and drafters in the simulator, on given pass costs.
 
-Says what to expect and nothing of how costs came about; a layout whose costs nobody knows is left out.
+Knows nothing of where costs come from; a layout whose costs are unknown is left out.
 """
 
 from __future__ import annotations
@@ -9,26 +9,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from actors.drafters.model.config import ModelDrafterConfig
-from cluster.tools.planning.costs import Costs
+from cluster.tools.planning.costs import PassCosts, RankCores
 from cluster.tools.planning.layouts import Layout
 from cluster.tools.planning.transcript import Transcript
-from cluster.tools.simulation import Language, Scenario, SimulationResult, simulate
+from cluster.tools.simulation import Language, Scenario, simulate
 
 NUM_TOKENS = 1200
 """Per simulated request: one to two per cent of noise in the speed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
-    """CPU cores of each rank of a role in one layout; 0 where that does not matter."""
-
-    target: int = 0
-    draft: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a layout comes to at one draft length, from the time all requests decode until the first ends."""
+    """Figures of a layout at one draft length, from the time all requests decode until the first ends."""
 
     layout: Layout
     num_draft_tokens: int
@@ -47,7 +39,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is drafted for: the drafter's options, requests in flight, and recorded text where there is some."""
+    """The drafter's options, requests in flight, and the recorded text if there is one."""
 
     drafter: ModelDrafterConfig
     batch: int = 1
@@ -55,7 +47,7 @@ class Workload:
 
 
 def predict_all(
-    layouts: Iterable[tuple[Layout, Cores]], lengths: Sequence[int], costs: Costs, workload: Workload
+    layouts: Iterable[tuple[Layout, RankCores]], lengths: Sequence[int], costs: PassCosts, workload: Workload
 ) -> list[Prediction]:
     """Every layout at its best draft length, fastest first."""
     best = []
@@ -68,15 +60,13 @@ def predict_all(
 
 
 def predict(
-    layout: Layout, num_draft_tokens: int, costs: Costs, workload: Workload, cores: Cores | None = None
+    layout: Layout, num_draft_tokens: int, costs: PassCosts, workload: Workload, cores: RankCores | None = None
 ) -> Prediction | None:
-    """None where the costs of a role in this layout are not known."""
-    cores = cores or Cores()
-    target = costs.of_target(layout.target_ranks, layout.shape, cores.target, beside=layout.overlaps)
-    draft = None
-    if layout.shape is not None:
-        draft = costs.of_drafter(layout.shape, layout.target_ranks, cores.draft, beside=layout.overlaps)
-    if target is None or (layout.shape is not None and draft is None):
+    """None where the costs of a role in this layout are unknown. Rounds are those with a draft, where there are any, as
+    in `cluster/observability/report.py`."""
+    cores, shape = cores or RankCores(), layout.shape
+    target = costs.of_target(layout.target_ranks, shape, cores.target, beside=layout.overlaps)
+    if target is None:
         return None
     scenario = Scenario(
         layout.pipeline,
@@ -89,30 +79,20 @@ def predict(
         draft_link_s=costs.link_s,
         coordinator_s=costs.coordinator_s,
     )
-    if draft is not None:
-        acceptance = draft.acceptance or costs.acceptance
-        language = Language(acceptance, costs.runners_up)
+    if shape is not None:
+        draft = costs.of_drafter(shape, layout.target_ranks, cores.draft, beside=layout.overlaps)
+        if draft is None:
+            return None
+        if workload.transcript is None:
+            language = Language(draft.acceptance or costs.acceptance, costs.runners_up)
+        else:
+            language = _as_accepted(workload.transcript, costs.acceptance, draft.acceptance)
         scenario = replace(scenario, draft=draft.passes, exact=draft.exact, language=language)
-        if workload.transcript is not None:
-            scenario = replace(scenario, language=_worse(workload.transcript, costs.acceptance, draft.acceptance))
-    return _prediction(layout, num_draft_tokens, simulate(scenario))
-
-
-def _worse(transcript: Transcript, exact: Sequence[float], acceptance: Sequence[float]) -> Transcript:
-    """The recorded drafter, as often right as the one that was measured beside it."""
-    if not acceptance:
-        return transcript
-    return replace(
-        transcript, kept=tuple(min(1.0, a / e) if e else 1.0 for a, e in zip(acceptance, exact, strict=False))
-    )
-
-
-def _prediction(layout: Layout, num_draft_tokens: int, result: SimulationResult) -> Prediction:
-    """In the terms of `cluster/observability/report.py`: rounds are those with a draft, where there are any."""
+    result = simulate(scenario)
     rounds = result.counters["num_spec_rounds"]
     return Prediction(
         layout,
-        num_draft_tokens if layout.shape else 0,
+        num_draft_tokens if shape else 0,
         result.tokens_per_s,
         1e3 * result.counters["spec_round_s"] / rounds if rounds else result.round_ms,
         result.mean_acceptance_length or result.tokens_per_pass,
@@ -121,3 +101,9 @@ def _prediction(layout: Layout, num_draft_tokens: int, result: SimulationResult)
         result.draft_busy,
         result.binding,
     )
+
+
+def _as_accepted(transcript: Transcript, exact: Sequence[float], acceptance: Sequence[float]) -> Transcript:
+    """The recorded drafter with the measured acceptance of this shape, if it was measured."""
+    kept = tuple(min(1.0, a / e) if e else 1.0 for a, e in zip(acceptance, exact, strict=False))
+    return replace(transcript, kept=kept) if kept else transcript

@@ -1,7 +1,7 @@
-"""Runs work on the ranks of one role or of both at once, where the engine would place them.
+"""Runs work on the ranks of one role, or of two at once, where the engine would place them.
 
-Each rank is a process of its own, or a thread where the engine's would be (`cluster=inprocess`), pinned and grouped
-like the engine's. Knows nothing of what is measured there. This machine only.
+Each rank is a process, or a thread where the engine's would be (`cluster=inprocess`), pinned and grouped like the
+engine's. Knows nothing of what is measured there. This machine only.
 """
 
 from __future__ import annotations
@@ -14,49 +14,41 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from actors.worker import openmp
 from actors.worker.factory import SWITCH_INTERVAL_S
-from actors.worker.spec import RankSpec
-from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.placement.ranks import RankPlacement
-from cluster.runtime.specs import rank_spec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, host_store, join
 
-_LOOPBACK = "127.0.0.1"
-_MEETING_S = 120.0
-ACTS = 2
-"""Times that two roles may play in turn."""
+LOOPBACK = "127.0.0.1"
+_BARRIER_S = 120.0
+NUM_PHASES = 2
+"""Phases in which two roles may alternate."""
 
 
-class Primitives(Protocol):
-    """What `threading` and a context of `multiprocessing` both make."""
+class AlternatingTurns:
+    """The lead ranks of two roles compute in turn until the time of the first role is up.
 
-    Barrier: Callable[[int], Any]
-    Event: Callable[[], Any]
-    Semaphore: Callable[[int], Any]
+    `primitives`: `threading` or a multiprocessing context, for ranks that are threads or processes.
+    """
 
-
-class Turns:
-    """The leads of two crews alternate until the first one's time is up."""
-
-    def __init__(self, primitives: Primitives, roles: Sequence[str]) -> None:
+    def __init__(self, primitives: Any, roles: Sequence[str]) -> None:
         self._over = primitives.Event()
         self._first = roles[0]
         self._turns = {role: primitives.Semaphore(int(role == roles[0])) for role in roles}
 
-    def take(self, role: str, until: float) -> bool:
-        """Wait until the other lead is through; False if it is over, which the first crew decides by the clock."""
+    def acquire(self, role: str, until: float) -> bool:
+        """Wait for the other lead to end its turn; False once the first role, at its turn, is past `until`."""
         self._turns[role].acquire()
         if role == self._first and time.monotonic() >= until:
             self.end()
         return not self._over.is_set()
 
-    def give(self, role: str) -> None:
+    def release(self, role: str) -> None:
         for other, turn in self._turns.items():
             if other != role:
                 turn.release()
@@ -67,134 +59,120 @@ class Turns:
             turn.release()
 
 
-class Meeting:
-    """Where the ranks of all crews wait for each other, and what they do in turn, act by act.
+class RankSync:
+    """What all ranks share: a barrier, the turns of each phase, and the store where the ranks of a role form a group.
 
-    `store_port` is that of the store at which the ranks of a crew form their group.
+    `in_turn`: two roles compute in turn instead of at the same time.
     """
 
     def __init__(
-        self, primitives: Primitives, num_ranks: int, roles: Sequence[str], store_port: int, *, in_turn: bool
+        self, primitives: Any, num_ranks: int, roles: Sequence[str], store_port: int, *, in_turn: bool
     ) -> None:
         self.in_turn = in_turn
         self.store_port = store_port
-        self.acts = tuple(Turns(primitives, roles) for _ in range(ACTS))
+        self.phases = tuple(AlternatingTurns(primitives, roles) for _ in range(NUM_PHASES))
         self._barrier = primitives.Barrier(num_ranks)
 
-    def start(self) -> None:
-        """Wait until the last rank is ready."""
-        self._barrier.wait(_MEETING_S)
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self._barrier.wait(_BARRIER_S)
 
     def abort(self) -> None:
-        """Nobody waits any longer."""
+        """Release every rank that waits: threading.BrokenBarrierError, or the end of its turns."""
         self._barrier.abort()
-        for turns in self.acts:
+        for turns in self.phases:
             turns.end()
 
 
-Work = Callable[[RankSpec, Group, Meeting], Any]
-"""What one rank does; importable by name, because another process will."""
+RankWork = Callable[[RankPlacement, Group, RankSync], Any]
+"""What one rank does; picklable, because a rank may be another process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """All ranks of a role in one configuration, and their work."""
+class RoleWork:
+    """All ranks of a role, and their work."""
 
-    config: LaunchConfig
     places: tuple[RankPlacement, ...]
-    work: Work
+    work: RankWork
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """One rank of a crew, and what part of its cores is its own."""
-
-    spec: RankSpec
-    work: Work
-    share: float
-
-
-def run_crews(crews: Sequence[Crew], eos_token_ids: tuple[int, ...], *, in_turn: bool = False) -> list[Any]:
-    """What the lead of each crew brought back; two crews work at the same time or `in_turn`. Raises what the first
-    rank that failed had raised."""
-    store = host_store(_LOOPBACK)
-    ranks = [
-        _Rank(rank_spec(crew.config, place, "", _LOOPBACK, eos_token_ids), crew.work, place.share)
-        for crew in crews
-        for place in crew.places
-    ]
-    as_threads = crews[0].config.cluster.name == ClusterName.inprocess
+def run_on_ranks(roles: Sequence[RoleWork], *, as_threads: bool, in_turn: bool = False) -> list[Any]:
+    """The results of the lead rank of each role. Raises the error of the first rank that failed."""
+    store = host_store(LOOPBACK)
+    ranks = [(place, role.work) for role in roles for place in role.places]
     context = multiprocessing.get_context("spawn")
-    roles = [crew.places[0].role for crew in crews]
-    meeting = Meeting(threading if as_threads else context, len(ranks), roles, store.port, in_turn=in_turn)
-    results = _in_threads(ranks, meeting) if as_threads else _in_processes(ranks, meeting, context)
+    names = [role.places[0].role for role in roles]
+    sync = RankSync(threading if as_threads else context, len(ranks), names, store.port, in_turn=in_turn)
+    results = _in_threads(ranks, sync) if as_threads else _in_processes(ranks, sync, context)
     failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:
-        # those who waited for the one that failed say less than it does
+    if failures:  # a broken barrier only follows from the failure of another rank
         raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
-    return [result for rank, result in zip(ranks, results, strict=True) if rank.spec.rank == 0]
+    return [result for (place, _), result in zip(ranks, results, strict=True) if place.rank == 0]
 
 
-def _in_threads(ranks: Sequence[_Rank], meeting: Meeting) -> list[Any]:
+def _in_threads(ranks: Sequence[tuple[RankPlacement, RankWork]], sync: RankSync) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
 
-    def run(index: int, rank: _Rank) -> None:
-        results[index] = _serve(rank.spec, rank.work, meeting)
+    def run(index: int) -> None:
+        results[index] = _serve(*ranks[index], sync)
 
-    before, interval, cores = torch.get_num_threads(), sys.getswitchinterval(), os.sched_getaffinity(0)
-    threads = [threading.Thread(target=run, args=(i, rank), daemon=True) for i, rank in enumerate(ranks)]
+    num_threads, interval, cores = torch.get_num_threads(), sys.getswitchinterval(), os.sched_getaffinity(0)
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads)
     sys.setswitchinterval(interval)
     os.sched_setaffinity(0, cores)
     return results
 
 
-def _in_processes(ranks: Sequence[_Rank], meeting: Meeting, context: multiprocessing.context.SpawnContext) -> list[Any]:
-    started = []
+def _in_processes(
+    ranks: Sequence[tuple[RankPlacement, RankWork]], sync: RankSync, context: multiprocessing.context.SpawnContext
+) -> list[Any]:
+    processes, connections = [], []
     try:
-        for rank in ranks:
+        for place, work in ranks:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_answer, args=(theirs, rank.spec, rank.work, meeting), daemon=True)
-            with openmp.configured_children(shared=rank.share < 1):
+            process = context.Process(target=_serve_and_send, args=(theirs, place, work, sync), daemon=True)
+            with openmp.configured_children(shared=place.share < 1):
                 process.start()
             theirs.close()
-            started.append((process, ours))
-        return [_received(connection, rank.spec) for (_, connection), rank in zip(started, ranks, strict=True)]
+            processes.append(process)
+            connections.append(ours)
+        return [_received(connection, place) for connection, (place, _) in zip(connections, ranks, strict=True)]
     finally:
-        for process, _ in started:
+        for process in processes:
             process.terminate()
-        for process, _ in started:
+        for process in processes:
             process.join()
 
 
-def _answer(connection: Connection, spec: RankSpec, work: Work, meeting: Meeting) -> None:
-    connection.send(_serve(spec, work, meeting))
-
-
-def _received(connection: Connection, spec: RankSpec) -> Any:
+def _received(connection: Connection, place: RankPlacement) -> Any:
     try:
         return connection.recv()
     except EOFError:
-        return RuntimeError(f"{spec.identity}: its process died while it measured")
+        return RuntimeError(f"{place.identity}: its process died while it measured")
 
 
-def _serve(spec: RankSpec, work: Work, meeting: Meeting) -> Any:
-    """The work's result, or what it raised."""
+def _serve_and_send(connection: Connection, place: RankPlacement, work: RankWork, sync: RankSync) -> None:
+    connection.send(_serve(place, work, sync))
+
+
+def _serve(place: RankPlacement, work: RankWork, sync: RankSync) -> Any:
+    """The result of the work, or the exception it raised."""
     group: Group | None = None
     try:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        if spec.cores:
-            os.sched_setaffinity(0, spec.cores)
-        torch.set_num_threads(max(1, spec.num_threads))
-        store = connect_store(_LOOPBACK, meeting.store_port) if spec.size > 1 else None
-        group = join(store, spec.role, 0, spec.rank, spec.size, spec.device, host=spec.host)
-        return work(spec, group, meeting)
+        if place.cores:
+            os.sched_setaffinity(0, place.cores)
+        torch.set_num_threads(max(1, place.num_threads))
+        store = connect_store(LOOPBACK, sync.store_port) if place.size > 1 else None
+        group = join(store, place.role, 0, place.rank, place.size, torch.device(place.device), host=LOOPBACK)
+        return work(place, group, sync)
     except Exception as error:
-        meeting.abort()
+        sync.abort()
         return error
     finally:
         if group is not None:

@@ -1,8 +1,7 @@
-"""Rounds without a partner: a role is given, record by record, what the coordinator would send it, along known text.
+"""Rounds of one role without the other: it receives the records that the coordinator would send, along known text.
 
-The texts are what the target wrote, so every verdict is known in advance: drafts are accepted where they were right.
-All ranks of a role play the same script. It takes the time of passes and of everything around them, as the engine has
-to.
+The texts are what the target wrote, so every verdict is known in advance: drafts are accepted where they are right.
+All ranks of a role replay the same rounds. Measures passes with the host's work around them, as the engine has it.
 """
 
 from __future__ import annotations
@@ -30,35 +29,46 @@ from actors.protocol.messages import (
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.verification.coupled import verify_coupled
+from cluster.tools.planning.ranks import AlternatingTurns
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.runtime.profiling import PassClock
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A prompt and what the target wrote behind it."""
+class KnownText:
+    """A prompt and what the target wrote after it."""
 
     token_ids: tuple[int, ...]
     prompt_len: int
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """What to play: texts, `batch` of them at a time, and for how long."""
+class ReplayScript:
+    """Texts to replay, `batch` requests at a time, draft `lengths` in turn, for `seconds` (0: all texts once)."""
 
-    texts: tuple[Text, ...]
+    texts: tuple[KnownText, ...]
     sampling: SamplingParams
     batch: int
     lengths: tuple[int, ...]
-    """Draft lengths, in turn."""
     seconds: float
-    """0: once through all texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRank:
+    """The rank that replays: its group and device, and the turns where two roles alternate."""
+
+    group: Group = SINGLE
+    device: str = "cpu"
+    role: str = ""
+    turns: AlternatingTurns | None = None
+    clock: PassClock | None = None
+    """Of a decoder under `watch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """One pass with the host's work around it; `fuzzy` as its runner was asked."""
+    """One pass with the host's work around it; `fuzzy` as its runner was called."""
 
     rows: int
     fuzzy: bool
@@ -66,8 +76,8 @@ class TimedPass:
 
 
 @dataclass(slots=True)
-class Played:
-    """What came of a script on one rank."""
+class ReplayResult:
+    """What one rank measured."""
 
     passes: list[TimedPass] = field(default_factory=list)
     num_rounds: int = 0
@@ -75,12 +85,11 @@ class Played:
     """Proposals that reached each position."""
     accepted: list[int] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of all passes by kind, where a clock runs: attention, mlp, communication, and rest for all else."""
+    """With a clock, seconds of all passes by kind: attention, mlp, communication and rest."""
     blocks: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """How many of each kind there were."""
+    """With a clock, the number of blocks of each kind."""
 
-    def note(self, passes: Sequence[TimedPass], clock: PassClock | None) -> None:
-        """Passes that are through, and what the clock shows of them."""
+    def add(self, passes: Sequence[TimedPass], clock: PassClock | None) -> None:
         self.passes += passes
         if clock is None:
             return
@@ -92,30 +101,38 @@ class Played:
         self.parts["rest"] += sum(one.seconds for one in passes) - sum(seconds.values())
 
     def acceptance(self) -> tuple[float, ...]:
-        """By distance from the committed text, given that everything in front was accepted."""
-        reached = [self.drafted[0], *self.accepted] if self.drafted else []
-        pairs = zip(self.accepted, reached, strict=False)
-        return tuple(kept / offered for kept, offered in pairs if offered)
+        """By distance from the committed text, given that all draft tokens before were accepted."""
+        reached = [*self.drafted[:1], *self.accepted]
+        return tuple(kept / offered for kept, offered in zip(self.accepted, reached, strict=False) if offered)
 
 
 class TimedRunner:
-    """A model runner that notes when each pass starts, and over how many rows."""
+    """A model runner that records when each pass starts, over how many rows."""
 
     def __init__(self, runner: Any, now: Callable[[], float]) -> None:
-        self.watched = runner
+        self.timed = runner
         self._now = now
-        self.starts: list[tuple[float, int, bool]] = []
+        self._starts: list[tuple[float, int, bool]] = []
 
     def forward(self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *taps: Any, **options: Any) -> Any:
-        self.starts.append((self._now(), len(token_ids), bool(options.get("fuzzy"))))
-        return self.watched.forward(spans, token_ids, *taps, **options)
+        self._starts.append((self._now(), len(token_ids), bool(options.get("fuzzy"))))
+        return self.timed.forward(spans, token_ids, *taps, **options)
+
+    def passes_of(self, call: Callable[[], None]) -> list[TimedPass]:
+        """The passes of a call. Each lasts until the next starts; the first includes what came before it."""
+        self._starts.clear()
+        edges = [self._now()]
+        call()
+        edges += [*(at for at, _, _ in self._starts[1:]), self._now()]
+        spans = zip(self._starts, edges, edges[1:], strict=False)
+        return [TimedPass(rows, fuzzy, end - begin) for (_, rows, fuzzy), begin, end in spans]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.watched, name)
+        return getattr(self.timed, name)
 
 
-def clock_of(device: str) -> Callable[[], float]:
-    """Seconds at which everything asked of the device is done."""
+def device_clock(device: str) -> Callable[[], float]:
+    """Seconds, read once all work queued on the device is done."""
     if not device.startswith("cuda"):
         return time.perf_counter
 
@@ -126,183 +143,148 @@ def clock_of(device: str) -> Callable[[], float]:
     return now
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Where a script is played: the ranks of the role, their device, and whose turn it is where two roles alternate."""
+class _Requests:
+    """The requests in flight: `live` maps each to its text and its committed length."""
 
-    group: Group = SINGLE
-    device: str = "cpu"
-    take_turn: Callable[[float], bool] | None = None
-    give_turn: Callable[[], None] | None = None
-    clock: PassClock | None = None
-    """Of the model that is watched, if it is."""
-
-    def start(self, now: Callable[[], float]) -> float:
-        """A moment from which on passes count."""
-        if self.clock is not None:
-            self.clock.take()
-        return now()
-
-
-class _Reader:
-    """Requests along the texts: `batch` of them in flight, each as far as it has got."""
-
-    def __init__(self, script: Script) -> None:
-        self._texts = script.texts
-        self._longest = max(script.lengths)
-        self._seconds = script.seconds
+    def __init__(self, script: ReplayScript) -> None:
+        self._script = script
         self._next = 0
-        self.live: dict[int, tuple[Text, int]] = {}
+        self.live: dict[int, tuple[KnownText, int]] = {}
         for _ in range(script.batch):
             self._open()
 
-    def rounds(self, stage: Stage) -> Iterator[int]:
-        """Round numbers until the lead's time, or the text, is up; all ranks take the same number."""
-        until, round_number = time.monotonic() + self._seconds, 0
-        goes_on = torch.ones(1, dtype=torch.int64, device=stage.device)
+    def rounds(self, rank: ReplayRank) -> Iterator[int]:
+        """Round numbers until the lead's time, or the text, is over; all ranks get the same number of rounds."""
+        seconds, turns = self._script.seconds, rank.turns if rank.group.rank == 0 else None
+        until, round_number = time.monotonic() + seconds, 0
+        goes_on = torch.ones(1, dtype=torch.int64, device=rank.device)
         while True:
-            if stage.group.rank == 0:
-                if stage.take_turn is not None:
-                    goes_on.fill_(stage.take_turn(until))
-                else:
-                    goes_on.fill_(time.monotonic() < until if self._seconds else self._next <= len(self._texts))
-            if not stage.group.broadcast(goes_on).item():
+            if turns is not None:
+                goes_on.fill_(turns.acquire(rank.role, until))
+            elif rank.group.rank == 0:
+                goes_on.fill_(time.monotonic() < until if seconds else self._next <= len(self._script.texts))
+            if not rank.group.broadcast(goes_on).item():
                 return
             yield round_number
             round_number += 1
-            if stage.group.rank == 0 and stage.give_turn is not None:
-                stage.give_turn()
+            if turns is not None:
+                turns.release(rank.role)
 
-    def turn(self) -> tuple[list[int], list[int]]:
-        """(ended, begun): requests too near their end for another round make room for others."""
-        ended = [i for i, (text, at) in self.live.items() if at + self._longest + 2 > len(text.token_ids)]
+    def replace_ended(self) -> tuple[list[int], list[int]]:
+        """(ended, begun): requests too near their end for another round, and those that take their places."""
+        longest = max(self._script.lengths)
+        ended = [i for i, (text, at) in self.live.items() if at + longest + 2 > len(text.token_ids)]
         for request_id in ended:
             del self.live[request_id]
         return ended, [self._open() for _ in ended]
 
-    def advance(self, request_id: int, num_tokens: int) -> None:
+    def admits(self, request_ids: Sequence[int]) -> tuple[Admit, ...]:
+        texts = {i: self.live[i][0] for i in request_ids}
+        sampling = self._script.sampling
+        return tuple(Admit(i, 0, t.token_ids[: t.prompt_len], t.prompt_len, sampling) for i, t in texts.items())
+
+    def commit(self, request_id: int, path: tuple[int, ...] = ()) -> Commit:
+        """The path and the target's next token; an empty path also for the token that the prompt's pass yields."""
         text, at = self.live[request_id]
-        self.live[request_id] = text, at + num_tokens
+        end = at + len(path) + 1
+        self.live[request_id] = text, end
+        return Commit(request_id, 0, at, path, text.token_ids[at:end])
+
+    def verify(self, proposal: Proposal, result: ReplayResult) -> Commit:
+        """The commit of the target's verdict, which the known text decides."""
+        text, at = self.live[proposal.request_id]
+        depths = proposal.tree.depths()
+        path, _ = verify_coupled(proposal.tree, [text.token_ids[at + depth] for depth in depths])
+        depth = max(depths)
+        for counts in (result.drafted, result.accepted):
+            counts.extend([0] * (depth - len(counts)))
+        for position in range(depth):
+            result.drafted[position] += 1
+            result.accepted[position] += position < len(path)
+        return self.commit(proposal.request_id, path)
+
+    def right_draft(self, request_id: int, length: int) -> Proposal | None:
+        """The text's own next tokens."""
+        text, at = self.live[request_id]
+        tree = TokenTree.chain(text.token_ids[at - 1], text.token_ids[at : at + length])
+        return Proposal(request_id, 0, at, 0, tree) if length else None
 
     def _open(self) -> int:
-        request_id, text = self._next, self._texts[self._next % len(self._texts)]
+        request_id, text = self._next, self._script.texts[self._next % len(self._script.texts)]
         self._next += 1
         self.live[request_id] = text, text.prompt_len
         return request_id
 
 
-def play_drafts(role: DraftRole, script: Script, stage: Stage, work_steps: int = 0) -> Played:
-    """Rounds of a draft role; between order and verdict it takes up to `work_steps` steps of its own."""
-    now = clock_of(stage.device)
-    runner = role.drafter.runner = TimedRunner(role.drafter.runner, now)
-    reader, played = _Reader(script), Played()
-    admits = tuple(_admit(reader, i, script) for i in reader.live)
-    orders = tuple(DraftOrder(i, 0) for i in reader.live)
-    for _ in role.answer(DraftBatch(0, admits=admits, orders=orders)):
-        pass
-    commits = [_first(reader, i) for i in reader.live]
-    for round_number in reader.rounds(stage):
+def replay_drafts(role: DraftRole, script: ReplayScript, rank: ReplayRank, work_steps: int = 0) -> ReplayResult:
+    """Rounds of a draft role, with up to `work_steps` steps of draft-ahead between order and verdict."""
+    drafter: Any = role.drafter
+    runner = drafter.runner = TimedRunner(drafter.runner, device_clock(rank.device))
+    requests, result = _Requests(script), ReplayResult()
+    proposals: list[Proposal] = []
+    idle = tuple(DraftOrder(i, 0) for i in requests.live)
+    _exhaust(role.answer(DraftBatch(0, admits=requests.admits(list(requests.live)), orders=idle)))
+    commits = [requests.commit(i) for i in requests.live]
+    for round_number in requests.rounds(rank):
         length = script.lengths[round_number % len(script.lengths)]
-        runner.starts.clear()
-        started = stage.start(now)
-        proposals: list[Proposal] = []
-        orders = tuple(DraftOrder(i, length) for i in reader.live)
-        for answer in role.answer(DraftBatch(round_number, commits=tuple(commits), orders=orders)):
-            proposals += answer.proposals
-        played.note(_passes(runner, started, now()), stage.clock)
-        for _ in range(work_steps):
-            if not role.wants_work:
-                break
-            runner.starts.clear()
-            started = stage.start(now)
-            role.work()
-            played.note(_passes(runner, started, now()), stage.clock)
-        commits = [_judge(played, reader, proposal) for proposal in proposals]
-        played.num_rounds += 1
-        ended, begun = reader.turn()
+        orders = tuple(DraftOrder(i, length) for i in requests.live)
+        batch = DraftBatch(round_number, commits=tuple(commits), orders=orders)
+        proposals.clear()
+
+        def draft(batch: DraftBatch = batch) -> None:
+            for answer in role.answer(batch):
+                proposals.extend(answer.proposals)
+
+        for step in (draft, *[role.work] * work_steps):
+            if step is draft or role.wants_work:
+                _start(rank.clock)
+                result.add(runner.passes_of(step), rank.clock)
+        commits = [requests.verify(proposal, result) for proposal in proposals]
+        result.num_rounds += 1
+        ended, begun = requests.replace_ended()
         if begun:
-            live = [commit for commit in commits if commit.request_id not in ended]
-            admits = tuple(_admit(reader, i, script) for i in begun)
+            live = tuple(commit for commit in commits if commit.request_id not in ended)
             idle = tuple(DraftOrder(i, 0) for i in begun)
-            batch = DraftBatch(round_number, admits, tuple(live), tuple(ended), idle)
-            for _ in role.answer(batch):
-                pass
-            commits = [_first(reader, i) for i in begun]
-    for _ in role.answer(DraftBatch(played.num_rounds, releases=tuple(reader.live))):
-        pass
-    role.drafter.runner = runner.watched
-    return played
+            _exhaust(role.answer(DraftBatch(round_number, requests.admits(begun), live, tuple(ended), idle)))
+            commits = [requests.commit(i) for i in begun]
+    _exhaust(role.answer(DraftBatch(result.num_rounds, releases=tuple(requests.live))))
+    drafter.runner = runner.timed
+    return result
 
 
-def play_verdicts(role: TargetRole, script: Script, stage: Stage) -> Played:
+def replay_verdicts(role: TargetRole, script: ReplayScript, rank: ReplayRank) -> ReplayResult:
     """Rounds of a target role: right drafts of every length, plain passes among them, a growing part accepted."""
-    now, reader, played = clock_of(stage.device), _Reader(script), Played()
+    now, requests, result = device_clock(rank.device), _Requests(script), ReplayResult()
     lengths = (0, *script.lengths)
-    begun, ended, commits = list(reader.live), [], []
-    for round_number in reader.rounds(stage):
+    begun, ended, commits = list(requests.live), [], []
+    for round_number in requests.rounds(rank):
         if begun:
-            admits = tuple(_admit(reader, i, script) for i in begun)
-            prompts = tuple(VerifyItem(i, reader.live[i][0].prompt_len) for i in begun)
-            for _ in role.answer(VerifyBatch(round_number, admits, tuple(commits), tuple(ended), prompts)):
-                pass
-            commits = [_first(reader, i) for i in begun]
+            prompts = tuple(VerifyItem(i, requests.live[i][0].prompt_len) for i in begun)
+            batch = VerifyBatch(round_number, requests.admits(begun), tuple(commits), tuple(ended), prompts)
+            _exhaust(role.answer(batch))
+            commits = [requests.commit(i) for i in begun]
         length = lengths[round_number % len(lengths)]
-        items = tuple(VerifyItem(i, 1, _right_draft(reader, i, length)) for i in reader.live)
-        started = stage.start(now)
-        for answer in role.answer(VerifyBatch(round_number, commits=tuple(commits), items=items)):
-            rows = answer.num_tokens
-        played.note([TimedPass(rows, False, now() - started)], stage.clock)
-        played.num_rounds += 1
-        num_accepted = round_number % (length + 1)
-        commits = [_commit(reader, i, tuple(range(1, num_accepted + 1)), num_accepted + 1) for i in reader.live]
-        ended, begun = reader.turn()
+        items = tuple(VerifyItem(i, 1, requests.right_draft(i, length)) for i in requests.live)
+        _start(rank.clock)
+        started = now()
+        (verdicts,) = role.answer(VerifyBatch(round_number, commits=tuple(commits), items=items))
+        result.add([TimedPass(verdicts.num_tokens, False, now() - started)], rank.clock)
+        result.num_rounds += 1
+        path = tuple(range(1, round_number % (length + 1) + 1))
+        commits = [requests.commit(i, path) for i in requests.live]
+        ended, begun = requests.replace_ended()
         commits = [commit for commit in commits if commit.request_id not in ended]
-    admitted = (*ended, *(i for i in reader.live if i not in begun))
-    for _ in role.answer(VerifyBatch(played.num_rounds, releases=admitted)):
+    admitted = (*ended, *(i for i in requests.live if i not in begun))
+    _exhaust(role.answer(VerifyBatch(result.num_rounds, releases=admitted)))
+    return result
+
+
+def _exhaust(answers: Iterator[object]) -> None:
+    for _ in answers:
         pass
-    return played
 
 
-def _passes(runner: TimedRunner, started: float, ended: float) -> list[TimedPass]:
-    """A pass lasts until the next one starts; the first also has what came before it."""
-    starts = [started, *(at for at, _, _ in runner.starts[1:]), ended]
-    spans = zip(runner.starts, starts, starts[1:], strict=False)
-    return [TimedPass(rows, fuzzy, end - begin) for (_, rows, fuzzy), begin, end in spans]
-
-
-def _judge(played: Played, reader: _Reader, proposal: Proposal) -> Commit:
-    """What the target would say, as the text is known."""
-    text, at = reader.live[proposal.request_id]
-    depths = proposal.tree.depths()
-    path, _ = verify_coupled(proposal.tree, [text.token_ids[at + depth] for depth in depths])
-    depth = max(depths)
-    for counts in (played.drafted, played.accepted):
-        counts.extend([0] * (depth - len(counts)))
-    for position in range(depth):
-        played.drafted[position] += 1
-        played.accepted[position] += position < len(path)
-    return _commit(reader, proposal.request_id, path, len(path) + 1)
-
-
-def _commit(reader: _Reader, request_id: int, path: tuple[int, ...], num_tokens: int) -> Commit:
-    text, at = reader.live[request_id]
-    reader.advance(request_id, num_tokens)
-    return Commit(request_id, 0, at, path, text.token_ids[at : at + num_tokens])
-
-
-def _first(reader: _Reader, request_id: int) -> Commit:
-    """The token that the prompt's pass brings."""
-    return _commit(reader, request_id, (), 1)
-
-
-def _admit(reader: _Reader, request_id: int, script: Script) -> Admit:
-    text, _ = reader.live[request_id]
-    return Admit(request_id, 0, text.token_ids[: text.prompt_len], text.prompt_len, script.sampling)
-
-
-def _right_draft(reader: _Reader, request_id: int, length: int) -> Proposal | None:
-    text, at = reader.live[request_id]
-    if not length:
-        return None
-    tree = TokenTree.chain(text.token_ids[at - 1], text.token_ids[at : at + length])
-    return Proposal(request_id, 0, at, 0, tree)
+def _start(clock: PassClock | None) -> None:
+    """Forget what the clock counted so far."""
+    if clock is not None:
+        clock.take()

@@ -1,7 +1,8 @@
-"""Recorded text as a language of the simulator: what the target wrote, and how the drafter ranked every token of it.
+"""Recorded text as a language of the simulator: what the target wrote, and the drafter's ranked choices for each token.
 
 The synthetic language draws from probabilities; this one plays back a measurement, so that runs of easy and hard
-tokens are as long as they really are. Knows neither models nor clocks.
+tokens are as long as they really are. Given the true text in front, a draft model's choices do not depend on how
+drafts are made: one pass of the model over each text records them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,25 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.protocol.messages import SamplingParams, TokenTree
+from actors.sampling.logits import NodeRows, process_batch, top_children
+from cluster.tools.planning.rounds import KnownText
+from parallel.kv.pass_plan import Span
+from parallel.runtime.kv_sizing import choose_dtype
+from parallel.runtime.runner import open_model
+
+CHOICES = 8
+"""Ranked choices kept of every position."""
+STRIDE = 61
+"""Tokens by which the texts of two simulated requests are shifted."""
+
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """A token the target wrote, and the drafter's ranked choices for its place, given the true text in front of it."""
+class RecordedToken:
+    """A token of the target, and the drafter's ranked choices for its position, given the true text in front."""
 
     token: int
     choices: tuple[int, ...]
@@ -22,31 +38,28 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Texts one behind the other, each `STEP` tokens further on for every further request.
+    """Recorded texts, concatenated; each simulated request starts `STRIDE` tokens after the one before.
 
-    `kept` is, by distance from the committed text, the part of right first choices that a drafter keeps which is not
-    quite the recorded one (layer-parallel passes); the last one repeats.
+    `kept`: by distance from the committed text, the share of right first choices that a worse drafter than the
+    recorded one keeps (layer-parallel passes); the last value repeats.
     """
 
-    tokens: tuple[Recorded, ...]
+    tokens: tuple[RecordedToken, ...]
     kept: tuple[float, ...] = (1.0,)
     seed: int = 0
 
     def text(self, request_id: int, prompt: tuple[int, ...] = ()) -> TranscriptText:
-        start = request_id * STEP % len(self.tokens)
+        start = request_id * STRIDE % len(self.tokens)
         return TranscriptText(self, prompt, self.tokens[start:] + self.tokens[:start])
-
-
-STEP = 61
 
 
 @dataclass(slots=True)
 class TranscriptText:
-    """One request's text; behind its end it starts again."""
+    """One request's text; at its end it starts again."""
 
     _transcript: Transcript
     _prompt: tuple[int, ...]
-    _tokens: Sequence[Recorded]
+    _tokens: Sequence[RecordedToken]
     _marks: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -54,21 +67,45 @@ class TranscriptText:
         self._marks = [draw.random() for _ in self._tokens]
 
     def token(self, position: int) -> int:
-        return self._prompt[position] if position < len(self._prompt) else self._at(position).token
+        return self._prompt[position] if position < len(self._prompt) else self._tokens[self._index(position)].token
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         return tuple(map(self.token, range(start, stop)))
 
     def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:
-        """The recorded choices; where a worse drafter errs, its first two change places."""
-        recorded = self._at(position)
+        """The recorded choices; where a worse drafter errs, the first two change places."""
+        index = self._index(position)
+        recorded = self._tokens[index]
         tokens, log_probs = list(recorded.choices[:count]), list(recorded.log_probs[:count])
         kept = self._transcript.kept[min(distance, len(self._transcript.kept) - 1)]
-        index = (position - len(self._prompt)) % len(self._tokens)
         if recorded.choices[0] == recorded.token and self._marks[index] > kept:
             tokens[0] = recorded.choices[1]
             tokens[1:2] = [recorded.token] * (len(tokens) > 1)
         return tokens, log_probs
 
-    def _at(self, position: int) -> Recorded:
-        return self._tokens[(position - len(self._prompt)) % len(self._tokens)]
+    def _index(self, position: int) -> int:
+        return (position - len(self._prompt)) % len(self._tokens)
+
+
+@torch.inference_mode()
+def record(
+    config: ModelDrafterConfig,
+    device: str,
+    texts: Sequence[KnownText],
+    sampling: SamplingParams,
+    eos_token_ids: tuple[int, ...],
+) -> Transcript:
+    longest = max(len(text.token_ids) for text in texts)
+    runner = open_model(config.path, device=device, dtype=choose_dtype(config.dtype, device), num_slots=longest)
+    tokens: list[RecordedToken] = []
+    for text in texts:
+        prompt, written = text.token_ids[: text.prompt_len], text.token_ids[text.prompt_len :]
+        rows = NodeRows(sampling, text.prompt_len, prompt, TokenTree.chain(prompt[-1], written[:-1]))
+        runner.open(0)
+        spans = [Span(0, len(text.token_ids) - 1, num_logits=len(written))]
+        scores = process_batch(runner.forward(spans, text.token_ids[:-1]).logits, [rows], eos_token_ids)
+        runner.close(0)
+        ranked = top_children(scores, [sampling] * len(written), rows.positions(), CHOICES)
+        choices, log_probs = (values.tolist() for values in ranked)
+        tokens += map(RecordedToken, written, map(tuple, choices), map(tuple, log_probs))
+    return Transcript(tuple(tokens))

@@ -11,6 +11,7 @@ import random
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 STRATA = 512
 """Positions drawn at a time, stratified: short texts meet the given probabilities, which independent draws would miss
@@ -23,6 +24,24 @@ def power_law(exponent: float, count: int = 8) -> tuple[float, ...]:
     The law that SSD measured (arXiv 2603.03251, section 4.1), counted from the first runner-up.
     """
     return tuple(rank**-exponent - (rank + 1) ** -exponent for rank in range(1, count + 1))
+
+
+class RequestText(Protocol):
+    """The text of one request, and how a drafter ranks its tokens."""
+
+    def token(self, position: int) -> int: ...
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]: ...
+
+    def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:
+        """The drafter's ranked choices `distance` tokens after the first open position, and their log-probabilities."""
+        ...
+
+
+class TextSource(Protocol):
+    """A `Language`, or recorded text."""
+
+    def text(self, request_id: int, prompt: tuple[int, ...] = ()) -> RequestText: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +97,7 @@ class SimulatedText:
         return tuple(self._tokens[start:stop])
 
     def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:
-        """The drafter's ranked choices `distance` tokens after the first open position, and their log-probabilities.
-
-        The path in front is not looked at: choices on a wrong path are never compared with the text.
-        """
+        """The path in front is not looked at: choices on a wrong path are never compared with the text."""
         self._extend(position)
         truth, (mark, runner_mark, scale) = self._tokens[position], self._marks[position]
         language = self._language

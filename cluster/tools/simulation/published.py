@@ -41,6 +41,7 @@ def fit_acceptance(scenario: Scenario, tokens_per_s: float, low: float = 0.3, hi
 
 
 def with_acceptance(scenario: Scenario, acceptance: float) -> Scenario:
+    assert isinstance(scenario.language, Language)
     return replace(scenario, language=replace(scenario.language, acceptance=(acceptance,)))
 
 

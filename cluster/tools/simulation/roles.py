@@ -20,18 +20,18 @@ from actors.roles.draft import DraftRole
 from actors.verification.coupled import verify_coupled
 from cluster.tools.simulation.clock import LaneClock
 from cluster.tools.simulation.costs import PassCost
-from cluster.tools.simulation.language import SimulatedText
+from cluster.tools.simulation.language import RequestText
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.runtime.runner import ModelRunner
 
-TextOf = Callable[[int], SimulatedText]
+TextOf = Callable[[int], RequestText]
 """The text of a request."""
 
 
 class ScriptedRow(NamedTuple):
     """One row of a pass: where in the text its ranked choices are read."""
 
-    text: SimulatedText
+    text: RequestText
     position: int
     distance: int
 

@@ -37,7 +37,7 @@ from cluster.tools.simulation.clock import (
     split_time,
 )
 from cluster.tools.simulation.costs import PassCost
-from cluster.tools.simulation.language import Language, SimulatedText
+from cluster.tools.simulation.language import Language, RequestText, TextSource
 from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, draft_role
 
 
@@ -49,7 +49,7 @@ class Scenario:
     verify: PassCost
     draft: PassCost = field(default_factory=lambda: PassCost.flat(0.0))
     drafter: ModelDrafterConfig = field(default_factory=ModelDrafterConfig)
-    language: Language = field(default_factory=Language)
+    language: TextSource = field(default_factory=Language)
     num_requests: int = 1
     max_tokens: int = 2000
     prompt_len: int = 8
@@ -90,7 +90,7 @@ class Scenario:
     def prompt(self, request_id: int) -> tuple[int, ...]:
         return tuple(range(request_id, request_id + self.prompt_len))
 
-    def text(self, request_id: int) -> SimulatedText:
+    def text(self, request_id: int) -> RequestText:
         """The output of this request under every pipeline."""
         return self.language.text(request_id, self.prompt(request_id))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.tools.planning.costs import Costs, DraftCost, TargetCost, read_costs, write_costs
+from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost, read_costs, write_costs
 from cluster.tools.planning.layouts import Shape
 from cluster.tools.simulation import PassCost, power_law
 
@@ -34,7 +34,7 @@ def test_a_short_file_is_enough(write):
 
 def test_what_is_written_is_read_back(tmp_path: Path):
     layer = Shape("layer", 2, 2, "tensor", (1, 2, 1, 2))
-    costs = Costs(
+    costs = PassCosts(
         2,
         (
             TargetCost(1, PassCost.table({1: 0.005, 6: 0.006}), 1, False),
@@ -65,7 +65,7 @@ def test_costs_belong_to_cores_and_company():
         )
     )
     draft = DraftCost(Shape(), PassCost.flat(1.0), target_ranks=2)
-    costs = Costs(2, (alone, beside, wide, paired), (draft,))
+    costs = PassCosts(2, (alone, beside, wide, paired), (draft,))
     assert costs.of_target(1, None, 1, beside=False) is alone and costs.of_target(1, None, 1, beside=True) is beside
     assert costs.of_target(1, None, 2, beside=False) is wide and costs.of_target(1, None, 2, beside=True) is None
     assert costs.of_target(1, Shape(), 1, beside=False) is paired

@@ -7,16 +7,18 @@ import pytest
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams
 from cluster.tools.planning.fidelity import (
-    POLICIES,
-    Calibrating,
-    Nearness,
+    INTERVALS,
+    calibrated,
     compare,
+    describe_interval,
     engine_sizes,
     full_sizes,
     input_similarity,
+    nearness,
+    open_partition,
     widths_of,
 )
-from cluster.tools.planning.rounds import Text
+from cluster.tools.planning.rounds import KnownText
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
 
@@ -29,7 +31,7 @@ def deep(tiny_checkpoint) -> ModelDrafterConfig:
 
 
 @pytest.fixture
-def texts(deep) -> list[Text]:
+def texts(deep) -> list[KnownText]:
     """What the deep model itself would write, so that exact drafts are always right."""
     runner = open_model(deep.path, num_slots=128)
     written = []
@@ -43,12 +45,12 @@ def texts(deep) -> list[Text]:
             fed = len(tokens)
             tokens.append(int(logits.argmax()))
         runner.close(seed)
-        written.append(Text(tuple(tokens), 3))
+        written.append(KnownText(tuple(tokens), 3))
     return written
 
 
 def test_the_table_of_an_ablation(deep, texts):
-    found = compare(deep, texts, SAMPLING, POLICIES[::3], planned=[(1, 4, 1), (3, 3)])
+    found = compare(deep, texts, SAMPLING, INTERVALS[::3], planned=[(1, 4, 1), (3, 3)])
     exact, *fuzzy = found
     assert (exact.layer_group, exact.calibration) == (1, "exact")
     assert exact.acceptance == (1.0,) * 4 and exact.acceptance_length == 5 and exact.accepted_kept == 1
@@ -70,8 +72,8 @@ def test_the_table_of_an_ablation(deep, texts):
 
 def test_runs_of_rows_behind_exact_ones_are_compared_row_by_row(deep, texts):
     """The first row of a run has an exact past, so only its own layers are inexact."""
-    nearness = Nearness(deep, [1, 4, 1], 128)
-    short, long = nearness.measure(texts, 1), nearness.measure(texts, 0)
+    runner = open_partition(deep, [1, 4, 1], texts)
+    short, long = nearness(runner, texts, 1), nearness(runner, texts, 0)
     assert 0 < long[1] < short[1] < 1 and 0 < short[2] < long[2]
     assert 0 < short[3] < long[3]
 
@@ -91,6 +93,6 @@ def test_a_shallow_model_has_at_least_its_layers_side_by_side(tiny_checkpoint):
 
 
 def test_policies_name_themselves():
-    assert [policy.describe() for policy in POLICIES] == ["every round", "every 2 rounds", "every 4 rounds", "never"]
-    assert Calibrating(0).configure(ModelDrafterConfig()).calibration_policy == "never"
-    assert Calibrating(4).configure(ModelDrafterConfig()).calibrate_every == 4
+    assert list(map(describe_interval, INTERVALS)) == ["every round", "every 2 rounds", "every 4 rounds", "never"]
+    assert calibrated(ModelDrafterConfig(), 0).calibration_policy == "never"
+    assert calibrated(ModelDrafterConfig(), 4).calibrate_every == 4

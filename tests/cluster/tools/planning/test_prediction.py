@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
-from cluster.tools.planning.costs import Costs, DraftCost, TargetCost, read_costs
+from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost, read_costs
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.prediction import Workload, predict, predict_all
-from cluster.tools.planning.transcript import Recorded, Transcript
+from cluster.tools.planning.transcript import RecordedToken, Transcript
 from cluster.tools.simulation import PassCost
 
 EXAMPLES = Path(__file__).parents[4] / "docs" / "plans"
-COSTS = Costs(2, (TargetCost(1, PassCost.flat(10e-3)),), (DraftCost(Shape(), PassCost.flat(1e-3)),), acceptance=(0.8,))
+COSTS = PassCosts(
+    2, (TargetCost(1, PassCost.flat(10e-3)),), (DraftCost(Shape(), PassCost.flat(1e-3)),), acceptance=(0.8,)
+)
 SYNC = Layout(1, "sync", "separate", Shape())
 CHAIN = Workload(ModelDrafterConfig())
 
@@ -53,7 +55,7 @@ def test_a_shape_may_have_an_acceptance_of_its_own():
 
 def test_recorded_text_is_played_back():
     """Two right, one wrong, in turn: three drafted tokens make every round accept two."""
-    text = tuple(Recorded(7, (7, 8) if i % 3 else (8, 7), (-0.1, -2.0)) for i in range(600))
+    text = tuple(RecordedToken(7, (7, 8) if i % 3 else (8, 7), (-0.1, -2.0)) for i in range(600))
     found = predict(SYNC, 3, COSTS, Workload(ModelDrafterConfig(), 1, Transcript(text)))
     assert found.tokens_per_round == pytest.approx(3.0, rel=0.01)
     worse = replace(Transcript(text), kept=(1.0, 0.0))

@@ -1,4 +1,4 @@
-"""Roles played along known text do what the engine would have them do; ranks meet, and failures come back."""
+"""Roles replayed along known text behave as in the engine; ranks synchronise, and their errors are raised."""
 
 from __future__ import annotations
 
@@ -22,13 +22,19 @@ from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine
 from cluster.placement.ranks import Devices, lay_out
 from cluster.runtime.specs import rank_spec
-from cluster.tools.planning.fidelity import Calibrating, measure_acceptance
+from cluster.tools.planning.fidelity import measure_acceptance
 from cluster.tools.planning.layouts import Layout, Shape
-from cluster.tools.planning.measuring import Measurer, derive_costs, parts_of, subjects, time_collectives
+from cluster.tools.planning.measuring import derive_costs, measure, parts_of, role_pair, time_collectives
 from cluster.tools.planning.prediction import Workload, predict
-from cluster.tools.planning.ranks import Crew, run_crews
-from cluster.tools.planning.recording import record
-from cluster.tools.planning.rounds import Script, Stage, Text, play_drafts, play_verdicts
+from cluster.tools.planning.ranks import RoleWork, run_on_ranks
+from cluster.tools.planning.rounds import (
+    KnownText,
+    ReplayRank,
+    ReplayScript,
+    replay_drafts,
+    replay_verdicts,
+)
+from cluster.tools.planning.transcript import record
 from parallel.comm.group import SINGLE
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
@@ -45,7 +51,7 @@ def pair(tiny_launch, half_agreeing_drafter, one_free_thread):
     with Engine(config) as engine:
         prompts = [engine.tokenizer.encode(text).ids for text in ("Name a bird.", "Write of a bird.")]
         answers = engine.generate(prompts, SAMPLING)
-        texts = tuple(Text((*p, *a.token_ids), len(p)) for p, a in zip(prompts, answers, strict=True))
+        texts = tuple(KnownText((*p, *a.token_ids), len(p)) for p, a in zip(prompts, answers, strict=True))
         counters = engine.report().counters
     return config, texts, counters
 
@@ -59,13 +65,13 @@ def engine_length(counters) -> float:
     return 1 + counters["num_accepted_tokens"] / counters["num_spec_steps"]
 
 
-def script(texts, batch: int = 1, seconds: float = 0.0) -> Script:
-    return Script(texts, SAMPLING, batch, (LENGTH,), seconds)
+def script(texts, batch: int = 1, seconds: float = 0.0) -> ReplayScript:
+    return ReplayScript(texts, SAMPLING, batch, (LENGTH,), seconds)
 
 
 def test_drafts_are_accepted_as_often_as_in_the_engine(pair):
     config, texts, counters = pair
-    played = play_drafts(role_of(config, "draft"), script(texts), Stage())
+    played = replay_drafts(role_of(config, "draft"), script(texts), ReplayRank())
     assert played.num_rounds > 20 and played.drafted[0] == played.num_rounds
     measured = [kept / offered for kept, offered in zip(played.accepted, played.drafted, strict=True)]
     engine = [
@@ -80,7 +86,7 @@ def test_drafts_are_accepted_as_often_as_in_the_engine(pair):
 def test_a_drafter_ahead_works_between_its_rounds(pair):
     config, texts, _ = pair
     ahead = Layout(1, "branches", "separate", Shape()).configure(config, LENGTH)
-    played = play_drafts(role_of(ahead, "draft"), script(texts), Stage(), work_steps=3)
+    played = replay_drafts(role_of(ahead, "draft"), script(texts), ReplayRank(), work_steps=3)
     assert max(one.rows for one in played.passes) > 2 and played.accepted[0] > 0
 
 
@@ -100,19 +106,18 @@ def test_the_target_is_shown_drafts_of_every_length(pair, batch: int):
             yield given
 
     role.answer = overheard
-    played = play_verdicts(role, replace(script(texts, batch), lengths=(1, LENGTH)), Stage())
+    played = replay_verdicts(role, replace(script(texts, batch), lengths=(1, LENGTH)), ReplayRank())
     assert {one.rows for one in played.passes} == {batch, 2 * batch, (LENGTH + 1) * batch}
     assert verdicts and all(accepted == drafted for accepted, drafted in verdicts), "they were the target's own words"
 
 
 def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     config, texts, counters = pair
-    measurer = Measurer(config, texts, SAMPLING)
-    todo = subjects([Layout(1, "sync", "colocated", Shape())], config, Devices((0, 1)))
-    assert len(todo) == 1 and todo[0].draft and not todo[0].overlaps
-    acceptance, accepted = measure_acceptance(config.drafter, [1, 1], Calibrating(), texts, SAMPLING)
+    todo = role_pair(Layout(1, "sync", "colocated", Shape()), config, Devices((0, 1)))
+    assert todo.draft and not todo.overlaps
+    acceptance, accepted = measure_acceptance(config.drafter, [1, 1], 1, texts, SAMPLING)
     assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
-    measured = measurer.measure(todo[0])
+    measured = measure(todo, config, texts, SAMPLING)
     rounds = [one.num_rounds for one in (measured.target.watched, measured.draft.watched)]
     assert min(rounds) > 0 and max(rounds) - min(rounds) <= 1, "also watched they take turns"
     for part, one in zip(parts_of([measured]), (measured.target, measured.draft), strict=True):
@@ -132,76 +137,78 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def time_on_ranks(spec, group, meeting):
-    runner = SimpleNamespace(decoder=Decoder(read_config(Path(spec.target.path)), group))
+def time_on_ranks(path, place, group, sync):
+    runner = SimpleNamespace(decoder=Decoder(read_config(Path(path)), group))
     return time_collectives(group, runner, 3)
 
 
 def test_collectives_are_timed_on_the_group_itself(tiny_launch, one_free_thread):
-    (found, *_) = run_crews(crews(tiny_launch(PlanConfig()), time_on_ranks), ())
+    config = tiny_launch(PlanConfig())
+    (found, *_) = run_on_ranks(roles_on_two_ranks(config, partial(time_on_ranks, config.target.path)), as_threads=True)
     assert set(found) == {"all_gather", "all_reduce"} and min(found.values()) > 0
 
 
-def add_ranks(spec, group, meeting):
-    meeting.start()
-    return group.all_reduce(torch.tensor([float(spec.rank + 1)])).item(), spec.role
+def add_ranks(place, group, sync):
+    sync.wait()
+    return group.all_reduce(torch.tensor([float(place.rank + 1)])).item(), place.role
 
 
-def fail_on_rank_one(spec, group, meeting):
-    if spec.rank == 1:
+def fail_on_rank_one(place, group, sync):
+    if place.rank == 1:
         raise ValueError("drafter.path: cannot be split; lower drafter.ranks")
-    meeting.start()
+    sync.wait()
 
 
-def crews(config, work) -> list[Crew]:
+def roles_on_two_ranks(config, work) -> list[RoleWork]:
     layout = Layout(2, "branches", "separate", Shape("tensor", 2))
     config = replace(config, cluster=replace(config.cluster, oversubscribe=True))
     places = lay_out(layout.configure(config, 1), Devices((0, 1)))
-    return [Crew(config, tuple(place for place in places if place.role == role), work) for role in ("target", "draft")]
+    return [RoleWork(tuple(place for place in places if place.role == role), work) for role in ("target", "draft")]
 
 
 def test_ranks_of_both_roles_meet_in_groups_of_their_own(tiny_launch, one_free_thread):
-    assert run_crews(crews(tiny_launch(PlanConfig()), add_ranks), ()) == [(3.0, "target"), (3.0, "draft")]
+    roles = roles_on_two_ranks(tiny_launch(PlanConfig()), add_ranks)
+    assert run_on_ranks(roles, as_threads=True) == [(3.0, "target"), (3.0, "draft")]
 
 
-def count_turns(spec, group, meeting):
+def count_turns(place, group, sync):
     times = []
-    for turns in meeting.acts:
-        meeting.start()
+    for turns in sync.phases:
+        sync.wait()
         taken = []
-        while turns.take(spec.role, time.monotonic() if len(taken) == 3 else math.inf):
+        while turns.acquire(place.role, time.monotonic() if len(taken) == 3 else math.inf):
             taken.append(time.monotonic())
-            turns.give(spec.role)
+            turns.release(place.role)
         times.append(taken)
     return times
 
 
 def test_two_leads_take_turns(tiny_launch, one_free_thread):
-    config = tiny_launch(PlanConfig())
-    places = lay_out(config, Devices((0, 1)))
-    alternating = [Crew(config, (place,), count_turns) for place in places]
-    for first, second in zip(*run_crews(alternating, (), in_turn=True), strict=True):
+    places = lay_out(tiny_launch(PlanConfig()), Devices((0, 1)))
+    alternating = [RoleWork((place,), count_turns) for place in places]
+    for first, second in zip(*run_on_ranks(alternating, as_threads=True, in_turn=True), strict=True):
         assert len(first) == len(second) == 3
         assert sorted(first + second) == [at for pair in zip(first, second, strict=True) for at in pair]
 
 
 def test_the_rank_that_failed_says_why(tiny_launch, one_free_thread):
     with pytest.raises(ValueError, match="^drafter.path: cannot be split"):
-        run_crews(crews(tiny_launch(PlanConfig()), fail_on_rank_one), ())
+        run_on_ranks(roles_on_two_ranks(tiny_launch(PlanConfig()), fail_on_rank_one), as_threads=True)
 
 
 def test_ranks_may_be_processes(tiny_launch):
     config = tiny_launch(PlanConfig(), cluster=ClusterConfig(ClusterName.local))
-    target, _ = crews(config, add_ranks_and_tell)
-    assert run_crews([target], ()) == [(3.0, openmp.settings_for(shared=target.places[0].share < 1))]
+    target, _ = roles_on_two_ranks(config, add_ranks_and_report)
+    expected = (3.0, openmp.settings_for(shared=target.places[0].share < 1))
+    assert run_on_ranks([target], as_threads=False) == [expected]
     alone = [place for place in lay_out(config, Devices((0, 1))) if place.role == "target"]
     with pytest.raises(RuntimeError, match="died while it measured"):
-        run_crews([Crew(config, tuple(alone), partial(leave, 3))], ())
+        run_on_ranks([RoleWork(tuple(alone), partial(leave, 3))], as_threads=False)
 
 
-def add_ranks_and_tell(spec, group, meeting):
-    return add_ranks(spec, group, meeting)[0], openmp.in_effect()
+def add_ranks_and_report(place, group, sync):
+    return add_ranks(place, group, sync)[0], openmp.in_effect()
 
 
-def leave(code, spec, group, meeting):
+def leave(code, place, group, sync):
     os._exit(code)
