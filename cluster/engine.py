@@ -65,16 +65,16 @@ class Engine(Client):
         eos_token_ids = read_eos_token_ids(checkpoint)
         sampling = config.sampling_params(tokenizer)
         self._end_timer: threading.Timer | None = None
-        self._backend = make_backend(config, log_dir)
+        self._backend = make_backend(config, log_dir, progress)
         try:
             progress("reaching the cluster")
-            places = self._backend.place(progress)
+            places = self._backend.place()
             self.startup.mark("cluster")
             progress(describe_layout(places, footprints(config, places)))
             progress("starting " + ", ".join(place.identity for place in places))
-            address = self._backend.start(coordinator_spec(config, places, eos_token_ids), places, eos_token_ids)
+            address = self._backend.start(coordinator_spec(config, places, eos_token_ids), places)
         except BaseException:
-            self._backend.close(told=False)
+            self._backend.close()
             raise
         self.startup.mark("processes")
         connection = Connection(address, CLIENT)
@@ -129,7 +129,7 @@ class Engine(Client):
         self._reader.join(timeout=0 if self._error is not None else _STOP_S)
         has_stopped = not self._reader.is_alive()
         self._stop_reader()
-        self._backend.close(told=has_stopped)
+        self._backend.close(graceful=has_stopped)
         self._connection.close()
         self._fail(_CLOSED)
 

@@ -1,7 +1,6 @@
-"""Handles of the actors of one engine: created together, watched together, replaced one by one, ended together.
+"""Handles of one engine's Ray actors: created, watched and ended together, replaced one by one.
 
-The only other file beside `worker.py` that knows Ray on this side of the house. It places nothing: options such as
-devices and bundles come from the caller.
+It places nothing: options such as devices and bundles come from the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.protocol.membership import Death
 
-_GRACE_S = 5.0
+_LEAVE_S = 5.0
 
 
 class ActorGroup:
@@ -24,14 +23,14 @@ class ActorGroup:
         self._runs: dict[str, ray.ObjectRef] = {}
 
     def create(self, identity: str, name: str, actor_class: Any, *arguments: object, **options: object) -> Any:
-        """A new actor for this part; returns at once, while its process starts. Who played it before is ended."""
+        """A new actor of this identity in place of the old one; returns at once, while its process starts."""
         self.kill(identity)
         self._runs.pop(identity, None)
         self._actors[identity] = actor_class.options(name=name, **options).remote(*arguments)
         return self._actors[identity]
 
     def run(self, identity: str, *arguments: object) -> None:
-        run = self._actors[identity].run.options(name=identity)  # processes bear task names
+        run = self._actors[identity].run.options(name=identity)  # Ray names the process after the task
         self._runs[identity] = run.remote(*arguments)
 
     def kill(self, identity: str) -> None:
@@ -39,7 +38,7 @@ class ActorGroup:
             ray.kill(self._actors.pop(identity), no_restart=True)
 
     def deaths(self, timeout_s: float) -> list[Death]:
-        """Every `run` that ended, once; waits for the first one. A process that is killed shows within 10 ms."""
+        """Every `run` that ended, once; waits for the first. A killed process is reported within 10 ms."""
         identities = {ref: identity for identity, ref in self._runs.items()}
         refs = list(identities)
         ended = ray.wait(refs, num_returns=1, timeout=timeout_s)[0] if refs else []
@@ -49,20 +48,17 @@ class ActorGroup:
             del self._runs[identities[ref]]
         return [_death(identities[ref], ref) for ref in ended]
 
-    def close(self, *, told: bool) -> None:
-        """End the processes; those that were `told` to end are given a moment to do it by themselves.
-
-        Who leaves by himself hands over his last metrics; who is killed does not.
-        """
-        if told and self._runs:
-            ended, _ = ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=_GRACE_S)
+    def close(self, *, graceful: bool) -> None:
+        """End the processes; if `graceful`, wait until they leave by themselves, which exports their last metrics."""
+        if graceful and self._runs:
+            ended, _ = ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=_LEAVE_S)
             leaving = [
                 self._actors[identity].__ray_terminate__.remote()
                 for identity, ref in self._runs.items()
                 if ref in ended
             ]
             if leaving:
-                ray.wait(leaving, num_returns=len(leaving), timeout=_GRACE_S)
+                ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
         for identity in list(self._actors):
             self.kill(identity)
         self._runs.clear()

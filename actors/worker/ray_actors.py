@@ -1,7 +1,7 @@
-"""Ray shells: one actor class for a rank, one for the coordinator. They own a process and nothing else.
+"""Two Ray actor classes, for a rank and for the coordinator. Each owns a process and nothing else.
 
-`run` is called once and lasts for the session; its object ref is also the death watch. No round passes through Ray.
-What a shell runs (`roles.serve`, `CoordinatorService.run`) is the same code the in-process backend runs in threads.
+`run` is called once and lasts for the session; its object ref resolves when the process ends. No round passes through
+Ray. What they run (`factory.serve`, `CoordinatorService.run`) is what the in-process backend runs in threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from actors.worker.spec import RankSpec
 
 
 def session_logs() -> Path:
-    """The engine's part of what the dashboard's Logs page lists for this node."""
+    """The folder of this engine on the Logs page of the dashboard, on this node."""
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir()) / context.get_session_name() / "logs" / context.namespace
 
@@ -35,8 +35,10 @@ def _open_logs(name: str, spec: LogSpec) -> None:
 
 
 class RankWorker:
-    """The process of one target or draft rank, which has this `share` of its device. Dashboard and log prefixes show
-    it as `title`."""
+    """The process of one target or draft rank, which has this `share` of its device.
+
+    Dashboard and log prefixes show `title`.
+    """
 
     def __init__(self, identity: str, title: str = "", logs: LogSpec | None = None, share: float = 1.0) -> None:
         self._identity = identity
@@ -45,7 +47,7 @@ class RankWorker:
         if logs is not None:
             _open_logs(identity, logs)
         openmp.configure_threads(shared=share < 1)
-        # Loads PyTorch: neither with the class, in the driver's process, nor only when the coordinator has an address.
+        # Loads PyTorch: not when the driver imports this class, and not as late as `run`, which waits for the hub.
         from actors.worker.factory import serve
 
         self._serve = serve
@@ -54,25 +56,25 @@ class RankWorker:
         return self._title
 
     def run(self, spec: RankSpec, interface: str = "") -> None:
-        """Serve until told to stop."""
+        """Serve until `Stop`."""
         host = spec.host or _own_address(interface)
         if interface:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         device = "cuda:0" if spec.device.startswith("cuda") else spec.device  # Ray shows an actor only its own GPUs
-        self._serve(replace(spec, host=host, device=device), observe=self._note)
+        self._serve(replace(spec, host=host, device=device), observe=self._set_status)
         self._status = "ended"
 
     @ray.method(concurrency_group="ctl")
     def status(self) -> str:
-        """One line, answered also while `run` is busy."""
+        """One line; also available while `run` is busy."""
         return f"{self._identity} pid={os.getpid()} {self._status}"
 
-    def _note(self, status: str) -> None:
+    def _set_status(self, status: str) -> None:
         self._status = status
 
 
 class CoordinatorWorker:
-    """The process of the coordinator: needs no device; hosts the store that ranks of a role meet at."""
+    """The process of the coordinator: needs no device; hosts the TCPStore where ranks of a role form their group."""
 
     def __init__(self, title: str = "coordinator", logs: LogSpec | None = None) -> None:
         self._title = title
@@ -88,7 +90,7 @@ class CoordinatorWorker:
     def bind(self, host: str, port: int, needs_store: bool, interface: str = "", patience_s: float = 0.0) -> str:
         """Listen on `port` (0 for any free one) of `host` ("" for this node's address); returns the hub's address.
 
-        A successor is patient: the port of the process it replaces may be taken for a moment more.
+        The port of a predecessor may stay taken for a moment: a successor waits for it up to `patience_s`.
         """
         host = host or _own_address(interface)
         self._hub = Hub(f"tcp://{host}:{port or '*'}", patience_s)
@@ -100,7 +102,8 @@ class CoordinatorWorker:
         return self._hub.address
 
     def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
-        """Conduct rounds until told to stop; returns why."""
+        """Serve until `Stop`; returns its reason."""
+        assert self._hub is not None, "bind() is called first"
         try:
             return CoordinatorService(spec, self._hub, [make() for make in make_watches], self._store).run()
         finally:
@@ -112,7 +115,7 @@ class CoordinatorWorker:
 
 
 def _own_address(interface: str) -> str:
-    """This node's address on the interface, or the one under which the cluster knows it. ValueError if it has none."""
+    """This node's address on the interface, or the one Ray uses. Raises ValueError if there is none."""
     if not interface:
         return ray.util.get_node_ip_address()
     addresses = psutil.net_if_addrs()

@@ -1,79 +1,98 @@
-"""Where the coordinator and the ranks live: threads of this process, or Ray actors. One engine, two ways to start it.
+"""Where the coordinator and the ranks run: as threads of this process, or as Ray actors.
 
-A backend starts everything, gives the address of the coordinator's hub, notices deaths, replaces whom it is told to,
-and ends what it started. Whether somebody is replaced is not for it to say.
+A backend starts them, gives the address of the coordinator's hub, reports deaths, starts successors, and ends what it
+started. Whether a process is replaced is decided by the supervisor.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from actors.coordinator.service import CoordinatorSpec
 from actors.protocol.membership import Death
-from cluster.config.schema import LaunchConfig
+from actors.worker.spec import RankSpec
+from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.placement.ranks import RankPlacement
+from cluster.runtime.delay_proxy import Relay
+from cluster.runtime.specs import rank_spec
+
+LOOPBACK = "127.0.0.1"
+ANY_PORT = f"tcp://{LOOPBACK}:*"
 
 
-class Backend(Protocol):
-    """The contract of a place to run."""
+class Backend(ABC):
+    """A place to run one engine; `progress` receives lines for the user."""
 
-    can_kill: bool
-    """Whether one that hangs can be ended."""
-    places: list[RankPlacement]
-    """Where everybody is, or is about to be."""
-    address: str
-    """Of the coordinator's hub; another one only after the coordinator was replaced elsewhere."""
+    can_kill = True
+    """Whether a process that hangs can be ended."""
 
-    def place(self, progress: Callable[[str], None]) -> list[RankPlacement]:
+    def __init__(self, config: LaunchConfig, progress: Callable[[str], None]) -> None:
+        self._config = config
+        self._progress = progress
+        self._placements: dict[str, RankPlacement] = {}
+        self._specs: dict[str, RankSpec] = {}
+        self._relay: Relay | None = None
+        self.address = ""
+        """Of the coordinator's hub, from `start` on; it changes when the coordinator is replaced on another node."""
+
+    @property
+    def places(self) -> list[RankPlacement]:
+        """Where each rank is, or is about to be."""
+        return list(self._placements.values())
+
+    @abstractmethod
+    def place(self) -> list[RankPlacement]:
         """Which rank goes where; connects to the cluster if need be, and waits for what is missing."""
 
-    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement], eos_token_ids: tuple[int, ...]) -> str:
+    @abstractmethod
+    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> str:
         """Start coordinator and ranks without waiting for them; returns the hub's address."""
 
+    @abstractmethod
     def deaths(self, timeout_s: float) -> list[Death]:
-        """What ended and should not have, each once; waits so long for the first."""
+        """Processes that ended unexpectedly, each once; waits for the first one at most so long."""
 
-    def kill(self, identity: str, pid: int | None) -> None:
-        """End a process that does not answer; its death is noticed like any other. Without a `pid` it is too young to
-        have told it."""
-
+    @abstractmethod
     def replace(self, identity: str, incarnation: int, facts: Mapping[str, object]) -> None:
-        """Start a successor, without waiting for it, where the last one was or, if that node is gone, elsewhere.
+        """Start a successor, without waiting for it, in the same place or, if that node is gone, elsewhere.
 
-        `facts` are what the last one measured. NoRoom, and nothing is started, while there is nowhere to go.
+        `facts` are what the predecessor measured. Raises NoRoom, and starts nothing, while no node has room.
         """
 
+    @abstractmethod
+    def kill(self, identity: str, pid: int | None) -> None:
+        """End a process that does not answer; `deaths` reports it. `pid` is None if it has not sent one yet."""
+
+    @abstractmethod
+    def close(self, *, graceful: bool = False) -> None:
+        """End everything that was started; `graceful` if the coordinator has stopped all loops already."""
+
     def stranded(self) -> set[str]:
-        """Who belongs on a node that is gone."""
+        """Identities whose node is gone."""
+        return set()
 
-    def publish(self, file: Path) -> None:
-        """DraftOutcome a copy of `file` where people look at the cluster, if there is such a place and it lasts."""
+    def publish(self, file: Path) -> None:  # noqa: B027 (only one backend has such a place)
+        """Copy `file` to the cluster's dashboard, if there is one that outlives the engine."""
 
-    def close(self, *, told: bool) -> None:
-        """End everything that was started; `told` says that the coordinator was told to stop, and has said so."""
+    def _open_relay(self) -> None:
+        """Delay the records of the drafters by `cluster.link_delay_ms`, each way."""
+        if delay_ms := self._config.cluster.link_delay_ms:
+            self._relay = Relay(self.address, delay_ms / 1e3, ANY_PORT)
 
-
-def make_backend(config: LaunchConfig, log_dir: Path | None = None) -> Backend:
-    return BACKENDS[config.cluster.name](config, log_dir)
-
-
-def _inprocess(config: LaunchConfig, log_dir: Path | None) -> Backend:
-    from cluster.runtime.inprocess import InprocessBackend
-
-    return InprocessBackend(config, log_dir)
+    def _specify(self, place: RankPlacement, host: str, eos_token_ids: tuple[int, ...]) -> RankSpec:
+        """What the rank needs to start, kept for its successors."""
+        address = self._relay.address if self._relay is not None and place.role != "target" else self.address
+        spec = self._specs[place.identity] = rank_spec(self._config, place, address, host, eos_token_ids)
+        return spec
 
 
-def _ray(config: LaunchConfig, log_dir: Path | None) -> Backend:
+def make_backend(config: LaunchConfig, log_dir: Path | None, progress: Callable[[str], None]) -> Backend:
+    if config.cluster.name == ClusterName.inprocess:
+        from cluster.runtime.inprocess import InprocessBackend
+
+        return InprocessBackend(config, log_dir, progress)
     from cluster.runtime.ray_backend import RayBackend
 
-    return RayBackend(config, log_dir)
-
-
-BACKENDS: dict[str, Callable[[LaunchConfig, Path | None], Backend]] = {
-    "inprocess": _inprocess,
-    "local": _ray,
-    "existing": _ray,
-    "slurm": _ray,
-}
+    return RayBackend(config, log_dir, progress)

@@ -1,7 +1,7 @@
-"""A slower network on a machine that has none: holds every record of the control line back, each way.
+"""Emulates a slow network: delays every frame of the control line between some `Link`s and the `Hub`, each way.
 
-Sits between the `Link`s of some ranks and the coordinator's `Hub`, with a connection to the hub for each that a link
-makes, and passes on what it gets, in order, late. Where one of the two ends, it ends the other. Reads nothing.
+It has a connection to the hub for each connection of a link, and forwards frames in order. When one of the two closes,
+it closes the other. Decodes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from actors.transport.framing import (
     resolve,
 )
 
-_CLOSING_LOOK_S = 0.2
+_CHECK_S = 0.2
 
 
 class Relay:
@@ -38,28 +38,28 @@ class Relay:
         self._streams: dict[int, Stream] = {}
         self._other_end: dict[Stream, Stream] = {}
         self._held: deque[tuple[float, Stream, bytes | None]] = deque()
-        """When to pass what on to whom: a frame, or None for the end."""
+        """When to forward a frame, or None for the end, to which stream."""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._pass_on, name="relay", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._closing.set()
         self._thread.join(timeout=5)
 
-    def _pass_on(self) -> None:
+    def _run(self) -> None:
         self._poller.watch(self._listener.fileno())
         while not self._closing.is_set():
             now = time.monotonic()
             while self._held and self._held[0][0] <= now:
                 _, stream, frame = self._held.popleft()
                 self._deliver(stream, frame)
-            wait_s = min(_CLOSING_LOOK_S, self._held[0][0] - now) if self._held else _CLOSING_LOOK_S
+            wait_s = min(_CHECK_S, self._held[0][0] - now) if self._held else _CHECK_S
             for descriptor in self._poller.wait(wait_s):
                 if descriptor == self._listener.fileno():
                     self._admit()
                 elif (stream := self._streams.get(descriptor)) is not None:
-                    self._hear(stream)
+                    self._read(stream)
         for stream in self._streams.values():
             stream.close()
         self._listener.close()
@@ -79,10 +79,10 @@ class Relay:
             self._streams[stream.fileno()] = stream
             self._poller.watch(stream.fileno())
 
-    def _hear(self, stream: Stream) -> None:
+    def _read(self, stream: Stream) -> None:
         due = time.monotonic() + self._delay_s
         try:
-            self._flush(stream)
+            self._poller.flush(stream)
             if stream.fill():
                 self._held.extend((due, self._other_end[stream], framed(frame)) for frame in stream.frames())
         except ConnectionClosed:
@@ -96,11 +96,7 @@ class Relay:
             self._drop(stream)
         else:
             stream.outgoing.append(frame)
-            self._flush(stream)
-
-    def _flush(self, stream: Stream) -> None:
-        stream.flush()
-        self._poller.watch(stream.fileno(), writable=stream.is_waiting)
+            self._poller.flush(stream)
 
     def _drop(self, stream: Stream) -> None:
         self._poller.unwatch(stream.fileno())

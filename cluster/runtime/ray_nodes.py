@@ -1,6 +1,6 @@
 """The nodes of a running Ray cluster: what is free on them, and waiting until a layout fits.
 
-Knows Ray's bookkeeping and the pure law in `cluster/placement/nodes.py`; starts and reserves nothing.
+Reads Ray's state and applies the pure functions of `cluster/placement/nodes.py`; starts and reserves nothing.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Callable
 from ipaddress import ip_address
 
 import ray
-from ray._private.state import available_resources_per_node  # Ray has no public way to ask node by node
+from ray._private.state import available_resources_per_node  # Ray has no public function for free resources by node
 
 from cluster.config.schema import LaunchConfig
 from cluster.placement.nodes import Node, over_nodes
 from cluster.placement.ranks import RankPlacement
 
 HEAD = "node:__internal_head__"
-_LOOK_S = 0.5
-_SAY_S = 5.0
-_KNOCK_S = 0.1
+_CHECK_S = 0.5
+_PROGRESS_S = 5.0
+_CONNECT_S = 0.1
 
 
 def free_nodes() -> list[Node]:
-    """Nodes that are alive with what is free on them: the head first, then by address."""
+    """Live nodes and their free devices: the head first, then by address."""
     free = available_resources_per_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: (HEAD not in node["Resources"], ip_address(node["NodeManagerAddress"])))
@@ -37,46 +37,46 @@ def free_nodes() -> list[Node]:
 
 
 def living_hosts() -> set[str]:
-    """Addresses of the nodes that Ray has not given up."""
+    """Addresses of the nodes that Ray regards as alive."""
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def await_layout(
     config: LaunchConfig,
     progress: Callable[[str], None],
-    look: Callable[[], list[Node]] = free_nodes,
+    find_nodes: Callable[[], list[Node]] = free_nodes,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[RankPlacement]:
-    """The layout, as soon as nodes and devices for it are free; says every few seconds what is missing.
+    """The layout, once nodes and devices for it are free; reports to `progress` what is missing.
 
-    ValueError with the reason after `cluster.wait_s`.
+    Raises ValueError with the reason after `cluster.wait_s`.
     """
-    started = said = clock()
+    started = reported = clock()
     while True:
-        nodes = look()
+        nodes = find_nodes()
         try:
-            _check_number(config.cluster.nodes, nodes)
+            _check_count(config.cluster.nodes, nodes)
             return over_nodes(config, nodes)
         except ValueError as error:
             missing = str(error)
         now = clock()
         if now - started >= config.cluster.wait_s:
             raise ValueError(f"{missing} (waited {now - started:.0f} s for it; cluster.wait_s sets how long)")
-        if now - said >= _SAY_S:
-            said = now
+        if now - reported >= _PROGRESS_S:
+            reported = now
             progress(f"waiting for {now - started:.0f} s: {missing}")
-        sleep(_LOOK_S)
+        sleep(_CHECK_S)
 
 
 def await_head(
     address: str, wait_s: float, progress: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Until somebody listens at HOST:PORT; ValueError after `wait_s`. Ray's own try is one, and its error a page."""
+    """Until a process listens at HOST:PORT; raises ValueError after `wait_s`. Ray itself tries once."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        return  # `auto`, or another of Ray's ways to name a cluster
-    started = said = clock()
+        return  # `auto`, or another of Ray's names for a cluster
+    started = reported = clock()
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=1.0).close()
@@ -86,15 +86,15 @@ def await_head(
         now = clock()
         if now - started >= wait_s:
             raise ValueError(f"cluster.address={address}: no Ray listens there after {now - started:.0f} s ({reason})")
-        if now - said >= _SAY_S:
-            said = now
+        if now - reported >= _PROGRESS_S:
+            reported = now
             progress(f"waiting for {now - started:.0f} s: no Ray at {address} yet")
-        time.sleep(_KNOCK_S)
+        time.sleep(_CONNECT_S)
 
 
-def _check_number(wanted: int, nodes: list[Node]) -> None:
+def _check_count(wanted: int, nodes: list[Node]) -> None:
     if len(nodes) < wanted:
-        there = ", ".join(f"{node.name} ({node.host})" for node in nodes)
+        joined = ", ".join(f"{node.name} ({node.host})" for node in nodes)
         raise ValueError(
-            f"cluster.nodes={wanted}: only {len(nodes)} joined: {there}; look at the logs of Ray on the others"
+            f"cluster.nodes={wanted}: only {len(nodes)} joined: {joined}; look at the logs of Ray on the others"
         )

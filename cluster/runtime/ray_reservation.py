@@ -1,7 +1,7 @@
 """Devices of a Ray cluster that an engine holds: placement groups with one bundle per device.
 
-The layout of the start is one group, all of it or nothing. Devices that are taken later, because a node was lost, are
-taken apart, so that each can be given back when its node is lost too. Decides nothing.
+The devices of the start are one group, reserved together or not at all. Devices that are reserved later, because a node
+was lost, have a group each, so that each can be returned when its node is lost too. Decides nothing.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from cluster.placement.ranks import RankPlacement
 Device = tuple[str, str | tuple[int, ...]]
 """The node ("" for this machine), and a GPU's name or the cores of a CPU rank."""
 
-_SAY_S = 5.0
+_PROGRESS_S = 5.0
 _ON_NODE = 0.001
-"""Ray gives every node one of the resource `node:ADDRESS`; a trace of it ties a bundle or an actor to that node."""
+"""Of the resource `node:ADDRESS`, of which Ray gives every node 1: it ties a bundle or an actor to that node."""
 
 
 class Reservation:
-    """From the first `take` to `release`."""
+    """From the first `reserve` to `release`."""
 
     def __init__(self) -> None:
         self._groups: list[PlacementGroup] = []
         self._bundle_of: dict[Device, tuple[PlacementGroup, int]] = {}
 
-    def take(
+    def reserve(
         self,
         places: Sequence[RankPlacement],
         timeout_s: float,
         progress: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        apart: bool = False,
+        separately: bool = False,
     ) -> None:
-        """All devices of these places that are not held yet, or none: then ValueError. `apart`: a group for each.
+        """Hold all devices of these places, those `separately` reserved in a group each.
 
-        Says every few seconds what it waits for.
+        Raises ValueError after `timeout_s`, and holds none of the new ones. Reports to `progress` what it waits for.
         """
         shares = {device: bundle for device, bundle in device_bundles(places).items() if device not in self._bundle_of}
-        parts = [[device] for device in shares] if apart else [list(shares)] * bool(shares)
+        parts = [[device] for device in shares] if separately else [list(shares)] * bool(shares)
         groups = [placement_group([shares[device] for device in part], strategy="PACK") for part in parts]
         started, waiting = clock(), list(groups)
         while waiting:
             left_s = started + timeout_s - clock()
-            if waiting[0].wait(max(0.0, min(_SAY_S, left_s))):
+            if waiting[0].wait(max(0.0, min(_PROGRESS_S, left_s))):
                 del waiting[0]
                 continue
-            missing = f"{_in_words(shares)} asked, of which not all is free; end other jobs or ask for fewer ranks"
-            if left_s <= _SAY_S:
+            missing = f"{_describe(shares)} asked, of which not all is free; end other jobs or ask for fewer ranks"
+            if left_s <= _PROGRESS_S:
                 for group in groups:
                     remove_placement_group(group)
                 raise ValueError(f"cluster: {missing}")
@@ -62,7 +62,7 @@ class Reservation:
             self._bundle_of |= {device: (group, index) for index, device in enumerate(part)}
 
     def give_back(self, place: RankPlacement) -> None:
-        """The device of this place, if it was taken apart; those of the start remain the engine's until its end."""
+        """Return the device of this place if it was reserved separately; those of the start are held to the end."""
         group, _ = self._bundle_of.get(_device(place), (None, 0))
         if group is not None and group is not self._groups[0]:
             remove_placement_group(group)
@@ -70,7 +70,7 @@ class Reservation:
             del self._bundle_of[_device(place)]
 
     def options(self, place: RankPlacement) -> dict[str, object]:
-        """Of an actor that runs at this place."""
+        """Ray options of an actor at this place."""
         resources = _resources(place)
         options: dict[str, object] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
         options["resources"] = resources
@@ -86,17 +86,17 @@ class Reservation:
         self._bundle_of.clear()
 
 
-def _in_words(shares: Mapping[Device, Mapping[str, float]]) -> str:
+def _describe(shares: Mapping[Device, Mapping[str, float]]) -> str:
     """`2 cores on 10.0.0.1, 1 GPU on 10.0.0.2`."""
-    said = []
+    words = []
     for (host, _), bundle in shares.items():
         noun, amount = ("GPU", bundle["GPU"]) if "GPU" in bundle else ("core", bundle["CPU"])
-        said.append(f"{amount:g} {noun}{'s' * (amount != 1)}" + f" on {host}" * bool(host))
-    return ", ".join(said)
+        words.append(f"{amount:g} {noun}{'s' * (amount != 1)}" + f" on {host}" * bool(host))
+    return ", ".join(words)
 
 
 def device_bundles(places: Sequence[RankPlacement]) -> dict[Device, dict[str, float]]:
-    """What to reserve: one bundle per device, so that ranks which share one meet on it."""
+    """One bundle per device, so that ranks which share a device are placed on the same one."""
     bundles: dict[Device, dict[str, float]] = {}
     for place in places:
         if place.share:

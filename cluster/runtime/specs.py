@@ -17,7 +17,7 @@ def coordinator_spec(
     sizes = Counter(place.role for place in places)
     return CoordinatorSpec(
         pipeline=config.pipeline.name,
-        num_draft_tokens=getattr(config.drafter, "num_draft_tokens", 0),
+        num_draft_tokens=config.drafter.num_draft_tokens,
         target_ranks=sizes.pop("target"),
         draft_ranks=sizes.pop("draft", 0),
         eos_token_ids=eos_token_ids,

@@ -124,7 +124,7 @@ def prometheus(tmp_path: Path, tiny_launch) -> Iterator[Prometheus]:
     server = Prometheus(session, tmp_path)
     yield server
     server.close()
-    backend.close(told=False)
+    backend.close()
 
 
 def as_grafana_asks(expression: str) -> str:

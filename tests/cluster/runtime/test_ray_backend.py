@@ -46,7 +46,7 @@ def running_ray():
     backend = RayBackend(LaunchConfig(*sections, CLUSTER, GenerateConfig()))
     backend.connect()
     yield
-    backend.close(told=False)
+    backend.close()
     assert not ray.is_initialized()
 
 

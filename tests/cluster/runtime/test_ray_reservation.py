@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -16,7 +17,7 @@ class Group:
     """A placement group of a cluster that has this many left to give."""
 
     left = 10
-    made: list[Group] = []
+    made: ClassVar[list[Group]] = []
 
     def __init__(self, bundles: list[dict[str, float]], strategy: str) -> None:
         self.bundles, self.is_removed = bundles, False
@@ -50,11 +51,11 @@ def elsewhere(layout):
 
 def test_what_was_taken_apart_is_given_back_singly_and_the_layout_of_the_start_is_kept(made, layout):
     reservation = Reservation()
-    reservation.take(layout, 1.0)
+    reservation.reserve(layout, 1.0)
     assert [len(group.bundles) for group in made] == [3]
     moved = elsewhere(layout)
-    reservation.take(moved[:2], 1.0, apart=True)
-    reservation.take([*layout, *moved[:2]], 1.0)
+    reservation.reserve(moved[:2], 1.0, separately=True)
+    reservation.reserve([*layout, *moved[:2]], 1.0)
     assert [len(group.bundles) for group in made] == [3, 1, 1], "nothing is taken twice"
     reservation.give_back(layout[0])
     reservation.give_back(moved[0])
@@ -65,16 +66,16 @@ def test_what_was_taken_apart_is_given_back_singly_and_the_layout_of_the_start_i
     assert all(group.is_removed for group in made)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_all_devices_or_none(made, layout, apart):
+@pytest.mark.parametrize("separately", [False, True])
+def test_all_devices_or_none(made, layout, separately):
     reservation = Reservation()
-    Group.left = 2 if apart else 0
+    Group.left = 2 if separately else 0
     asked = r"^cluster: 1 GPU on 10\.0\.0\.1, 1 GPU on .* asked, of which not all is free; end other jobs or ask for"
     with pytest.raises(ValueError, match=asked):
-        reservation.take(layout, 1.0, apart=apart)
+        reservation.reserve(layout, 1.0, separately=separately)
     assert made and all(group.is_removed for group in made)
     Group.left = 10
-    reservation.take(layout, 1.0)
+    reservation.reserve(layout, 1.0)
     assert not made[-1].is_removed
 
 
@@ -82,5 +83,5 @@ def test_says_what_it_waits_for(made, layout):
     said, times = [], iter(range(0, 100, 5))
     Group.left = 0
     with pytest.raises(ValueError, match=r"^cluster: "):
-        Reservation().take(layout, 30.0, said.append, lambda: float(next(times)))
+        Reservation().reserve(layout, 30.0, said.append, lambda: float(next(times)))
     assert len(said) > 1 and said[0].startswith("waiting for 10 s: 1 GPU on 10.0.0.1, ")

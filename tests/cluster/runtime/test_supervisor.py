@@ -22,7 +22,7 @@ class Cluster:
     """A backend of nobody: deaths are told to it, and so is who has room, and where the coordinator would be."""
 
     can_kill = True
-    places: list = []
+    places = ()
 
     def __init__(self) -> None:
         self.address = "tcp://first:1"
@@ -249,7 +249,7 @@ def test_a_coordinator_that_freezes_before_its_first_word_is_ended(cluster, watc
 
 
 def test_a_coordinator_is_not_blamed_for_the_target_it_waits_for(cluster, watch):
-    supervisor, final, _ = watch(startup_timeout_s=0.5)
+    _, final, _ = watch(startup_timeout_s=0.5)
     cluster.end("coordinator")
     until(lambda: ("coordinator", 1) in cluster.started)
     time.sleep(0.3)
