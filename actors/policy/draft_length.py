@@ -97,9 +97,10 @@ class DraftLengths:
         if not costs.gap.weight:
             return
         per_token_s = costs.per_token_s(plain_verify_s)
-        tokens, least = self._survival.expected(), max(1, self._shortest)
-        speeds = [tokens[k] / costs.seconds(k, per_token_s) for k in range(least, self._longest + 1)]
-        length = least + speeds.index(max(speeds))
+        tokens, seconds = self._survival.expected(), costs.seconds(self._longest, per_token_s)
+        speeds = [tokens[k] / seconds[k] for k in range(self._longest + 1)]
+        least = max(1, self._shortest)
+        length = speeds.index(max(speeds[least:]), least)
         self._num_choices += 1
         if self._num_choices % EXPLORE_EVERY == 0:
             is_shorter = length > least and self._num_choices % (2 * EXPLORE_EVERY)
@@ -107,7 +108,7 @@ class DraftLengths:
         self._length = length
         self._by_request = {}
         if num_sequences > 1:
-            self._share_out(num_sequences, speeds[length - least], *per_token_s)
+            self._share_out(num_sequences, speeds[length], *per_token_s)
 
     def _share_out(self, num_sequences: int, speed: float, draft_s: float, verify_s: float) -> None:
         """Lengths of the requests of a batch: place by place, as long as a place brings more than its time elsewhere.

@@ -74,9 +74,9 @@ class LinearFit:
         """Slope, at least 0; `stiffness` is the variance of x at which measurement and `prior` weigh the same."""
         return max(0.0, (self._cov + stiffness * prior) / (self._var_x + stiffness))
 
-    def at(self, x: float, slope: float, least: float = 0.0) -> float:
-        """y at `x` on the line of this `slope` through the means; at least the part `least` of the mean y."""
-        return max(least * self.mean_y, self.mean_y + (x - self.mean_x) * slope)
+    def at(self, x: float, slope: float) -> float:
+        """y at `x` on the line of this `slope` through the means."""
+        return self.mean_y + (x - self.mean_x) * slope
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
@@ -110,14 +110,17 @@ class Survival:
         step = places[num_offered - 1].mean ** (1 / num_offered)
         for i in range(num_offered, len(places)):
             place = places[i]
-            place.decay(_UNOFFERED_DECAY)
+            place.weight *= _UNOFFERED_DECAY
             kept = min(place.weight * (1 - place.memory), 1.0) * _UNOFFERED_DECAY
             place.mean = kept * place.mean + (1 - kept) * places[i - 1].mean * step
 
-    def step(self, place: int) -> float:
-        """P(node `place`, from 0 on, is accepted | the node before it is)."""
-        chance = self._places[place].mean
-        return min(1.0, chance / self._places[place - 1].mean) if place else chance
+    def expected_accepted(self, num_tested: int) -> float:
+        """Sum over the first `num_tested` nodes of P(the node is accepted | the one before it is)."""
+        total, before = 0.0, 1.0
+        for place in self._places[:num_tested]:
+            total += min(1.0, place.mean / before)
+            before = place.mean
+        return total
 
     def expected(self) -> list[float]:
         """Tokens of a target pass over a proposal of 0, 1, 2, ... nodes, the target's own token included."""
@@ -139,8 +142,7 @@ class RequestAcceptance:
     def update(self, num_ordered: int, num_accepted: int, average: Survival) -> None:
         """The tokens tested are the accepted ones and the first rejected one."""
         self.accepted.update(num_accepted)
-        tested = range(min(num_accepted + 1, num_ordered))
-        self.expected.update(sum(average.step(place) for place in tested))
+        self.expected.update(average.expected_accepted(min(num_accepted + 1, num_ordered)))
 
     def ratio(self) -> float:
         """Acceptance per draft token, relative to the average."""
@@ -178,6 +180,10 @@ _LENGTH_STIFFNESS = 0.1
 """Variance of draft lengths at which their measured cost and the expected one weigh the same."""
 
 
+_LEAST_VERIFY = 0.5
+"""Least pass that is extrapolated to, in mean passes."""
+
+
 @dataclass(slots=True)
 class RoundCosts:
     """Seconds of a round with speculation as a function of draft length.
@@ -206,6 +212,11 @@ class RoundCosts:
             read = max(0.0, self.verify.mean_y - plain_verify_s) / self.verify.mean_x
         return self.gap.slope(drafted, _LENGTH_STIFFNESS), self.verify.slope(read, _LENGTH_STIFFNESS)
 
-    def seconds(self, length: int, per_token_s: tuple[float, float]) -> float:
-        """Seconds of a round in which every request gets a draft of this length."""
-        return self.gap.at(length, per_token_s[0]) + self.verify.at(length, per_token_s[1], least=0.5)
+    def seconds(self, longest: int, per_token_s: tuple[float, float]) -> list[float]:
+        """Seconds of a round in which every request gets a draft of 0, 1, ... `longest` tokens."""
+        gap_s, verify_s = self.gap.at(0, per_token_s[0]), self.verify.at(0, per_token_s[1])
+        least_s = _LEAST_VERIFY * self.verify.mean_y
+        return [
+            max(0.0, gap_s + k * per_token_s[0]) + max(least_s, verify_s + k * per_token_s[1])
+            for k in range(longest + 1)
+        ]

@@ -60,6 +60,16 @@ class Rates:
         self.by_rows[kind].update(num_tokens, seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Speculation against plain decoding over rounds that read as many prompt rows; decayed tokens and rounds."""
+
+    gain: float | None
+    tokens: float
+    num_rounds: float
+    num_plain: float
+
+
 @dataclass(slots=True)
 class SpeculationSwitch:
     """Mode of one kind of load, and the rates it follows from."""
@@ -86,9 +96,7 @@ class SpeculationSwitch:
     @property
     def gain(self) -> float | None:
         """Measured speed of speculation over plain decoding, comparing rounds that read as many prompt rows."""
-        both = self._rates()
-        seconds = sum(rate.seconds.total for rate, _ in both)
-        return sum(rate.tokens.total / plain.per_s for rate, plain in both) / seconds if seconds else None
+        return self._compare().gain
 
     def findings(self) -> dict[str, str | float | None]:
         """The mode and the measurements behind it; tokens per second are of rounds that read no prompts."""
@@ -99,10 +107,17 @@ class SpeculationSwitch:
             "gain": self.gain,
         }
 
-    def _rates(self) -> list[tuple[Rate, Rate]]:
-        """(rate with speculation, plain rate) of rounds that read as many prompt rows."""
-        pairs = ((rate, self.plain.by_rows.get(kind)) for kind, rate in self.speculative.by_rows.items())
-        return [(rate, plain) for rate, plain in pairs if plain is not None]
+    def _compare(self) -> _Comparison:
+        plain_s = seconds = tokens = num_rounds = num_plain = 0.0
+        for kind, rate in self.speculative.by_rows.items():
+            plain = self.plain.by_rows.get(kind)
+            if plain is not None:
+                plain_s += rate.tokens.total / plain.per_s  # that plain rounds would need for these tokens
+                seconds += rate.seconds.total
+                tokens += rate.tokens.total
+                num_rounds += rate.num_rounds
+                num_plain += plain.num_rounds
+        return _Comparison(plain_s / seconds if seconds else None, tokens, num_rounds, num_plain)
 
     def update(
         self,
@@ -150,14 +165,10 @@ class SpeculationSwitch:
         self.mode, self._rounds, self._late_rounds = mode, 0, 0
 
     def _judge_speculation(self) -> None:
-        rates = self._rates()
-        is_known = (
-            sum(plain.num_rounds for _, plain in rates) > PROBE_ROUNDS - 1
-            and sum(rate.num_rounds for rate, _ in rates) > FIRST_PROBE - 1
-        )
-        gain = self.gain if is_known else None
-        tokens = sum(rate.tokens.total for rate, _ in rates)
-        if gain is not None and gain < 1 - MARGIN / tokens**0.5:
+        found = self._compare()
+        is_known = found.num_plain > PROBE_ROUNDS - 1 and found.num_rounds > FIRST_PROBE - 1
+        gain = found.gain if is_known else None
+        if gain is not None and gain < 1 - MARGIN / found.tokens**0.5:
             is_stale = self._rounds > STALE_ROUNDS
             self._enter(Mode.probe if is_stale else Mode.rest)
             if is_stale:

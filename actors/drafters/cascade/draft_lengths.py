@@ -178,7 +178,7 @@ class LengthControl(Lengths):
         slope = away.slope(0.0, 1.0)
         return best_lengths(
             CascadeCosts(costs, acceptance, self.drafts_at_once),
-            lambda length: away.at(length, slope, least=0.5),
+            lambda length: max(0.5 * away.mean_y, away.at(length, slope)),
             self.bounds,
         )
 
