@@ -1,6 +1,6 @@
-"""What each role will hold in memory, from its checkpoint's shapes alone: told before a weight is read.
+"""Bytes that each role will hold, from its checkpoint's shapes alone, before weights are loaded.
 
-An estimate of what the ranks decide for themselves (`parallel/runtime/kv_sizing.py`): the KV pool shrinks where memory is short.
+An upper estimate of what the ranks decide (`parallel/runtime/kv_sizing.py`): the KV pool shrinks where memory is short.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
-from actors.drafters.model.config import Parallel
+from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.options import TargetConfig
 from actors.topology import level_roles
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import RankPlacement
@@ -20,7 +21,7 @@ from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_sl
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes over all ranks of a role; `kv` is the most its pool will take."""
+    """Bytes over all ranks of a role; `kv` is an upper bound of its pool."""
 
     weights: int
     kv: int
@@ -28,36 +29,40 @@ class Footprint:
 
 def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[str, Footprint]:
     """Role -> its footprint; a role without a model is left out."""
-    found = {}
+    found: dict[str, Footprint] = {}
     for place in places:
-        if place.role in found:
-            continue
-        models = [config.target] if place.role == "target" else _draft_models(config, place.role)
-        weights = kv = 0
-        for model in models:
-            shapes = read_config(model.path).stretched(getattr(model, "stretch", 0))
-            dtype = dtype_name(model.dtype, place.device)
-            width, packed = ITEM_BYTES[dtype], place.device == "cpu" and dtype == "float32"
-            length = min(getattr(model, "max_model_len", 0) or shapes.max_positions, shapes.max_positions)
-            num_slots = getattr(model, "kv_slots", 0) or config.scheduler.max_num_seqs * length
-            # Ranks that divide layers instead of tensors hold at most all of them.
-            parts = 1 if getattr(model, "parallel", None) == Parallel.layer else place.size
-            weights += place.size * weight_bytes(shapes, parts, width, packed=packed)
-            kv += place.size * num_slots * kv_bytes_per_slot(shapes, parts, width)
-        if weights:
-            found[place.role] = Footprint(weights, kv)
+        if place.role not in found:
+            models = [config.target] if place.role == "target" else _draft_models(config.drafter, place.role)
+            sizes = [_footprint(model, place, config.scheduler.max_num_seqs) for model in models]
+            if sizes:
+                found[place.role] = Footprint(sum(size.weights for size in sizes), sum(size.kv for size in sizes))
     return found
 
 
-def _draft_models(config: LaunchConfig, role: str) -> list[DrafterConfig]:
-    """What this part of the drafter loads."""
-    drafter = config.drafter
-    parts = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
-    return [parts[i] for i in level_roles(drafter)[role] if getattr(parts[i], "path", "")]
+def _footprint(model: TargetConfig | ModelDrafterConfig, place: RankPlacement, max_num_seqs: int) -> Footprint:
+    """Of one model on the `place.size` ranks of its role."""
+    if isinstance(model, TargetConfig):
+        parts, shapes = place.size, read_config(model.path).stretched(model.stretch)
+        length = min(model.max_model_len or shapes.max_positions, shapes.max_positions)
+    else:
+        # A rank that divides layers instead of tensors holds at most all of them.
+        parts, shapes = 1 if model.parallel == Parallel.layer else place.size, read_config(model.path)
+        length = shapes.max_positions
+    dtype = dtype_name(model.dtype, place.device)
+    width, packed = ITEM_BYTES[dtype], place.device == "cpu" and dtype == "float32"
+    weights = place.size * weight_bytes(shapes, parts, width, packed=packed)
+    num_slots = model.kv_slots or max_num_seqs * length
+    return Footprint(weights, place.size * num_slots * kv_bytes_per_slot(shapes, parts, width))
+
+
+def _draft_models(drafter: DrafterConfig, role: str) -> list[ModelDrafterConfig]:
+    """The draft models of this role."""
+    levels = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
+    return [levels[i] for i in level_roles(drafter)[role] if isinstance(levels[i], ModelDrafterConfig)]
 
 
 def describe_layout(places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:
-    """The layout and what it takes, a line each."""
+    """A line for each rank and for the memory of each role."""
     lines = ["layout", *(f"  {place.describe()}" for place in places), "memory"]
     for role, size in sizes.items():
         lines.append(f"  {role}: {mebibytes(size.weights)} of weights, up to {mebibytes(size.kv)} of KV")

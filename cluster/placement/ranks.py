@@ -1,6 +1,6 @@
-"""Which rank runs where: a pure function from the user's choice and the devices at hand to one line per rank.
+"""Which rank runs where: a pure function from the user's options and the available devices to one place per rank.
 
-Knows counts of devices, not what runs on them. Ray and the in-process backend both follow the same layout.
+Knows counts of devices, not what runs on them. All backends use the same layout.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.topology import level_roles
 from cluster.config.schema import LaunchConfig
@@ -15,7 +16,7 @@ from cluster.config.schema import LaunchConfig
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What a machine or cluster offers: CPU cores by number, and a count of GPUs."""
+    """Devices of a machine or cluster: CPU cores by number, and a count of GPUs."""
 
     cores: tuple[int, ...]
     num_gpus: int = 0
@@ -42,8 +43,18 @@ class RankPlacement:
         return f"{self.role}-{self.rank}"
 
     @property
+    def kind(self) -> str:
+        """Of the device: cuda or cpu."""
+        return self.device.partition(":")[0]
+
+    @property
+    def device_key(self) -> tuple[str, str | tuple[int, ...]]:
+        """The same for ranks that share a device: the host, and the GPU's name or the cores."""
+        return self.host, self.cores if self.device == "cpu" else self.device
+
+    @property
     def bound_to(self) -> tuple[int, ...]:
-        """Cores it shall run on: none on the nodes of a cluster, of which only the number of free cores is known."""
+        """Cores of its CPU affinity: none on the nodes of a cluster, where only the number of free cores is known."""
         return () if self.host else self.cores
 
     def describe(self) -> str:
@@ -68,8 +79,8 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
         )
     places, taken = [], {"cpu": 0, "cuda": 0}
     for role, (size, kind) in roles.items():
-        rivals = [other for other, on in roles.values() if on == kind]
-        total, share = (size, 1.0 / len(rivals)) if colocated else (sum(rivals), 1.0)
+        sharers = [other for other, on in roles.values() if on == kind]
+        total, share = (size, 1.0 / len(sharers)) if colocated else (sum(sharers), 1.0)
         places += _place(config, role, size, kind, 0 if colocated else taken[kind], total, share, devices)
         taken[kind] += size
     speculates = config.drafter.name != "none" and config.pipeline.name != "plain"
@@ -79,7 +90,7 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
 
 
 def with_fewer_threads(config: LaunchConfig, places: Sequence[RankPlacement]) -> list[RankPlacement]:
-    """Draft models may be told to leave some of their cores to others."""
+    """`drafter.num_threads` limits the threads of a draft model's ranks."""
     most = {role: model.num_threads for role, model in _draft_roles(config) if model.num_threads}
     return [
         replace(place, num_threads=min(place.num_threads, most.get(place.role, place.num_threads))) for place in places
@@ -87,12 +98,14 @@ def with_fewer_threads(config: LaunchConfig, places: Sequence[RankPlacement]) ->
 
 
 def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, ModelDrafterConfig]]:
-    """Every part of the drafter that has a model, and the model."""
-    if config.pipeline.name == "plain" or not hasattr(config.drafter, "ranks"):
+    """Every role of the drafter that has a model, and the last model of it."""
+    drafter = config.drafter
+    if config.pipeline.name == "plain":
         return
-    for role, levels in level_roles(config.drafter).items():
-        model = config.drafter.levels[levels[-1]] if hasattr(config.drafter, "levels") else config.drafter
-        yield role, model
+    for role, levels in level_roles(drafter).items():
+        model = drafter.levels[levels[-1]] if isinstance(drafter, CascadeDrafterConfig) else drafter
+        if isinstance(model, ModelDrafterConfig):
+            yield role, model
 
 
 def _kind(wanted: str, field: str, devices: Devices) -> str:
@@ -128,7 +141,7 @@ def _place(
 
 
 def _slice(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
-    """An even share of the cores; with more ranks than cores, ranks take turns on them."""
+    """An even share of the cores; with more ranks than cores, one core each, in turn."""
     if count > len(cores):
         return (cores[index % len(cores)],)
     return tuple(cores[len(cores) * index // count : len(cores) * (index + 1) // count])

@@ -63,11 +63,11 @@ class Reservation:
 
     def give_back(self, place: RankPlacement) -> None:
         """Return the device of this place if it was reserved separately; those of the start are held to the end."""
-        group, _ = self._bundle_of.get(_device(place), (None, 0))
+        group, _ = self._bundle_of.get(place.device_key, (None, 0))
         if group is not None and group is not self._groups[0]:
             remove_placement_group(group)
             self._groups.remove(group)
-            del self._bundle_of[_device(place)]
+            del self._bundle_of[place.device_key]
 
     def options(self, place: RankPlacement) -> dict[str, object]:
         """Ray options of an actor at this place."""
@@ -75,7 +75,7 @@ class Reservation:
         options: dict[str, object] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
         options["resources"] = resources
         if place.share:
-            group, index = self._bundle_of[_device(place)]
+            group, index = self._bundle_of[place.device_key]
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         return options
 
@@ -100,7 +100,7 @@ def device_bundles(places: Sequence[RankPlacement]) -> dict[Device, dict[str, fl
     bundles: dict[Device, dict[str, float]] = {}
     for place in places:
         if place.share:
-            bundle = bundles.setdefault(_device(place), {})
+            bundle = bundles.setdefault(place.device_key, {})
             for resource, amount in _resources(place).items():
                 bundle[resource] = bundle.get(resource, 0.0) + amount
     return bundles
@@ -111,13 +111,9 @@ def on_node(place: RankPlacement) -> dict[str, float]:
     return {f"node:{place.host}": _ON_NODE} if place.host else {}
 
 
-def _device(place: RankPlacement) -> Device:
-    return place.host, place.cores if place.device == "cpu" else place.device
-
-
 def _resources(place: RankPlacement) -> dict[str, float]:
     if not place.share:
         return on_node(place)
-    if place.device.startswith("cuda"):
+    if place.kind == "cuda":
         return {"GPU": place.share, "CPU": 0.01, **on_node(place)}
     return {"CPU": place.share * max(1, len(place.cores)), **on_node(place)}
