@@ -18,7 +18,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from actors.worker import openmp
@@ -26,7 +26,7 @@ from actors.worker.logs import dump_stacks_on_signal
 from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
 from cluster.config.jobs import TrainConfig
-from cluster.config.options_page import help_text
+from cluster.config.options_page import groups_help, help_text
 from cluster.config.schema import LaunchConfig
 
 SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -45,6 +45,7 @@ def main() -> None:
         codes.append(_launch(composed, shows_tracebacks))
 
     register()
+    OmegaConf.register_new_resolver("groups_help", groups_help, replace=True)  # for the help of conf/config.yaml
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     dump_stacks_on_signal()
@@ -55,16 +56,16 @@ def main() -> None:
         else:
             launch()
     except KeyboardInterrupt:
-        codes.append(_say("interrupted", INTERRUPTED))
+        codes.append(_fail("interrupted", INTERRUPTED))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if shows_tracebacks:
             raise
-        codes.append(_say(f"error: {describe(error)}", USER_ERROR))
+        codes.append(_fail(f"error: {describe(error)}", USER_ERROR))
     except OSError as error:
         if shows_tracebacks:
             raise
         remedy = "; choose another place with hydra.run.dir=DIR" if error.filename else ""
-        codes.append(_say(f"error: {error}{remedy}", FAILURE))
+        codes.append(_fail(f"error: {error}{remedy}", FAILURE))
     sys.exit(max(codes))
 
 
@@ -83,7 +84,7 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
     except ValueError as error:
         if shows_tracebacks:
             raise
-        return _say(f"error: {describe(error)}", USER_ERROR)
+        return _fail(f"error: {describe(error)}", USER_ERROR)
     try:
         _run(config, run_dir)
     except Exception as error:
@@ -92,8 +93,8 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
         trace = run_dir / "traceback.txt"
         trace.write_text(traceback.format_exc())
         if isinstance(error, ValueError | RuntimeError):
-            return _say(f"error: {describe(error)}", USER_ERROR if isinstance(error, ValueError) else FAILURE)
-        return _say(f"error: {type(error).__name__}: {describe(error)}; the traceback is in {trace}", FAILURE)
+            return _fail(f"error: {describe(error)}", USER_ERROR if isinstance(error, ValueError) else FAILURE)
+        return _fail(f"error: {type(error).__name__}: {describe(error)}; the traceback is in {trace}", FAILURE)
     return SUCCESS
 
 
@@ -115,7 +116,8 @@ def _interrupt(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _say(line: str, code: int) -> int:
+def _fail(line: str, code: int) -> int:
+    """Write the line to stderr; returns the exit code."""
     sys.stderr.write(line + "\n")
     return code
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
@@ -32,6 +32,21 @@ class DraftSetup:
     eos_token_ids: Sequence[int]
 
 
+class PathResolver(Protocol):
+    """Turns the paths of a record into absolute paths that exist; raises ValueError, one line, for others."""
+
+    target: str
+    """The target's checkpoint directory."""
+
+    def checkpoint(self, key: str, path: str) -> str:
+        """The directory of a checkpoint that is given as a directory, a hub id or the name of a bundled one."""
+        ...
+
+    def file(self, key: str, path: str, wanted: str) -> str:
+        """The path of a file; `wanted` ends the error line."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterConfig(Section):
     """Base of every drafter's record. `where` in its methods is the prefix of error lines, such as `drafter`."""
@@ -52,6 +67,10 @@ class DrafterConfig(Section):
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         """Raise ValueError for a field that cannot be combined with this verification rule or pipeline."""
+
+    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
+        """The record with the absolute paths of its checkpoints and files."""
+        return self
 
     def check_checkpoints(self, where: str = "drafter") -> None:
         """Raise ValueError if a checkpoint of `models()`, which must exist, does not fit the other fields."""

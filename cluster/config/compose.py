@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -24,14 +24,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
-from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.registry import DRAFTERS
-from actors.options import CHECKPOINT, TargetConfig
+from actors.options import CHECKPOINT
 from cluster import pocket
 from cluster.config.errors import describe, unknown_key
 from cluster.config.jobs import PlanConfig, PromptsJobConfig, TrainConfig
-from cluster.config.options_page import groups_help
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
 
@@ -44,7 +41,6 @@ def register() -> None:
     for group, choices in CHOICES.items():
         for choice, record in choices.items():
             store.store(group=group, name=choice, node=_schema(record))
-    OmegaConf.register_new_resolver("groups_help", groups_help, replace=True)  # for the help template in config.yaml
 
 
 def load_config(overrides: Sequence[str] = ()) -> LaunchConfig:
@@ -166,37 +162,34 @@ def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
 
 
 def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
-    """Symbolic paths and hub ids become directories; relative paths become absolute, for actors that run elsewhere."""
+    """Names of bundled checkpoints and hub ids become directories; relative paths absolute, for actors elsewhere."""
     if isinstance(config.job, TrainConfig):
         return config  # training makes the bundled pair and does not need it
-    bundled = {"pocket": pocket.TARGET}
-    target = replace(config.target, path=_checkpoint("target.path", config.target.path, bundled))
-    drafter, job = config.drafter, config.job
-    if isinstance(drafter, CascadeDrafterConfig):
-        levels = [_drafter_paths(level, target, f"drafter.levels[{i}]") for i, level in enumerate(drafter.levels)]
-        drafter = replace(drafter, levels=tuple(levels))
-    else:
-        drafter = _drafter_paths(drafter, target, "drafter")
+    path = _checkpoint("target.path", config.target.path, {"pocket": pocket.TARGET})
+    job = config.job
     if isinstance(job, PromptsJobConfig):
         job = replace(job, prompts=_prompts(job.prompts, job.workload))
     if isinstance(job, PlanConfig):
         costs = _file("job.costs", job.costs, "the YAML of docs/planning.md, or leave it empty") if job.costs else ""
         job = replace(job, prompts=_prompts(job.prompts, "completion"), costs=costs)
-    return replace(config, target=target, drafter=drafter, job=job)
+    drafter = config.drafter.with_paths(_DrafterPaths(path))
+    return replace(config, target=replace(config.target, path=path), drafter=drafter, job=job)
 
 
-def _drafter_paths(drafter: DrafterConfig, target: TargetConfig, where: str) -> DrafterConfig:
-    if isinstance(drafter, ModelDrafterConfig):
-        bundled = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
-        return replace(drafter, path=_checkpoint(f"{where}.path", drafter.path, bundled))
-    if isinstance(drafter, SuffixDrafterConfig) and drafter.corpus:
-        tokenizer = _checkpoint(f"{where}.tokenizer", drafter.tokenizer or target.path, {"pocket": pocket.TARGET})
-        corpus = _file("drafter.corpus", drafter.corpus, "a text file, or JSONL with a `text` field")
-        return replace(drafter, corpus=corpus, tokenizer=tokenizer)
-    return drafter
+@dataclass(frozen=True, slots=True)
+class _DrafterPaths:
+    """Resolves the paths of a drafter's record."""
+
+    target: str
+
+    def checkpoint(self, key: str, path: str) -> str:
+        return _checkpoint(key, path, {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER})
+
+    def file(self, key: str, path: str, wanted: str) -> str:
+        return _file(key, path, wanted)
 
 
-def _checkpoint(field_name: str, path: str, bundled: dict[str, Path]) -> str:
+def _checkpoint(key: str, path: str, bundled: Mapping[str, Path]) -> str:
     directory = bundled.get(path, Path(path).expanduser())
     remedy = f"{CHECKPOINT} such as Qwen/Qwen3-0.6B"
     if not directory.is_dir():
@@ -205,16 +198,16 @@ def _checkpoint(field_name: str, path: str, bundled: dict[str, Path]) -> str:
         try:
             directory = resolve_checkpoint(path)
         except ValueError as error:
-            raise ValueError(f"{field_name}={error}; {remedy}") from error
+            raise ValueError(f"{key}={error}; {remedy}") from error
     if not (directory / "config.json").is_file():
-        raise ValueError(f"{field_name}={path}: has no config.json; {remedy}")
+        raise ValueError(f"{key}={path}: has no config.json; {remedy}")
     return str(directory.absolute())
 
 
-def _file(field_name: str, path: str, wanted: str) -> str:
+def _file(key: str, path: str, wanted: str) -> str:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"{field_name}={path}: no such file; give {wanted}")
+        raise ValueError(f"{key}={path}: no such file; give {wanted}")
     return str(file.absolute())
 
 

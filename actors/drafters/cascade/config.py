@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName, VerifyRule
@@ -135,6 +135,10 @@ class CascadeDrafterConfig(DrafterConfig):
             ):
                 require(good, name, length, remedy)
 
+    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
+        levels = [level.with_paths(resolve, f"{where}.levels[{i}]") for i, level in enumerate(self.levels)]
+        return replace(self, levels=tuple(levels))
+
     def check_checkpoints(self, where: str = "drafter") -> None:
         for i, level in enumerate(self.levels):
             level.check_checkpoints(f"{where}.levels[{i}]")
@@ -154,7 +158,7 @@ class CascadeDrafterConfig(DrafterConfig):
         return pipeline if self.placement is LevelsPlacement.separate else PipelineName.sync
 
     def _forwards_first_level(self) -> bool:
-        """Whether tokens of the first level may reach the target unverified: in tails of tails, past levels of length 0."""
+        """Whether tokens of the first level may reach the target unverified: in tails, past levels of length 0."""
         left_out = self.lengths is LevelLengths.auto or not any(level.num_draft_tokens for level in self.levels[1:])
         return left_out or (bool(self.tails) and all(self.tails[1:]))
 

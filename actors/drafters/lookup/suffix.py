@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.interface import Context, Draft, IdleDrafter
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.protocol.messages import Commit, TokenTree
@@ -50,6 +50,13 @@ class SuffixDrafterConfig(DrafterConfig):
     """Text to draft from, read at start: a text file, or JSONL with a `text` or `prompt` field; empty = none."""
     tokenizer: str = ""
     """Checkpoint directory whose tokenizer reads the corpus; empty = the target's."""
+
+    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
+        if not self.corpus:
+            return self
+        tokenizer = resolve.checkpoint(f"{where}.tokenizer", self.tokenizer or resolve.target)
+        corpus = resolve.file(f"{where}.corpus", self.corpus, "a text file, or JSONL with a `text` field")
+        return replace(self, corpus=corpus, tokenizer=tokenizer)
 
     def build(self, setup: DraftSetup) -> tuple[SuffixDrafter, dict[str, object]]:
         from actors.drafters.lookup.corpus import read_corpus  # loads the tokenizers library

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.options import CHECKPOINT, DEVICES, DTYPES, MAX_RANKS, PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
@@ -140,6 +140,9 @@ class ModelDrafterConfig(DrafterConfig):
         nodes = self.batch_nodes
         remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
         require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)
+
+    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
+        return replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
 
     def check_checkpoints(self, where: str = "drafter") -> None:
         if self.parallel is Parallel.layer:

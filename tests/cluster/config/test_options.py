@@ -152,7 +152,7 @@ def test_help_of_a_group_lists_its_choices(section):
     ("key", "line"),
     [
         ("drafter.widht", "drafter.widht: no such key; did you mean drafter.width"),
-        ("kv_slots", "kv_slots: no such key; did you mean target.kv_slots or drafter.kv_slots?"),
+        ("kv_slots", "kv_slots: no such key; did you mean drafter.kv_slots or target.kv_slots?"),
         ("zzzz", "zzzz: no such key; choose one of target, drafter"),
     ],
 )
