@@ -33,7 +33,7 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.topology import role_above, role_beneath, role_name
+from actors.topology import child_role, parent_role, role_name
 from actors.transport.channel import Hub
 
 ROUNDS_PER_INCARNATION = 10**9
@@ -209,7 +209,7 @@ class CoordinatorService:
     def _dispatch_batch(self, role: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
         """A batch from the lead rank of a role: for the state machine, or between two levels of a cascade."""
         if isinstance(batch, DraftBatch):
-            child = role_beneath(role)
+            child = child_role(role)
             if self._is_complete.get(child) and batch.epoch == self._memberships[child].epoch:
                 self._round_timeouts[child].ordered(batch)
                 self._hub.send(self._memberships[child].links(), batch)
@@ -221,7 +221,7 @@ class CoordinatorService:
         if role in LEAD_ROLES:
             self._process(batch)
         elif isinstance(batch, ProposalBatch):
-            self._hub.send(self._memberships[role_above(role)].links(), batch)
+            self._hub.send(self._memberships[parent_role(role)].links(), batch)
 
     def _receive_heartbeat(self, alive: Alive) -> None:
         membership, coordinator = self._memberships[alive.role], self._coordinator
@@ -292,8 +292,8 @@ class CoordinatorService:
         if role in LEAD_ROLES:
             self._process(self._state_of(role))
         else:
-            self._hub.send(self._memberships[role_above(role)].links(), self._state_of(role))
-        child = None if role == "target" else self._memberships.get(role_beneath(role))
+            self._hub.send(self._memberships[parent_role(role)].links(), self._state_of(role))
+        child = None if role == "target" else self._memberships.get(child_role(role))
         if child is None:
             return
         if self._is_complete[role]:  # its ranks may be new, and do not know whether the level below is complete

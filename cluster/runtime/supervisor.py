@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from actors.protocol.membership import Alive, Death, RankLost, Ready, Silent, identity_of
-from actors.topology import drafts
+from actors.topology import is_draft_role
 from cluster.config.schema import ClusterConfig
 from cluster.placement.relocation import NoRoom
 from cluster.runtime.backend import Backend
@@ -197,7 +197,7 @@ class Supervisor:
         count = len(state.replaced_at)
         if count >= limit:
             times = f"replaced {count} times within the hour (cluster.max_restarts={limit})"
-            if drafts(identity):
+            if is_draft_role(identity):
                 self._leave_out(identity, f"{cause}; {times}")
             else:
                 self._on_final(f"{death}; {times}", death.trace)
@@ -242,7 +242,7 @@ class Supervisor:
             return
         except Exception as error:
             why = Death.by(identity, error).text
-            if drafts(identity):
+            if is_draft_role(identity):
                 self._leave_out(identity, f"its successor cannot be started: {why}")
             else:
                 self._on_final(f"{reason}; and cannot be replaced: {why}", trace)
@@ -280,9 +280,9 @@ class Supervisor:
     def _reason_to_give_up(self, identity: str, pending: PendingStart) -> str:
         """Why this successor is awaited no longer, or ""; a drafter is awaited without end."""
         waited_s = time.monotonic() - pending.since
-        if drafts(identity):
+        if is_draft_role(identity):
             return ""
-        if identity == COORDINATOR and any(not drafts(other) for other in self._pending() if other != identity):
+        if identity == COORDINATOR and any(not is_draft_role(other) for other in self._pending() if other != identity):
             pending.since = time.monotonic()  # it cannot serve without them, and they have their own limit
             return ""
         if pending.obstacle and waited_s > self._limits.wait_s:

@@ -17,7 +17,7 @@ from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.membership import RoleBack, RoleLost, Stop
 from actors.protocol.messages import DraftBatch, ProposalBatch
 from actors.roles.draft import DraftRole
-from actors.topology import level_roles, role_above, role_beneath
+from actors.topology import child_role, level_roles, parent_role
 from actors.transport.channel import CODEC
 from parallel.comm.group import SINGLE, Group
 
@@ -51,8 +51,8 @@ def test_every_model_has_a_role_and_a_lookup_lives_with_the_one_it_drafts_for():
 
 
 def test_who_speaks_to_whom():
-    assert (role_beneath("draft"), role_beneath("draft2")) == ("draft2", "draft3")
-    assert (role_above("draft3"), role_above("draft2"), role_above("draft")) == ("draft2", "draft", None)
+    assert (child_role("draft"), child_role("draft2")) == ("draft2", "draft3")
+    assert (parent_role("draft3"), parent_role("draft2"), parent_role("draft")) == ("draft2", "draft", None)
 
 
 class Loop:
