@@ -86,8 +86,6 @@ class KVPool:
         self._free = bytearray(b"\x01" * num_slots)
         self._tables: dict[SeqId, _SlotTable] = {}
 
-    # --- life of a sequence ------------------------------------------------------------------------------------------
-
     def open(self, seq_id: SeqId) -> None:
         assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
         self._tables[seq_id] = _SlotTable()
@@ -98,8 +96,6 @@ class KVPool:
     def __contains__(self, seq_id: SeqId) -> bool:
         return seq_id in self._tables
 
-    # --- lengths -----------------------------------------------------------------------------------------------------
-
     def cached_len(self, seq_id: SeqId) -> int:
         return self._tables[seq_id].cached_len
 
@@ -109,8 +105,6 @@ class KVPool:
 
     def can_reserve(self, num_rows: int) -> bool:
         return num_rows <= self.num_free
-
-    # --- where the rows are ------------------------------------------------------------------------------------------
 
     def slots(self, seq_id: SeqId) -> np.ndarray:
         """Slots of all rows in order, int64 [num_rows]; a view, valid until the table changes."""
@@ -124,8 +118,6 @@ class KVPool:
             return None
         first = int(table.slots[0]) if table.num_rows else 0
         return range(first, first + table.num_rows)
-
-    # --- edits of a table --------------------------------------------------------------------------------------------
 
     def reserve(self, seq_id: SeqId, num_rows: int) -> np.ndarray:
         """Append `num_rows` pending rows; returns their slots, int64 [num_rows]."""
@@ -166,8 +158,6 @@ class KVPool:
         self._release(table.shorten(length))
         table.cached_len = length
 
-    # --- invariants --------------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Assert that every slot is free or owned exactly once and that the recorded runs are right."""
         owners = np.frombuffer(self._free, dtype=np.uint8).astype(np.int64)
@@ -180,8 +170,6 @@ class KVPool:
             run_len = int(breaks[0]) + 1 if len(breaks) else len(rows)
             assert table.run_len == run_len, f"{seq_id!r}: run of {run_len} rows recorded as {table.run_len}"
         assert (owners == 1).all(), f"slots {np.flatnonzero(owners != 1)[:8].tolist()} are not owned exactly once"
-
-    # --- free slots --------------------------------------------------------------------------------------------------
 
     def _release(self, slots: np.ndarray) -> None:
         if len(slots):

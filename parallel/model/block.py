@@ -21,7 +21,7 @@ from parallel.model.layers.attention import attend
 from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear, Shard, even_rows
 from parallel.model.layers.norm import NORMS, Norm
 from parallel.model.layers.rope import Rotation, rotate
-from parallel.model.layers.weight import Layer, TensorOptions, Weight
+from parallel.model.layers.weight import Layer, TensorOptions
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -31,7 +31,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(Layer):
-    """Heads `layer` of the KV pool; `layer` is the block's place in this rank's pool."""
+    """This rank's heads of one block; `layer` is the block's index in this rank's KV pool."""
 
     def __init__(
         self, config: DecoderConfig, layer: int, group: Group, *, windowed: bool, **options: Unpack[TensorOptions]
@@ -103,16 +103,16 @@ class Experts(Layer):
     def __init__(self, config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
         share = even_rows(config.num_experts, group)
         self.group = group
-        self.names = config.names
-        self.shape = (config.num_experts, config.hidden_size)
-        self.router = Weight(*self.shape, **options)
+        self.name = config.names.experts
+        every = OutputShare(config.names.router, config.num_experts, slice(0, config.num_experts))
+        self.router = ColumnLinear(config.hidden_size, [every], bias=False, **options)
         self.per_token = config.experts_per_token
         self.normalize = config.normalize_expert_weights
         self.first = share.start
         self.experts = [MLP(config, SINGLE, **options) for _ in range(share.start, share.stop)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        scores = self.router.multiply(x).softmax(-1, dtype=torch.float32)
+        scores = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.per_token, -1)  # [T, experts_per_token]
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -120,15 +120,14 @@ class Experts(Layer):
         total = torch.zeros_like(x)
         for index in chosen.unique().tolist():
             if 0 <= index - self.first < len(self.experts):
-                rows, rank = torch.where(chosen == index)
-                total.index_add_(0, rows, self.experts[index - self.first](x[rows]) * weights[rows, rank, None])
+                rows, choice = torch.where(chosen == index)
+                total.index_add_(0, rows, self.experts[index - self.first](x[rows]) * weights[rows, choice, None])
         return self.group.all_reduce(total)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        index = (slice(0, self.shape[0]), slice(0, self.shape[1]))
-        yield Shard(f"{prefix}.{self.names.router}.weight", self.shape, index, self.router.plain)
+        yield from self.router.shards(prefix)
         for i, expert in enumerate(self.experts, self.first):
-            yield from expert.shards(f"{prefix}.{self.names.experts}.{i}")
+            yield from expert.shards(f"{prefix}.{self.name}.{i}")
 
 
 def make_mlp(config: DecoderConfig, group: Group, **options: Unpack[TensorOptions]) -> MLP | Experts:
@@ -138,8 +137,8 @@ def make_mlp(config: DecoderConfig, group: Group, **options: Unpack[TensorOption
 class Block(Layer):
     """A block that normalises the input of its attention and of its MLP.
 
-    The MLP is split over `group`; so is the attention, if `kv_layer` is the block's place in this rank's KV pool. With
-    `kv_layer` None another rank computes the attention; `attention_group` is a group of one where it is not split.
+    Attention and MLP are each split over their group. `kv_layer` is the block's index in this rank's KV pool, None
+    where another rank computes its attention.
     """
 
     def __init__(
@@ -157,8 +156,11 @@ class Block(Layer):
         if kv_layer is not None:
             self.attention = Attention(config, kv_layer, attention_group, windowed=self.windowed, **options)
         self.mlp = make_mlp(config, mlp_group, **options)
-        self.attention_norm = self._make_norm(config, **options)
-        self.mlp_norm = self._make_norm(config, **options)
+        self._allocate_norms(partial(NORMS[config.norm], config.hidden_size, config.norm_eps, **options))
+
+    def _allocate_norms(self, make_norm: Callable[[], Norm]) -> None:
+        self.attention_norm = make_norm()
+        self.mlp_norm = make_norm()
 
     def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         return self.finish(x, self.attend(x, rope, plan))
@@ -192,26 +194,14 @@ class Block(Layer):
                 if part.bias is not None:
                     part.bias.zero_()
 
-    @staticmethod
-    def _make_norm(config: DecoderConfig, **options: Unpack[TensorOptions]) -> Norm:
-        return NORMS[config.norm](config.hidden_size, config.norm_eps, **options)
-
 
 class SandwichBlock(Block):
     """Normalises the input and the output of attention and MLP."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        kv_layer: int | None,
-        attention_group: Group,
-        mlp_group: Group,
-        **options: Unpack[TensorOptions],
-    ) -> None:
-        super().__init__(config, layer, kv_layer, attention_group, mlp_group, **options)
-        self.attention_out_norm = self._make_norm(config, **options)
-        self.mlp_out_norm = self._make_norm(config, **options)
+    def _allocate_norms(self, make_norm: Callable[[], Norm]) -> None:
+        super()._allocate_norms(make_norm)
+        self.attention_out_norm = make_norm()
+        self.mlp_out_norm = make_norm()
 
     def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         return self.attention_out_norm(super().attend(x, rope, plan))
@@ -221,11 +211,9 @@ class SandwichBlock(Block):
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
 
     def norms(self) -> list[tuple[str, Norm]]:
-        out_norms = [
-            (self.names.attention_out_norm, self.attention_out_norm),
-            (self.names.mlp_out_norm, self.mlp_out_norm),
-        ]
-        return [*super().norms(), *out_norms]
+        names = self.names
+        after = [(names.attention_out_norm, self.attention_out_norm), (names.mlp_out_norm, self.mlp_out_norm)]
+        return [*super().norms(), *after]
 
 
 class PostNormBlock(Block):
