@@ -23,7 +23,7 @@ from parallel.model.layers.linear import Shard
 from parallel.model.layers.weight import Layer
 from parallel.model.partition import MlpParallel
 
-_TRIALS = 15
+_WARM_UP, _TRIALS = 3, 15
 _Result = TypeVar("_Result")
 
 
@@ -50,7 +50,7 @@ class PassClock:
         self.seconds[self._open.pop()] += now - self._since
         self._since = now
 
-    def take(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Seconds by kind since the last call; resets `spans` too."""
         seconds, self.seconds, self.spans = dict(self.seconds), defaultdict(float), defaultdict(int)
         return seconds
@@ -136,24 +136,21 @@ def faster_mlp(
     """Measure one MLP both ways on these ranks, for passes of `num_rows` rows; all ranks get the same answer."""
     if group.size == 1 or config.mlp_units % group.size:
         return "replicated"
-    mlps = {"replicated": make_mlp(config, SINGLE, dtype=dtype, device=device)}
-    mlps["tensor"] = make_mlp(config, group, dtype=dtype, device=device)
+    ways = {"replicated": SINGLE, "tensor": group}
+    mlps = {name: make_mlp(config, ranks, dtype=dtype, device=device) for name, ranks in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in mlps}
     for mlp in mlps.values():
         _randomize(mlp.shards(""))
         pack_weights(mlp)
     x = torch.randn(num_rows, config.hidden_size, dtype=dtype, device=device)
     clock = PassClock(device)
-    for trial in range(_TRIALS + 3):
+    for _ in range(_WARM_UP + _TRIALS):
         for name, mlp in mlps.items():
             group.all_reduce(torch.zeros(1, device=device))  # start together
             clock.enter(name)
             mlp(x)
             clock.leave()
-            if trial >= 3:
-                seconds[name].append(clock.take()[name])
-            else:
-                clock.take()
-    medians = torch.tensor([[statistics.median(seconds[name]) for name in mlps]], dtype=torch.float64, device=device)
-    slowest = group.all_gather(medians, 0).amax(0).tolist()
+            seconds[name].append(clock.pop_seconds()[name])
+    medians = [statistics.median(seconds[name][_WARM_UP:]) for name in mlps]
+    slowest = group.all_gather(torch.tensor([medians], dtype=torch.float64, device=device), 0).amax(0).tolist()
     return "replicated" if slowest[0] <= slowest[1] else "tensor"

@@ -160,12 +160,12 @@ class _SharingClock:
         """One pass of every kind and number of rows."""
         for num_rows in self._num_rows:
             for fuzzy in (False, True) if self._sharing.layer_group > 1 else (False,):
-                self._clock.take()
+                self._clock.pop_seconds()
                 started = time.perf_counter()
                 output = self._runner.forward([Span(0, num_rows, None, num_rows)], [0] * num_rows, fuzzy=fuzzy)
                 output.logits.argmax(-1).tolist()
                 seconds = time.perf_counter() - started
-                split = self._clock.take()
+                split = self._clock.pop_seconds()
                 split["rest"] += seconds - sum(split.values())
                 self._seconds[fuzzy, num_rows].append(seconds)
                 self._splits[fuzzy, num_rows].append(split)

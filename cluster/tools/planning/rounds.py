@@ -95,7 +95,7 @@ class ReplayResult:
             return
         for kind, count in clock.spans.items():
             self.blocks[kind] += count
-        seconds = clock.take()
+        seconds = clock.pop_seconds()
         for kind, spent in seconds.items():
             self.parts[kind] += spent
         self.parts["rest"] += sum(one.seconds for one in passes) - sum(seconds.values())
@@ -287,4 +287,4 @@ def _exhaust(answers: Iterator[object]) -> None:
 def _start(clock: PassClock | None) -> None:
     """Forget what the clock counted so far."""
     if clock is not None:
-        clock.take()
+        clock.pop_seconds()

@@ -62,7 +62,7 @@ def test_a_captured_model_can_be_taken_apart(llama):
         if seq_id == 2:
             model.run_eagerly()
         model.open(seq_id)
-        clock.take()
+        clock.pop_seconds()
         seen.append(model.forward([Span(seq_id, 5)], TOKENS[:5]).logits)
     assert clock.spans["attention"] == clock.spans["mlp"] == model.config.num_layers
     torch.testing.assert_close(seen[2], seen[1], atol=1e-3, rtol=0)

@@ -28,9 +28,9 @@ def test_spans_within_spans_add_up_to_the_whole():
     clock.leave()
     clock.leave()
     whole = time.perf_counter() - started
-    seconds = clock.take()
+    seconds = clock.pop_seconds()
     assert seconds["inner"] >= 0.02 and 0.01 <= seconds["outer"] < 0.02 + whole - 0.03
-    assert sum(seconds.values()) == pytest.approx(whole, abs=2e-3) and clock.take() == {}
+    assert sum(seconds.values()) == pytest.approx(whole, abs=2e-3) and clock.pop_seconds() == {}
 
 
 @pytest.mark.parametrize("kind", ["tensor", "layer"])
@@ -51,11 +51,11 @@ def test_a_watched_pass_is_the_same_pass_with_its_seconds_by_kind(llama, make_ch
         for watched in (False, True):
             if watched:
                 watch(runner.decoder, clock)
-                clock.take()
+                clock.pop_seconds()
             runner.open(watched)
             logits.append(runner.forward([Span(watched, 3)], [1, 2, 3], fuzzy=True).logits)
         assert torch.equal(*logits)
-        return clock.take()
+        return clock.pop_seconds()
 
     for seconds in on_ranks(2, measured):
         assert set(seconds) == {"attention", "mlp", "communication", "rest"} and min(seconds.values()) > 0
