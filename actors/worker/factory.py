@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -113,19 +114,22 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
     )
-    log_event(logger_of(spec.identity), "sized", **fit.facts())  # before weights are loaded
+    sizes: dict[str, Any] = fit.facts()
+    log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
     checkpoint = str(Path(config.path).absolute())
-    return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **fit.facts()}
+    return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes}
 
 
 def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple[DraftRole, dict[str, object]]:
     setup = DraftSetup(spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids)
     if isinstance(spec.drafter, CascadeDrafterConfig):
-        levels = level_roles(spec.drafter)[spec.role]
-        beneath = RemoteChild(mailbox, group, spec.device) if levels[0] else None
-        drafter, facts = build_levels(spec.drafter, levels, setup, beneath)
+        levels, child = level_roles(spec.drafter)[spec.role], None
+        if levels[0]:
+            assert mailbox is not None
+            child = RemoteChild(mailbox, group, spec.device)
+        drafter, facts = build_levels(spec.drafter, levels, setup, child)
     else:
         drafter, facts = spec.drafter.build(setup)
     return DraftRole(drafter, adapts=spec.adaptive), facts

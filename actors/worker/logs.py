@@ -1,7 +1,7 @@
 """Structured logs: one `key=value` line per event, the same to a process's stderr and to files.
 
-Events are told through the standard library's `logging`, under `specdec.<identity>`; what is not configured stays
-silent. Also answers SIGUSR1 with the stacks of all threads, for a process that hangs.
+Events go through the standard library's `logging`, under `specdec.<identity>`; without `open_logs` nothing is written.
+Also writes the stacks of all threads on SIGUSR1, for a process that hangs.
 
     2026-01-31T12:00:00.123 INFO target-0 pid=4711 event=ready epoch=0 load_s=0.41 weight_bytes=44961280
 """
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import IO
 
 ROOT = "specdec"
-"""Name of the logger above all of ours."""
+"""Name of the parent of all loggers here."""
 
 
 class LogLevel(StrEnum):
-    """How much is told: `info` is the life of ranks and requests, `debug` every round."""
+    """How much is logged: `info` is starts, ends and requests, `debug` every round."""
 
     debug = "debug"
     info = "info"
@@ -36,7 +36,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogSpec:
-    """Where a process logs. Directories that cannot be made on its host are left out; it has its stderr."""
+    """Where a process logs, beside its stderr. Directories that cannot be made on its host are left out."""
 
     level: str = LogLevel.info
     directories: tuple[str, ...] = ()
@@ -51,8 +51,8 @@ class KeyValueFormatter(logging.Formatter):
         facts = {"pid": record.process, "event": record.getMessage(), **getattr(record, "facts", {})}
         if record.exc_info:
             facts["traceback"] = self.formatException(record.exc_info)
-        told = " ".join(f"{key}={_shown(value)}" for key, value in facts.items())
-        return f"{moment}.{int(record.msecs):03d} {record.levelname} {identity} {told}"
+        values = " ".join(f"{key}={_quoted(value)}" for key, value in facts.items())
+        return f"{moment}.{int(record.msecs):03d} {record.levelname} {identity} {values}"
 
 
 def logger_of(identity: str) -> logging.Logger:
@@ -60,7 +60,7 @@ def logger_of(identity: str) -> logging.Logger:
 
 
 def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **facts: object) -> None:
-    """One line about something that happened."""
+    """One line; `facts` are its values."""
     if logger.isEnabledFor(level):
         logger.log(level, event, extra={"facts": facts})
 
@@ -89,11 +89,13 @@ def close_logs() -> None:
 
 
 def dump_stacks_on_signal(file: IO[str] | None = None) -> None:
-    """From now on `kill -USR1 PID` writes the stacks of all threads to `file`, or to stderr; the process goes on."""
-    faulthandler.register(signal.SIGUSR1, file=file or sys.__stderr__, all_threads=True, chain=False)
+    """Make `kill -USR1 PID` write the stacks of all threads to `file`, or to stderr; the process goes on."""
+    stream = file or sys.__stderr__
+    assert stream is not None
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=False)
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, Mapping | list | tuple):

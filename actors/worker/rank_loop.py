@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -28,10 +28,19 @@ _RECORD = -1
 class RankRole(Protocol):
     """What a rank runs: the target's or the drafter's part."""
 
+    def answer(self, batch: Any) -> Iterable[Any]: ...
+
+    def forget(self) -> None:
+        """Drop every request; the next batch starts from nothing."""
+        ...
+
+
+@runtime_checkable
+class WorksAhead(RankRole, Protocol):
+    """A role that works between two batches."""
+
     @property
     def wants_work(self) -> bool: ...
-
-    def answer(self, batch: Any) -> Iterable[Any]: ...
 
     def width(self) -> int:
         """Argument of the next step of work; the lead's is used by all ranks."""
@@ -45,10 +54,6 @@ class RankRole(Protocol):
 
     def preview(self, *, last: bool) -> DraftPreviewBatch | None:
         """What work has prepared, if it is worth sending now; `last` if no step follows before the next record."""
-        ...
-
-    def forget(self) -> None:
-        """Drop every request; the next batch starts from nothing."""
         ...
 
 
@@ -85,7 +90,7 @@ class RankLoop:
         self._logger = logger_of(identity_of(status.role, status.rank))
         self._group: Group | None = None
         self._role: RankRole | None = None
-        self._facts: dict[str, object] = {}
+        self._facts: dict[str, Any] = {}
 
     def serve(self) -> None:
         """Until `Stop`."""
@@ -148,9 +153,9 @@ class RankLoop:
 
     def _answer_batches(self, group: Group, role: RankRole) -> Join | Stop | None:
         """Until this epoch is over: the record of the next one or of the end, None if neither has come yet."""
-        status = self._status
+        status, ahead = self._status, role if isinstance(role, WorksAhead) else None
         while True:
-            record = self._work_until_record(group, role)
+            record = self._work_until_record(group, ahead)
             if isinstance(record, Join | Stop):
                 return record
             if isinstance(record, Recall):
@@ -175,10 +180,12 @@ class RankLoop:
             requests = [row.request_id for row in rows]
             log_event(self._logger, "round", level=logging.DEBUG, round=batch.round, requests=requests)
 
-    def _work_until_record(self, group: Group, role: RankRole) -> Join | Recall | Stop | VerifyBatch | DraftBatch:
+    def _work_until_record(
+        self, group: Group, role: WorksAhead | None
+    ) -> Join | Recall | Stop | VerifyBatch | DraftBatch:
         """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
         record = None
-        while record is None and role.wants_work:
+        while record is None and role is not None and role.wants_work:
             if self._is_lead:
                 pause_s = role.pause_s()
                 self._send_preview(role, last=pause_s > 0)
@@ -194,7 +201,7 @@ class RankLoop:
             record = self._receive(CHECK_S)
         return record
 
-    def _send_preview(self, role: RankRole, *, last: bool) -> None:
+    def _send_preview(self, role: WorksAhead, *, last: bool) -> None:
         if (preview := role.preview(last=last)) is not None:
             self._link.send(preview)
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -128,5 +129,6 @@ def _own_address(interface: str) -> str:
     )
 
 
-RankActor = ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0)(RankWorker)
-CoordinatorActor = ray.remote(concurrency_groups={"ctl": 1}, max_restarts=0, num_cpus=0)(CoordinatorWorker)
+_OPTIONS: dict[str, Any] = {"concurrency_groups": {"ctl": 1}, "max_restarts": 0}
+RankActor = ray.remote(**_OPTIONS)(RankWorker)
+CoordinatorActor = ray.remote(num_cpus=0, **_OPTIONS)(CoordinatorWorker)

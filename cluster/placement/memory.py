@@ -58,7 +58,8 @@ def _footprint(model: TargetConfig | ModelDrafterConfig, place: RankPlacement, m
 def _draft_models(drafter: DrafterConfig, role: str) -> list[ModelDrafterConfig]:
     """The draft models of this role."""
     levels = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
-    return [levels[i] for i in level_roles(drafter)[role] if isinstance(levels[i], ModelDrafterConfig)]
+    chosen = [levels[i] for i in level_roles(drafter)[role]]
+    return [level for level in chosen if isinstance(level, ModelDrafterConfig)]
 
 
 def describe_layout(places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:

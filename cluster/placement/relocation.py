@@ -1,8 +1,8 @@
 """New places for ranks whose node is gone: a pure function of the layout, the live nodes and their free devices.
 
 Ranks that shared a device share one again. Ranks of a role that were lost together stay together if a node has room for
-all of them, preferably a node of the rest of their role. The devices of the start stay reserved for the engine, so ranks
-return to that node if it is back. Knows neither Ray nor when a node counts as gone.
+all of them, preferably a node of the rest of their role. The devices of the start stay reserved for the engine, so
+ranks return to that node if it is back. Knows neither Ray nor when a node counts as gone.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def relocate(config: LaunchConfig, places: Places, homes: Places, nodes: Sequenc
     return {
         place.identity: place
         for node in dict.fromkeys(targets)
-        for place in _assign_devices(
-            node, [ranks for ranks, to in zip(moving, targets, strict=True) if to is node], places
-        )
+        for place in _assign(node, [ranks for ranks, to in zip(moving, targets, strict=True) if to is node], places)
     }
 
 
@@ -86,12 +84,12 @@ def _missing(config: LaunchConfig, moving: list[list[RankPlacement]], allowed: l
     elsewhere = f"free on the nodes it may use: {free}" if free else "there is no other node it may use"
     named = " or allow more nodes with placement.nodes" * bool(config.placement.nodes)
     return (
-        f"{identities}: node {gone} is gone; needed elsewhere: {len(moving)} {noun}, {elsewhere}; start Ray there again or on "
-        f"another node{named}"
+        f"{identities}: node {gone} is gone; needed elsewhere: {len(moving)} {noun}, {elsewhere}; start Ray there "
+        f"again or on another node{named}"
     )
 
 
-def _assign_devices(node: Node, moving: list[list[RankPlacement]], places: Places) -> list[RankPlacement]:
+def _assign(node: Node, moving: list[list[RankPlacement]], places: Places) -> list[RankPlacement]:
     """Devices of the node for these ranks: numbers unused by this engine, and as many cores as they had, or as fit."""
     there = [place for place in places.values() if place.host == node.host]
     core = max((core + 1 for place in there for core in place.cores), default=0)

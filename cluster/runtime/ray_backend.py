@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -85,7 +86,7 @@ class RayBackend(Backend):
         for place in places:
             self._create_rank(place.identity, 0)
         try:
-            self.address = ray.get(bound, timeout=cluster.startup_timeout_s)
+            self.address = str(ray.get(bound, timeout=cluster.startup_timeout_s))
         except RayTaskError as error:
             field = "" if "cluster.interface" in str(error.cause) else f"cluster.port={cluster.port}: "
             raise ValueError(f"{field}{error.cause}") from error
@@ -179,7 +180,7 @@ class RayBackend(Backend):
     def _watches(self) -> list[Callable[[], Watch]]:
         return [partial(make_ray_watch, metric_labels(self._config))]
 
-    def _create_coordinator(self, incarnation: int) -> object:
+    def _create_coordinator(self, incarnation: int) -> Any:
         """On the node of the target's lead, where two of a round's four records stay; so is every successor."""
         title = f"coordinator: pipeline={self._config.pipeline.name}"
         lead = self.places[0]
@@ -195,7 +196,7 @@ class RayBackend(Backend):
             actor.bind.remote(host, int(port), self._needs_store, cluster.interface, _PORT_PATIENCE_S)
         else:
             bound = actor.bind.remote(self._host, cluster.port, self._needs_store, cluster.interface)
-            self.address = ray.get(bound, timeout=cluster.startup_timeout_s)
+            self.address = str(ray.get(bound, timeout=cluster.startup_timeout_s))
         self._actors.run("coordinator", replace(self._coordinator, incarnation=incarnation), self._watches)
 
     def _leave_lost_node(self, identity: str) -> None:
@@ -215,9 +216,7 @@ class RayBackend(Backend):
         arguments = (identity, self.title(place), self._logs, place.share)
         self._create(identity, incarnation, RankActor, *arguments, **self._reservation.options(place))
 
-    def _create(
-        self, identity: str, incarnation: int, actor_class: object, *arguments: object, **options: object
-    ) -> object:
+    def _create(self, identity: str, incarnation: int, actor_class: Any, *arguments: object, **options: object) -> Any:
         namespace = self._config.cluster.namespace
         name = f"{identity}#{incarnation}" if incarnation else identity
         try:

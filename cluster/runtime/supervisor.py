@@ -134,10 +134,10 @@ class Supervisor:
                 if record.incarnation == state.incarnation:
                     state.pid = process_id(record)
                     state.pending = None
-            case Silent(incarnation=None):
-                self._kill_unheard(identity_of(record.role, record.rank))
-            case Silent():
-                self._kill(identity_of(record.role, record.rank), record.incarnation, record.pid)
+            case Silent(role, rank, None):
+                self._kill_unheard(identity_of(role, rank))
+            case Silent(role, rank, int(incarnation), pid):
+                self._kill(identity_of(role, rank), incarnation, pid)
 
     # --- processes that hang ------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Carries a Slurm job out: starts Ray on its nodes, launches once, and ends everything, however the launch ends.
+"""Runs a Slurm job: starts Ray on its nodes, launches once, and stops everything, however the launch ends.
 
 `launch.sh` becomes this program inside a Slurm job: `python -m cluster.slurm.job [--dry-run] [overrides]`. SIGTERM
-(scancel) and SIGUSR1 (the time limit is near) stop the launch politely: it writes what it has. What is to be run is
-decided in `cluster/slurm/plan.py`.
+(scancel) and SIGUSR1 (the time limit is near) become SIGTERM to the launch, which writes its results so far. The
+commands are decided in `cluster/slurm/plan.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from cluster.config.compose import load_config
+from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, LaunchConfig
 from cluster.slurm.plan import (
+    SBATCH_OPTIONS,
     STOP,
-    WISHES,
     Allocation,
+    JobPlan,
     NodeFacts,
-    Plan,
     choose_bootstrap,
     make_plan,
     parse_devices,
@@ -34,8 +35,8 @@ from cluster.slurm.plan import (
 )
 
 LAUNCH_GRACE_S, RAY_GRACE_S = 20.0, 8.0
-"""Together below Slurm's KillWait of 30 s, after which everything is killed."""
-LOOK_S = 0.1
+"""Together below Slurm's KillWait of 30 s, after which Slurm kills the job."""
+POLL_S = 0.1
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     try:
         allocation = Allocation.of(os.environ)
         if not dry_run:
-            _check_here(allocation)
+            _check_host(allocation)
         run_dir = run_directory(allocation, overrides)
         plan = plan_for(allocation, overrides, run_dir)
     except ValueError as error:
@@ -57,8 +58,8 @@ def main() -> None:
     sys.exit(Job(plan, run_dir, allocation).run())
 
 
-def _check_here(allocation: Allocation) -> None:
-    """`salloc` runs a command where it was called, often on a login node. ValueError then."""
+def _check_host(allocation: Allocation) -> None:
+    """Raises ValueError outside the first node: `salloc` runs its command where it was called, as on a login node."""
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     if here != allocation.head:
         raise ValueError(
@@ -68,7 +69,7 @@ def _check_here(allocation: Allocation) -> None:
 
 
 def run_directory(allocation: Allocation, overrides: Sequence[str]) -> Path:
-    """The same for every start of a job, so that a requeued one finds what it wrote."""
+    """The same for every start of a job, so that a requeued job finds its results."""
     for override in overrides:
         name, _, value = override.partition("=")
         if name == "hydra.run.dir" and "${" not in value:
@@ -76,19 +77,21 @@ def run_directory(allocation: Allocation, overrides: Sequence[str]) -> Path:
     return Path.cwd() / "outputs" / "slurm" / str(allocation.job_id)
 
 
-def plan_for(allocation: Allocation, overrides: Sequence[str], run_dir: Path) -> Plan:
-    """What to run here and now. ValueError, one line, for overrides that the launch would refuse."""
-    asked = _config(overrides)
-    cluster = asked.cluster if asked is not None else ClusterConfig()
-    known = parse_nodes(_ask("scontrol", "-o", "show", "node", ",".join(allocation.nodes)))
+def plan_for(allocation: Allocation, overrides: Sequence[str], run_dir: Path) -> JobPlan:
+    """The plan of this allocation. Raises ValueError, one line, for overrides that the launch would refuse."""
+    config = _config(overrides)
+    cluster = config.cluster if config is not None else ClusterConfig()
+    known = parse_nodes(_output("scontrol", "-o", "show", "node", ",".join(allocation.nodes)))
     facts = {node: known.get(node, NodeFacts(node, 0)) for node in allocation.nodes}
     whole = all(
         facts[node].num_cpus == cpus
         for component in allocation.components
         for node, cpus in zip(component.nodes, component.cpus, strict=True)
     )
-    (ray,) = find_spec("ray").submodule_search_locations  # looking does not import it
-    has_symmetric = (Path(ray) / "scripts" / "symmetric_run.py").is_file()
+    ray = find_spec("ray")  # does not import it
+    assert ray is not None
+    assert ray.origin is not None
+    has_symmetric = (Path(ray.origin).parent / "scripts" / "symmetric_run.py").is_file()
     wanted = os.environ.get("SPECDEC_RAY", "auto")
     return make_plan(
         allocation,
@@ -99,30 +102,30 @@ def plan_for(allocation: Allocation, overrides: Sequence[str], run_dir: Path) ->
         bootstrap=choose_bootstrap(wanted, allocation, has_symmetric=has_symmetric, whole_nodes=whole),
         dashboard=cluster.dashboard,
         wait_s=cluster.wait_s,
-        devices=parse_devices(_ask("scontrol", "-d", "show", "job", allocation.name)),
-        resumes=hasattr(asked.job, "resume") if asked is not None else False,
+        devices=parse_devices(_output("scontrol", "-d", "show", "job", allocation.name)),
+        resumes=config is not None and isinstance(config.job, GenerateConfig),
         tmp=os.environ.get("SPECDEC_TMP", "/tmp"),
     )
 
 
 def _config(overrides: Sequence[str]) -> LaunchConfig | None:
-    """The launch that is asked for; None for several of them (`-m`) and for Hydra's other modes."""
+    """The configuration of the launch; None for several launches (`-m`) and Hydra's other modes."""
     if any(override.startswith("-") for override in overrides):
         return None
     return load_config(["cluster=slurm", "cluster.address=later:0", *overrides])
 
 
-def _ask(*command: str) -> str:
+def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def _address(node: str, facts: dict[str, NodeFacts], allocation: Allocation) -> str:
-    """An address of the node that others can reach: many systems resolve their own name to the loopback."""
+    """An address of the node that others can reach; many systems resolve their own name to the loopback."""
     found = _resolve(facts[node].address)
     others = [facts[other].address for other in allocation.nodes if other != node]
     if ip_address(found).is_loopback and node == allocation.head and others:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-            towards.connect((_resolve(others[0]), 9))  # sends nothing; tells which address would be used
+            towards.connect((_resolve(others[0]), 9))  # sends nothing, but chooses the local address
             return towards.getsockname()[0]
     return found
 
@@ -137,44 +140,44 @@ def _resolve(name: str) -> str:
 class Job:
     """One run of a plan."""
 
-    def __init__(self, plan: Plan, run_dir: Path, allocation: Allocation) -> None:
+    def __init__(self, plan: JobPlan, run_dir: Path, allocation: Allocation) -> None:
         self._plan = plan
         self._run_dir = run_dir
         self._allocation = allocation
-        self._environment = {name: value for name, value in os.environ.items() if name not in WISHES}
+        self._environment = {name: value for name, value in os.environ.items() if name not in SBATCH_OPTIONS}
         self._environment |= plan.environment
         self._rays: dict[str, subprocess.Popen] = {}
-        self._asked_to_stop: signal.Signals | None = None
+        self._stop_signal: signal.Signals | None = None
 
     def run(self) -> int:
         """The exit code of the launch."""
-        self._hear(self._note)
+        self._on_signals(self._stop)
         self._write_token()
         try:
             self._start_rays()
-            code = self._launch() if self._asked_to_stop is None else 128 + self._asked_to_stop
+            code = self._launch() if self._stop_signal is None else 128 + self._stop_signal
         finally:
-            self._hear(signal.SIG_IGN)  # it is ending
+            self._on_signals(signal.SIG_IGN)
             self._stop_rays()
             Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"]).unlink(missing_ok=True)
-        if self._asked_to_stop == signal.SIGUSR1 and os.environ.get("SPECDEC_REQUEUE") == "1":
+        if self._stop_signal == signal.SIGUSR1 and os.environ.get("SPECDEC_REQUEUE") == "1":
             sys.stderr.write("the time limit is near: requeued, to go on from what is finished\n")
-            _ask("scontrol", "requeue", self._allocation.name)
+            _output("scontrol", "requeue", self._allocation.name)
         return code
 
     @staticmethod
-    def _hear(listener: Callable[[int, object], None] | signal.Handlers) -> None:
+    def _on_signals(handler: Callable[[int, object], None] | signal.Handlers) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, listener)
+            signal.signal(number, handler)
 
-    def _note(self, number: int, frame: object) -> None:
-        """The first counts; the others are the same wish again. Said at once: the launch may have been told as well."""
-        if self._asked_to_stop is None:
-            self._asked_to_stop = signal.Signals(number)
-            os.write(sys.stderr.fileno(), f"{self._asked_to_stop.name}: stopping\n".encode())
+    def _stop(self, number: int, _frame: object) -> None:
+        """The first signal counts. Written at once, because the launch may have got the signal, too."""
+        if self._stop_signal is None:
+            self._stop_signal = signal.Signals(number)
+            os.write(sys.stderr.fileno(), f"{self._stop_signal.name}: stopping\n".encode())
 
     def _write_token(self) -> None:
-        """Whoever knows the token may use this job's Ray: nobody but its user."""
+        """With the token one can use this job's Ray, so only the user may read it."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         path = Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"])
         path.unlink(missing_ok=True)
@@ -182,7 +185,7 @@ class Job:
             file.write(secrets.token_hex(32))
 
     def _start_rays(self) -> None:
-        """All nodes at once: those that are early wait for the head."""
+        """All nodes at once: the others wait for the head."""
         for name, command in self._plan.rays.items():
             with (self._run_dir / f"ray-{name}.log").open("ab") as log:
                 self._rays[name] = subprocess.Popen(
@@ -195,25 +198,25 @@ class Job:
                 )
 
     def _launch(self) -> int:
-        """Wait for the launch, or end it when asked, with time to write what it has."""
+        """Wait for the launch; after a signal end it, with time to write its results so far."""
         launch = subprocess.Popen(self._plan.launch, env=self._environment)
         running = dict(self._rays)
-        asked_at: float | None = None
+        stopped_at: float | None = None
         while launch.poll() is None:
-            time.sleep(LOOK_S)
-            if self._asked_to_stop is not None and asked_at is None:
-                asked_at = time.monotonic()
+            time.sleep(POLL_S)
+            if self._stop_signal is not None and stopped_at is None:
+                stopped_at = time.monotonic()
                 launch.terminate()
-            elif asked_at is not None and time.monotonic() - asked_at > LAUNCH_GRACE_S:
+            elif stopped_at is not None and time.monotonic() - stopped_at > LAUNCH_GRACE_S:
                 launch.kill()
             for name in [name for name, ray in running.items() if ray.poll() is not None]:
                 del running[name]
-                if asked_at is None:
+                if stopped_at is None:
                     sys.stderr.write(f"Ray has ended; see {self._run_dir}/ray-{name}.log\n")
         return launch.returncode if launch.returncode >= 0 else 128 - launch.returncode
 
     def _stop_rays(self) -> None:
-        """Politely on every node, so that each clears up; what is left after that is killed."""
+        """Signal every node to stop Ray and clear up; kill what is left after `RAY_GRACE_S`."""
         for ray in self._rays.values():
             ray.send_signal(STOP)  # unless it has ended
         deadline = time.monotonic() + RAY_GRACE_S
@@ -221,7 +224,7 @@ class Job:
             try:
                 ray.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                ray.terminate()  # an `srun` kills all of its step then; a shell is left to Slurm
+                ray.terminate()  # `srun` then kills its step; a shell is left to Slurm
 
 
 if __name__ == "__main__":

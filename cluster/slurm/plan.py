@@ -1,7 +1,7 @@
 """What a Slurm job runs, as a plan of commands made from the job's environment alone.
 
-Pure functions: `cluster/slurm/job.py` carries a plan out. Ports and folders follow from the job's number, so that two
-jobs can share a node. Overrides of the user come last in the command line of the launch and so win.
+Pure functions: `cluster/slurm/job.py` runs the plan. Ports and folders follow from the job's number, so that two jobs
+can share a node. The user's overrides come last on the command line of the launch, so they take precedence.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SYMMETRIC, EXPLICIT = "symmetric", "explicit"
-WISHES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_NTASKS_PER_GPU")
-WISHES += ("SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU")
-"""What `sbatch` was asked for, which `srun` would ask once more for a step on one node."""
+SBATCH_OPTIONS = (
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_NTASKS_PER_GPU",
+)
+SBATCH_OPTIONS += ("SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU")
+"""The options of `sbatch`, which `srun` would otherwise request again for a step on one node."""
 STOP = signal.SIGUSR2
-"""What ends Ray on a node: one of the signals that `srun` passes on to its step."""
+"""Stops Ray on a node: one of the signals that `srun` forwards to its step."""
 _FIRST_PORT, _PORTS_PER_JOB, _NUM_BLOCKS = 20000, 8, 1596
-"""Above the ports Ray's workers use by default, below those the system gives to whoever asks for any."""
+"""Above the default ports of Ray's workers, below the system's ephemeral ports."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What `scontrol show node` knows of one node."""
+    """One node in `scontrol show node`."""
 
     address: str
     num_cpus: int
@@ -33,25 +39,25 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """The nodes of one part of a heterogeneous job; other jobs have one part."""
+    """The nodes of one component of a heterogeneous job; other jobs have one component."""
 
     nodes: tuple[str, ...]
     cpus: tuple[int, ...]
-    """CPUs this job has on each of them."""
+    """CPUs of this job on each node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What Slurm gave to this job."""
+    """The nodes and CPUs of this job."""
 
     job_id: int
     components: tuple[Component, ...]
     array_task: str = ""
-    """ARRAY_TASK in a job array: the number of its last task is also the number of the whole array."""
+    """ARRAY_TASK in a job array, where the job's number alone may also mean the whole array."""
 
     @property
     def name(self) -> str:
-        """This job and no other, for Slurm's commands."""
+        """Names this job only, for Slurm's commands."""
         return self.array_task or str(self.job_id)
 
     @property
@@ -60,12 +66,12 @@ class Allocation:
 
     @property
     def head(self) -> str:
-        """Where the batch script runs, and Ray's head with it."""
+        """The node of the batch script and of Ray's head."""
         return self.nodes[0]
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Allocation:
-        """From the variables Slurm sets. ValueError outside a job."""
+        """From Slurm's variables. Raises ValueError outside a job."""
         if "SLURM_JOB_ID" not in environment:
             raise ValueError("SLURM_JOB_ID: not set, so this is no Slurm job; submit it with `sbatch launch.sh`")
         size = int(environment.get("SLURM_HET_SIZE", "0"))
@@ -95,8 +101,8 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Commands in the order they are started. `rays` are those that run Ray until `STOP`, by the name of their log.
+class JobPlan:
+    """Commands in the order they are started. `rays` run Ray until `STOP`, by the name of their log.
 
     A command that begins with `srun` is a step of the job; the others run where the batch script does.
     """
@@ -106,17 +112,20 @@ class Plan:
     launch: list[str]
 
     def describe(self) -> str:
-        """As lines a shell would understand."""
+        """As a shell script."""
         lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        lines += [f"unset {' '.join(WISHES)}", *(f"{shlex.join(command)} &" for command in self.rays.values())]
+        lines += [
+            f"unset {' '.join(SBATCH_OPTIONS)}",
+            *(f"{shlex.join(command)} &" for command in self.rays.values()),
+        ]
         return "\n".join([*lines, shlex.join(self.launch)])
 
 
 def choose_bootstrap(wanted: str, allocation: Allocation, *, has_symmetric: bool, whole_nodes: bool) -> str:
     """How Ray is started: by `ray symmetric-run` where that is safe, node by node otherwise.
 
-    It ends with `ray stop`, which ends every Ray of the host, so the job must have its nodes for itself; and it gives
-    every node the same options, so the job must have one part.
+    It ends with `ray stop`, which ends every Ray of the host, so the job must have its nodes exclusively; and it gives
+    every node the same options, so the job must have one component.
     """
     if wanted not in ("auto", SYMMETRIC, EXPLICIT):
         raise ValueError(f"SPECDEC_RAY={wanted}: unknown; choose auto, {SYMMETRIC} or {EXPLICIT}")
@@ -139,10 +148,10 @@ def make_plan(
     devices: Mapping[str, str] = {},
     resumes: bool = False,
     tmp: str = "/tmp",
-) -> Plan:
-    """The whole job. `addresses` maps its nodes to addresses that all of them can reach; `run_dir` is shared.
+) -> JobPlan:
+    """The whole job. `addresses` maps nodes to addresses that all nodes can reach; `run_dir` is on a shared disk.
 
-    `devices` is what a step on a node must ask for to have all that the job has there (`parse_devices`).
+    `devices` are the generic resources of the job on each node, which a step there has to request (`parse_devices`).
     """
     ports, folder = Ports.of(allocation.job_id), f"{tmp}/specdec-{allocation.job_id}"
     head_address = f"{addresses[allocation.head]}:{ports.head}"
@@ -150,11 +159,11 @@ def make_plan(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": f"{run_dir}/ray-token",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # of 30, all that Slurm grants to a job it ends
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # of 30, which is all of Slurm's KillWait
         "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the node stall a round
         "PYTHONUNBUFFERED": "1",
     }
-    options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must not part overrides
+    options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must come first
     overrides = [word for word in overrides if _is_override(word)]
     launch = [python, "-P", "-m", "cluster.launch", *options, "cluster=slurm", f"cluster.address={head_address}"]
     launch += [
@@ -175,7 +184,7 @@ def make_plan(
         step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
         start = [ray, "symmetric-run", "--address", head_address, "--min-nodes", str(count), *options]
         script = _symmetrically(start, of_head, folder, wait_s)
-        return Plan(environment, {SYMMETRIC: [*step, "--label", "bash", "-c", script]}, launch)
+        return JobPlan(environment, {SYMMETRIC: [*step, "--label", "bash", "-c", script]}, launch)
     rays = {}
     for index, component in enumerate(allocation.components):
         for node, cpus in zip(component.nodes, component.cpus, strict=True):
@@ -188,38 +197,38 @@ def make_plan(
                 step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", f"--nodelist={node}"]
                 step += [f"--gres={devices[node]}"] if node in devices else []
                 step += [f"--het-group={index}"] * (len(allocation.components) > 1)
-            script = f"{_until_told(shlex.join(start), 'kill -TERM $ray')}; rm -rf {shlex.quote(folder)}"
+            script = f"{_until_stopped(shlex.join(start), 'kill -TERM $ray')}; rm -rf {shlex.quote(folder)}"
             rays[node] = [*step, "bash", "-c", script]
-    return Plan(environment, rays, launch)
+    return JobPlan(environment, rays, launch)
 
 
 def _symmetrically(start: Sequence[str], of_head: Sequence[str], folder: str, wait_s: float) -> str:
-    """A script that holds Ray on one node of a step. What `ray symmetric-run` started is left to `ray stop`."""
-    # A node otherwise looks for a head that is gone for a minute. Nobody but Ray's own may have such a short patience.
+    """A script that runs Ray on one node of a step; `ray stop` ends what `ray symmetric-run` started."""
+    # Otherwise a node looks for a lost head for a minute. Set for Ray only: the engine must tolerate a longer outage.
     settings = f"RAY_TMPDIR={shlex.quote(folder)} RAY_gcs_rpc_server_reconnect_timeout_s=5 "
     settings += f"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}"
     options = f'[ "$SLURM_PROCID" != 0 ] || of_head="{shlex.join(of_head)}"'
     command = f"{settings} {shlex.join(start)} $of_head -- sleep infinity"
     ending = f"{shlex.quote(start[0])} stop; rm -rf {shlex.quote(folder)}"
-    return f"{options}; {_until_told(command, 'kill -KILL -$ray')}; {ending}"
+    return f"{options}; {_until_stopped(command, 'kill -KILL -$ray')}; {ending}"
 
 
-def _until_told(command: str, ends_it: str) -> str:
-    """Waits for the command. What Slurm signals may reach the shell alone: it has to pass `STOP` on.
+def _until_stopped(command: str, ends_it: str) -> str:
+    """A script that waits for the command and forwards `STOP`, because Slurm may signal the shell alone.
 
-    SIGTERM, with which Slurm ends a job, is for the launch to hear: Ray goes when that has gone.
+    It ignores SIGTERM, with which Slurm ends a job: the launch handles that, and Ray is stopped after it.
     """
-    hears = f"set -m; trap : TERM; trap '{ends_it}' {STOP.name.removeprefix('SIG')}"
-    return f"{hears}; {command} & ray=$!; while kill -0 $ray; do wait $ray; done 2>/dev/null"
+    traps = f"set -m; trap : TERM; trap '{ends_it}' {STOP.name.removeprefix('SIG')}"
+    return f"{traps}; {command} & ray=$!; while kill -0 $ray; do wait $ray; done 2>/dev/null"
 
 
 def _is_override(word: str) -> bool:
-    """Hydra's KEY=VALUE, +KEY=VALUE or ~KEY; all else is an option of its command line, or the value of one."""
+    """Whether it is Hydra's KEY=VALUE, +KEY=VALUE or ~KEY, and no command-line option or value of one."""
     return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
-    """A job of two parts was asked for to have the target on the first and who drafts on the second."""
+    """In a job of two components the target runs on the first and the drafter on the second."""
     if len(allocation.components) != 2 or any(part.startswith("placement.nodes") for part in overrides):
         return []
     target, draft = (",".join(addresses[node] for node in part.nodes) for part in allocation.components)
@@ -227,7 +236,7 @@ def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overri
 
 
 def parse_nodes(text: str) -> dict[str, NodeFacts]:
-    """Out of `scontrol -o show node`: a line per node of KEY=VALUE words."""
+    """From `scontrol -o show node`: a line per node of KEY=VALUE words."""
     found = {}
     for line in text.splitlines():
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -238,7 +247,7 @@ def parse_nodes(text: str) -> dict[str, NodeFacts]:
 
 
 def parse_devices(text: str) -> dict[str, str]:
-    """Out of `scontrol -d show job`: node -> its generic resources, such as `gpu:4`, in the words of `--gres`."""
+    """From `scontrol -d show job`: node -> its generic resources, such as `gpu:4`, as `--gres` takes them."""
     found = re.findall(r"\bNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S+)", text)
     return {node: re.sub(r"\([^)]*\)", "", gres) for nodes, gres in found for node in expand_hostlist(nodes)}
 

@@ -13,7 +13,8 @@ import pytest
 from actors.coordinator import clients
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams
-from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig
+from cluster.config.jobs import GenerateConfig
+from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine, EngineError, connect
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
