@@ -6,6 +6,7 @@ Reads records, changes nothing. Batches of a round are not logged.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from actors.coordinator.scheduler import Load
 from actors.coordinator.stats import CoordinatorStats
@@ -74,7 +75,7 @@ class EventLog:
     def sent(self, record: object) -> None:
         if not isinstance(record, Tokens) or record.finish_reason is None:
             return
-        facts: dict[str, object] = {"request": record.request_id, "reason": record.finish_reason}
+        facts: dict[str, Any] = {"request": record.request_id, "reason": record.finish_reason}
         facts["tokens"] = record.position + len(record.token_ids)
         if record.stats is not None and record.stats.num_spec_steps:
             facts["acceptance_length"] = 1 + record.stats.num_accepted_tokens / record.stats.num_spec_steps
@@ -100,25 +101,27 @@ class EventLog:
         if since["active_s"] < least_s:
             return
         self._seen = now
-        facts: dict[str, object] = {
+        active_s, num_rounds = since["active_s"], since["num_spec_rounds"]
+        facts: dict[str, Any] = {
             "phase": stats.phase or "-",
             "running": load.num_running,
             "waiting": load.num_waiting,
-            "tokens_per_s": since["num_tokens"] / since["active_s"],
+            "tokens_per_s": since["num_tokens"] / active_s,
         }
-        if since["num_spec_rounds"]:
+        if num_rounds:
             facts["acceptance_length"] = 1 + since["num_accepted_tokens"] / max(1, since["num_spec_steps"])
             facts["accepted"] = since["num_accepted_tokens"] / max(1, since["num_draft_tokens"])
         if since["num_branch_lookups"]:
             facts["hits"] = since["num_branch_hits"] / since["num_branch_lookups"]
-        if since["num_spec_rounds"]:
-            facts["draft_busy"] = since["draft_busy_s"] / since["active_s"]
-        facts["target_busy"] = since["target_busy_s"] / since["active_s"]
-        if since["num_spec_rounds"]:
-            facts["round_ms"] = 1e3 * since["spec_round_s"] / since["num_spec_rounds"]
-            facts["overhead_ms"] = 1e3 * since["spec_round_overhead_s"] / since["num_spec_rounds"]
+        if num_rounds:
+            facts["draft_busy"] = since["draft_busy_s"] / active_s
+        facts["target_busy"] = since["target_busy_s"] / active_s
+        if num_rounds:
+            facts["round_ms"] = 1e3 * since["spec_round_s"] / num_rounds
+            facts["overhead_ms"] = 1e3 * since["spec_round_overhead_s"] / num_rounds
         facts["kv_slots"] = f"{load.kv_slots_used}/{load.kv_slots}"
-        for name in ("num_preemptions", "num_stale"):
-            if since[name]:
-                facts[name.removeprefix("num_")] = since[name]
+        if since["num_preemptions"]:
+            facts["preemptions"] = since["num_preemptions"]
+        if since["num_stale"]:
+            facts["stale"] = since["num_stale"]
         log_event(self._logger, "progress", **facts)

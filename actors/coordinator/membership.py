@@ -105,7 +105,7 @@ class RoleMembership:
         rank.last = alive
         if not alive.at_change:
             round_before, beats = rank.busy
-            rank.busy = (alive.taken, beats + 1 if alive.busy and round_before == alive.taken else 0)
+            rank.busy = (alive.round, beats + 1 if alive.busy and round_before == alive.round else 0)
         has_left = alive.waiting and alive.epoch >= self.epoch
         if self.phase is not Phase.gathering and (is_new or has_left):
             self.start_new_epoch(now)
@@ -184,7 +184,7 @@ class RoleMembership:
         rank = self._ranks[alive.rank]
         if awaited is None or not self.serving or alive.at_change:
             return False
-        is_idle = alive.taken < awaited or (alive.rank == 0 and not alive.busy)
+        is_idle = alive.round < awaited or (alive.rank == 0 and not alive.busy)
         round_before, beats = rank.idle
         rank.idle = (awaited, (beats if round_before == awaited else 0) + 1 if is_idle else 0)
         return rank.idle[1] >= MISSED_BEATS

@@ -110,7 +110,7 @@ class Sequence:
 
         Returns the record to send to the roles; sets `finish_reason` if the request ends here.
         """
-        assert verdict.epoch == self.epoch and verdict.prefix_len == self.prefix_len and self.finish_reason is None
+        assert (verdict.epoch, verdict.prefix_len, self.finish_reason) == (self.epoch, self.prefix_len, None)
         path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
         emitted = self._cut([*path_tokens, verdict.next_token], eos_token_ids)
         if proposal is not None and proposal.tree.num_draft_tokens:

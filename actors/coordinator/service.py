@@ -221,7 +221,7 @@ class CoordinatorService:
         if role in LEAD_ROLES:
             self._process(batch)
         elif isinstance(batch, ProposalBatch):
-            self._hub.send(self._memberships[parent_role(role)].links(), batch)
+            self._send_to_parent(role, batch)
 
     def _receive_heartbeat(self, alive: Alive) -> None:
         membership, coordinator = self._memberships[alive.role], self._coordinator
@@ -292,7 +292,7 @@ class CoordinatorService:
         if role in LEAD_ROLES:
             self._process(self._state_of(role))
         else:
-            self._hub.send(self._memberships[parent_role(role)].links(), self._state_of(role))
+            self._send_to_parent(role, self._state_of(role))
         child = None if role == "target" else self._memberships.get(child_role(role))
         if child is None:
             return
@@ -301,6 +301,12 @@ class CoordinatorService:
         elif child.serving:  # its requests are those of the level that was lost
             child.start_new_epoch(self._awake_s)
             self._follow(child)
+
+    def _send_to_parent(self, level: str, record: ProposalBatch | RoleBack | RoleLost) -> None:
+        """To the role that this level of a cascade drafts for."""
+        parent = parent_role(level)
+        assert parent is not None
+        self._hub.send(self._memberships[parent].links(), record)
 
     def _state_of(self, role: str) -> RoleBack | RoleLost:
         return RoleBack(role, self._memberships[role].epoch) if self._is_complete[role] else RoleLost(role)

@@ -1,9 +1,9 @@
-"""Draft-ahead: hypotheses about a request's future, kept as one tree and re-rooted by every verdict.
+"""The draft tree: draft-ahead's hypotheses about the next tokens of a request, re-rooted by every verdict.
 
 While the target verifies, the drafter keeps growing this tree. A verdict's tokens are walked from the root: if they
-lead to a node of the tree, everything below it is a draft that is already there (a hit); if not, a new tree starts at
-the next token (a miss). A policy says which nodes to expand next; the three published families differ in nothing
-else. Pure host-side; knows tokens and values, not where they come from nor when a verdict may arrive.
+lead to a node, the subtree below it is a draft that is already there (a hit); if not, a new tree starts at the next
+token (a miss). A policy chooses which nodes to expand next; the three published families differ only in that. Knows
+tokens and values, not where they come from nor when a verdict may arrive.
 
 Sources: PEARL (arXiv 2408.11850), SSD/Saguaro (2603.03251), SwiftSpec (2506.11309).
 """
@@ -21,8 +21,8 @@ from actors.protocol.token_tree import TokenTree
 class DraftNode:
     """One possible next token. `value` is the log-probability of its path from the root.
 
-    `row` is its pending KV row, -1 if it was not fed; `children` are in the order of their likelihood. `offered`
-    means that the last proposal holds it.
+    `row` is its pending KV row, -1 if it was not fed; `children` are in order of likelihood. `offered`: the last
+    proposal contains it.
     """
 
     token: int
@@ -43,7 +43,7 @@ class DraftTree:
 
     @staticmethod
     def read(tree: TokenTree, values: Sequence[float]) -> DraftTree:
-        """The hypotheses that somebody else holds, as `written` there; without values all are equally likely."""
+        """The tree that `written` returned in another process; without values all nodes are equally likely."""
         read = DraftTree(tree.token_ids[0])
         nodes = read.nodes
         for i in range(1, len(tree.token_ids)):
@@ -53,7 +53,7 @@ class DraftTree:
         return read
 
     def written(self, num_leaves: int) -> tuple[TokenTree, list[float]]:
-        """All that a proposal could be read off: expanded nodes, and of leaves the `num_leaves` likeliest siblings."""
+        """All nodes that a proposal may contain: expanded nodes, and of leaves the `num_leaves` likeliest siblings."""
         token_ids, parents, values = [self.root.token], [-1], [self.root.value]
         pending = [(0, 0)]
         for node, place in pending:  # grows while it is walked: breadth first
@@ -71,7 +71,7 @@ class DraftTree:
         return self.nodes[0]
 
     def expand(self, node: int, token_ids: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Give a fed node its likeliest children, best first. Children it has from an earlier pass stay, revalued."""
+        """Give a fed node its likeliest children, best first. Children of an earlier pass stay, with new values."""
         parent = self.nodes[node]
         parent.expanded = True
         known = {self.nodes[child].token: child for child in parent.children}
@@ -89,21 +89,21 @@ class DraftTree:
         parent.children = ranked + list(known.values())
 
     def _shift(self, node: int, change: float) -> None:
-        """Add to the value of a node and of all below it."""
+        """Add to the value of a node and of its subtree."""
         self.nodes[node].value += change
         for child in self.nodes[node].children:
             self._shift(child, change)
 
     def forget_rows(self) -> None:
-        """The KV rows are gone; what is known of the tokens stays."""
+        """The KV rows were dropped; the nodes stay."""
         for hypothesis in self.nodes:
             hypothesis.row = -1
 
     def worth_feeding_again(self, width: int) -> list[int]:
-        """What a first pass behind forgotten rows feeds: the proposal, and the likeliest nodes that had been fed."""
+        """Nodes to feed in the first pass after `forget_rows`: the proposal, and the likeliest that had been fed."""
         offered = [i for i, node in enumerate(self.nodes) if i and node.offered]
         fed = [i for i, node in enumerate(self.nodes) if i and node.expanded and not node.offered]
-        fed.sort(key=lambda i: (-self.nodes[i].value, i))  # a parent is never behind its child
+        fed.sort(key=lambda i: (-self.nodes[i].value, i))  # a parent comes before its child
         return sorted(offered + fed[: max(0, width - len(offered))])
 
     def best_chain(self, length: int) -> list[int]:
@@ -120,7 +120,7 @@ class DraftTree:
         return sorted(ranked[:count])
 
     def proposal(self, nodes: Sequence[int]) -> TokenTree:
-        """These nodes, which hang together and stand parents first, as a tree to verify."""
+        """These nodes, a connected set with parents before children, as a tree to verify."""
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         return TokenTree(
             (self.root.token, *(self.nodes[node].token for node in nodes)),
@@ -128,7 +128,7 @@ class DraftTree:
         )
 
     def places(self, tree: TokenTree) -> list[int]:
-        """The nodes that stand for those of `tree`, as far as they are known; roots are not compared."""
+        """The nodes with the paths of the nodes of `tree`, as far as they exist; roots are not compared."""
         places = [0]
         for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
             above = places[parent]
@@ -137,11 +137,11 @@ class DraftTree:
         return [node for node in places[1:] if node >= 0]
 
     def worth(self, nodes: Sequence[int]) -> float:
-        """Accepted tokens that later proposals may be expected to gain by these nodes being fed, one each at most."""
+        """Expected accepted tokens that feeding these nodes adds to later proposals, at most one each."""
         return sum(math.exp(self.nodes[node].value) for node in nodes)
 
     def offer(self, nodes: Sequence[int]) -> None:
-        """These nodes are what the next verdict will be about."""
+        """These nodes are the proposal that the next verdict is about."""
         for hypothesis in self.nodes:
             hypothesis.offered = False
         self.root.offered = True
@@ -158,7 +158,7 @@ class DraftTree:
         return node
 
     def outcomes(self) -> list[float]:
-        """Probabilities of what the verdict on the proposal may be, likeliest first, as far as they are known."""
+        """Probabilities of the outcomes of the verdict on the proposal, likeliest first, as far as they are known."""
         nodes = self.nodes
         places = (child for node in nodes if node.offered for child in node.children if not nodes[child].offered)
         return sorted((math.exp(nodes[place].value) for place in places), reverse=True)

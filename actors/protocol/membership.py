@@ -1,14 +1,14 @@
-"""The words of life and death: who is there, who is gone, and how a role comes together again.
+"""Records of membership: heartbeats, lost processes, and how the ranks of a role form an epoch.
 
-Standard library only, every record frozen. Every rank says four times a second, from a thread of its own, that it is
-alive and what it works on; that tells a process that hangs from a pass that takes long, and a record that was lost
+Standard library only, every record frozen. Every rank sends a heartbeat four times a second, from a thread of its own,
+with the batch that it works on: that tells a process that hangs from a pass that takes long, and a record that was lost
 from one that is still being answered.
 
 Glossary
-    incarnation     counts the processes that have played one rank, or the coordinator; a late word of an older one
-                    is nobody's word
-    epoch           of a role: counts how often its ranks came together. Every epoch starts with empty contexts and,
-                    where there are several ranks, with a process group of its own
+    incarnation     counts the processes that have been one rank, or the coordinator; records of an older incarnation
+                    are ignored
+    epoch           of a role: counts how often its ranks joined. Every epoch starts with empty contexts and, where
+                    there are several ranks, with a process group of its own
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 HEARTBEAT_S = 0.25
-"""Between two heartbeats."""
+"""Interval of heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
     """A rank to the coordinator, or the coordinator to its client (`role` "coordinator", `waiting` until it serves).
 
-    `epoch` is the last one the rank was told to join and `waiting` says that it is not, or no longer, part of it.
-    `taken` is the round of the last batch it took, `busy` that it still works on it.
+    `epoch` is the last one that the rank was ordered to join; `waiting`: it is not, or no longer, part of it. `round`
+    is that of the last batch the rank received, `busy`: it still works on it.
     """
 
     role: str
@@ -35,10 +35,10 @@ class Alive:
     pid: int
     epoch: int = 0
     waiting: bool = True
-    taken: int = 0
+    round: int = 0
     busy: bool = False
     at_change: bool = False
-    """Sent because something changed, and not because it was time."""
+    """Sent because the state changed, not at the interval."""
 
     @property
     def identity(self) -> str:
@@ -58,7 +58,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Coordinator to the ranks of a role, once all of them wait: meet at `store`, forget everything, be `Ready`.
+    """Coordinator to the ranks of a role, once all of them wait: drop all requests, join at `store`, answer `Ready`.
 
     `round` is that of the last batch of the epochs before.
     """
@@ -70,7 +70,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A rank has loaded its part and listens. `facts` are measured at start: bytes, slots, device, versions."""
+    """A rank has loaded its part and joined. `facts` are measured at start: bytes, slots, device, versions."""
 
     role: str
     rank: int
@@ -81,12 +81,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A client announces itself; answered by one `Ready` per rank once all ranks are there."""
+    """A client connects; answered by one `Ready` per rank once all ranks have joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """Who watches the processes to the coordinator: this one has ended."""
+    """Supervisor to coordinator: this process has ended."""
 
     role: str
     rank: int
@@ -95,10 +95,10 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The coordinator to who watches the processes: this one hangs.
+    """Coordinator to supervisor: this process hangs.
 
-    Without an `incarnation`: nobody who plays this rank was heard of for too long, since the coordinator began or the
-    last one was lost. That is said again and again while it lasts; who watches knows who is about to start.
+    Without an `incarnation`: no process of this rank has sent a heartbeat since the coordinator started, or since the
+    last one was lost. Repeated while that lasts; the supervisor knows which processes are still starting.
     """
 
     role: str
@@ -109,14 +109,14 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class RoleLost:
-    """To the state machine of the coordinator: whatever this role knew is gone, and nobody answers."""
+    """To the state machine, and to the level above: this role and its state are lost, and it answers nothing."""
 
     role: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleBack:
-    """To the state machine, and to the level above: this role listens again, in this epoch, and knows no request."""
+    """To the state machine, and to the level above: this role serves again, in this epoch, without any request."""
 
     role: str
     epoch: int = 0
@@ -124,9 +124,9 @@ class RoleBack:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process or thread that ended and should not have: one line for the user, and the whole story for a log.
+    """A process or thread that failed: `text` is one line for the user, `trace` the traceback for a log.
 
-    Never travels; who started it notices it.
+    Not sent; made by the process that started it.
     """
 
     identity: str
@@ -135,7 +135,7 @@ class Death:
 
     @staticmethod
     def by(identity: str, error: BaseException) -> Death:
-        """A ValueError speaks for itself; anything else is named by its type too."""
+        """The line of a ValueError is its message; other errors are named by their type too."""
         line = next(iter(str(error).strip().splitlines()), "")
         named = isinstance(error, ValueError) and line
         text = line if named else f"{type(error).__name__}: {line}".rstrip(": ")

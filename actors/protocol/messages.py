@@ -1,21 +1,20 @@
-"""The words of the engine: what a coordinator, a target and a drafter say to each other.
+"""The records that clients, the coordinator, the target and the drafter exchange in a round.
 
-Standard library only, every record frozen. No tensor ever travels in one of these: tensors have their own door
-(`parallel/transport.py`). A record that arrives late, twice or out of order is *recognised* by
-(request, epoch, prefix_len, prefix_hash) and costs speed, never correctness.
+Standard library only, every record frozen; none holds a tensor. A record that arrives late, twice or out of order is
+recognised by (request, epoch, prefix_len, prefix_hash) and costs speed, never correctness.
 
 Glossary
-    target          the model whose output law is preserved
+    target          the model whose output distribution is preserved
     drafter         an algorithm that proposes tokens; it need not have a model
-    committed       tokens fixed for ever; `prefix_len` is their count
+    committed       tokens that no longer change; `prefix_len` is their count
     root            node 0 of a token tree: the last committed token, whose KV the target has not computed yet
     token tree      `token_ids` + `parents`; a chain is the degenerate tree, the empty proposal is the root alone
     path            accepted node indices in order, root excluded
     accepted        draft tokens that were kept (the bonus is not one of them)
-    next_token      what the target itself adds behind the path: a correction or, after a full path, a bonus
+    next_token      the token that the target adds after the path: a correction or, after a full path, a bonus
     acceptance length   tokens a round emits = accepted + 1 (the convention of vLLM)
     uncached suffix committed tokens whose KV is missing, of any length; the root is always its last token
-    epoch           counts preemptions and re-admissions of a request; records of an older epoch are stale
+    epoch           of a request: counts preemptions and re-admissions; records of an older epoch are stale
     round           one draft and one verify
 """
 
@@ -49,20 +48,20 @@ def retract_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
 
 
 class SamplingKind(IntEnum):
-    """How a node's token came to be; decides which verification rules are exact for it."""
+    """How a node's token was drawn; decides which verification rules are exact for it."""
 
     ROOT = 0
-    DETERMINISTIC = 1  # chosen without randomness of its own: top-k, n-gram, beams; as a law, one-hot
+    DETERMINISTIC = 1  # chosen without randomness: top-k, n-gram, beams; its distribution is one-hot
     COUPLED = 2  # arg-max under the noise shared with the target (any rule but `coupled` reads it as DETERMINISTIC)
-    IID = 3  # drawn from the law of its parent context, siblings independent, duplicates kept
-    WITHOUT_REPLACEMENT = 4  # drawn from that law with the earlier siblings removed and the rest renormalised
+    IID = 3  # drawn from the distribution of its parent context, siblings independent, duplicates kept
+    WITHOUT_REPLACEMENT = 4  # drawn from it with the earlier siblings removed and the rest renormalised
 
 
 @dataclass(frozen=True, slots=True)
 class SparseDistribution:
-    """A draft law on its support: `probs` sum to one, and tokens were really drawn from exactly this law.
+    """A draft distribution on its support: `probs` sum to one, and tokens were drawn from exactly these probabilities.
 
-    Truncating to the top m and *sampling from the truncated law* keeps every rejection rule exact.
+    Truncating to the top m and sampling from the truncated distribution keeps every rejection rule exact.
     """
 
     token_ids: tuple[int, ...]
@@ -73,10 +72,10 @@ class SparseDistribution:
 class Proposal:
     """A drafter's guess for one request, and the prefix it assumes.
 
-    `sampling_kinds[i]` says how node i was drawn; `distributions[i]` is the law from which the *children* of node i were drawn, None
-    where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared` tells a branch hit
-    (the draft was there before the verdict it follows) from a miss; None if the drafter does not work ahead. `parts`
-    names the levels of a cascade and how many of the nodes, in order, each has drafted; empty if they have one drafter.
+    `sampling_kinds[i]` is how node i was drawn; `distributions[i]` is the distribution from which the children of node
+    i were drawn, None where they were not drawn at random. Under the coupled rule both may be empty tuples. `prepared`
+    tells a branch hit (the draft was there before the verdict it follows) from a miss; None if the drafter does not
+    work ahead. `parts` is (level, number of nodes it drafted) of a cascade, in node order; empty without levels.
     """
 
     request_id: int
@@ -89,7 +88,6 @@ class Proposal:
     prepared: bool | None = None
     parts: tuple[tuple[str, int], ...] = ()
 
-
     @staticmethod
     def deterministic(request_id: int, epoch: int, prefix_len: int, prefix_hash: int, tree: TokenTree) -> Proposal:
         """A prepared tree whose tokens were chosen without randomness."""
@@ -100,7 +98,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target made of a proposal: the accepted `path` and one token of its own behind it."""
+    """The target's answer to a proposal: the accepted `path` and one token of its own after it."""
 
     request_id: int
     epoch: int
@@ -111,9 +109,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for. `speculate=False` decodes plainly, whatever the engine's pipeline is.
+    """A prompt and how to continue it. `speculate=False` decodes plainly, whatever the engine's pipeline is.
 
-    A client that misses something asks again, with the tokens it has got: `generated`. To ask twice does no harm.
+    A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
     """
 
     request_id: int
@@ -123,7 +121,7 @@ class Request:
     generated: tuple[int, ...] = ()
 
     def check(self, vocab_size: int) -> None:
-        """Raise ValueError naming the first field that makes no sense, or names a token the target does not have."""
+        """Raise ValueError naming the first field that is out of range, or names a token the target does not have."""
         self.sampling.check()
         named = (
             ("prompt", self.prompt),
@@ -139,7 +137,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Speculation of one request, in the words of vLLM's per-request metrics."""
+    """Speculation of one request; names as in vLLM's per-request metrics."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -150,10 +148,10 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """News of one request for its client: tokens in order, and, with the last ones, why it ended.
+    """Coordinator to a client: tokens of one request in order, and, with the last ones, why it ended.
 
-    `position` is the index of the first of them among the request's generated tokens, so that a client can tell a
-    repetition from news. `finish_reason` is None, "stop", "length", "abort" or "error".
+    `position` is the index of the first of them among the request's generated tokens, by which a client recognises a
+    repetition. `finish_reason` is None, "stop", "length", "abort" or "error".
     """
 
     request_id: int
@@ -169,9 +167,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """A role learns of a request (again): all committed tokens so far, the first `prompt_len` of them the prompt.
+    """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
-    `admission` differs from admission to admission, within an epoch too, so that no draw is made twice.
+    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice.
     """
 
     request_id: int
@@ -184,11 +182,11 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What became of the last proposal: KV rows of `path` are kept and `token_ids` follow the first `prefix_len`.
+    """The result of the last proposal: KV rows of `path` are kept and `token_ids` follow the first `prefix_len`.
 
-    Text from a level of a cascade is provisional: a commit to the level beneath may name a `prefix_len` below the
-    length of its text, and then what came behind it is taken back, `path` being empty. `settled_len` tokens of it are
-    the target's own and stay; None: all are.
+    Text from a level of a cascade is provisional: a commit to the level below may name a `prefix_len` smaller than the
+    length of its text; then the tokens after it are dropped, and `path` is empty. The first `settled_len` tokens are
+    the target's own and stay; None: all of them.
     """
 
     request_id: int
@@ -201,22 +199,22 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """Propose for this request, at most so many tokens; zero asks only for its KV to be brought up to date.
+    """Draft for this request at most so many tokens; 0 only brings its KV up to date.
 
-    `taken` was read off an `DraftPreview` and is being verified already: nothing more is awaited for this prefix.
+    `prefetched` was read off a `DraftPreview` and is being verified already: no proposal is expected for this prefix.
     """
 
     request_id: int
     num_draft_tokens: int
-    taken: TokenTree | None = None
+    prefetched: TokenTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Coordinator to every draft rank: verdicts first, then what to propose next.
+    """Coordinator to every draft rank: results of the last drafts, then orders for the next.
 
-    `after` is the round of the role's last batch: a rank that has not seen that one has missed something. What a level
-    of a cascade says to the one beneath it is meant for one `epoch` of that role, whose ranks know what was said in it.
+    `after` is the round of the role's previous batch: a rank that has not seen that one has missed a batch. A batch
+    from a level of a cascade to the level below belongs to one `epoch` of that role.
     """
 
     round: int
@@ -230,9 +228,9 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class LevelWork:
-    """What one level of a cascade did since it was last asked, and how the level above judged its drafts.
+    """The work of one level of a cascade since its last `LevelWork`, and the level above's verdicts on its drafts.
 
-    `spans` are (started, finished) of its work as far as it lies outside the batch that tells of it.
+    `spans` are (started, finished) of its work outside the batch that carries this record.
     """
 
     level: str
@@ -248,9 +246,9 @@ class LevelWork:
 class ProposalBatch:
     """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host.
 
-    `num_missing` orders are still being drafted for; another batch follows. `ahead` is the draft-ahead work since the
-    last batch, as (started, finished, glued) of its passes, where `glued` says that a pass also read committed text
-    exactly again; `levels` tells what the levels of a cascade did since then.
+    `num_missing` orders are still being drafted for; another batch follows. `ahead` is (started, finished, refreshed)
+    of the passes of draft-ahead since the last batch; a `refreshed` pass also fed committed text again, to make its KV
+    rows exact. `levels` is the work of the levels of a cascade since then.
     """
 
     round: int
@@ -264,10 +262,10 @@ class ProposalBatch:
 
 @dataclass(frozen=True, slots=True)
 class DraftPreview:
-    """What a drafter that works ahead has prepared below the last committed token, for a verdict still to come.
+    """The tree that draft-ahead has prepared after the last committed token, for a verdict still to come.
 
-    Siblings of `tree` stand likeliest first. `values[i]` is the log-probability of the path to node i; without them
-    a proposal is the likeliest chain, with them the likeliest nodes.
+    Siblings of `tree` are in order of likelihood. `values[i]` is the log-probability of the path to node i; without
+    values a proposal is the likeliest chain, with them the likeliest nodes.
     """
 
     request_id: int
@@ -280,9 +278,9 @@ class DraftPreview:
 
 @dataclass(frozen=True, slots=True)
 class DraftPreviewBatch:
-    """Draft lead to coordinator, unasked and before the verdict: a hit then costs no exchange with the drafter.
+    """Draft lead to coordinator, before the verdict: a hit then costs no exchange with the drafter.
 
-    One that comes too late is of no use and does no harm.
+    A preview that arrives after the verdict is ignored.
     """
 
     previews: tuple[DraftPreview, ...]
@@ -302,7 +300,7 @@ class VerifyItem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """Coordinator to every target rank: what the last verdicts became, then what to verify; `after` as for drafts."""
+    """Coordinator to every target rank: commits of the last verdicts, then what to verify; `after` as for drafts."""
 
     round: int
     admits: tuple[Admit, ...] = ()
@@ -314,9 +312,9 @@ class VerifyBatch:
 
 @dataclass(frozen=True, slots=True)
 class VerdictBatch:
-    """Target lead to coordinator, sent before anything else is done with the result.
+    """Target lead to coordinator, sent as soon as the verdicts are known.
 
-    `started` is when the batch was taken up, `committed` when all that it told of the round before was carried out.
+    `started` is when work on the batch began, `committed` when the commits of the round before were done.
     """
 
     round: int
@@ -332,6 +330,8 @@ class VerdictBatch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """End a request at once."""
+
     request_id: int
 
 

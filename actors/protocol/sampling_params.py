@@ -1,4 +1,4 @@
-"""What a request asks of its tokens. Standard library only; how it is carried out is `sampling.py`'s business."""
+"""How the tokens of a request are sampled. Standard library only; `actors/sampling` carries it out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request wants its tokens; the names and defaults of vLLM. Everything here is already in token ids
-    except `stop`, which the engine watches for in the text."""
+    """Names and defaults are vLLM's. Everything is in token ids except `stop`, which the engine matches in the text."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -27,7 +26,7 @@ class SamplingParams:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ValueError naming the first field that makes no sense."""
+        """Raise ValueError naming the first field that is out of range."""
         bounds = (
             ("temperature", self.temperature >= 0, "must be 0 (greedy) or above"),
             ("top_k", self.top_k >= 0, "must be 0 (off) or above"),

@@ -1,4 +1,4 @@
-"""The token tree: what is proposed, verified and accepted along one path. Standard library only."""
+"""The token tree: proposed and verified as a whole, accepted along one path. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings stand in test order."""
+    """Tokens in topological order: `parents[i] < i`, `parents[0] == -1`; siblings are in the order they are tested."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
 
     @staticmethod
     def root(token: int) -> TokenTree:
-        """The empty proposal: degree one, plain decoding."""
+        """The empty proposal, which decodes plainly."""
         return TokenTree((token,), (-1,))
 
     @staticmethod

@@ -53,9 +53,9 @@ class DraftRole:
         started = self.clock()
         step = self.drafter.work(width)
         finished = self.clock()
-        self._ahead.append((started, finished, step.glued))
+        self._ahead.append((started, finished, step.refreshed))
         self._timing.record_pass(started, finished)
-        if step.num_rows and not step.glued:
+        if step.num_rows and not step.refreshed:
             self._width_chooser.update(step.num_rows, finished - started)
 
     def pause_s(self) -> float:
@@ -125,8 +125,8 @@ class DraftRole:
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
-            if order.taken is not None:
-                self.drafter.take(context, order.num_draft_tokens, order.taken)
+            if order.prefetched is not None:
+                self.drafter.take(context, order.num_draft_tokens, order.prefetched)
                 self._timing.preview_used()
             else:
                 wanted.append((context, order.num_draft_tokens))

@@ -116,7 +116,7 @@ class ScriptedDrafter:
         self.knows = Knowledge()
         self.choose, self.whims, self.splits, self.foresees = choose, whims, splits, foresees
         self.asked: set[int] = set()
-        self.num_taken = 0
+        self.num_prefetched = 0
 
     def forget(self, last_round: int) -> None:
         self.knows = Knowledge(last_round=last_round, told=self.knows.told)
@@ -125,10 +125,10 @@ class ScriptedDrafter:
         self.knows.learn(batch)
         assert len({order.request_id for order in batch.orders}) == len(batch.orders), "two orders for one request"
         for order in batch.orders:
-            if order.taken is not None:
-                assert 0 < order.taken.num_draft_tokens <= order.num_draft_tokens
-                assert order.taken.token_ids[0] == self.knows.texts[order.request_id][-1]
-                self.num_taken += 1
+            if order.prefetched is not None:
+                assert 0 < order.prefetched.num_draft_tokens <= order.num_draft_tokens
+                assert order.prefetched.token_ids[0] == self.knows.texts[order.request_id][-1]
+                self.num_prefetched += 1
         asked = [order.request_id for order in batch.orders if order.num_draft_tokens]
         seen = [self.preview(request_id) for request_id in asked if self.choose.random() < self.foresees]
         return self.proposals(batch) + ([DraftPreviewBatch(tuple(seen))] if seen else [])
@@ -151,7 +151,7 @@ class ScriptedDrafter:
         return DraftPreview(request_id, epoch, len(text), extend_hash(HASH_SEED, text), tree, values)
 
     def proposals(self, batch: DraftBatch) -> list[ProposalBatch]:
-        orders = [(order.request_id, order.num_draft_tokens) for order in batch.orders if order.taken is None]
+        orders = [(order.request_id, order.num_draft_tokens) for order in batch.orders if order.prefetched is None]
         self.asked |= {request_id for request_id, _ in orders}
         proposals: list[Proposal] = []
         for request_id, budget in orders:
@@ -294,7 +294,7 @@ class World:
             return
         for batch in answers:
             if isinstance(batch, DraftBatch) and self.answers["target"]:
-                ordered = {order.request_id for order in batch.orders if order.num_draft_tokens and not order.taken}
+                ordered = {order.request_id for order in batch.orders if order.num_draft_tokens and not order.prefetched}
                 judged = {verdict.request_id for verdict in self.answers["target"][0].verdicts}
                 assert not ordered & judged
 

@@ -1,8 +1,8 @@
-"""How far a drafter's own probabilities are right about the target, learned from verdicts.
+"""Calibration of a drafter's probabilities against the target's verdicts.
 
-A draft model says how likely its first choice is; what counts for planning is how likely the target keeps it, and that
-differs: a greedy target keeps the first choice of a hesitant drafter far more often than the drafter says. One number,
-a shift of the log-odds, is fitted online so that what is expected and what is kept agree. It orders work only.
+The draft model's probability of its first choice differs from the probability that the target keeps it: a greedy target
+keeps the first choice of an uncertain drafter far more often. One number, a shift of the log-odds, is fitted by
+stochastic gradient steps on the log-likelihood of the verdicts. It influences the order of work only.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import math
 from collections.abc import Sequence
 
 _RATE = 0.1
-"""Step of the fit per observed token: some ten rounds settle it."""
+"""Step of the fit per observed token; it settles within some ten rounds."""
 _LIMIT = 6.0
 _TINY = 1e-9
 
 
 class ConfidenceCalibration:
-    """Log-odds `shift` of the first choice; 0 believes the drafter."""
+    """`shift` is added to the log-odds of the first choice; 0 keeps the drafter's probabilities."""
 
     def __init__(self) -> None:
         self.shift = 0.0
 
     def adjust(self, log_probs: Sequence[float]) -> list[float]:
-        """Log-probabilities of a node's children, first choice first, as they are to be expected; the rest shrinks."""
+        """Calibrated log-probabilities of a node's children, first choice first; the others share the rest."""
         first = min(max(math.exp(log_probs[0]), _TINY), 1 - _TINY)
         kept = 1 / (1 + (1 - first) / first * math.exp(-self.shift))
         rest = math.log((1 - kept) / (1 - first)) if kept < 1 else -math.inf
         return [math.log(kept), *(log_prob + rest for log_prob in log_probs[1:])]
 
-    def learn(self, expected: float, *, kept: bool) -> None:
-        """The target has kept or refused a first choice that was expected with this probability."""
+    def update(self, expected: float, *, kept: bool) -> None:
+        """The target kept or rejected a first choice whose calibrated probability was `expected`."""
         self.shift = min(max(self.shift + _RATE * (kept - expected), -_LIMIT), _LIMIT)

@@ -150,7 +150,7 @@ class AheadDrafter(ModelDrafter):
         width = width or max(1, self._width // len(busy))
         uncalibrated = [future for future in busy if self._lacks_rows(future)]
         if uncalibrated:
-            return Step(self._feed_again(uncalibrated, width), glued=True)
+            return Step(self._feed_again(uncalibrated, width), refreshed=True)
         chosen = []
         for future in busy:
             nodes = self._choose(future.tree, width, min(self._length, future.budget))
@@ -266,7 +266,7 @@ class AheadDrafter(ModelDrafter):
             if not node.children:
                 return
             first = tree.nodes[node.children[0]]
-            self._confidence.learn(math.exp(first.value - node.value), kept=first.token == token)
+            self._confidence.update(math.exp(first.value - node.value), kept=first.token == token)
             node = next((tree.nodes[child] for child in node.children if tree.nodes[child].token == token), None)
             if node is None:
                 return

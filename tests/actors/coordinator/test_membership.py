@@ -155,12 +155,12 @@ def test_a_round_that_never_ends_is_counted_in_the_heartbeats_of_its_rank():
         for _ in range(count):
             membership.beat(Alive("target", 0, 0, 7, epoch=1, waiting=False, **state), 1.0)
 
-    beats(9, taken=7, busy=True)
-    beats(9, taken=8, busy=True)
+    beats(9, round=7, busy=True)
+    beats(9, round=8, busy=True)
     assert membership.silent(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [], "two rounds, and none that long"
-    beats(9, taken=8)
+    beats(9, round=8)
     assert membership.silent(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [], "idle"
-    beats(10, taken=9, busy=True)
+    beats(10, round=9, busy=True)
     assert membership.silent(2.0, 1.0, round_limit_s=8 * HEARTBEAT_S) == [Silent("target", 0, 0, 7)]
 
 
@@ -175,12 +175,12 @@ def test_a_rank_that_is_recalled_in_vain_is_stuck():
 
 def test_doubts_need_several_beats_about_one_round():
     membership = serving()
-    idle = Alive("target", 0, 0, 7, epoch=1, waiting=False, taken=4)
+    idle = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=4)
     beats = [membership.has_missed(idle, awaited) for awaited in (5, 5, 6, 6, None, 6)]
     assert beats == [False] * 5 + [True] and MISSED_BEATS == 3
-    answered = Alive("target", 0, 0, 7, epoch=1, waiting=False, taken=7)
+    answered = Alive("target", 0, 0, 7, epoch=1, waiting=False, round=7)
     assert [membership.has_missed(answered, 7) for _ in range(3)] == [False, False, True], "its answer was lost"
-    busy = Alive("target", 1, 0, 7, epoch=1, waiting=False, taken=7)
+    busy = Alive("target", 1, 0, 7, epoch=1, waiting=False, round=7)
     assert not any(membership.has_missed(busy, 7) for _ in range(9)), "only the lead answers"
 
 
@@ -188,7 +188,7 @@ def test_a_successor_is_not_blamed_for_the_round_that_its_forerunner_was_stuck_i
     """Its first word may come long before its first heartbeat."""
     membership = serving(1)
     for beat in range(20):
-        membership.beat(Alive("target", 0, 0, 1, epoch=1, waiting=False, taken=7, busy=True), beat * HEARTBEAT_S)
+        membership.beat(Alive("target", 0, 0, 1, epoch=1, waiting=False, round=7, busy=True), beat * HEARTBEAT_S)
     assert membership.silent(0.0, 5.0, round_limit_s=2.0) == [Silent("target", 0, 0, 1)]
     membership.beat(Alive("target", 0, 1, 2, at_change=True), 5.1)
     assert membership.silent(0.0, 5.2, round_limit_s=2.0) == []

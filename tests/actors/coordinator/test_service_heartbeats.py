@@ -17,10 +17,10 @@ def test_a_lost_order_is_noticed_by_heartbeats_and_a_long_pass_is_not_mistaken_f
     stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
     batch = stage.hear("target-0")
     for _ in range(10):
-        stage.beat("target-0", epoch=1, waiting=False, taken=batch.round, busy=True)
+        stage.beat("target-0", epoch=1, waiting=False, round=batch.round, busy=True)
     assert stage.hear("target-0", 0.2) is None, "it is at work"
     for _ in range(3):
-        stage.beat("target-0", epoch=1, waiting=False, taken=batch.round - 1, busy=False)
+        stage.beat("target-0", epoch=1, waiting=False, round=batch.round - 1, busy=False)
     assert stage.hear("target-0") == Recall(2)
 
 
@@ -56,7 +56,7 @@ def test_a_rank_whose_pass_never_ends_is_told_of(open_stage):
     stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.1, 2))
     second = stage.hear("target-0")
     for _ in range(int((FLOOR_S + FACTOR * 0.1) / HEARTBEAT_S) + 2):
-        stage.beat("target-0", epoch=1, waiting=False, taken=second.round, busy=True)
+        stage.beat("target-0", epoch=1, waiting=False, round=second.round, busy=True)
     while not isinstance(record := stage.hear(CLIENT), Silent):
         assert record is not None
     assert record == Silent("target", 0, 0, 7)

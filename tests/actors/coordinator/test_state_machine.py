@@ -132,14 +132,14 @@ def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
     world = World(random.Random(1), "branches", whims=("right",), foresees=1.0)
     world.deliver(request)
     world.settle()
-    assert world.drafter.num_taken >= 2 and world.tokens[1] == oracle(request)
+    assert world.drafter.num_prefetched >= 2 and world.tokens[1] == oracle(request)
     batches = [(i, batch) for i, batch in enumerate(world.sent) if isinstance(batch, DraftBatch)]
-    taking = [i for i, batch in batches if any(order.taken for order in batch.orders)]
+    taking = [i for i, batch in batches if any(order.prefetched for order in batch.orders)]
     for i in taking:
         verify, order = world.sent[i - 1], world.sent[i].orders[0]
-        assert isinstance(verify, VerifyBatch) and verify.items[0].proposal.tree == order.taken
+        assert isinstance(verify, VerifyBatch) and verify.items[0].proposal.tree == order.prefetched
     stats = world.coordinator.stats
-    assert stats.num_branch_hits == stats.num_branch_lookups == len(taking) == world.drafter.num_taken
+    assert stats.num_branch_hits == stats.num_branch_lookups == len(taking) == world.drafter.num_prefetched
 
 
 @pytest.mark.parametrize("whim", ["right", "wrong", "missing"])

@@ -249,10 +249,10 @@ def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spe
     ranks.join()
     ranks.say(VERIFY)
     started = time.monotonic()
-    ranks.wait_for(1, busy=True, taken=7, epoch=1, waiting=False)
+    ranks.wait_for(1, busy=True, round=7, epoch=1, waiting=False)
     assert time.monotonic() - started < 0.9
     assert isinstance(ranks.hear(), VerdictBatch)
-    ranks.wait_for(1, busy=False, taken=7)
+    ranks.wait_for(1, busy=False, round=7)
 
 
 def test_a_rank_that_nobody_wants_any_more_ends_by_itself(spec):

@@ -16,7 +16,7 @@ def test_what_is_expected_comes_to_what_is_kept(says, keeps):
     seen = []
     for _ in range(2000):
         expected = math.exp(trust.adjust([math.log(says), math.log((1 - says) / 2)])[0])
-        trust.learn(expected, kept=choose.random() < keeps)
+        trust.update(expected, kept=choose.random() < keeps)
         seen.append(expected)
     assert sum(seen[500:]) / 1500 == pytest.approx(keeps, abs=0.03)
 
@@ -34,9 +34,9 @@ def test_the_other_children_share_what_is_left():
 def test_certainty_stays_finite_and_forgettable():
     trust = ConfidenceCalibration()
     for _ in range(10_000):
-        trust.learn(0.0, kept=True)
+        trust.update(0.0, kept=True)
     values = trust.adjust([0.0, -40.0, -math.inf])
     assert -1e-6 < values[0] <= 0.0 and values[2] == -math.inf
     for _ in range(200):
-        trust.learn(1.0, kept=False)
+        trust.update(1.0, kept=False)
     assert trust.shift < -5

@@ -171,7 +171,7 @@ def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch
     passes = []
     run = runner.run
     runner.run = lambda plan, tokens, taps=(): (passes.append((plan.fuzzy, list(tokens))), run(plan, tokens, taps))[1]
-    assert drafter.work().glued, "it says that it glued"
+    assert drafter.work().refreshed, "it says that it refreshed rows"
     ((fuzzy, fed),) = passes
     known = context.token_ids[9:] + list(draft.tree.token_ids[1:])
     future = drafter._futures[1]
