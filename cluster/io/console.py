@@ -86,7 +86,7 @@ class Terminal:
             yield Bar(progress, task)
 
     def line(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def completion(self, prompt: str, text: str, ending: str) -> None:
         """The end of a prompt and the beginning of its completion."""

@@ -100,7 +100,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         )
 
 
-class Report(RunFigures, Circumstances):
+class GenerateReport(RunFigures, Circumstances):
     """`report.json` of `job=generate`."""
 
     job: str
@@ -114,7 +114,7 @@ class Report(RunFigures, Circumstances):
 
 def _report(
     engine: Engine, num_resumed: int, first_token_s: float | None, speculative: Run, plain: Run | None = None
-) -> Report:
+) -> GenerateReport:
     job: GenerateConfig = engine.config.job
     return {
         "job": job.name,
@@ -172,7 +172,7 @@ def _timed(
         )
 
 
-def _trace(engine: Engine, run: Run, report: Report, run_dir: Path) -> None:
+def _trace(engine: Engine, run: Run, report: GenerateReport, run_dir: Path) -> None:
     trace, picture = run_dir / "timeline.json", run_dir / "timeline.png"
     timeline.write_trace(trace, run.spans)
     timeline.draw(picture, run.spans, {"target": report["target_busy"], "draft": report["draft_busy"]})
@@ -214,7 +214,7 @@ def _show(terminal: Terminal, run: Run) -> None:
         terminal.line(f"and {len(run.requests) - COMPLETIONS_SHOWN} more in completions.jsonl\n")
 
 
-def _summarise(terminal: Terminal, report: Report, run_dir: Path) -> None:
+def _summarise(terminal: Terminal, report: GenerateReport, run_dir: Path) -> None:
     plain = report["plain"]
     round_ms, overhead_ms = report["round_ms"], report["round_overhead_ms"]
     rows = [
@@ -245,12 +245,12 @@ def _summarise(terminal: Terminal, report: Report, run_dir: Path) -> None:
     terminal.line(f"{finding(report)}; see {', '.join(files)} in {run_dir}")
 
 
-def finding(report: Report) -> str:
+def finding(report: GenerateReport) -> str:
     """The one thing about a run that most deserves a look."""
     return next(_findings(report))
 
 
-def _findings(report: Report) -> Iterator[str]:
+def _findings(report: GenerateReport) -> Iterator[str]:
     """The gravest first; the last is always there."""
     losses, speedup = report["role_losses"] or {}, report["speedup_vs_ar"]
     if report["num_failed"]:
@@ -273,21 +273,21 @@ def _in_ms(times: dict[str, float] | None) -> float | None:
     return None if times is None else 1e3 * times["median"]
 
 
-def _equality(report: Report) -> str:
+def _equality(report: GenerateReport) -> str:
     num_unequal = report["num_unequal_requests"]
     if num_unequal is None:
         return ABSENT
     return f"{num_unequal} requests differ" if num_unequal else "all equal"
 
 
-def _trials(report: Report) -> str:
+def _trials(report: GenerateReport) -> str:
     """How often the never-slower guard measured whether speculation pays, and what it found last."""
     gain = (report["guard"] or {}).get("gain")
     measured = f"; last found: {gain:.2f}x of plain decoding" if gain else ""
     return f"{report['num_probes']} probes, {report['num_trials']} trials{measured}"
 
 
-def _waiting(report: Report) -> str:
+def _waiting(report: GenerateReport) -> str:
     waits = report["waits"]
     if waits is None:
         return ABSENT

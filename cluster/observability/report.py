@@ -77,14 +77,14 @@ class RunFigures(TypedDict):
     """What the never-slower guard measured last: its mode, plain tokens per second, the gain of speculation."""
 
 
-class Layout(TypedDict):
+class RankLayout(TypedDict):
     """Where every rank is, and what its role holds in memory."""
 
     layout: list[dict[str, Any]]
     bytes_per_role: dict[str, dict[str, int]]
 
 
-class Circumstances(Layout):
+class Circumstances(RankLayout):
     """What a run was measured on."""
 
     stretch: int
@@ -252,7 +252,7 @@ def circumstances(config: LaunchConfig, places: Sequence[RankPlacement], ready: 
     }
 
 
-def layout(places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> Layout:
+def layout(places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> RankLayout:
     ranks = [{"identity": place.identity, **asdict(place), "cores": place.bound_to} for place in places]
     return {"layout": ranks, "bytes_per_role": bytes_per_role(ready)}
 
