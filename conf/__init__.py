@@ -1,1 +1,1 @@
-"""The command line's choices as YAML: `config.yaml` picks the defaults, `<group>/<choice>.yaml` is one choice."""
+"""The command line's defaults: `config.yaml` picks a choice of every group. The choices are records: `cluster/config/schema.py`."""

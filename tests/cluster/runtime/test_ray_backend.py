@@ -210,7 +210,8 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
         from actors.drafters.lookup.ngram import NgramDrafterConfig
         from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
-        from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
+        from cluster.config.jobs import GenerateConfig
+        from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
         from cluster.engine import Engine
 
         config = LaunchConfig(

@@ -232,7 +232,8 @@ def test_a_dead_driver_leaves_no_rank_and_no_coordinator(launch):
         from actors.drafters.lookup.ngram import NgramDrafterConfig
         from actors.options import PipelineConfig, TargetConfig, VerifyConfig
         from actors.protocol.sampling_params import SamplingParams
-        from cluster.config.schema import ClusterConfig, ClusterName, GenerateConfig, LaunchConfig, PlacementConfig
+        from cluster.config.jobs import GenerateConfig
+        from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
         from cluster.engine import Engine
 
         engine = Engine(
