@@ -2,21 +2,21 @@
 #SBATCH --job-name=specdec --ntasks-per-node=1
 #SBATCH --requeue --open-mode=append --signal=B:USR1@60
 #
-# Starts the engine. On first use it sets up .venv beside this file, which takes a minute or two; later starts are instant.
+# Starts the engine. The first start makes .venv beside this file, which takes a minute or two.
 #
-#   ./launch.sh [GROUP=CHOICE] [KEY=VALUE] ...             on this machine; what `python -m cluster.launch` takes
+#   ./launch.sh [GROUP=CHOICE] [KEY=VALUE] ...             on this machine; arguments of `python -m cluster.launch`
 #   sbatch --nodes=2 ... launch.sh [KEY=VALUE] ...         on the nodes of a Slurm job (docs/slurm.md)
-#   ./launch.sh --dry-run [KEY=VALUE] ...                  print what would be run
+#   ./launch.sh --dry-run [KEY=VALUE] ...                  print the commands only
 #   ./launch.sh --test [pytest arguments]                  the tests
 #
 # SPECDEC_PYTHON=python3.12       the interpreter to build .venv with; default: the first of 3.11 or newer
-# SPECDEC_CONSTRAINTS=other.txt   other exact versions than constraints.txt, for example a CUDA build of PyTorch
+# SPECDEC_CONSTRAINTS=other.txt   exact versions in place of constraints.txt, for example a CUDA build of PyTorch
 # SPECDEC_VENV=/path/to/env       an environment of your own that has the packages, in place of .venv
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [[ -n ${SLURM_JOB_ID:-} && ! -f $root/pyproject.toml ]]; then
-    # Slurm runs a copy of this file and knows where the original lies.
+    # Slurm runs a copy of this file; the job has the path of the original.
     root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/Command=/s|^ *Command=\(.*\)/launch\.sh.*|\1|p' | head -n 1)
 fi
 venv=${SPECDEC_VENV:-$root/.venv}
@@ -38,7 +38,7 @@ find_python() {
     fail "${SPECDEC_PYTHON:-python3}: Python 3.11 or newer is needed; install it or name one with SPECDEC_PYTHON=/path/to/python3"
 }
 
-# What .venv was made of, and where: a change of either makes it again.
+# The inputs of .venv and its place: if they change, it is made again.
 wanted_stamp() {
     echo "$root $(cat "$root/pyproject.toml" "$constraints" | cksum)"
 }
@@ -71,15 +71,15 @@ install() {
 setup() {
     is_ready && return
     [[ -t 2 ]] || echo "setting up $venv (once)" >&2
-    # Two first starts at a time must not write into each other's environment.
+    # Two simultaneous first starts must not write into the same environment.
     (
         if command -v flock >/dev/null; then flock 9; fi
         is_ready || install
     ) 9>"$root/.venv.lock"
 }
 
-# Inside a job: in its batch script or the shell that `salloc` opens on its first node (a step with a number of its own),
-# but not inside any other step; a `cluster=` of the user's own decides otherwise.
+# True in the batch script of a job, or in the shell that `salloc` opens on its first node (step 4294967290), but in no
+# other step; an explicit `cluster=` takes precedence.
 is_slurm_job() {
     [[ " $* " == *" cluster=slurm "* ]] && return
     [[ -n ${SLURM_JOB_ID:-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 && " $* " != *" cluster="* ]]
@@ -91,7 +91,7 @@ run_tests() {
 }
 
 [[ -n ${SPECDEC_VENV:-} ]] && export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# -P: a folder named `conf` or `cluster` where the user happens to stand must not be imported.
+# -P: do not import a folder named `conf` or `cluster` of the current directory.
 command=("$venv/bin/python" -P -m)
 if [[ ${1:-} == --test ]]; then
     setup
@@ -99,7 +99,7 @@ if [[ ${1:-} == --test ]]; then
 elif is_slurm_job "$@"; then
     setup
     export PATH=$venv/bin:$PATH  # for `ray`
-    exec "${command[@]}" cluster.slurm.job "$@"  # which gets Slurm's signals in place of this shell
+    exec "${command[@]}" cluster.slurm.job "$@"  # exec: Slurm's signals go to it
 elif [[ " $* " == *" --dry-run "* ]]; then
     for word in "$@"; do
         [[ $word == --dry-run ]] || overrides+=("$word")
