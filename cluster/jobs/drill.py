@@ -1,6 +1,6 @@
-"""`job=drill`: kill and freeze an engine's processes under load, and see that every request keeps its tokens.
+"""`job=drill`: kill and freeze an engine's processes under load, and check that every request keeps its tokens.
 
-Files: `drill.json` with every fault. A request that fails or differs ends the job with an error: scripts notice.
+File: `drill.json` with every fault. A request that fails or differs ends the job with an error.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from cluster.config.jobs import DrillConfig
 from cluster.config.schema import LaunchConfig
@@ -16,13 +17,14 @@ from cluster.engine import Engine
 from cluster.io.console import Terminal, figure
 from cluster.io.prompts import read_prompts
 from cluster.observability.report import circumstances, write_json
-from cluster.tools.chaos.drill import Drill, Fault, Load, plan_faults
+from cluster.tools.chaos.drill import Drill, DrillLoad, Fault, plan_faults
 
 TIMES = ("noticed_s", "replaced_s", "stalled_s")
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
-    """Raises ValueError for prompts that cannot be read, EngineError if a fault is not got over or tokens differ."""
+    """Raises ValueError for prompts that cannot be read, EngineError if a role does not recover, RuntimeError if tokens
+    differ."""
     job: DrillConfig = config.job
     prompts = read_prompts(Path(job.prompts), job.limit)
     restarts = max(config.cluster.max_restarts, 2 * job.faults)
@@ -38,23 +40,32 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         drill = Drill(engine, prompts, sampling, [one.token_ids for one in plain])
         choose = random.Random(job.seed)
         plan = plan_faults(sorted(engine.pids()), job.signals, job.faults, choose, pairs=job.pairs)
+        counters: dict[str, Any] = {}
         try:
             with terminal.counting("killing and freezing", job.faults) as bar:
-                drill.run(plan, job, lambda fault: bar.advance())
-            counters = engine.report().counters
+                drill.run(plan, job, lambda _: bar.advance())
+            counters = {"counters": engine.report().counters}
         finally:
-            facts = circumstances(config, engine.places, engine.ready)
-            write_json(run_dir / "drill.json", {**_summary(drill.faults, drill.load), **facts})
-    write_json(run_dir / "drill.json", {**_summary(drill.faults, drill.load), "counters": counters, **facts})
-    _show(terminal, drill.faults, drill.load, run_dir)
-    if drill.load.failed or drill.load.unequal:
+            summary, facts = _summary(drill.faults, drill.load), circumstances(config, engine.places, engine.ready)
+            write_json(run_dir / "drill.json", {**summary, **counters, **facts})
+    load = drill.load
+    columns = ("process", "signal", "faults", "noticed s", "max", "replaced s", "max", "without tokens s", "max")
+    terminal.table("Faults", columns, [_row(kind) for kind in summary["kinds"]])
+    differ = f"{len(load.unequal)} with other tokens, {len(load.failed)} failed"
+    terminal.line(f"{load.num_requests} requests, {load.num_tokens} tokens while it went on: {differ}")
+    terminal.line(f"results: {run_dir}")
+    if load.failed or load.unequal:
         raise RuntimeError(
-            f"job=drill: {len(drill.load.failed)} requests failed, {len(drill.load.unequal)} of "
-            f"{drill.load.num_requests} have other tokens than plain decoding; see drill.json"
+            f"job=drill: {len(load.failed)} requests failed, {len(load.unequal)} of "
+            f"{load.num_requests} have other tokens than plain decoding; see drill.json"
         )
 
 
-def _summary(faults: list[Fault], load: Load) -> dict[str, object]:
+def _summary(faults: list[Fault], load: DrillLoad) -> dict[str, Any]:
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    entries = [{"kind": fault.kind, "signal": fault.signal, **asdict(fault)} for fault in faults]
+    for entry in entries:
+        kinds.setdefault((entry["kind"], entry["signal"]), []).append(entry)
     return {
         "job": "drill",
         "num_faults": len(faults),
@@ -62,31 +73,18 @@ def _summary(faults: list[Fault], load: Load) -> dict[str, object]:
         "tokens": load.num_tokens,
         "num_failed": len(load.failed),
         "num_unequal_requests": len(load.unequal),
-        "faults": [{"kind": fault.kind, "signal": fault.signal, **asdict(fault)} for fault in faults],
-        "kinds": [_of_kind(kind, name, members) for (kind, name), members in sorted(_by_kind(faults).items())],
+        "faults": entries,
+        "kinds": [_kind(kind, signal, members) for (kind, signal), members in sorted(kinds.items())],
     }
 
 
-def _by_kind(faults: list[Fault]) -> dict[tuple[str, str], list[Fault]]:
-    kinds: dict[tuple[str, str], list[Fault]] = {}
-    for fault in faults:
-        kinds.setdefault((fault.kind, fault.signal), []).append(fault)
-    return kinds
+def _kind(kind: str, signal: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds over all faults of a kind."""
+    times = {name: [entry[name] for entry in entries] for name in TIMES}
+    summary = {name: {"median": median(values), "max": max(values)} for name, values in times.items()}
+    return {"kind": kind, "signal": signal, "num_faults": len(entries), **summary}
 
 
-def _of_kind(kind: str, name: str, faults: list[Fault]) -> dict[str, object]:
-    times = {field: [getattr(one, field) for one in faults] for field in TIMES}
-    summary = {field: {"median": median(values), "max": max(values)} for field, values in times.items()}
-    return {"kind": kind, "signal": name, "num_faults": len(faults), **summary}
-
-
-def _show(terminal: Terminal, faults: list[Fault], load: Load, run_dir: Path) -> None:
-    rows = []
-    for one in _summary(faults, load)["kinds"]:
-        times = (one[field][which] for field in TIMES for which in ("median", "max"))
-        rows.append([one["kind"], one["signal"], str(one["num_faults"]), *(figure(value, 3) for value in times)])
-    columns = ("process", "signal", "faults", "noticed s", "max", "replaced s", "max", "without tokens s", "max")
-    terminal.table("Faults", columns, rows)
-    differ = f"{len(load.unequal)} with other tokens, {len(load.failed)} failed"
-    terminal.line(f"{load.num_requests} requests, {load.num_tokens} tokens while it went on: {differ}")
-    terminal.line(f"results: {run_dir}")
+def _row(kind: dict[str, Any]) -> list[str]:
+    times = [figure(kind[name][which], 3) for name in TIMES for which in ("median", "max")]
+    return [kind["kind"], kind["signal"], str(kind["num_faults"]), *times]

@@ -16,6 +16,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure, percent
 from cluster.observability.report import versions, write_json
 from cluster.tools.bench.machine import machine
+from cluster.tools.planning.layouts import draft_model
 from cluster.tools.planning.passes import PassTime, Sharing, measure_passes
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
@@ -43,7 +44,8 @@ SIZES = {"5M": _llama(256, 8, 4, 2, 448), "30M": _llama(512, 10, 8, 4, 1408)}
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for a model that cannot be read, or that the ranks cannot share."""
     terminal, job = Terminal(), config.job
-    device = _device(config)
+    drafter = draft_model(config)
+    device = _device(drafter.device, job.ranks)
     models = {name: _model(name) for name in job.models}
     entries: dict[str, list[dict[str, Any]]] = {}
     with terminal.starting() as progress:
@@ -56,7 +58,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
                 context=job.context,
                 repeats=job.repeats,
                 device=device,
-                dtype=choose_dtype(config.drafter.dtype, device),
+                dtype=choose_dtype(drafter.dtype, device),
             )
             single = {one.num_rows: one for one in times if one.sharing == Sharing()}
             entries[name] = [_entry(one, single[one.num_rows]) for one in times]
@@ -67,13 +69,11 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     terminal.line(f"written to {run_dir}")
 
 
-def _device(config: LaunchConfig) -> str:
-    wanted = config.drafter.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.device_count() >= config.job.ranks else "cpu"
-    if wanted == "cuda" and torch.cuda.device_count() < config.job.ranks:
-        raise ValueError(f"job.ranks={config.job.ranks}: {torch.cuda.device_count()} GPUs here; lower it")
-    return wanted
+def _device(wanted: str, num_ranks: int) -> str:
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cuda" and num_gpus < num_ranks:
+        raise ValueError(f"job.ranks={num_ranks}: {num_gpus} GPUs here; lower it")
+    return wanted if wanted != "auto" else "cuda" if num_gpus >= num_ranks else "cpu"
 
 
 def _model(name: str) -> DecoderConfig:

@@ -18,7 +18,7 @@ from cluster.observability.report import notes, versions, write_json
 from cluster.tools.bench.machine import machine
 from cluster.tools.planning.costs import PassCosts, RankCores, read_costs, write_costs
 from cluster.tools.planning.fidelity import INTERVALS, compare, input_similarity
-from cluster.tools.planning.layouts import Layout, described_layouts, local_layouts, simplest
+from cluster.tools.planning.layouts import Layout, described_layouts, draft_model, local_layouts, simplest
 from cluster.tools.planning.measuring import derive_costs, find_devices, measure_all, parts_of, role_pair
 from cluster.tools.planning.plots import draw_fidelity, draw_plan
 from cluster.tools.planning.prediction import Prediction, Workload, predict_all
@@ -88,7 +88,7 @@ def _described(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutP
     target_ranks, shapes = [cost.ranks for cost in costs.target], [cost.shape for cost in costs.drafter]
     layouts = [(layout, RankCores()) for layout in described_layouts(target_ranks, shapes, costs.num_devices, job)]
     progress(f"predicting {len(layouts)} layouts")
-    return LayoutPlan(costs, predict_all(layouts, job.draft_lengths, costs, Workload(config.drafter, job.batch)))
+    return LayoutPlan(costs, predict_all(layouts, job.draft_lengths, costs, Workload(draft_model(config), job.batch)))
 
 
 def _measured(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPlan:
@@ -104,11 +104,12 @@ def _measured(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPl
 
     progress("comparing layer-parallel drafts with exact ones")
     device = "cuda:0" if on_gpus else "cpu"
-    drafter = replace(config.drafter, num_draft_tokens=max(job.draft_lengths))
+    options = draft_model(config)
+    longest = replace(options, num_draft_tokens=max(job.draft_lengths))
     partitions = dict.fromkeys(layout.shape.partition for layout in layouts if layout.shape and layout.shape.partition)
     intervals = INTERVALS if job.ablation else INTERVALS[:1]
-    fidelity = compare(drafter, probed.texts, probed.sampling, intervals, device, partitions)
-    acceptance = {(): fidelity[0].acceptance}
+    fidelity = compare(longest, probed.texts, probed.sampling, intervals, device, partitions)
+    acceptance: dict[tuple[int, ...], tuple[float, ...]] = {(): fidelity[0].acceptance}
     for one in fidelity:
         acceptance.setdefault(one.partition, one.acceptance)  # calibrated every round: the others only compare
 
@@ -117,15 +118,15 @@ def _measured(config: LaunchConfig, progress: Callable[[str], None]) -> LayoutPl
     costs = derive_costs(found, num_devices, probed.hop_s, acceptance)
     progress("recording the drafter's choices")
     eos_token_ids = read_eos_token_ids(Path(config.target.path))
-    transcript = record(config.drafter, device, probed.texts, probed.sampling, eos_token_ids)
+    transcript = record(options, device, probed.texts, probed.sampling, eos_token_ids)
 
     progress(f"predicting {len(layouts)} layouts")
     placed = [(layout, pair.cores) for layout, pair in zip(layouts, pairs, strict=True)]
-    predictions = predict_all(placed, job.draft_lengths, costs, Workload(config.drafter, job.batch, transcript))
+    predictions = predict_all(placed, job.draft_lengths, costs, Workload(options, job.batch, transcript))
     plan = LayoutPlan(costs, predictions, refused=refused, notes=notes(config), parts=list(parts_of(found)))
     plan.fidelity = [asdict(one) for one in fidelity]
     if job.ablation:
-        plan.input_similarity = input_similarity(config.drafter, probed.texts, device)
+        plan.input_similarity = input_similarity(options, probed.texts, device)
     for number, prediction in enumerate(worth_trying(predictions, job.trials), 1):
         progress(f"trying {number} of {job.trials}: {prediction.layout.describe()}")
         plan.measured[prediction.layout] = try_out(prediction, config, prompts)

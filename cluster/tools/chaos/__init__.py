@@ -1,1 +1,1 @@
-"""Killing and freezing an engine's processes on purpose, to see that nothing is lost."""
+"""Kills and freezes processes of an engine under load, and checks that no request changes."""

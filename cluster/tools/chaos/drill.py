@@ -1,7 +1,7 @@
-"""The drill: a load that never rests, faults of one process or two, and the clock on how soon each is got over.
+"""The drill: constant load, faults of one process or two, and the time each takes to recover from.
 
 Every request that runs meanwhile must end with the tokens of plain decoding, which the same engine gave before the
-first fault. Knows an engine from outside: its processes, their ids, and what its clients see. This machine only.
+first fault. Uses an engine from outside: its processes, their ids, and what its clients receive. This machine only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster.runtime.supervisor import Incident
 
 _POLL_S = 0.005
 _LIMIT_S = 90.0
-"""A fault that is not got over by then never will be."""
+"""Time to recover from a fault, after which the drill fails."""
 
 
 Strike = tuple[str, str]
@@ -33,9 +33,9 @@ Strike = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was done to whom at one moment, and seconds from then on: until all of it was noticed (`noticed_s`), and
-    until successors had taken their places (`replaced_s`). `stalled_s` is the longest time without a token for any
-    client from that moment until the first token after it was all over."""
+    """Signals sent at one moment, and seconds from then on: until all were noticed (`noticed_s`), and until successors
+    were ready (`replaced_s`). `stalled_s` is the longest time without a token for any client from that moment until
+    the first token after `replaced_s`."""
 
     strikes: tuple[Strike, ...]
     noticed_s: float
@@ -52,20 +52,20 @@ class Fault:
 
 
 @dataclass(slots=True)
-class _Pause:
-    """The longest time between two moments of a stream, from `since` on."""
+class TokenGap:
+    """The longest time between two tokens, from `since` on."""
 
     since: float
     longest: float = 0.0
 
-    def end(self, at: float) -> None:
-        if at > self.since:
-            self.since, self.longest = at, max(self.longest, at - self.since)
+    def update(self, token_at: float) -> None:
+        if token_at > self.since:
+            self.since, self.longest = token_at, max(self.longest, token_at - self.since)
 
 
 @dataclass(slots=True)
-class Load:
-    """Requests that ended while the faults went on; `unequal` did so with other tokens, `failed` with an error."""
+class DrillLoad:
+    """Requests that ended during the drill: `unequal` with other tokens (prompt indices), `failed` with an error."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -85,24 +85,17 @@ class Drill:
         self._expected = [list(token_ids) for token_ids in expected]
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._turn = 0
+        self._indices = itertools.cycle(range(len(prompts)))
         self._live: dict[int, Completion] = {}
-        self._news_at = 0.0  # when a client last got tokens, as far as it has ended
-        self.load = Load()
+        self._ended_token_at = 0.0  # when a request that has ended last got tokens
+        self.load = DrillLoad()
         self.faults: list[Fault] = []
 
-    def run(
-        self,
-        plan: Sequence[tuple[Strike, ...]],
-        job: DrillConfig,
-        on_fault: Callable[[Fault], None] = lambda fault: None,
-    ) -> None:
-        """The whole plan, one fault after the other; then what is in flight ends.
-
-        Raises EngineError if one is not got over.
-        """
+    def run(self, plan: Sequence[tuple[Strike, ...]], job: DrillConfig, on_fault: Callable[[Fault], None]) -> None:
+        """The whole plan, one fault after the other, then the end of what is in flight. Raises EngineError if the
+        engine does not recover from one."""
         choose = random.Random(job.seed)
-        clients = [threading.Thread(target=self._ask, name=f"client-{i}") for i in range(job.concurrency)]
+        clients = [threading.Thread(target=self._submit_all, name=f"client-{i}") for i in range(job.concurrency)]
         for client in clients:
             client.start()
         try:
@@ -115,11 +108,11 @@ class Drill:
             for client in clients:
                 client.join()
 
-    def _ask(self) -> None:
+    def _submit_all(self) -> None:
         """A client: one request after the other."""
         while not self._over.is_set():
             with self._lock:
-                index, self._turn = self._turn % len(self._prompts), self._turn + 1
+                index = next(self._indices)
             try:
                 completion = self.engine.submit(self._prompts[index].content, self._sampling)
                 with self._lock:
@@ -131,7 +124,7 @@ class Drill:
                 return
             with self._lock:
                 del self._live[completion.request_id]
-                self._news_at = max(self._news_at, completion.last_token_at or 0.0)
+                self._ended_token_at = max(self._ended_token_at, completion.last_token_at or 0.0)
                 self.load.num_requests += 1
                 self.load.num_tokens += len(token_ids)
                 if token_ids != self._expected[index]:
@@ -143,40 +136,37 @@ class Drill:
         started = time.monotonic()
         for identity, name in strikes:
             os.kill(pids[identity], getattr(signal, name))
-        pause = _Pause(started)
+        gap = TokenGap(started)
         identities = [identity for identity, _ in strikes]
-        noticed = self._until(strikes, pause, lambda: _noticed_at(incidents[known:], identities))
-        replaced = self._until(strikes, pause, lambda: self._replaced_at(identities, pids))
-        self._until(strikes, pause, lambda: pause.since if pause.since > replaced else None)
-        return Fault(strikes, noticed - started, pause.longest, replaced - started)
+        noticed = self._await(strikes, gap, lambda: _noticed_at(incidents[known:], identities))
+        replaced = self._await(strikes, gap, lambda: self._replaced_at(identities, pids))
+        self._await(strikes, gap, lambda: gap.since if gap.since > replaced else None)
+        return Fault(strikes, noticed - started, gap.longest, replaced - started)
 
-    def _until(self, strikes: tuple[Strike, ...], pause: _Pause, happened: Callable[[], float | None]) -> float:
-        """When it `happened`; meanwhile, `pause` hears of every token."""
+    def _await(self, strikes: tuple[Strike, ...], gap: TokenGap, happened_at: Callable[[], float | None]) -> float:
+        """The time at which it happened; `gap` is kept up to date meanwhile."""
         deadline = time.monotonic() + _LIMIT_S
         while time.monotonic() < deadline and not self.load.failed:
-            pause.end(self._last_news())
-            if (at := happened()) is not None:
+            with self._lock:
+                live = [completion.last_token_at or 0.0 for completion in self._live.values()]
+                gap.update(max(self._ended_token_at, *live, 0.0))
+            if (at := happened_at()) is not None:
                 return at
             time.sleep(_POLL_S)
-        why = self.load.failed[0] if self.load.failed else f"not got over after {_LIMIT_S:.0f} s"
+        why = self.load.failed[0] if self.load.failed else f"no recovery after {_LIMIT_S:.0f} s"
         struck = " and ".join(f"{name} to {identity}" for identity, name in strikes)
         raise EngineError(f"job=drill: {struck}: {why}")
 
-    def _last_news(self) -> float:
-        """When any client last got tokens."""
-        with self._lock:
-            return max(self._news_at, *(one.last_token_at or 0.0 for one in self._live.values()), 0.0)
-
     def _replaced_at(self, identities: Sequence[str], before: Mapping[str, int]) -> float | None:
         now = self.engine.pids()
-        are_there = all(now.get(identity, before[identity]) != before[identity] for identity in identities)
-        return time.monotonic() if are_there else None
+        replaced = all(now.get(identity, before[identity]) != before[identity] for identity in identities)
+        return time.monotonic() if replaced else None
 
 
 def plan_faults(
     identities: Sequence[str], signals: Sequence[str], count: int, choose: random.Random, *, pairs: float = 0.0
 ) -> list[tuple[Strike, ...]]:
-    """`count` faults in random order, a share of them `pairs`: any of each as often as any other, or once more."""
+    """`count` faults in random order, a share of them `pairs`; each choice occurs equally often, or once more."""
     strikes = [(identity, name) for identity in identities for name in signals]
     both = [(a, b) for a, b in itertools.combinations(strikes, 2) if _role(a[0]) != _role(b[0])]
     num_pairs = round(count * pairs) if both else 0
@@ -197,6 +187,6 @@ def _role(identity: str) -> str:
 
 
 def _noticed_at(incidents: Sequence[Incident], identities: Sequence[str]) -> float | None:
-    """When the last of these was noticed to have ended."""
+    """When the end of the last of these processes was noticed; None until then."""
     noticed = {incident.identity: incident.noticed_at for incident in reversed(incidents)}
     return max(noticed[identity] for identity in identities) if noticed.keys() >= set(identities) else None

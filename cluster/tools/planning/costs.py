@@ -134,7 +134,7 @@ def read_costs(path: Path) -> PassCosts:
         line = str(error).strip().splitlines()[0]
         raise ValueError(f"job.costs={path}: is no YAML ({line}); see docs/planning.md") from error
     try:
-        fields = {"target": (), "drafter": ()} | _read(content, "", _FILE_KEYS)
+        fields: dict[str, Any] = {"target": (), "drafter": ()} | _read(content, "", _FILE_KEYS)
         if not fields["target"]:
             raise ValueError("target: names no pass; give a list of {ranks: 1, pass_ms: {1: 10.0}}")
         ranks = [cost.ranks for cost in fields["target"]] + [cost.shape.ranks for cost in fields["drafter"]]
@@ -158,7 +158,8 @@ def _read(entry: Any, where: str, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _target_cost(entry: Any, where: str) -> TargetCost:
-    return TargetCost(**{"ranks": 1} | _read(entry, where, _TARGET_KEYS))
+    fields: dict[str, Any] = {"ranks": 1} | _read(entry, where, _TARGET_KEYS)
+    return TargetCost(**fields)
 
 
 def _draft_cost(entry: Any, where: str) -> DraftCost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from actors.drafters.config import NoDrafterConfig
 from actors.drafters.draft_ahead.tree import AHEAD
@@ -75,16 +76,9 @@ class Layout:
         """Arguments of `python -m cluster.launch`."""
         if self.shape is None:
             return ["drafter=none", "pipeline=plain", f"target.tp={self.target_ranks}"]
-        shape = self.shape
+        options = self._drafter_options(self.shape, num_draft_tokens)
         words = [f"pipeline={self.pipeline}", f"placement={self.placement}", f"target.tp={self.target_ranks}"]
-        words += [f"drafter.parallel={shape.parallel}", f"drafter.ranks={shape.ranks}"]
-        words += [f"drafter.num_threads={shape.threads}"] * (shape.threads > 0)
-        if shape.parallel == Parallel.layer:
-            sizes = f"[{','.join(map(str, shape.partition))}]"
-            own = shape.has_own_partition
-            words += [f"drafter.layer_partition={sizes}" if own else f"drafter.layer_group={shape.layer_group}"]
-            words += [f"drafter.mlp_parallel={shape.mlp}"]
-        return [*words, f"drafter.num_draft_tokens={num_draft_tokens}"]
+        return words + [f"drafter.{name}={value}".replace(", ", ",") for name, value in options.items()]
 
     def configure(self, config: LaunchConfig, num_draft_tokens: int) -> LaunchConfig:
         """`config` in this layout."""
@@ -92,25 +86,29 @@ class Layout:
         pipeline = replace(config.pipeline, name=PipelineName(self.pipeline))
         if self.shape is None:
             return replace(config, target=target, drafter=NoDrafterConfig(), pipeline=pipeline)
-        shape = self.shape
-        assert isinstance(config.drafter, ModelDrafterConfig)
-        drafter = replace(
-            config.drafter,
-            parallel=Parallel(shape.parallel),
-            ranks=shape.ranks,
-            num_threads=shape.threads or config.drafter.num_threads,
-            num_draft_tokens=num_draft_tokens,
-            layer_group=0,
-            layer_partition=[],
-        )
-        if shape.parallel == Parallel.layer:
-            drafter = replace(drafter, mlp_parallel=MlpParallel(shape.mlp))
-            if shape.has_own_partition:
-                drafter = replace(drafter, layer_partition=list(shape.partition))
-            else:
-                drafter = replace(drafter, layer_group=shape.layer_group)
+        options = {"layer_group": 0, "layer_partition": []} | self._drafter_options(self.shape, num_draft_tokens)
+        drafter = replace(draft_model(config), **options)
         placement = PlacementConfig(PlacementName(self.placement))
         return replace(config, target=target, drafter=drafter, pipeline=pipeline, placement=placement)
+
+    @staticmethod
+    def _drafter_options(shape: Shape, num_draft_tokens: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"parallel": Parallel(shape.parallel), "ranks": shape.ranks}
+        if shape.threads:
+            options["num_threads"] = shape.threads
+        if shape.parallel == Parallel.layer:
+            if shape.has_own_partition:
+                options["layer_partition"] = list(shape.partition)
+            else:
+                options["layer_group"] = shape.layer_group
+            options["mlp_parallel"] = MlpParallel(shape.mlp)
+        return options | {"num_draft_tokens": num_draft_tokens}
+
+
+def draft_model(config: LaunchConfig) -> ModelDrafterConfig:
+    """The drafter's options: only a draft model is planned for."""
+    assert isinstance(config.drafter, ModelDrafterConfig)
+    return config.drafter
 
 
 def enumerate_layouts(
@@ -150,10 +148,11 @@ def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = Fal
     job: PlanConfig = config.job
     sizes = [1 << i for i in range(num_devices.bit_length()) if 1 << i <= num_devices]
     target = read_config(Path(config.target.path))
-    drafter = read_config(Path(config.drafter.path))
+    options = draft_model(config)
+    drafter = read_config(Path(options.path))
     ranks = [size for size in job.target_ranks or sizes if _divides(target, size)]
-    widths = _partitions(config.drafter, drafter, job.layer_groups) if "layer" in job.parallels else {}
-    splits_mlps = config.drafter.calibration is not Calibration.broadcast  # one rank needs whole MLPs
+    widths = _partitions(options, drafter, job.layer_groups) if "layer" in job.parallels else {}
+    splits_mlps = options.calibration is not Calibration.broadcast  # one rank needs whole MLPs
     shapes = [Shape()] * ("single" in job.parallels)
     for size in (size for size in job.draft_ranks or sizes if size > 1):
         divides = _divides(drafter, size)
@@ -194,10 +193,9 @@ def default_sizes(num_layers: int, width: int) -> tuple[int, ...]:
 
 def simplest(layouts: Iterable[Layout]) -> Layout:
     """The synchronous layout with the fewest ranks, separate rather than colocated."""
-    return min(
-        (layout for layout in layouts if layout.pipeline == "sync"),
-        key=lambda layout: (layout.target_ranks, layout.shape.ranks, layout.placement == "colocated"),
-    )
+    synchronous = ((layout, layout.shape) for layout in layouts if layout.pipeline == "sync" and layout.shape)
+    order = min(synchronous, key=lambda pair: (pair[0].target_ranks, pair[1].ranks, pair[0].placement == "colocated"))
+    return order[0]
 
 
 def _divides(config: DecoderConfig, ranks: int) -> bool:

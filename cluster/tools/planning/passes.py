@@ -110,7 +110,7 @@ def measure_passes(
     return times
 
 
-def _measure(task: PassTask, place: RankPlacement, _: Group, sync: RankSync) -> list[PassTime]:
+def _measure(task: PassTask, place: RankPlacement, _group: Group, sync: RankSync) -> list[PassTime]:
     device, store = torch.device(place.device), connect_store(LOOPBACK, sync.store_port)
     sizes = sorted({place.size, *(sharing.ranks for sharing in task.sharings if place.rank < sharing.ranks)})
     groups = {size: join(store, f"passes-{size}", 0, place.rank, size, device, _TIMEOUT_S) for size in sizes}
@@ -142,19 +142,21 @@ class _SharingClock:
         if sharing.layer_group:
             partition = default_partition(config.num_layers, sharing.layer_group)
             layout = LayerLayout(partition, sharing.ranks, sharing.mlp)
-            decoder: Decoder = LayerParallelDecoder(config, layout, timed, device, dtype)
-            kv_heads, runner_class = config.num_kv_heads, LayerParallelRunner
+            decoder = LayerParallelDecoder(config, layout, timed, device, dtype)
+            self._runner: ModelRunner = LayerParallelRunner(decoder, self._pool(task, config.num_kv_heads, device))
         else:
             decoder = Decoder(config, timed, device, dtype)
-            kv_heads, runner_class = config.local_kv_heads(group.size), ModelRunner
+            self._runner = ModelRunner(decoder, self._pool(task, config.local_kv_heads(group.size), device))
         fill_at_random(decoder)
-        num_slots = task.context + max(task.num_rows)
-        pool = KVPool(config.num_layers, num_slots, kv_heads, config.head_dim, dtype, device)
-        self._runner = runner_class(decoder, pool)
         self._runner.open(0)
         self._runner.forward([Span(0, task.context, num_logits=0)], [0] * task.context)
         self._runner.commit(0, range(task.context))
         watch(decoder, self._clock)
+
+    @staticmethod
+    def _pool(task: PassTask, kv_heads: int, device: torch.device) -> KVPool:
+        num_slots = task.context + max(task.num_rows)
+        return KVPool(task.config.num_layers, num_slots, kv_heads, task.config.head_dim, task.dtype, device)
 
     def run_passes(self) -> None:
         """One pass of every kind and number of rows."""

@@ -7,6 +7,7 @@ engine's. Knows nothing of what is measured there. This machine only.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import os
 import sys
 import threading

@@ -148,4 +148,4 @@ def _busy_until(intervals: Sequence[Interval], times: np.ndarray | Sequence[floa
     edges = np.concatenate([[0.0], np.ravel(intervals)])  # start, end, start, end, ... behind the start of time
     spans = np.diff(edges)
     spans[::2] = 0.0  # from an end to the next start
-    return np.interp(times, edges, np.concatenate([[0.0], np.cumsum(spans)]))
+    return np.asarray(np.interp(times, edges, np.concatenate([[0.0], np.cumsum(spans)])))

@@ -22,10 +22,11 @@ from cluster.tools.simulation.clock import LaneClock
 from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import RequestText
 from parallel.kv.pass_plan import PendingRows, Span
+from parallel.kv.pool import SeqId
 from parallel.runtime.runner import ModelRunner
 
-TextOf = Callable[[int], RequestText]
-"""The text of a request."""
+TextOf = Callable[[Any], RequestText]
+"""Request id -> its text."""
 
 
 class ScriptedRow(NamedTuple):
@@ -67,28 +68,28 @@ class ScriptedRunner:
         self._time = time
         self._cost = cost
         self._exact = exact
-        self._cached: dict[int, int] = {}
-        self._exact_len: dict[int, int] = {}
-        self._pending: dict[int, PendingRows] = {}
-        self._is_fuzzy: dict[int, list[bool]] = {}  # of the pending rows
-        self._root_depth: dict[int, int] = {}  # depth of the root among the pending rows, -1 where it is cached
+        self._cached: dict[SeqId, int] = {}
+        self._exact_len: dict[SeqId, int] = {}
+        self._pending: dict[SeqId, PendingRows] = {}
+        self._is_fuzzy: dict[SeqId, list[bool]] = {}  # of the pending rows
+        self._root_depth: dict[SeqId, int] = {}  # depth of the root among the pending rows, -1 where it is cached
 
-    def open(self, request_id: int) -> None:
+    def open(self, request_id: SeqId) -> None:
         self._cached[request_id] = self._exact_len[request_id] = 0
         self._pending[request_id], self._is_fuzzy[request_id] = PendingRows(), []
         self._root_depth[request_id] = -1
 
-    def close(self, request_id: int) -> None:
+    def close(self, request_id: SeqId) -> None:
         for rows in (self._cached, self._exact_len, self._pending, self._is_fuzzy, self._root_depth):
             del rows[request_id]
 
-    def cached_len(self, request_id: int) -> int:
+    def cached_len(self, request_id: SeqId) -> int:
         return self._cached[request_id]
 
     def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  the signature of ModelRunner
         return True
 
-    def commit(self, request_id: int, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+    def commit(self, request_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         is_fuzzy = self._is_fuzzy[request_id]
         for row in keep:
             if not is_fuzzy[row] and self._exact_len[request_id] == self._cached[request_id]:
@@ -98,7 +99,7 @@ class ScriptedRunner:
         self._pending[request_id] = self._pending[request_id].after_commit(keep, retain)
         self._root_depth[request_id] = -1
 
-    def drop_fuzzy(self, request_id: int) -> bool:
+    def drop_fuzzy(self, request_id: SeqId) -> bool:
         if self._exact_len[request_id] == self._cached[request_id]:
             return False
         self._cached[request_id] = self._exact_len[request_id]

@@ -229,6 +229,7 @@ class _Simulation:
         last = self._scenario.max_tokens - self._scenario.drafter.num_draft_tokens - 1
         if self._closed is None and max(lengths) >= last:
             (report,) = self._coordinator.on(ReportOrder(), now)
+            assert isinstance(report, Report)
             self._closed = now, report, self._num_verdicts
 
     def _summary(self) -> SimulationResult:

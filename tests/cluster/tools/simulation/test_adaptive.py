@@ -1,4 +1,4 @@
-"""The adaptive policy on the virtual clock: it comes close to the best fixed length, and the guard bounds what is lost."""
+"""The adaptive policy on the virtual clock comes close to the best fixed length, and the guard bounds what is lost."""
 
 from __future__ import annotations
 

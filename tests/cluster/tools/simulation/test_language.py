@@ -46,7 +46,7 @@ def test_log_probs_are_calibrated_where_doubt_is_uneven():
         tokens, log_probs = text.children(position, 0, 1)
         if log_probs[0] > math.log(0.9):
             sure.append((math.exp(log_probs[0]), tokens[0] == text.token(position)))
-    said, right = (sum(column) / len(sure) for column in zip(*sure))
+    said, right = (sum(column) / len(sure) for column in zip(*sure, strict=True))
     assert len(sure) > NUM_POSITIONS / 5
     assert right == pytest.approx(said, abs=0.01) and said > 0.93
 
