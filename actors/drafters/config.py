@@ -7,7 +7,6 @@ needs. It must not know Hydra.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +20,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What a drafter with a model takes from the launch."""
+
+    rule: str
+    law_size: int
+    eos_token_ids: tuple[int, ...]
+    prefill_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSetup:
     """The launch options and the rank that a drafter is built for."""
 
@@ -29,7 +38,12 @@ class DraftSetup:
     scheduler: SchedulerConfig
     group: Group
     device: str
-    eos_token_ids: Sequence[int]
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def model_options(self) -> ModelOptions:
+        rule, law_size = self.verify.rule, self.verify.law_size
+        return ModelOptions(rule, law_size, self.eos_token_ids, self.scheduler.prefill_chunk)
 
 
 class PathResolver(Protocol):

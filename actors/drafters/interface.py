@@ -1,8 +1,13 @@
-"""The contract every drafter fulfils.
+"""The contract of drafters: four required verbs, and the capabilities that a drafter may declare.
 
-A drafter turns committed text into a guess. It is told of requests (`open`), of what became of its guesses
-(`observe`) and of their end (`release`); `propose` never changes the text. Everything a drafter says is only a
-guess: a wrong, short or missing one costs speed, never correctness.
+A drafter continues committed text with a draft. Required are `open` (a request arrived), `propose` (draft), `observe`
+(the verdict on the last draft) and `release` (the request ended). Everything else is a capability: an object of a small
+protocol in the drafter's `Capabilities`, usually the drafter itself. A wrong, short or missing draft costs speed, never
+correctness.
+
+A capability that does not exist yet gets a field of `Capabilities` when its first reader is written: target features
+for a drafter that reads hidden states, target KV rows for one that attends to them, a `train` verb for one that learns
+while it serves, and their checkpoints in `DrafterConfig.models()`.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from typing import Protocol
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.protocol.messages import (
     HASH_SEED,
+    Admit,
     Commit,
     DraftPreview,
     LevelWork,
@@ -28,9 +34,10 @@ from actors.protocol.messages import (
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """The text of one request as the drafting side knows it. Drafters read it; only the role changes it.
+    """The text of one request as the draft role knows it. Drafters read it; only the role changes it.
 
-    For the drafter that the target listens to it is committed. ChildLevel a level of a cascade its end is provisional.
+    For the drafter whose proposals the target verifies, all of it is committed. Below another level of a cascade, the
+    tokens after the first `settled_len` are provisional; None: all are committed.
     """
 
     request_id: int
@@ -39,41 +46,66 @@ class Context:
     prompt_len: int
     sampling: SamplingParams
     prefix_hash: int = HASH_SEED
-    admission: int = 0  # tells this time of being told of the request from those before
+    admission: int = 0  # differs between admissions of the request in one epoch
     num_cuts: int = 0  # how often provisional text was taken back
-    settled_len: int | None = None  # tokens that are known to stay; None: all
+    settled_len: int | None = None
+    vocab_size: int | None = None  # of the drafter; tokens beyond it are clamped
+
+    @classmethod
+    def admitted(cls, admit: Admit, vocab_size: int | None) -> Context:
+        """The context of a request at its admission, for a drafter that knows `vocab_size` tokens (None: any)."""
+        context = cls(
+            admit.request_id,
+            admit.epoch,
+            [],
+            admit.prompt_len,
+            _without_tokens_beyond(admit.sampling, vocab_size),
+            admission=admit.admission,
+            settled_len=admit.prompt_len,
+            vocab_size=vocab_size,
+        )
+        context.extend(admit.token_ids)
+        return context
 
     @property
-    def num_returned(self) -> int:
-        """Tokens that a request which comes back, as after a preemption, had said before; read when it is opened."""
+    def prompt(self) -> list[int]:
+        """Tokens of the prompt, a copy."""
+        return self.token_ids[: self.prompt_len]
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens after the prompt, a copy."""
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def num_readmitted(self) -> int:
+        """In `open`: tokens of a request that had generated some before, as after a preemption; else 0."""
         return len(self.token_ids) if len(self.token_ids) > self.prompt_len else 0
 
     @property
     def step(self) -> int:
-        """Key of this draft's own noise: positions that are drafted again never meet the same numbers."""
+        """Counter of the noise of the next draft: a position that is drafted again gets other noise."""
         return extend_hash(HASH_SEED, (self.admission, self.epoch, self.num_cuts, len(self.token_ids)))
 
     def cut(self, length: int) -> None:
-        """Take back what stands behind the first `length` tokens."""
+        """Take back all but the first `length` tokens."""
         self.prefix_hash = retract_hash(self.prefix_hash, self.token_ids[length:])
         del self.token_ids[length:]
         self.num_cuts += 1
 
-    def extend(self, token_ids: Sequence[int], vocab_size: int | None = None) -> None:
-        self.token_ids.extend(_readable(token_ids, vocab_size))
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens; the digest is of the tokens as they came, before they are clamped to the vocabulary.
+
+        Models of one family pad their vocabularies differently. After a token that the drafter lacks it proposes
+        nothing, since the root would be wrong; later drafts are a little worse.
+        """
+        last = self.vocab_size
+        self.token_ids.extend(token_ids if last is None else [min(token, last - 1) for token in token_ids])
         self.prefix_hash = extend_hash(self.prefix_hash, token_ids)
 
 
-def _readable(token_ids: Sequence[int], vocab_size: int | None) -> list[int]:
-    """The tokens as a drafter reads them that has fewer: families pad their vocabularies differently.
-
-    Behind one that it lacks nothing is proposed, since that would be the root; further on the guess is a little worse.
-    """
-    return list(token_ids) if vocab_size is None else [min(token, vocab_size - 1) for token in token_ids]
-
-
-def _readable_sampling(sampling: SamplingParams, vocab_size: int | None) -> SamplingParams:
-    """Without what it says of tokens that the drafter does not have."""
+def _without_tokens_beyond(sampling: SamplingParams, vocab_size: int | None) -> SamplingParams:
+    """The parameters without the tokens that the drafter lacks."""
     if vocab_size is None:
         return sampling
     return replace(
@@ -86,9 +118,10 @@ def _readable_sampling(sampling: SamplingParams, vocab_size: int | None) -> Samp
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A guess: the tree, how each node was drawn, and the law behind each node's children (None if not random).
+    """A token tree and how its nodes were drawn; fields as in `Proposal`.
 
-    `parts` as in a `Proposal`.
+    `sampling_kinds` has one entry per node. `distributions` has the distribution of each node's children, None where
+    they were not drawn at random. Both are empty under the coupled rule, which needs neither.
     """
 
     tree: TokenTree
@@ -98,99 +131,97 @@ class Draft:
 
     @staticmethod
     def nothing(context: Context) -> Draft:
-        """The empty proposal."""
+        """The empty draft."""
         return Draft.chosen(TokenTree.root(context.token_ids[-1]))
 
     @staticmethod
     def chosen(tree: TokenTree) -> Draft:
         """A tree whose tokens were chosen without randomness."""
-        return Draft(
-            tree,
-            (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * tree.num_draft_tokens),
-            (None,) * len(tree.parents),
-        )
+        kinds = (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * tree.num_draft_tokens)
+        return Draft(tree, kinds, (None,) * len(tree.parents))
 
 
-class Drafter(Protocol):
-    """What a family of drafters implements."""
+class Prefills(Protocol):
+    """Builds per-request state, such as KV rows or an index, before the first draft is wanted."""
 
-    vocab_size: int | None
-    """Tokens it knows; None for one that knows none and so copes with any."""
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        """Bring the state up to the text, while the target reads it too."""
 
-    def open(self, context: Context) -> None:
-        """A request arrived (or came back after a preemption)."""
 
-    def prepare(self, contexts: Sequence[Context]) -> None:
-        """Bring private state, such as KV, up to the committed text, in the time the target reads it too."""
+class Truncates(Protocol):
+    """Takes provisional text back; a drafter without this is released and opened again."""
+
+    def truncate(self, context: Context) -> None:
+        """The context was cut; `observe` follows."""
+
+
+class WorksAhead(Protocol):
+    """Drafts while the target verifies."""
+
+    @property
+    def wants_work(self) -> bool:
+        """Whether a step has something to do before the next record arrives."""
+
+    @property
+    def waits_for_child(self) -> bool:
+        """Whether the next step has to wait for an answer of the child level."""
+
+    def width(self, width_chooser: WidthChooser, time_s: float) -> int:
+        """Nodes for each request in the next step, chosen from measured costs and `time_s` until the verdict; 0: as
+        configured."""
+
+    def work(self, width: int = 0) -> Step:
+        """One step, about one pass, over at most `width` nodes for each request; 0: as configured."""
 
     def prepared(self, context: Context) -> bool:
         """Whether `propose` would answer for this context without a pass."""
 
-    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        """One draft per context, with at most `budgets[i]` >= 1 draft tokens; fewer or none is always allowed."""
+
+class SendsPreviews(Protocol):
+    """Shows what it prepared before the verdict arrives, so that the coordinator can read proposals off it."""
 
     def previews(self) -> Sequence[DraftPreview]:
-        """What draft-ahead prepared for verdicts that are awaited, as far as it was not given yet."""
+        """The prepared trees that changed since the last call."""
 
-    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
-        """A proposal was read off an outlook: its verdict is awaited as if `propose` had given it."""
+    def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
+        """The coordinator read `tree` off a preview; its verdict comes as if `propose` had returned it."""
 
-    def observe(self, context: Context, commit: Commit) -> None:
-        """The verdict on the last draft: rows of `commit.path` stay valid. Called before the context is extended."""
 
-    def truncate(self, context: Context) -> None:
-        """Text that a level of a cascade had added was taken back: the context was cut; `observe` follows."""
+class HasLevels(Protocol):
+    """Consists of levels that draft for each other."""
 
-    def release(self, request_id: int) -> None:
-        """The request ended; forget it."""
+    def level_stats(self) -> tuple[LevelWork, ...]:
+        """Work and acceptance of the levels since the last call."""
 
-    def account(self) -> tuple[LevelWork, ...]:
-        """What the levels of a cascade did since this was last asked; nothing for a drafter without levels."""
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a drafter can do besides the required verbs; None: it cannot."""
+
+    vocab_size: int | None = None
+    """Tokens that it knows; None: it reads any token."""
+    prefills: Prefills | None = None
+    truncates: Truncates | None = None
+    works_ahead: WorksAhead | None = None
+    sends_previews: SendsPreviews | None = None
+    has_levels: HasLevels | None = None
+
+
+class Drafter(Protocol):
+    """What every drafter implements."""
 
     @property
-    def wants_work(self) -> bool:
-        """Whether draft-ahead has something left to do until the next record arrives."""
+    def capabilities(self) -> Capabilities:
+        """Fixed when the drafter is built."""
 
-    waits: bool
-    """Whether work can only go on once the level beneath has said something."""
+    def open(self, context: Context) -> None:
+        """A request arrived, or came back after a preemption."""
 
-    works_ahead: bool
-    """Whether this drafter uses the time while the target verifies."""
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        """One draft per context, of at most `budgets[i]` >= 1 draft tokens; fewer or none are allowed."""
 
-    def width(self, width_chooser: WidthChooser, time_s: float) -> int:
-        """Nodes for each request in the next step of draft-ahead, if what was measured should decide."""
+    def observe(self, context: Context, commit: Commit) -> None:
+        """The verdict on the last draft: KV rows of `commit.path` stay valid. Called before the context is extended."""
 
-    def work(self, width: int = 0) -> Step:
-        """One short step of draft-ahead, about one pass; at most `width` nodes for each request, 0: as configured."""
-
-
-class IdleDrafter:
-    """Base of drafters that never work ahead and have no levels."""
-
-    works_ahead = False
-    wants_work = False
-    vocab_size: int | None = None
-    waits = False
-
-    def prepared(self, context: Context) -> bool:
-        return False
-
-    def width(self, width_chooser: WidthChooser, time_s: float) -> int:
-        return 0
-
-    def work(self, width: int = 0) -> Step:
-        assert False, "nothing was wanted"
-
-    def previews(self) -> Sequence[DraftPreview]:
-        return ()
-
-    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
-        assert False, "nothing was prepared"
-
-    def truncate(self, context: Context) -> None:
-        """Start afresh: right for every drafter, and cheap for one without a model."""
-        self.release(context.request_id)
-        self.open(context)
-
-    def account(self) -> tuple[LevelWork, ...]:
-        return ()
+    def release(self, request_id: int) -> None:
+        """The request ended: drop its state."""

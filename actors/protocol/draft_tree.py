@@ -152,10 +152,14 @@ class DraftTree:
         """The node that this path of tokens leads to from the root."""
         node = 0
         for token in token_ids:
-            node = next((child for child in self.nodes[node].children if self.nodes[child].token == token), None)
+            node = self.child(node, token)
             if node is None:
                 return None
         return node
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` with this token."""
+        return next((child for child in self.nodes[node].children if self.nodes[child].token == token), None)
 
     def outcomes(self) -> list[float]:
         """Probabilities of the outcomes of the verdict on the proposal, likeliest first, as far as they are known."""

@@ -1,158 +1,165 @@
-"""The contract every drafter fulfils, and the role that speaks for it.
+"""The draft role: keeps the committed text and its digest, and asks one drafter for proposals.
 
-A drafter turns committed text into a guess. It is told of requests (`open`), of what became of its guesses
-(`observe`) and of their end (`release`); `propose` never changes the text. Everything a drafter says is only a
-guess: a wrong, short or missing one costs speed, never correctness. The role keeps the committed text and its
-digest, so that a drafter without a model is a single function.
+Every rank of the role receives the same records and runs the same drafter, so their state agrees without messages.
+Knows the contract of drafters; must not know a pipeline or a socket.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
 from actors.drafters.draft_ahead.width import WidthChooser
-from actors.drafters.interface import Context, Draft, Drafter, _readable, _readable_sampling
-from actors.protocol.messages import (
-    HASH_SEED,
-    Commit,
-    DraftBatch,
-    DraftPreviewBatch,
-    Proposal,
-    ProposalBatch,
-    extend_hash,
-)
+from actors.drafters.interface import Context, Draft, Drafter
+from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch
 
-LEVEL_WAIT_S = 0.5
-"""How long at a time a rank listens for the level beneath, which wakes it."""
+CHILD_WAIT_S = 0.5
+"""Seconds for which a rank waits at a time for the child level, whose records end the wait."""
 
 
-@dataclass(slots=True)
 class DraftRole:
-    """Answers each `DraftBatch`, first with what is prepared, then with what had to be drafted; works ahead between."""
+    """Answers each `DraftBatch`: first with prepared drafts, then with those drafted on demand. Works ahead in between.
 
-    drafter: Drafter
-    clock: Callable[[], float] = time.monotonic
-    adapts: bool = False  # the width of draft-ahead to what its passes cost
-    contexts: dict[int, Context] = field(default_factory=dict)
-    _ahead: list[tuple[float, float, bool]] = field(default_factory=list)
-    _timing: DraftAheadTiming = field(default_factory=DraftAheadTiming)
-    _width_chooser: WidthChooser = field(default_factory=WidthChooser)
+    With `adapts`, the measured cost of passes decides how many nodes a step of draft-ahead feeds.
+    """
+
+    def __init__(self, drafter: Drafter, clock: Callable[[], float] = time.monotonic, *, adapts: bool = False) -> None:
+        self.drafter = drafter
+        self.clock = clock
+        self.contexts: dict[int, Context] = {}
+        can = drafter.capabilities
+        self._can = can
+        self._works_ahead = can.works_ahead
+        self._adapts = adapts
+        self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
+        self._timing = DraftAheadTiming()
+        self._width_chooser = WidthChooser()
 
     @property
     def wants_work(self) -> bool:
-        return self.drafter.wants_work
+        """Whether `work` has something to do before the next record arrives."""
+        return self._works_ahead is not None and self._works_ahead.wants_work
 
     def width(self) -> int:
-        """Of the next step: its argument. What was measured here decides for all ranks of the role."""
-        return self.drafter.width(self._width_chooser, self._timing.interval_s) if self.adapts else 0
+        """Nodes for each request in the next step, the argument of `work`; rank 0 decides for all ranks of the role."""
+        if self._works_ahead is None or not self._adapts:
+            return 0
+        return self._works_ahead.width(self._width_chooser, self._timing.interval_s)
 
     def work(self, width: int = 0) -> None:
+        """One step of draft-ahead, if the drafter works ahead."""
+        if self._works_ahead is None:
+            return
         started = self.clock()
-        step = self.drafter.work(width)
+        step = self._works_ahead.work(width)
         finished = self.clock()
-        self._ahead.append((started, finished, step.refreshed))
+        self._steps.append((started, finished, step.refreshed))
         self._timing.record_pass(started, finished)
         if step.num_rows and not step.refreshed:
             self._width_chooser.update(step.num_rows, finished - started)
 
     def pause_s(self) -> float:
-        """Seconds to wait for the next record before another step, which might keep it waiting, or lead nowhere."""
-        return LEVEL_WAIT_S if self.drafter.waits else self._timing.pause_s(self.clock())
+        """Seconds to wait for the next record before another step, which could delay the answer to it."""
+        if self._works_ahead is not None and self._works_ahead.waits_for_child:
+            return CHILD_WAIT_S
+        return self._timing.pause_s(self.clock())
 
     def preview(self, *, last: bool) -> DraftPreviewBatch | None:
-        """What is prepared and not told yet, if it is time for that; `last` if nothing more will be prepared."""
-        if not last and not self._timing.is_preview_due(self.clock()):
+        """What was prepared since the last preview, if one is due; `last`: no step follows before the next record."""
+        if self._can.sends_previews is None or not (last or self._timing.is_preview_due(self.clock())):
             return None
-        previews = self.drafter.previews()
+        previews = self._can.sends_previews.previews()
         return DraftPreviewBatch(tuple(previews)) if previews else None
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
+        """Bring the contexts up to the batch and propose: one batch of prepared drafts, one of the others."""
         self._timing.record_arrival(self.clock())
         yield from self._answers(batch)
         if any(order.num_draft_tokens for order in batch.orders):
             self._timing.record_answer(self.clock())
 
     def _answers(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
-        started = self.clock()
-        asked = self._follow_all(batch)
-        hits = [(context, budget) for context, budget in asked if self.drafter.prepared(context)]
-        misses = [(context, budget) for context, budget in asked if not self.drafter.prepared(context)]
-        ahead, self._ahead = tuple(self._ahead), []
+        started, ahead = self.clock(), self._works_ahead
+        orders = self._update_contexts(batch)
+        hits = [(context, budget) for context, budget in orders if ahead is not None and ahead.prepared(context)]
+        misses = [(context, budget) for context, budget in orders if ahead is None or not ahead.prepared(context)]
+        steps, self._steps = tuple(self._steps), []
         if hits:
             self._timing.preview_missed()
-        if hits or (misses and self.drafter.works_ahead):
+        if hits or (misses and ahead is not None):
             proposals = self._propose(hits, prepared=True)
-            levels = self.drafter.account()
-            yield ProposalBatch(batch.round, proposals, started, self.clock(), len(misses), ahead, levels)
+            yield self._batch(batch.round, proposals, started, len(misses), steps)
             if not misses:
                 return
-            started, ahead = self.clock(), ()
-        proposals = self._propose(misses, prepared=False)
-        yield ProposalBatch(batch.round, proposals, started, self.clock(), 0, ahead, self.drafter.account())
+            started, steps = self.clock(), ()
+        proposals = self._propose(misses, prepared=None if ahead is None else False)
+        yield self._batch(batch.round, proposals, started, 0, steps)
 
     def forget(self) -> None:
-        """Drop every request; the drafter keeps its model."""
+        """Release every request; the drafter keeps its model."""
         for request_id in self.contexts:
             self.drafter.release(request_id)
         self.contexts.clear()
-        self._ahead.clear()
+        self._steps.clear()
 
-    def _follow_all(self, batch: DraftBatch) -> list[tuple[Context, int]]:
-        """Bring the contexts up to the batch; returns what to propose for."""
+    def _update_contexts(self, batch: DraftBatch) -> list[tuple[Context, int]]:
+        """Bring the contexts up to the batch; returns (context, draft tokens wanted) of the orders to propose for."""
         for request_id in batch.releases:
             if self.contexts.pop(request_id, None) is not None:
                 self.drafter.release(request_id)
         for admit in batch.admits:
-            if admit.request_id in self.contexts:  # told again by a level above that cannot know whether it was heard
+            if admit.request_id in self.contexts:  # a parent level that lost its answer admits again
                 self.drafter.release(admit.request_id)
-            context = Context(
-                admit.request_id,
-                admit.epoch,
-                _readable(admit.token_ids, self.drafter.vocab_size),
-                admit.prompt_len,
-                _readable_sampling(admit.sampling, self.drafter.vocab_size),
-                extend_hash(HASH_SEED, admit.token_ids),
-                admit.admission,
-                settled_len=admit.prompt_len,
-            )
-            self.contexts[admit.request_id] = context
-            self.drafter.open(context)
+            self.contexts[admit.request_id] = Context.admitted(admit, self._can.vocab_size)
+            self.drafter.open(self.contexts[admit.request_id])
         for commit in batch.commits:
-            self._follow(commit)
+            self._commit(commit)
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
-            if order.prefetched is not None:
-                self.drafter.take(context, order.num_draft_tokens, order.prefetched)
+            if order.prefetched is not None and self._can.sends_previews is not None:
+                self._can.sends_previews.prefetched(context, order.num_draft_tokens, order.prefetched)
                 self._timing.preview_used()
             else:
                 wanted.append((context, order.num_draft_tokens))
         idle = [context for context, budget in wanted if not budget]
-        if idle:
-            self.drafter.prepare(idle)
+        if idle and self._can.prefills is not None:
+            self._can.prefills.prefill(idle)
         return [(context, budget) for context, budget in wanted if budget]
 
-    def _propose(self, asked: list[tuple[Context, int]], *, prepared: bool | None) -> tuple[Proposal, ...]:
-        if not asked:
-            return ()
-        contexts, budgets = zip(*asked, strict=True)
-        drafts = self.drafter.propose(contexts, budgets)
-        if not self.drafter.works_ahead:
-            prepared = None
-        return tuple(_proposal(context, draft, prepared) for context, draft in zip(contexts, drafts, strict=True))
-
-    def _follow(self, commit: Commit) -> None:
+    def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
-        assert commit.epoch == context.epoch and commit.prefix_len <= len(context.token_ids)
+        assert commit.epoch == context.epoch
+        assert commit.prefix_len <= len(context.token_ids)
         if commit.prefix_len < len(context.token_ids):
             context.cut(commit.prefix_len)
-            self.drafter.truncate(context)
+            if self._can.truncates is not None:
+                self._can.truncates.truncate(context)
+            else:
+                self.drafter.release(context.request_id)
+                self.drafter.open(context)
         self.drafter.observe(context, commit)
-        context.extend(commit.token_ids, self.drafter.vocab_size)
+        context.extend(commit.token_ids)
         context.settled_len = len(context.token_ids) if commit.settled_len is None else commit.settled_len
+
+    def _propose(self, orders: Sequence[tuple[Context, int]], *, prepared: bool | None) -> tuple[Proposal, ...]:
+        if not orders:
+            return ()
+        contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
+        drafts = self.drafter.propose(contexts, budgets)
+        return tuple(_proposal(context, draft, prepared) for context, draft in zip(contexts, drafts, strict=True))
+
+    def _batch(
+        self,
+        round: int,
+        proposals: tuple[Proposal, ...],
+        started: float,
+        num_missing: int,
+        steps: tuple[tuple[float, float, bool], ...],
+    ) -> ProposalBatch:
+        levels = self._can.has_levels.level_stats() if self._can.has_levels is not None else ()
+        return ProposalBatch(round, proposals, started, self.clock(), num_missing, steps, levels)
 
 
 def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal:
@@ -162,7 +169,7 @@ def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal
         len(context.token_ids),
         context.prefix_hash,
         draft.tree,
-        tuple(int(draw) for draw in draft.sampling_kinds),
+        tuple(int(kind) for kind in draft.sampling_kinds),
         draft.distributions,
         prepared,
         draft.parts,

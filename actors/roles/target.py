@@ -1,8 +1,8 @@
 """The target role: reads prompts, verifies whole batches of proposals in one flat pass, keeps KV by table edits.
 
-Every rank of the role receives the same records and runs the same pass; only the lead looks at the logits. What a
-verdict became (`Commit`) arrives with the next batch, so the ranks need not agree on anything by themselves. Knows
-one runner and one verification rule; has never heard of drafters, pipelines or sockets.
+Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits. The outcome of a
+verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. Knows one runner and
+one verification rule; must not know drafters, pipelines or sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from actors.protocol.messages import Admit, Commit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
-from actors.verification.verifier import Subject, Verifier
+from actors.verification.verifier import Verifier, VerifyInput
 from parallel.runtime.runner import ModelRunner
 
 
@@ -30,7 +30,7 @@ class TargetContext:
 
 
 class TargetRole:
-    """Answers each `VerifyBatch` with a `VerdictBatch`; never works on its own."""
+    """Answers each `VerifyBatch` with a `VerdictBatch`; has no work between batches."""
 
     wants_work = False
 
@@ -52,10 +52,10 @@ class TargetRole:
         committed = time.monotonic()
         verdicts, num_rows = (), 0
         if batch.items:
-            subjects = [self._subject(item) for item in batch.items]
-            logits, num_rows = self._verifier.forward(subjects)
-            verdicts = self._judge(subjects, logits) if self._is_lead else ()
-            self._keep_chunks(subjects)
+            inputs = [self._verify_input(item) for item in batch.items]
+            logits, num_rows = self._verifier.forward(inputs)
+            verdicts = self._verify(inputs, logits) if self._is_lead else ()
+            self._commit_chunks(inputs)
         yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows, committed)
 
     def forget(self) -> None:
@@ -72,28 +72,28 @@ class TargetRole:
 
     def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
-        assert commit.epoch == context.epoch and commit.prefix_len == len(context.token_ids)
+        assert (commit.epoch, commit.prefix_len) == (context.epoch, len(context.token_ids))
         root_row = context.num_fed - 1
         self.runner.commit(commit.request_id, [*range(context.num_fed), *(root_row + node for node in commit.path)])
         context.token_ids.extend(commit.token_ids)
 
-    def _subject(self, item: VerifyItem) -> Subject:
+    def _verify_input(self, item: VerifyItem) -> VerifyInput:
         context = self.contexts[item.request_id]
         context.num_fed = min(item.num_tokens, len(context.token_ids) - self.runner.cached_len(item.request_id))
-        return Subject(
+        return VerifyInput(
             item.request_id, context.token_ids, context.prompt_len, context.sampling, context.num_fed, item.proposal
         )
 
-    def _judge(self, subjects: Sequence[Subject], logits: Tensor) -> tuple[Verdict, ...]:
-        judged = [subject for subject in subjects if self._verifier.reaches_root(subject)]
+    def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor) -> tuple[Verdict, ...]:
+        verified = [one for one in inputs if self._verifier.reaches_root(one)]
         verdicts = []
-        for subject, ruling in zip(judged, self._verifier.judge(judged, logits), strict=True):
-            epoch, prefix_len = self.contexts[subject.seq_id].epoch, len(subject.token_ids)
-            verdicts.append(Verdict(subject.seq_id, epoch, prefix_len, ruling.path, ruling.next_token))
+        for one, result in zip(verified, self._verifier.verify(verified, logits), strict=True):
+            epoch, prefix_len = self.contexts[one.seq_id].epoch, len(one.token_ids)
+            verdicts.append(Verdict(one.seq_id, epoch, prefix_len, result.path, result.next_token))
         return tuple(verdicts)
 
-    def _keep_chunks(self, subjects: Sequence[Subject]) -> None:
-        """Rows of a prompt chunk are committed text already; no verdict will follow for them."""
-        for subject in subjects:
-            if not self._verifier.reaches_root(subject):
-                self.runner.commit(subject.seq_id, range(subject.num_fed))
+    def _commit_chunks(self, inputs: Sequence[VerifyInput]) -> None:
+        """Rows of a prompt chunk are committed text already; no verdict follows for them."""
+        for one in inputs:
+            if not self._verifier.reaches_root(one):
+                self.runner.commit(one.seq_id, range(one.num_fed))

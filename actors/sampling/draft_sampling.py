@@ -1,9 +1,9 @@
-"""Random draws of a drafter for the ratio tests, together with the law they were really drawn from.
+"""Random draws of a drafter for the ratio tests, with the distribution that they were really drawn from.
 
-The draft law is cut to its `top_m` likeliest tokens and renormalised, and children are drawn from exactly that, so that
-the small law which travels with the proposal keeps every ratio test exact. Noise comes from the DRAFT stream, keyed by
-(seed, step, node): a position that is drafted again in the next step gets new noise, as block and traversal
-verification demand. Knows no model and no tree; the drafter decides where to draw.
+The draft distribution is cut to its `top_m` likeliest tokens and renormalised, and children are drawn from exactly
+that, so that the small distribution in the proposal keeps every ratio test exact. Noise comes from the DRAFT stream,
+keyed by (seed, step, node): a position that is drafted again in the next step gets new noise, as block and traversal
+verification require. Knows no model and no tree.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from actors.protocol.messages import SamplingParams, SparseDistribution
 from actors.sampling.logits import is_greedy
-from actors.sampling.noise import Stream, gumbel, noise_key
+from actors.sampling.noise import NoiseStream, gumbel, noise_key
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """Children of one node in draw order (the order in which they must be tested), and their law."""
+class DrawnChildren:
+    """Children of one node in draw order, which is also the order of their tests, and their distribution."""
 
     token_ids: tuple[int, ...]
     distribution: SparseDistribution
@@ -30,31 +30,33 @@ class Drawn:
 
 def draw_without_replacement(
     scores: Tensor, params: Sequence[SamplingParams], steps: Sequence[int], nodes: Sequence[int], width: int, top_m: int
-) -> list[Drawn]:
+) -> list[DrawnChildren]:
     """Up to `width` different children per row of processed logits [n, V]: Gumbel-top-k, in decreasing order of
     perturbed log-probability, which is sequential sampling without replacement (RSD-C, arXiv 2402.14160).
 
-    Row i belongs to node `nodes[i]` of the proposal made at committed length `steps[i]`. A law with fewer than
-    `width` tokens yields all of them.
+    Row i belongs to node `nodes[i]` of the proposal of step `steps[i]`. A distribution over fewer than `width` tokens
+    yields all of them.
     """
-    keys = [noise_key(p.seed, Stream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=False)]
+    keys = [
+        noise_key(p.seed, NoiseStream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=True)
+    ]
     log_weights, token_ids, noise = _race(scores, keys, 1, top_m)
     drawn = []
     for row, p in enumerate(params):
         distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
         m = len(distribution.token_ids)
         order = np.argsort(-(log_weights[row, :m] + noise[row, 0, :m]), kind="stable")[:width]
-        drawn.append(Drawn(tuple(distribution.token_ids[i] for i in order), distribution))
+        drawn.append(DrawnChildren(tuple(distribution.token_ids[i] for i in order), distribution))
     return drawn
 
 
 def draw_iid(
     scores: Tensor, params: Sequence[SamplingParams], steps: Sequence[int], nodes: Sequence[int], width: int, top_m: int
-) -> list[Drawn]:
+) -> list[DrawnChildren]:
     """`width` independent children per row, duplicates kept (SpecInfer, arXiv 2305.09781): one race for each."""
     keys = [
-        noise_key(p.seed, Stream.DRAFT, step, node, draw)
-        for p, step, node in zip(params, steps, nodes, strict=False)
+        noise_key(p.seed, NoiseStream.DRAFT, step, node, draw)
+        for p, step, node in zip(params, steps, nodes, strict=True)
         for draw in range(width)
     ]
     log_weights, token_ids, noise = _race(scores, keys, width, top_m)
@@ -63,12 +65,12 @@ def draw_iid(
         distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
         m = len(distribution.token_ids)
         winners = np.argmax(log_weights[row, :m] + noise[row, :, :m], axis=-1)
-        drawn.append(Drawn(tuple(distribution.token_ids[i] for i in winners), distribution))
+        drawn.append(DrawnChildren(tuple(distribution.token_ids[i] for i in winners), distribution))
     return drawn
 
 
 def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:
-    """The law behind one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised."""
+    """The distribution of one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised."""
     log_weights, token_ids = scores[0].topk(min(top_m, scores.shape[-1]))
     return _distribution(log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy(), is_greedy(params))
 

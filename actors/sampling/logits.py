@@ -1,11 +1,12 @@
-"""From logits to tokens: logit processors with every tree node's own history, and the coupled draw behind a node.
+"""From logits to tokens: logit processors with every tree node's own history, and the coupled draw at a node.
 
-One function serves plain decoding, verification and drafting, so that all of them mean the same by "the next token".
+Plain decoding, verification and drafting use the same functions, so that all choose the next token in the same way.
 Knows logits, tokens and trees; knows no model and no verification rule.
 
-The coupled draw is arg-max(processed logits + Gumbel noise of (seed, position, token)), a plain sample of the processed
-law that does not depend on who asks (drafter-invariant sampling, arXiv 2408.07978; our children are the Gumbel-top-k
-under the same noise). Greedy decoding is its zero-temperature case: no noise, ties to the lowest token id.
+The coupled draw is arg-max(processed logits + Gumbel noise of (seed, position, token)): a sample of the processed
+distribution that is the same for every role (drafter-invariant sampling, arXiv 2408.07978; the drafter's children are
+the Gumbel-top-k under the same noise). Greedy decoding is its zero-temperature case: no noise, ties to the lowest token
+id.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actors.protocol.messages import SamplingParams, TokenTree
-from actors.sampling.noise import Stream, gumbel, noise_key
+from actors.sampling.noise import NoiseStream, gumbel, noise_key
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
 _BANNED = -math.inf
@@ -26,8 +27,8 @@ _RANKED_FIRST = 512
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRows:
-    """What logit rows of one sequence stand for: row i holds the logits behind tree node `nodes[i]`.
+class LogitRows:
+    """The meaning of one sequence's logit rows: row i holds the logits at tree node `nodes[i]`.
 
     `token_ids` are the committed tokens, the first `prompt_len` of them the prompt; the last one is the tree's root.
     `nodes` None means all nodes of the tree, in order.
@@ -43,7 +44,7 @@ class NodeRows:
         return range(len(self.tree.parents)) if self.nodes is None else self.nodes
 
     def positions(self) -> list[int]:
-        """Absolute index of the token that each row chooses: the key of its noise."""
+        """Index in the text of the token that each row chooses: the key of its noise."""
         depths = self.tree.depths()
         return [len(self.token_ids) + depths[node] for node in self.row_nodes()]
 
@@ -53,12 +54,12 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """Whether nothing but the temperature touches the logits."""
+    """Whether nothing but the temperature changes the logits."""
     return not _edits(params) and (is_greedy(params) or not _truncates(params))
 
 
 def _edits(params: SamplingParams) -> bool:
-    """Whether single tokens gain or lose by what the request says or by what came before."""
+    """Whether the parameters change the logits of single tokens."""
     return (
         bool(params.logit_bias or params.bad_words or params.min_tokens)
         or params.repetition_penalty != 1.0
@@ -83,7 +84,7 @@ def process_logits(
     tree: TokenTree,
     nodes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Logits [n, V] as the request wants them; row i sees the committed tokens plus the path to node `nodes[i]`.
+    """Processed logits [n, V]; the history of row i is the committed tokens and the path to node `nodes[i]`.
 
     Order of vLLM: logit bias, bad words, min tokens, repetition, presence and frequency penalty, temperature, min-p,
     top-k, top-p. Bad words and the repetition penalty look at prompt and output, as in transformers; presence and
@@ -106,12 +107,12 @@ def process_logits(
 
 def _bias_(logits: Tensor, params: SamplingParams) -> None:
     if params.logit_bias:
-        token_ids, biases = zip(*params.logit_bias, strict=False)
+        token_ids, biases = zip(*params.logit_bias, strict=True)
         logits.index_add_(1, _indices(token_ids, logits), logits.new_tensor(biases).expand(len(logits), -1))
 
 
 def _ban_words_(logits: Tensor, params: SamplingParams, token_ids: Sequence[int], paths: list[list[int]]) -> None:
-    """Ban the last token of each bad word behind a history that ends with the rest of it."""
+    """Ban the last token of each bad word after a history that ends with the rest of it."""
     if not params.bad_words:
         return
     reach = max(len(word) for word in params.bad_words) - 1
@@ -123,7 +124,7 @@ def _ban_words_(logits: Tensor, params: SamplingParams, token_ids: Sequence[int]
             if history[len(history) - len(beginning) :] == tuple(beginning):
                 cells.append((row, last))
     if cells:
-        rows, banned = _indices(list(zip(*cells, strict=False)), logits)
+        rows, banned = _indices(list(zip(*cells, strict=True)), logits)
         logits[rows, banned] = _BANNED
 
 
@@ -146,7 +147,7 @@ def _penalise_(
     counts = _count(token_ids[prompt_len:], logits).repeat(len(paths), 1)  # [n, V] occurrences in the output
     cells = [(row, token) for row, path in enumerate(paths) for token in path]
     if cells:
-        rows, columns = _indices(list(zip(*cells, strict=False)), logits)
+        rows, columns = _indices(list(zip(*cells, strict=True)), logits)
         counts.index_put_((rows, columns), counts.new_ones(()), accumulate=True)
     if repetition != 1.0:  # Keskar et al., CTRL, arXiv 1909.05858, with the sign rule of transformers
         seen = (counts > 0) | (_count(token_ids[:prompt_len], logits) > 0)
@@ -174,7 +175,7 @@ def _nucleus_threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """The least kept logit [n, 1]: of the `top_k` tokens, those with less than `top_p` of their mass before them.
 
     A few hundred tokens nearly always hold that mass; ranking the whole vocabulary costs ten times as much. Both ways
-    sum the same numbers, so that a row does not depend on whether a batch mate needs the whole.
+    sum the same numbers, so that a row does not depend on whether another row of the batch needs the whole vocabulary.
     """
     if top_k < logits.shape[-1]:
         ranked = logits.topk(top_k, dim=-1)
@@ -195,7 +196,7 @@ def _ban_below(logits: Tensor, least: Tensor) -> Tensor:
 
 
 def _divide(logits: Tensor, temperatures: list[float]) -> Tensor:
-    """Row i over `temperatures[i]`, or all rows over the only one. A tensor divides alike in every batch and device."""
+    """Row i over `temperatures[i]`, or all rows over the only one; a tensor divisor rounds alike in every batch."""
     if all(temperature == 1.0 for temperature in temperatures):
         return logits
     return logits / logits.new_tensor(temperatures)[:, None]
@@ -214,7 +215,7 @@ def _indices(values: Sequence, like: Tensor) -> Tensor:
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
-def process_batch(logits: Tensor, batch: Sequence[NodeRows], eos_token_ids: Sequence[int]) -> Tensor:
+def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
     """`process_logits` for the rows of many sequences, flat in `logits` [N, V]; plain sequences share one division."""
     if len(batch) == 1:
         return _process_rows(logits, batch[0], eos_token_ids)
@@ -234,12 +235,12 @@ def process_batch(logits: Tensor, batch: Sequence[NodeRows], eos_token_ids: Sequ
     return scores
 
 
-def _process_rows(logits: Tensor, rows: NodeRows, eos_token_ids: Sequence[int]) -> Tensor:
+def _process_rows(logits: Tensor, rows: LogitRows, eos_token_ids: Sequence[int]) -> Tensor:
     return process_logits(logits, rows.params, eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree, rows.nodes)
 
 
-def choose_batch(logits: Tensor, batch: Sequence[NodeRows], eos_token_ids: Sequence[int]) -> Tensor:
-    """The target's own token behind every node, int64 [N]: one arg-max, and noise for the sampled rows only."""
+def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
+    """The target's own token at every node, int64 [N]: one arg-max, and noise for the sampled rows only."""
     scores = process_batch(logits, batch, eos_token_ids)
     params = [rows.params for rows in batch for _ in rows.row_nodes()]
     positions = [position for rows in batch for position in rows.positions()]
@@ -256,9 +257,9 @@ def top_children(
 ) -> tuple[Tensor, Tensor]:
     """The drafter's side of `choose`: the `width` likeliest winners under the target's noise, best first.
 
-    Returns token ids [n, width] and their log-probabilities under softmax(scores) [n, width]; with `given_noise` under
-    the softmax of the scores with their noise, which is closer to the chance that the target, whose noise is the same
-    and whose scores are a little different, draws them.
+    Returns token ids [n, width] and their log-probabilities [n, width] under softmax(scores); with `given_noise`, under
+    softmax(scores + noise), which is closer to the probability that the target draws them: it has the same noise and
+    slightly different scores.
     """
     raced = _with_noise(scores, params, positions)
     # arg-max breaks ties as the target does; top-k promises no order among ties
@@ -274,7 +275,7 @@ def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Seq
         return scores
     vectors: dict[tuple[int, int], int] = {}
     which = [vectors.setdefault((params[row].seed, positions[row]), len(vectors)) for row in sampled]
-    keys = [noise_key(seed, Stream.COUPLED, position) for seed, position in vectors]
+    keys = [noise_key(seed, NoiseStream.COUPLED, position) for seed, position in vectors]
     noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
     if len(vectors) < len(sampled):
         noise = noise[_indices(which, scores)]
@@ -284,7 +285,7 @@ def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Seq
 
 
 def probabilities(scores: Tensor, params: SamplingParams) -> Tensor:
-    """The law that processed logits [n, V] stand for, float64 [n, V]; one-hot at the arg-max when greedy."""
+    """The distribution of processed logits [n, V], float64 [n, V]; one-hot at the arg-max when greedy."""
     if is_greedy(params):
         return torch.zeros_like(scores, dtype=torch.float64).scatter_(1, scores.argmax(dim=-1, keepdim=True), 1.0)
     return scores.softmax(dim=-1, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Counter-based randomness: a number is a pure function of (seed, stream, counters, token id), never of a state.
 
-A drafter and a target that never met draw the same noise for the same token of the same position, in any batch, after
-any restart, on any device: the bits come from integer arithmetic alone. Knows neither logits nor trees.
+Drafter and target draw the same noise for the same token at the same position without exchanging anything, in any
+batch, after any restart, on any device: the bits come from integer arithmetic alone. Knows neither logits nor trees.
 
 Keys are mixed on the host (SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014,
 with Stafford's variant 13 of the finaliser) and spread over the vocabulary on the device by two keyed rounds of the
@@ -23,11 +23,11 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
-class Stream(IntEnum):
-    """What a number is for. Numbers of different streams are independent.
+class NoiseStream(IntEnum):
+    """The purpose of a number; numbers of different streams are independent.
 
-    COUPLED is keyed by (seed, position) and shared by drafter and target on purpose. The others are keyed by
-    (seed, stream, step, node): a ratio test that met the same number twice would be biased.
+    COUPLED is keyed by (seed, position), so that drafter and target share it. The others are keyed by (seed, stream,
+    step, node): a ratio test that used a number twice would be biased.
     """
 
     COUPLED = 0
@@ -43,7 +43,7 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def noise_key(seed: int, stream: Stream, *counters: int) -> int:
+def noise_key(seed: int, stream: NoiseStream, *counters: int) -> int:
     """64 well-mixed bits for (seed, stream, counters)."""
     key = _mix(seed & _MASK_64)
     for word in (stream, *counters):

@@ -1,7 +1,7 @@
-"""The coupled rule: the target's own draws are the output, and a draft is kept as long as it equals them.
+"""The coupled rule: the output is the target's own draws, and a draft token is accepted if it equals the draw.
 
-Lossless for every proposal whatever, because the draw behind a node never looks at the tree; needs no draft
-probabilities. Greedy verification is the same walk over arg-maxes. Pure and host-side: knows no tensor and no noise.
+Lossless for every proposal, because the draw at a node does not depend on the tree; needs no draft probabilities.
+Greedy verification is the same walk over arg-maxes. Knows no tensor and no noise.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from actors.protocol.messages import TokenTree
 
 
 def verify_coupled(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """(path, next_token): from the root, follow the child that equals `choices[node]`, the target's draw behind node.
+    """(path, next_token): from the root, follow the child that equals `choices[node]`, the target's draw at the node.
 
-    Among siblings of one token the walk that gets furthest wins, the first of them on a tie.
+    Of siblings with the same token the longest walk counts, on a tie the first.
     """
     best = 0
     depths = [0] * len(tree.parents)

@@ -1,6 +1,6 @@
-"""What ratio tests compute with: the law each child was drawn from, and the residual of the target's law.
+"""What ratio tests compute with: the distribution of each child, and the residual of the target's distribution.
 
-Laws are sparse and in float64; a target row is dense. Knows no rule and no randomness.
+Draft distributions are sparse, a target row is dense, both float64. Knows no rule and no randomness.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 
 TargetRow = Callable[[int], np.ndarray]
-"""The target's law behind a node, float64 [V], already processed and normalised. Asked only for visited nodes."""
+"""The target's distribution at a node, float64 [V], processed and normalised. Called only for visited nodes."""
 
 NO_MASS = 1e-15  # below it a residual is rounding: p and q were equal
 
 
 class ChildDistribution:
-    """The law one child was drawn from, given its earlier siblings: `probs[i]` for the i-th of distinct `token_ids`.
+    """The distribution of one child given its earlier siblings: `probs[i]` for the i-th of distinct `token_ids`.
 
     `own` is the probability of the token that was drawn.
     """
@@ -29,21 +29,20 @@ class ChildDistribution:
         self.token_ids = token_ids
         self.probs = probs
         self.own = float(probs[token_ids == token].sum())
-        assert self.own > 0, f"token {token} cannot have been drawn from its law"
+        assert self.own > 0, f"token {token} cannot have been drawn from its distribution"
 
 
 def child_distributions(
     tree: TokenTree, sampling_kinds: Sequence[int], distribution: SparseDistribution | None, children: Sequence[int]
 ) -> list[ChildDistribution]:
-    """The laws of one node's children, in test order; `distribution` is that of their parent context.
+    """The distributions of one node's children, in test order; `distribution` is the draft's at the node.
 
     Independent draws follow it as it is; draws without replacement follow it with their earlier siblings of the same
-    kind removed and the rest renormalised; whatever was not drawn at random is one-hot.
+    kind removed and the rest renormalised; a token that was not drawn at random is one-hot.
     """
     result = []
-    if distribution is not None:
-        token_ids = remaining_ids = np.array(distribution.token_ids)
-        probs = remaining_probs = np.array(distribution.probs)
+    token_ids = remaining_ids = np.array(distribution.token_ids if distribution is not None else ())
+    probs = remaining_probs = np.array(distribution.probs if distribution is not None else ())
     for child in children:
         token = tree.token_ids[child]
         if sampling_kinds[child] == SamplingKind.IID:
@@ -58,9 +57,9 @@ def child_distributions(
 
 
 class Residual:
-    """A target law from which draft laws are subtracted, as unnormalised `weights` [V] and their `mass`.
+    """A target distribution minus draft distributions, as unnormalised `weights` [V] and their `mass`.
 
-    A subtraction touches the support of the draft law only; the dense row is summed, never rescaled.
+    A subtraction changes the support of the draft distribution only; the dense row is summed, never rescaled.
     """
 
     __slots__ = ("_target", "mass", "weights")
@@ -77,7 +76,8 @@ class Residual:
         return float(self.weights[token]) / self.mass
 
     def subtract(self, distribution: ChildDistribution, scale: float = 1.0) -> float:
-        """Become norm((scale * P - q)+) and return the mass before that norm; without mass, the target's law again."""
+        """Become norm((scale * P - q)+) and return its mass before normalising; without mass, restart from the
+        target."""
         kept = self.weights[distribution.token_ids] - distribution.probs * (self.mass / scale)
         self.weights[distribution.token_ids] = np.maximum(kept, 0.0)
         before, self.mass = self.mass, float(self.weights.sum())

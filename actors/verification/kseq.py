@@ -49,15 +49,17 @@ def verify_kseq(
         siblings = children[node]
         if not siblings:
             return tuple(path), random_source.sample(target, node)
-        own_laws = child_distributions(tree, sampling_kinds, distributions[node], siblings)
-        rho, beta = discount(target, own_laws[0], len(siblings))
-        for child, distribution in zip(siblings, own_laws, strict=False):
+        own_distributions = child_distributions(tree, sampling_kinds, distributions[node], siblings)
+        rho, beta = discount(target, own_distributions[0], len(siblings))
+        for child, distribution in zip(siblings, own_distributions, strict=True):
             if random_source.accept(min(1.0, float(target[tree.token_ids[child]]) / (rho * distribution.own)), child):
                 path.append(child)
                 node = child
                 break
         else:
-            return tuple(path), random_source.sample(_residual(target, own_laws[0], rho, beta, len(siblings)), node)
+            return tuple(path), random_source.sample(
+                _residual(target, own_distributions[0], rho, beta, len(siblings)), node
+            )
 
 
 def _residual(

@@ -1,24 +1,33 @@
-"""Verification rules: which drafted tokens stand, so that the output law stays exactly the target's.
+"""Verification rules: which draft tokens are accepted, so that the output distribution stays exactly the target's.
 
-Losslessness belongs to the *pair* of drafting scheme and rule. A wrong pair does not crash, it biases silently, so
-`ALLOWED` says which draws every rule is exact for, and `check_scheme` refuses the rest before a model is loaded.
+Losslessness is a property of the *pair* of drafting scheme and rule. A wrong pair raises no error, it biases silently;
+so `ALLOWED` lists the draws that each rule is exact for, and `check_scheme` refuses the others before a model is
+loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from actors.protocol.messages import SamplingKind
+from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
+from actors.verification.distributions import TargetRow
 from actors.verification.kseq import verify_kseq
+from actors.verification.random_source import RandomSource
 from actors.verification.rejection import verify_rejection
 from actors.verification.traversal import verify_traversal
 
-RULES: dict[str, Callable[..., tuple[tuple[int, ...], int]]] = {
+Rule = Callable[
+    [TokenTree, Sequence[int], Sequence[SparseDistribution | None], TargetRow, RandomSource],
+    tuple[tuple[int, ...], int],
+]
+"""(tree, sampling kinds, distributions, target row of a node, randomness) -> accepted path and next token."""
+
+RULES: dict[str, Rule] = {
     "rejection": verify_rejection,
     "traversal": verify_traversal,
     "kseq": verify_kseq,
 }
-"""Ratio tests, which need the draft laws and coins. `coupled.verify_coupled` needs the target's own draws only."""
+"""Ratio tests, which need draft distributions and randomness. `verify_coupled` needs only the target's own draws."""
 
 _ANY = frozenset(SamplingKind) - {SamplingKind.ROOT}
 
@@ -28,7 +37,7 @@ ALLOWED: dict[str, frozenset[SamplingKind]] = {
     "traversal": _ANY,
     "kseq": frozenset({SamplingKind.IID}),
 }
-"""Draws that a rule is exact for, in any mixture. Ratio tests read DETERMINISTIC and COUPLED tokens as one-hot."""
+"""Draws that a rule is exact for, in any mixture. Ratio tests treat DETERMINISTIC and COUPLED tokens as one-hot."""
 
 
 def check_scheme(rule: str, sampling_kinds: Iterable[SamplingKind]) -> None:

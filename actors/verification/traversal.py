@@ -1,8 +1,9 @@
-"""Traversal verification, bottom-up: a whole path is accepted or given up before its siblings are tried.
+"""Traversal verification, bottom-up: a whole path is accepted or rejected before its siblings are tried.
 
-Traversal Verification (arXiv 2505.12398) with each child's own conditional law. On a chain it is block verification
-(2403.10444), on a tree of one level recursive rejection. It conditions on everything it saw, so that draft and
-acceptance noise must never be used twice (see `actors.sampling.noise.Stream`), and subtrees must not share draws.
+Traversal Verification (arXiv 2505.12398) with each child's own conditional distribution. On a chain it is block
+verification (2403.10444), on a tree of one level recursive rejection. It conditions on everything it tested, so draft
+and acceptance noise must not be used twice (see `actors.sampling.noise.NoiseStream`), and subtrees must not share
+draws.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def verify_traversal(
     target_row: TargetRow,
     random_source: RandomSource,
 ) -> tuple[tuple[int, ...], int]:
-    """(path, next_token): walk to the first leaf, accept its path with what is left of it, else delete it and go on.
+    """(path, next_token): walk to the first leaf, accept its path with its remaining probability, else delete it.
 
     A visited node keeps its residual and the probability `reach` that its path is accepted, given all that was
     deleted so far; the root's stays 1, so the walk ends.
@@ -30,7 +31,7 @@ def verify_traversal(
     untested: dict[int, Iterator[tuple[int, ChildDistribution]]] = {}
     residuals: dict[int, Residual] = {}
     reach = {0: 1.0}
-    own_laws: dict[int, ChildDistribution] = {}
+    own_distributions: dict[int, ChildDistribution] = {}
     node = 0
     while True:
         if reach[node] > 0:
@@ -39,11 +40,11 @@ def verify_traversal(
                 untested[node] = zip(
                     children[node],
                     child_distributions(tree, sampling_kinds, distributions[node], children[node]),
-                    strict=False,
+                    strict=True,
                 )
             child, distribution = next(untested[node], (None, None))
             if child is not None:
-                own_laws[child] = distribution
+                own_distributions[child] = distribution
                 reach[child] = min(
                     1.0, reach[node] * residuals[node].probability(tree.token_ids[child]) / distribution.own
                 )
@@ -52,7 +53,7 @@ def verify_traversal(
             if random_source.accept(reach[node], node):
                 return tuple(tree.path_to(node)), random_source.sample(residuals[node].weights, node)
         parent = tree.parents[node]
-        left = residuals[parent].subtract(own_laws[node], reach[parent])
+        left = residuals[parent].subtract(own_distributions[node], reach[parent])
         total = left + (1.0 - reach[parent])  # in this order, so that the root stays at 1
         reach[parent] = left / total if total > NO_MASS else 1.0
         node = parent

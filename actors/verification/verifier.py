@@ -1,7 +1,7 @@
-"""A verifying pass: one model reads committed text and the proposals below it, one rule says what stands.
+"""A verifying pass: one model reads committed text and the proposals behind it, and one rule accepts nodes.
 
-The target verifies with this, and so does every level of a cascade that has a level beneath it. A `Verifier` keeps no
-text and commits nothing; the caller owns both. Knows one runner and one rule, never who proposed.
+The target verifies with this, and so does every level of a cascade that has a child level. A `Verifier` keeps no text
+and commits nothing; the caller does both. Knows one runner and one rule, not the drafter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.protocol.messages import Proposal, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import truncate_distribution
-from actors.sampling.logits import NodeRows, choose_batch, probabilities, process_logits
+from actors.sampling.logits import LogitRows, choose_batch, probabilities, process_logits
 from actors.verification.coupled import verify_coupled
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
@@ -23,7 +23,7 @@ from parallel.runtime.runner import ModelRunner, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class VerifyInput:
     """One sequence of a pass: `num_fed` tokens of its uncached suffix are fed and, once the root is, the proposal."""
 
     seq_id: SeqId
@@ -39,8 +39,11 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
-    """The accepted `path` and the model's own `next_token`; `distributions` of all these tokens where the model's was cut."""
+class VerifyResult:
+    """The accepted `path` and the model's own `next_token`.
+
+    `distributions` are those of all these tokens, where the model's distributions were cut.
+    """
 
     path: tuple[int, ...]
     next_token: int
@@ -48,7 +51,8 @@ class Ruling:
 
 
 class Verifier:
-    """`law_size` cuts the model's law to its likeliest tokens, for a model whose tokens are tested by ratio in turn."""
+    """`law_size` cuts the model's distributions to their likeliest tokens, for a model whose tokens another one tests
+    by ratio; None: they are whole."""
 
     def __init__(
         self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, law_size: int | None = None
@@ -58,58 +62,59 @@ class Verifier:
         self._eos_token_ids = tuple(eos_token_ids)
         self._law_size = law_size
 
-    def reaches_root(self, subject: Subject) -> bool:
-        """Whether the pass (still pending) feeds, or fed, the last token of the text."""
-        return self.runner.cached_len(subject.seq_id) + subject.num_fed == len(subject.token_ids)
+    def reaches_root(self, verified: VerifyInput) -> bool:
+        """Whether the pass, whose rows are still pending, feeds or fed the last token of the text."""
+        return self.runner.cached_len(verified.seq_id) + verified.num_fed == len(verified.token_ids)
 
-    def forward(self, subjects: Sequence[Subject]) -> tuple[Tensor, int]:
-        """One pass: logits behind all nodes of those whose root is reached [N, V], and the number of rows fed."""
+    def forward(self, inputs: Sequence[VerifyInput]) -> tuple[Tensor, int]:
+        """One pass: logits [N, V] at all nodes of inputs whose root is reached, and the number of rows fed."""
         spans, token_ids = [], []
-        for subject in subjects:
-            cached_len, tree = self.runner.cached_len(subject.seq_id), subject.tree
-            fed = subject.token_ids[cached_len : cached_len + subject.num_fed]
+        for verified in inputs:
+            cached_len, tree = self.runner.cached_len(verified.seq_id), verified.tree
+            fed = verified.token_ids[cached_len : cached_len + verified.num_fed]
             if not tree.num_draft_tokens:
-                spans.append(Span(subject.seq_id, len(fed), num_logits=int(self.reaches_root(subject))))
+                spans.append(Span(verified.seq_id, len(fed), num_logits=int(self.reaches_root(verified))))
                 token_ids += fed
                 continue
-            assert self.reaches_root(subject), "a proposal hangs below the root"
+            assert self.reaches_root(verified), "a proposal needs the logits of the root"
             parents = None
             if not tree.is_chain:
                 root_row = len(fed) - 1
                 parents = [*range(-1, root_row), *(root_row + parent for parent in tree.parents[1:])]
             num_nodes = len(tree.parents)
-            spans.append(Span(subject.seq_id, len(fed) + num_nodes - 1, parents, num_nodes))
+            spans.append(Span(verified.seq_id, len(fed) + num_nodes - 1, parents, num_nodes))
             token_ids += [*fed, *tree.token_ids[1:]]
         return self.runner.forward(spans, token_ids).logits, len(token_ids)
 
-    def judge(
-        self, subjects: Sequence[Subject], logits: Tensor, make_coins: Callable[[Subject], RandomSource] | None = None
-    ) -> list[Ruling]:
-        """Rulings on those whose root was reached; `make_coins` gives a ratio rule its randomness."""
-        rows = [NodeRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in subjects]
+    def verify(
+        self,
+        inputs: Sequence[VerifyInput],
+        logits: Tensor,
+        make_random_source: Callable[[VerifyInput], RandomSource] | None = None,
+    ) -> list[VerifyResult]:
+        """Results of inputs whose root was reached; `make_random_source` gives a ratio rule its randomness."""
+        rows = [LogitRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in inputs]
         coupled = self._rule == "coupled"
         choices = choose_batch(logits, rows, self._eos_token_ids).tolist() if coupled and rows else []
-        rulings, start = [], 0
-        for subject, node_rows in zip(subjects, rows, strict=True):
-            where = slice(start, start + len(node_rows.tree.parents))
+        results, start = [], 0
+        for verified, logit_rows in zip(inputs, rows, strict=True):
+            where = slice(start, start + len(logit_rows.tree.parents))
             start = where.stop
             if coupled:
-                rulings.append(Ruling(*verify_coupled(node_rows.tree, choices[where])))
-            else:
-                random_source = (
-                    make_coins(subject)
-                    if make_coins
-                    else HashRandomSource(subject.sampling.seed, len(subject.token_ids))
-                )
-                rulings.append(self._test(subject, node_rows, logits[where], random_source))
-        return rulings
+                results.append(VerifyResult(*verify_coupled(logit_rows.tree, choices[where])))
+                continue
+            random_source = (make_random_source or _random_source)(verified)
+            results.append(self._verify_by_ratio(verified, logit_rows, logits[where], random_source))
+        return results
 
-    def _test(self, subject: Subject, rows: NodeRows, logits: Tensor, random_source: RandomSource) -> Ruling:
-        """A rejection rule: ratio tests against the laws the proposal was drawn from."""
+    def _verify_by_ratio(
+        self, verified: VerifyInput, rows: LogitRows, logits: Tensor, random_source: RandomSource
+    ) -> VerifyResult:
+        """Ratio tests against the distributions that the proposal was drawn from."""
         scores = process_logits(logits, rows.params, self._eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree)
         cut: dict[int, SparseDistribution] = {}
 
-        def target_row(node: int) -> np.ndarray:  # most rules visit few nodes of a tree
+        def target_row(node: int) -> np.ndarray:  # on demand: most rules visit few nodes of a tree
             if self._law_size is None:
                 return probabilities(scores[node : node + 1], rows.params)[0].cpu().numpy()
             if node not in cut:
@@ -118,9 +123,13 @@ class Verifier:
             row[list(cut[node].token_ids)] = cut[node].probs
             return row
 
-        proposal = subject.proposal
+        proposal = verified.proposal
         sampling_kinds, distributions = (
             (proposal.sampling_kinds, proposal.distributions) if proposal else ((0,), (None,))
         )
         path, next_token = RULES[self._rule](rows.tree, sampling_kinds, distributions, target_row, random_source)
-        return Ruling(path, next_token, tuple(cut[node] for node in (0, *path)) if cut else ())
+        return VerifyResult(path, next_token, tuple(cut[node] for node in (0, *path)) if cut else ())
+
+
+def _random_source(verified: VerifyInput) -> RandomSource:
+    return HashRandomSource(verified.sampling.seed, len(verified.token_ids))

@@ -9,7 +9,7 @@ import torch
 from actors.drafters.cascade.child import ChildLevel, ChildPort, LocalChild
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.cascade.draft_lengths import FixedLengths, LengthControl
-from actors.drafters.cascade.level import CascadeDrafter
+from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Drafter
@@ -37,21 +37,18 @@ def build_levels(
         else:
             runner, held = open_draft_model(model, setup.scheduler, setup.group, setup.device)
             port = LocalChild(drafter) if drafter is not None else child
-            drafter = CascadeDrafter(
-                runner,
-                ChildLevel(port, config.level_name(level - 1), max(most[:level])),
-                level=level,
-                name=config.level_name(level),
-                rule=setup.verify.rule,
-                law_size=setup.verify.law_size,
-                eos_token_ids=setup.eos_token_ids,
-                prefill_chunk=setup.scheduler.prefill_chunk,
-                lengths=lengths,
+            assert port is not None, "a cascade above level 0 has a level below it"
+            top = level == len(config.levels) - 1
+            spec = LevelSpec(
+                level,
+                config.level_name(level),
                 tail=config.tail(level),
-                merge=config.merge if level == len(config.levels) - 1 else 0,
-                is_last=level == len(config.levels) - 1,
+                merge=config.merge if top else 0,
+                is_last=top,
                 works_ahead=setup.pipeline in AHEAD and is_last,
             )
+            below = ChildLevel(port, config.level_name(level - 1), max(most[:level]))
+            drafter = CascadeDrafter(runner, below, spec, setup.model_options, lengths)
         weight_bytes += held.get("weight_bytes", 0)
         kv_bytes += held.get("kv_bytes", 0)
         facts |= held

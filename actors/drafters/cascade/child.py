@@ -1,8 +1,8 @@
-"""The level beneath a level of a cascade, as the upper one sees it: told of text, asked for drafts, kept account of.
+"""The child level of a cascade level, as its parent sees it: kept up to date, asked for drafts, and counted.
 
-It is spoken to in the records the coordinator uses, so a level in the same process and one on ranks of its own differ
-only in the `ChildPort` that carries them. The text it is told is provisional: what the level above takes back, it
-takes back too, by a `Commit` whose prefix lies below the text it knows. Knows no model and no rule.
+Parent and child exchange the records that the coordinator exchanges with a drafter, so a child in the same process and
+one on ranks of its own differ only in the `ChildPort` that carries them. The text of the child is provisional: the
+parent takes text back by a `Commit` whose prefix is shorter than the text the child knows. Knows no model and no rule.
 """
 
 from __future__ import annotations
@@ -14,36 +14,40 @@ from typing import Protocol
 from actors.drafters.interface import Context, Drafter
 from actors.protocol.messages import Admit, Commit, DraftBatch, DraftOrder, LevelWork, Proposal, ProposalBatch
 from actors.roles.draft import DraftRole
-from actors.sampling.noise import Stream as NoiseStream
-from actors.sampling.noise import noise_key
+from actors.sampling.noise import NoiseStream, noise_key
 
 
 class ChildPort(Protocol):
-    """Carries records to the level beneath and back."""
+    """Carries records to the child level and back."""
 
-    life: int
-    """Changes when the level has lost what it knew."""
-    has_own_lane: bool
-    """Whether it works elsewhere, at times of its own."""
-    has_news: bool
-    """Whether it has said something that was not collected yet."""
+    @property
+    def epoch(self) -> int:
+        """Changes when the child has lost its state."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the child runs on ranks of its own, at times of its own."""
+
+    @property
+    def has_records(self) -> bool:
+        """Whether a record from the child has arrived that was not read yet."""
 
     def post(self, batch: DraftBatch) -> None:
         """Send; at most one answer is awaited at a time."""
 
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch] | None:
-        """The answer to the batch of this round, None if it is not there (yet); empty from a level that is lost."""
+        """The answer to the batch of this round; None if it is not complete yet, empty if the child is lost."""
 
-    def listen(self) -> None:
-        """Hear whether the level was lost, or has come back."""
+    def poll(self) -> None:
+        """Read records that report the loss or the return of the child."""
 
 
 class LocalChild:
-    """The level lives in this process and drafts when it is asked."""
+    """The child level runs in this process and drafts when it is asked."""
 
-    life = 0
-    has_own_lane = False
-    has_news = True
+    epoch = 0
+    is_remote = False
+    has_records = True
 
     def __init__(self, drafter: Drafter) -> None:
         self._role = DraftRole(drafter)
@@ -55,28 +59,27 @@ class LocalChild:
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch]:
         return self._answer
 
-    def listen(self) -> None:
-        """It is never lost."""
+    def poll(self) -> None:
+        """Nothing to do: a child in the same process cannot be lost alone."""
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the level beneath knows of one request: `length` tokens, of which the first `valid` still stand.
-
-    `path` is what this level accepted of its last draft; `asked` says that it was asked at this very text;
-    `num_admissions` counts how often it was told of the request from the start.
-    """
+class _ChildText:
+    """The child's text of one request: `length` tokens, of which the first `valid` still stand."""
 
     context: Context
     length: int = 0
     valid: int = 0
-    path: tuple[int, ...] = ()
-    asked: bool = False
+    path: tuple[int, ...] = ()  # accepted nodes of its last draft
+    ordered: bool = False  # a draft was ordered at exactly this text
     num_admissions: int = 0
 
 
 class ChildLevel:
-    """Keeps the level beneath up to date, asks it, and counts its work under its `name`."""
+    """Keeps the child level up to date, orders its drafts, and counts its work under `name`.
+
+    `num_draft_tokens` bounds the tokens of one of its drafts.
+    """
 
     def __init__(self, port: ChildPort, name: str, num_draft_tokens: int) -> None:
         self.name = name
@@ -84,54 +87,66 @@ class ChildLevel:
         self._port = port
         self._round = 0
         self._awaited: int | None = None
-        self._life = port.life
-        self._told: dict[int, _Told] = {}
+        self._epoch = port.epoch
+        self._texts: dict[int, _ChildText] = {}
         self._releases: list[int] = []
         self._work: list[LevelWork] = []
 
-    def open(self, context: Context) -> None:
-        self.release(context.request_id)
-        self._told[context.request_id] = _Told(context)
+    @property
+    def is_awaited(self) -> bool:
+        """Whether an answer of the child is outstanding."""
+        return self._awaited is not None
 
-    def release(self, request_id: int) -> None:
-        told = self._told.pop(request_id, None)
-        if told is not None and told.length:
-            self._releases.append(request_id)
+    @property
+    def is_silent(self) -> bool:
+        """Whether an answer is outstanding and no record of it has arrived."""
+        return self.is_awaited and not self._port.has_records
+
+    def open(self, context: Context) -> None:
+        """A request arrived."""
+        self.release(context.request_id)
+        self._texts[context.request_id] = _ChildText(context)
 
     def cut(self, request_id: int, length: int) -> None:
-        """The text behind the first `length` tokens does not stand."""
-        told = self._told[request_id]
-        told.valid = min(told.valid, length)
-        told.path = told.path[: max(0, length - told.length)]
+        """The parent took back all but the first `length` tokens."""
+        text = self._texts[request_id]
+        text.valid = min(text.valid, length)
+        text.path = text.path[: max(0, length - text.length)]
 
-    def accepted(self, request_id: int, path: tuple[int, ...]) -> None:
-        """This level's ruling on the last draft, whose tokens now follow the text it was made for."""
-        self._told[request_id].path = path
+    def accept(self, request_id: int, path: tuple[int, ...]) -> None:
+        """The parent accepted this path of the child's last draft; its tokens follow the text of that draft."""
+        self._texts[request_id].path = path
 
-    def post(self, asked: Iterable[tuple[int, Sequence[int], int]]) -> None:
-        """Tell and ask, as (request, its text, draft tokens wanted); none wanted only brings it up to date."""
-        self._port.listen()
-        if self._port.life != self._life:  # it came back, and knows nothing
-            self._life = self._port.life
+    def release(self, request_id: int) -> None:
+        """The request ended."""
+        text = self._texts.pop(request_id, None)
+        if text is not None and text.length:
+            self._releases.append(request_id)
+
+    def post(self, orders: Iterable[tuple[int, Sequence[int], int]]) -> None:
+        """Send text and orders as (request, its text, draft tokens); 0 tokens only bring the child up to date."""
+        self._port.poll()
+        if self._port.epoch != self._epoch:  # the child came back without state
+            self._epoch = self._port.epoch
             self._releases = []
-            for told in self._told.values():
-                told.length = 0
-        admits, commits, orders = [], [], []
-        for request_id, text, budget in asked:
-            record = self._news(self._told[request_id], text)
+            for text in self._texts.values():
+                text.length = 0
+        admits, commits, sent = [], [], []
+        for request_id, token_ids, num_tokens in orders:
+            record = self._update(self._texts[request_id], token_ids)
             if isinstance(record, Admit):
                 admits.append(record)
             elif record is not None:
                 commits.append(record)
-            self._told[request_id].asked = budget > 0
-            orders.append(DraftOrder(request_id, budget))
+            self._texts[request_id].ordered = num_tokens > 0
+            sent.append(DraftOrder(request_id, num_tokens))
         releases, self._releases = tuple(self._releases), []
         self._round += 1
         self._awaited = self._round
-        self._port.post(DraftBatch(self._round, tuple(admits), tuple(commits), releases, tuple(orders)))
+        self._port.post(DraftBatch(self._round, tuple(admits), tuple(commits), releases, tuple(sent)))
 
     def collect(self, *, wait: bool = True) -> dict[int, Proposal] | None:
-        """What it drafted, by request; empty if it fell silent, None if nothing is there yet."""
+        """The child's drafts by request; empty if it is lost, None without `wait` if they are not there yet."""
         if self._awaited is None:
             return {}
         answer = self._port.collect(self._awaited, wait=wait)
@@ -139,48 +154,46 @@ class ChildLevel:
             return None
         self._awaited = None
         for batch in answer or ():
-            spans = ((batch.started, batch.finished), *(span[:2] for span in batch.ahead))
-            seconds = sum(finished - started for started, finished in spans)
-            shown = spans if self._port.has_own_lane else ()
-            if batch.levels:
-                self._work += batch.levels
-                if shown:
-                    self._work.append(LevelWork(self.name, spans=shown))
-            elif batch.proposals:
-                self._work.append(LevelWork(self.name, len(spans), seconds, spans=shown))
+            self._count(batch)
         return {proposal.request_id: proposal for batch in answer or () for proposal in batch.proposals}
 
-    @property
-    def is_awaited(self) -> bool:
-        return self._awaited is not None
-
-    @property
-    def is_silent(self) -> bool:
-        """It was asked, and has not said a word."""
-        return self.is_awaited and not self._port.has_news
-
-    def account(self) -> tuple[LevelWork, ...]:
+    def level_stats(self) -> tuple[LevelWork, ...]:
+        """Work of the child, and of the levels below it, since the last call."""
         work, self._work = tuple(self._work), []
         return work
 
-    def _news(self, told: _Told, text: Sequence[int]) -> Admit | Commit | None:
-        """The record that brings the level beneath from what it was told to `text`."""
-        context = told.context
-        if not told.length:
-            admission = noise_key(context.admission, NoiseStream.DRAFT, told.num_admissions)
-            told.num_admissions += 1
-            record: Admit | Commit | None = Admit(
-                context.request_id, context.epoch, tuple(text), context.prompt_len, context.sampling, admission
+    def _count(self, batch: ProposalBatch) -> None:
+        spans = ((batch.started, batch.finished), *(span[:2] for span in batch.ahead))
+        seconds = sum(finished - started for started, finished in spans)
+        shown = spans if self._port.is_remote else ()
+        if batch.levels:
+            self._work += batch.levels
+            if shown:
+                self._work.append(LevelWork(self.name, spans=shown))
+        elif batch.proposals:
+            self._work.append(LevelWork(self.name, len(spans), seconds, spans=shown))
+
+    def _update(self, text: _ChildText, token_ids: Sequence[int]) -> Admit | Commit | None:
+        """The record that brings the child's text to `token_ids`; None if it is there."""
+        context, record = text.context, None
+        if not text.length:
+            admission = noise_key(context.admission, NoiseStream.DRAFT, text.num_admissions)
+            text.num_admissions += 1
+            record = Admit(
+                context.request_id, context.epoch, tuple(token_ids), context.prompt_len, context.sampling, admission
             )
-        else:
-            start, path = told.length, told.path
-            if told.valid < told.length:
-                start, path = told.valid, ()
-            elif len(text) == told.length:
-                if not told.asked:
-                    return None
-                start, path = told.length - 1, ()  # its root again: a draft that nobody ruled on is taken back
-            record = Commit(context.request_id, context.epoch, start, path, tuple(text[start:]), context.settled_len)
-        told.length = told.valid = len(text)
-        told.path = ()
+        elif text.valid < text.length:
+            record = _commit(context, text.valid, (), token_ids)
+        elif len(token_ids) > text.length:
+            record = _commit(context, text.length, text.path, token_ids)
+        elif text.ordered:  # the root again: a draft without a verdict is taken back
+            record = _commit(context, text.length - 1, (), token_ids)
+        if record is not None:
+            text.length = text.valid = len(token_ids)
+            text.path = ()
         return record
+
+
+def _commit(context: Context, start: int, path: tuple[int, ...], token_ids: Sequence[int]) -> Commit:
+    """`token_ids` from `start` on replace what the child has there."""
+    return Commit(context.request_id, context.epoch, start, path, tuple(token_ids[start:]), context.settled_len)

@@ -1,11 +1,11 @@
-"""How many tokens each level of a cascade hands up at a time: as configured, or as measured costs and acceptance say.
+"""How many tokens each level of a cascade passes up at a time: as configured, or chosen from measured cost and
+acceptance.
 
-A level of length 0 passes on what the one beneath it says, so that lengths choose among all cascades that can be made
-of the levels. `drafter.lengths=auto` predicts the walltime of each, at all lengths within the configured ones, from
-what was measured, and takes the best for the next drafts. What was seldom seen is credited with as much as it may well
-be worth (optimism in the face of uncertainty: Auer et al., Finite-time Analysis of the Multiarmed Bandit Problem,
-2002), and what was seen long ago counts as seldom seen: so every level is tried, the hopeful ones often. Counts and
-seconds only; knows no model and no token.
+A level of length 0 forwards the drafts of the level below it, so a choice of lengths is a choice among all cascades
+that can be made of the levels. `drafter.lengths=auto` predicts the wall time of each within the configured lengths and
+takes the best for the next drafts. Acceptance that was observed seldom, or long ago, is credited with its standard
+error (optimism in the face of uncertainty: Auer et al., Finite-time Analysis of the Multiarmed Bandit Problem, 2002),
+so every level is tried now and then, and promising ones often. Counts and seconds only; knows no model and no token.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.policy.cascade_model import CascadeCosts, acceptance_of, best_lengths
-from actors.policy.estimators import LinearFit
+from actors.policy.estimators import OUTLIER, Ewma, LinearFit
 from actors.protocol.messages import LevelWork, TokenTree
 
 TARGET = -1
-"""Who judges, where that is no level."""
+"""In place of a level's number: the target."""
 WINDOW = 2
 """Drafts between two choices."""
 _MEMORY = 0.99
@@ -28,75 +28,83 @@ _MEMORY = 0.99
 _OPTIMISM = 1.0
 """Standard errors that acceptance is credited with."""
 _LEAST_VARIANCE = 1.0
-"""Of the tokens accepted of a draft, since acceptance comes in runs: a few equal outcomes are no certainty."""
-_HICCUP = 2.0
-"""A pass that takes longer than so many times the mean is counted as that: it is the machine's."""
+"""Of the tokens accepted of a draft: acceptance comes in runs, so a few equal outcomes are no certainty."""
 
 
 class Lengths:
-    """Tokens that each level hands up at a time."""
+    """Tokens that each level passes up at a time; a level's tail is part of them."""
 
     lengths: tuple[int, ...]
 
     def source(self, level: int) -> int | None:
-        """The level whose tokens come from beneath this one: the next that drafts any."""
+        """The level whose drafts this level receives: the next one below that drafts any tokens."""
         return next((below for below in reversed(range(level)) if self.lengths[below]), None)
 
     def longest(self, level: int) -> int:
-        """Tokens that come from beneath this level at a time."""
+        """Tokens that this level receives at a time, at most."""
         source = self.source(level)
         return 0 if source is None else self.lengths[source]
 
 
 @dataclass(frozen=True, slots=True)
 class FixedLengths(Lengths):
-    """As configured; a level's tail is part of what it hands up."""
+    """As configured."""
 
     lengths: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class _Passes:
-    """Decaying sums; what a first level that is a model does token by token counts as tokens."""
+class _PassCost:
+    """Decayed sums; a first level that is a model is counted by drafted tokens instead of passes."""
 
     count: float = 0.0
     seconds: float = 0.0
 
     def update(self, count: float, seconds: float) -> None:
         if self.count:
-            seconds = min(seconds, _HICCUP * count * self.seconds / self.count)
+            seconds = min(seconds, OUTLIER * count * self.seconds / self.count)
         self.count += count
         self.seconds += seconds
 
+    def decay(self) -> None:
+        self.count *= _MEMORY
+        self.seconds *= _MEMORY
+
+
+def _mean() -> Ewma:
+    return Ewma(memory=1.0)  # decays once per window, not per observation
+
 
 @dataclass(slots=True)
-class _Judged:
-    """Decaying sums over the drafts of one level that one other judged; a lookup that found nothing was wrong."""
+class _Acceptance:
+    """Tokens per draft of one level that one verifier was offered and accepted; an empty lookup counts as rejected."""
 
-    drafts: float = 0.0
-    tokens: float = 0.0
-    accepted: float = 0.0
-    squares: float = 0.0
+    tokens: Ewma = field(default_factory=_mean)
+    accepted: Ewma = field(default_factory=_mean)
+    squares: Ewma = field(default_factory=_mean)
 
     def update(self, num_tokens: int, num_accepted: int) -> None:
-        self.drafts += 1
-        self.tokens += num_tokens
-        self.accepted += num_accepted
-        self.squares += num_accepted**2
+        self.tokens.update(num_tokens)
+        self.accepted.update(num_accepted)
+        self.squares.update(num_accepted**2)
 
-    def acceptance(self) -> float:
-        """As much as it may well be."""
-        length, mean = self.tokens / self.drafts, self.accepted / self.drafts
-        variance = max(0.0, self.squares / self.drafts - mean**2) + _LEAST_VARIANCE
-        hoped = mean + _OPTIMISM * (variance / self.drafts) ** 0.5
-        return acceptance_of(min(hoped, length), length, 1)
+    def decay(self) -> None:
+        for mean in (self.tokens, self.accepted, self.squares):
+            mean.decay(_MEMORY)
+
+    def optimistic(self) -> float:
+        """Acceptance per token, credited with the standard error of its measurement."""
+        length, mean = self.tokens.mean, self.accepted.mean
+        variance = max(0.0, self.squares.mean - mean**2) + _LEAST_VARIANCE
+        credited = mean + _OPTIMISM * (variance / self.tokens.weight) ** 0.5
+        return acceptance_of(min(credited, length), length, 1)
 
 
 @dataclass(slots=True)
 class LengthControl(Lengths):
-    """`names` and `bounds` of the levels, the cheapest first; `drafts_at_once` says that the first is a lookup.
+    """`names` and `bounds` of the levels, the cheapest first; `drafts_at_once`: the first is a lookup.
 
-    `agree` makes the choice of the first rank everybody's.
+    `agree` returns rank 0's choice on every rank.
     """
 
     names: Sequence[str]
@@ -105,84 +113,86 @@ class LengthControl(Lengths):
     agree: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda lengths: lengths
     clock: Callable[[], float] = time.monotonic
     lengths: tuple[int, ...] = ()
-    _passes: defaultdict[tuple[int, bool], _Passes] = field(default_factory=lambda: defaultdict(_Passes))
-    _judged: defaultdict[tuple[int, int], _Judged] = field(default_factory=lambda: defaultdict(_Judged))
-    _away: LinearFit = field(default_factory=LinearFit)
-    _left_at: float | None = None
-    _num_left: float = 0.0
+    _costs: defaultdict[tuple[int, bool], _PassCost] = field(default_factory=lambda: defaultdict(_PassCost))
+    _acceptance: defaultdict[tuple[int, int], _Acceptance] = field(default_factory=lambda: defaultdict(_Acceptance))
+    _target_s: LinearFit = field(default_factory=LinearFit)  # from sending drafts to the next orders, by draft length
+    _sent_at: float | None = None
+    _num_sent: float = 0.0
     _num_orders: int = 0
     _prefixes: Mapping[int, int] = field(default_factory=dict)  # request -> tokens committed at the last order
-    _guesses: defaultdict[int, list[tuple[int, int, TokenTree]]] = field(default_factory=lambda: defaultdict(list))
+    _drafts: defaultdict[int, list[tuple[int, int, TokenTree]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self.lengths = self.bounds
 
-    def interrupted(self) -> None:
-        """A request came: the next draft may have been waited for with nobody at work."""
-        self._left_at = None
+    def request_opened(self) -> None:
+        """A request arrived: the time until the next order may be idle time, so it is not measured."""
+        self._sent_at = None
 
-    def ordered(self, prefixes: Mapping[int, int]) -> None:
-        """Drafts are wanted behind so many committed tokens: since the last were sent, the target has verified."""
+    def drafts_ordered(self, prefixes: Mapping[int, int]) -> None:
+        """Drafts are ordered after so many committed tokens of each request; the target has verified the last ones."""
         self._prefixes = prefixes
-        self._guesses.clear()
-        if self._left_at is not None:
-            self._away.update(self._num_left, self.clock() - self._left_at)
+        self._drafts.clear()
+        if self._sent_at is not None:
+            self._target_s.update(self._num_sent, self.clock() - self._sent_at)
         self._num_orders += 1
         if self._num_orders % WINDOW == 0:
             self.lengths = self.agree(self.choose())
-            for sums in (*self._passes.values(), *self._judged.values()):
-                for name in sums.__slots__:
-                    setattr(sums, name, _MEMORY * getattr(sums, name))
+            for estimate in (*self._costs.values(), *self._acceptance.values()):
+                estimate.decay()
 
-    def answered(self, mean_draft_tokens: float) -> None:
-        self._left_at, self._num_left = self.clock(), mean_draft_tokens
+    def drafts_sent(self, mean_draft_tokens: float) -> None:
+        """The ordered drafts leave for the target."""
+        self._sent_at, self._num_sent = self.clock(), mean_draft_tokens
 
-    def judged(self, level: int, judge: int, num_tokens: int, num_accepted: int) -> None:
-        """A level was asked for a draft of `num_tokens`, and `judge`, a level or the target, took so many of them."""
-        self._judged[level, judge].update(num_tokens, num_accepted)
-        if self._by_token(level):
-            self._passes[level, False].count += num_tokens
+    def record_acceptance(self, level: int, verifier: int, num_tokens: int, num_accepted: int) -> None:
+        """`verifier`, a level or the target, accepted so many of the `num_tokens` that it ordered from `level`."""
+        self._acceptance[level, verifier].update(num_tokens, num_accepted)
+        if self._is_by_token(level):
+            self._costs[level, False].count += num_tokens
 
-    def guessed(self, request_id: int, length: int, level: int, num_tokens: int, tree: TokenTree) -> None:
-        """What a level that was asked for `num_tokens` said behind a text of some length."""
+    def record_draft(self, request_id: int, length: int, level: int, num_tokens: int, tree: TokenTree) -> None:
+        """The draft of a level that `num_tokens` were ordered from, after `length` tokens of text."""
         if self._prefixes.get(request_id) == length:
-            self._guesses[request_id].append((level, num_tokens, tree))
+            self._drafts[request_id].append((level, num_tokens, tree))
 
-    def committed(self, request_id: int, token_ids: Sequence[int]) -> None:
-        """What the target says shows, of every level that was asked at that text, what it would have made of it."""
-        for level, num_tokens, tree in self._guesses.pop(request_id, ()):
+    def record_commit(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """The target's own tokens show how many it would have accepted of every level's draft at the same text."""
+        for level, num_tokens, tree in self._drafts.pop(request_id, ()):
             if token_ids:
-                self._judged[level, TARGET].update(min(num_tokens, len(token_ids)), _depth_agreed(tree, token_ids))
+                offered = min(num_tokens, len(token_ids))
+                self._acceptance[level, TARGET].update(offered, _depth_agreed(tree, token_ids))
 
-    def update(self, work: Iterable[LevelWork]) -> None:
-        """What was worked at the present lengths."""
-        for one in work:
-            if one.num_passes:
-                level = self.names.index(one.level)
-                if self._by_token(level):
-                    self._passes[level, False].seconds += one.busy_s
+    def record_work(self, work: Iterable[LevelWork]) -> None:
+        """Passes and seconds of the levels at the present lengths."""
+        for item in work:
+            if item.num_passes:
+                level = self.names.index(item.level)
+                if self._is_by_token(level):
+                    self._costs[level, False].seconds += item.busy_s
                 else:
-                    self._passes[level, any(self.lengths[:level])].update(one.num_passes, one.busy_s)
+                    self._costs[level, any(self.lengths[:level])].update(item.num_passes, item.busy_s)
 
     def choose(self) -> tuple[int, ...]:
-        """The lengths that what was seen speaks for; as configured while a level has not worked yet."""
-        costs = {key: passes.seconds / passes.count for key, passes in self._passes.items() if passes.count}
+        """The lengths of the least predicted wall time per token; the configured ones while a level has not worked."""
+        costs = {key: cost.seconds / cost.count for key, cost in self._costs.items() if cost.count}
         for level in range(len(self.names)):
-            one_of_both = costs.get((level, True), costs.get((level, False)))
-            if one_of_both is None:
+            known = costs.get((level, True), costs.get((level, False)))
+            if known is None:
                 return self.bounds
-            costs.setdefault((level, True), one_of_both)
-            costs.setdefault((level, False), one_of_both)
-        acceptance = {key: judged.acceptance() for key, judged in self._judged.items() if judged.drafts}
-        away = self._away
-        slope = away.slope(0.0, 1.0)
+            costs.setdefault((level, True), known)
+            costs.setdefault((level, False), known)
+        acceptance = {
+            key: estimate.optimistic() for key, estimate in self._acceptance.items() if estimate.tokens.weight
+        }
+        slope = self._target_s.slope(0.0, 1.0)
         return best_lengths(
             CascadeCosts(costs, acceptance, self.drafts_at_once),
-            lambda length: max(0.5 * away.mean_y, away.at(length, slope)),
+            lambda length: max(0.5 * self._target_s.mean_y, self._target_s.at(length, slope)),
             self.bounds,
         )
 
-    def _by_token(self, level: int) -> bool:
+    def _is_by_token(self, level: int) -> bool:
         return level == 0 and not self.drafts_at_once
 
 
@@ -190,7 +200,8 @@ def _depth_agreed(tree: TokenTree, token_ids: Sequence[int]) -> int:
     """How many of the tokens a walk down the tree finds."""
     children, node = tree.children(), 0
     for depth, token in enumerate(token_ids):
-        node = next((child for child in children[node] if tree.token_ids[child] == token), None)
-        if node is None:
+        child = next((child for child in children[node] if tree.token_ids[child] == token), None)
+        if child is None:
             return depth
+        node = child
     return len(token_ids)

@@ -2,16 +2,16 @@
 
     target  <-  CascadeDrafter(model)  <-  CascadeDrafter(smaller model)  <-  n-gram
 
-Vertically a level asks the one beneath, verifies what it gets, adds a token of its own and asks again, until it has
-the draft tokens it was ordered; horizontally it lets the level beneath add a `tail` behind its own tokens. To the
-level beneath it is a target whose text may be taken back, to the level above an ordinary drafter, so levels nest to
-any depth; one whose lower level is silent drafts by itself, token by token, and one whose length is 0 passes on what
-the level beneath says, as a tail behind no tokens of its own.
+Vertically a level orders drafts from its child level, verifies them, adds a token of its own and orders again, until it
+has the draft tokens that its parent ordered; horizontally the child adds a `tail` behind the level's own tokens. To its
+child a level is a target whose text may be taken back, to its parent an ordinary drafter, so levels nest to any depth.
+A level whose child is lost drafts by itself, token by token. A level of length 0 forwards its child's drafts, as a tail
+behind no tokens of its own.
 
-Under the coupled rule nothing more is needed. Under a ratio rule a token that was accepted, recovered or added
-follows this level's own law m, whatever the level beneath drew from; m (cut to its likeliest tokens, and verified
-against exactly so) is the law that travels upwards, and never the lower level's. Whether a further token is drafted
-depends on counts only, never on a token's value.
+Under the coupled rule nothing more is needed. Under a ratio rule a token that was accepted, recovered or added follows
+this level's own distribution m, whatever the child drew from; m, cut to its likeliest tokens and verified against
+exactly so, is the distribution that travels upwards, and never the child's. Whether a further token is drafted depends
+on counts only, never on a token's value.
 
 Sources: Chen et al., Cascade Speculative Drafting (arXiv 2312.11462); Spector and Re, Staged Speculative Decoding
 (2308.04623); run-ahead between levels: PipeSpec (2505.01572).
@@ -21,331 +21,331 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from actors.drafters.cascade.child import ChildLevel
 from actors.drafters.cascade.draft_lengths import FixedLengths, LengthControl
 from actors.drafters.cascade.level_stats import LevelStatsRecorder
-from actors.drafters.cascade.request_state import Stream, common_prefix
+from actors.drafters.cascade.request_state import RequestState
 from actors.drafters.cascade.tree_merge import merge_trees
+from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.width import Step, WidthChooser
-from actors.drafters.interface import Context, Draft
-from actors.protocol.messages import Commit, DraftPreview, LevelWork, Proposal, SamplingKind, TokenTree
+from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.model.prefill import prefill
+from actors.protocol.messages import Commit, LevelWork, Proposal, SamplingKind, TokenTree
 from actors.sampling.logits import is_greedy
-from actors.sampling.noise import Stream as NoiseStream
-from actors.sampling.noise import noise_key
+from actors.sampling.noise import NoiseStream, noise_key
 from actors.verification.random_source import HashRandomSource, RandomSource
-from actors.verification.verifier import Ruling, Subject, Verifier
-from parallel.runtime.runner import ModelRunner, Span
+from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
+from parallel.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSpec:
+    """The place of a level in its cascade; levels are numbered from 0, the cheapest."""
+
+    number: int
+    name: str
+    tail: int = 0
+    """Unverified tokens of the child behind the level's own."""
+    merge: int = 0
+    """Nodes of the child's first draft that are added beside the level's own tokens, where the two differ."""
+    is_last: bool = True
+    """The target verifies this level's drafts, so the level counts their acceptance; else its parent does."""
+    works_ahead: bool = False
 
 
 class CascadeDrafter:
-    """`level` numbers the levels from 0, the cheapest; `tail` tokens of a draft come unverified from beneath.
-
-    `merge` nodes of what the level beneath said first are added beside this level's own tokens, where they differ.
-    `is_last` says that the target judges it, and not another level, which keeps account of that itself.
-    """
+    """A level over its child; `make_random_source(seed, step)` gives a ratio rule its randomness."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        beneath: ChildLevel,
-        *,
-        level: int,
-        name: str,
-        rule: str,
-        law_size: int,
-        eos_token_ids: Sequence[int],
-        prefill_chunk: int,
+        child: ChildLevel,
+        spec: LevelSpec,
+        options: ModelOptions,
         lengths: FixedLengths | LengthControl,
-        tail: int = 0,
-        merge: int = 0,
-        is_last: bool = True,
-        works_ahead: bool = False,
-        make_coins: Callable[[int, int], RandomSource] = HashRandomSource,
+        make_random_source: Callable[[int, int], RandomSource] = HashRandomSource,
     ) -> None:
         self.runner = runner
-        self.vocab_size = runner.config.vocab_size
-        self.works_ahead = works_ahead
-        self._beneath = beneath
-        self._level = level
-        self._name = name
-        self._coupled = rule == "coupled"
-        # A level may verify by any exact rule; k-SEQ is not exact for what lookups and levels beneath draw.
-        inner_rule = "rejection" if rule == "kseq" else rule
-        self._verifier = Verifier(runner, inner_rule, eos_token_ids, law_size=None if self._coupled else law_size)
-        self._prefill_chunk = prefill_chunk
-        self._tail = tail
-        self._merge = merge
-        self._lengths = lengths
-        self._is_last = is_last
-        self._control = lengths if is_last and isinstance(lengths, LengthControl) else None
-        self._make_coins = make_coins
-        self._streams: dict[int, Stream] = {}
-        self._asked: list[tuple[Stream, int, int]] = []  # stream, its version, draft tokens asked of the level beneath
-        self._account = LevelStatsRecorder(
-            name, level, beneath.name, lengths if isinstance(lengths, LengthControl) else None
+        self.capabilities = Capabilities(
+            runner.config.vocab_size,
+            prefills=self,
+            truncates=self,
+            works_ahead=self if spec.works_ahead else None,
+            has_levels=self,
         )
+        self._child = child
+        self._spec = spec
+        self._coupled = options.rule == "coupled"
+        # A level may verify by any exact rule; k-SEQ is not exact for the draws of lookups and of levels.
+        rule = "rejection" if options.rule == "kseq" else options.rule
+        law_size = None if self._coupled else options.law_size
+        self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size)
+        self._prefill_chunk = options.prefill_chunk
+        self._lengths = lengths
+        control = lengths if isinstance(lengths, LengthControl) else None
+        self._control = control if spec.is_last else None
+        self._make_random_source = make_random_source
+        self._states: dict[int, RequestState] = {}
+        self._ordered: list[tuple[RequestState, int, int]] = []  # state, its version, tokens ordered from the child
+        self._stats = LevelStatsRecorder(spec.name, spec.number, child.name, control)
 
-    # --- the drafter's contract ---------------------------------------------------------------------------------------
+    # --- the contract of drafters -------------------------------------------------------------------------------------
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
-        self._streams[context.request_id] = Stream(context, list(context.token_ids))
-        self._beneath.open(context)
+        self._states[context.request_id] = RequestState(context, list(context.token_ids))
+        self._child.open(context)
         if self._control is not None:
-            self._control.interrupted()
+            self._control.request_opened()
 
-    def prepare(self, contexts: Sequence[Context]) -> None:
+    def prefill(self, contexts: Sequence[Context]) -> None:
         self._settle()
-        streams = [self._streams[context.request_id] for context in contexts]
-        self._beneath.post([(stream.request_id, stream.text, 0) for stream in streams])
-        for stream in streams:
-            self._catch_up(stream, leave=1)
-        self._beneath.collect()
-
-    def prepared(self, context: Context) -> bool:
-        return self.works_ahead and self._streams[context.request_id].is_prepared
+        states = [self._states[context.request_id] for context in contexts]
+        self._child.post([(state.request_id, state.text, 0) for state in states])
+        for state in states:
+            self._prefill(state, leave=1)
+        self._child.collect()
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         self._settle()
         if self._control is not None:
-            self._control.ordered({context.request_id: len(context.token_ids) for context in contexts})
-        asked = [(self._streams[context.request_id], budget) for context, budget in zip(contexts, budgets, strict=True)]
-        missed = [(stream, budget) for stream, budget in asked if not self.prepared(stream.context)]
-        for stream, budget in missed:
-            stream.share = min(max(1, budget - self._tail - self._merge), self._lengths.lengths[self._level])
-        able = self._with_room([(stream, stream.share) for stream, _ in missed])
-        while short := [(stream, stream.share - stream.num_drafted) for stream in able if not stream.is_full]:
-            self._ask(short)
+            self._control.drafts_ordered({context.request_id: len(context.token_ids) for context in contexts})
+        orders = [(self._states[one.request_id], budget) for one, budget in zip(contexts, budgets, strict=True)]
+        missed = [(state, budget) for state, budget in orders if not self.prepared(state.context)]
+        spec = self._spec
+        for state, budget in missed:
+            state.share = min(max(1, budget - spec.tail - spec.merge), self._lengths.lengths[spec.number])
+        able = self._with_room([(state, state.share) for state, _ in missed])
+        while short := [(state, state.share - state.num_drafted) for state in able if not state.is_full]:
+            self._order(short)
             self._review()
-        tails = self._draw_tails([(stream, budget - self._merge) for stream, budget in missed if stream in able])
-        drafts = [self._offer(stream, budget, tails.get(stream.request_id)) for stream, budget in asked]
+        tails = self._order_tails([(state, budget - spec.merge) for state, budget in missed if state in able])
+        drafts = [self._offer(state, budget, tails.get(state.request_id)) for state, budget in orders]
         if self._control is not None:
-            self._control.answered(sum(draft.tree.num_draft_tokens for draft in drafts) / len(drafts))
+            self._control.drafts_sent(sum(draft.tree.num_draft_tokens for draft in drafts) / len(drafts))
         return drafts
 
-    def previews(self) -> Sequence[DraftPreview]:
-        return ()  # what lies behind a draft is only known once the levels have agreed on it
-
-    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
-        assert False, "nothing was told"
-
     def observe(self, context: Context, commit: Commit) -> None:
-        stream, token_ids = self._streams[context.request_id], list(commit.token_ids)
-        own, tail = stream.num_offered, stream.num_tail
-        if self._is_last:
-            told = token_ids if self._coupled or is_greedy(context.sampling) else ()
-            self._account.verified(stream, self._lengths.source(self._level), commit.path[: len(token_ids)], told)
+        state, token_ids = self._states[context.request_id], list(commit.token_ids)
+        own, tail = state.num_offered, state.num_tail
+        if self._spec.is_last:
+            # Under the coupled rule, and greedily, the target's tokens do not depend on the draft.
+            target_tokens = token_ids if self._coupled or is_greedy(context.sampling) else ()
+            source = self._lengths.source(self._spec.number)
+            self._stats.record_verdict(state, source, commit.path[: len(token_ids)], target_tokens)
         base = len(context.token_ids)
-        drafted = stream.text[base:]
-        # A ratio rule has looked at every token it was offered: none of them may be offered again.
+        drafted = state.text[base:]
+        # A ratio rule has tested every token of the proposal: none of them may be offered again.
         fresh = self._coupled or len(token_ids) > own + tail
         if drafted[: len(token_ids)] == token_ids and fresh:
-            del stream.distributions[: len(token_ids)]
-            stream.first_guess = None
+            del state.distributions[: len(token_ids)]
+            state.first_draft = None
         else:
-            agreed = sum(1 for _ in common_prefix(drafted, token_ids))
-            self._take_back(stream, base + agreed, token_ids[agreed:])
+            agreed = _common_prefix_len(drafted, token_ids)
+            self._replace(state, base + agreed, token_ids[agreed:])
             if tail and agreed == own:
                 path = tuple(node - own for node in commit.path if own < node <= own + tail)
-                self._beneath.accepted(stream.request_id, path)
-        stream.num_offered, stream.num_tail, stream.in_flight = 0, 0, False
+                self._child.accept(state.request_id, path)
+        state.num_offered, state.num_tail, state.in_flight = 0, 0, False
 
     def truncate(self, context: Context) -> None:
-        stream = self._streams[context.request_id]
-        self._take_back(stream, len(context.token_ids), [])
-        stream.num_offered, stream.num_tail = 0, 0
+        state = self._states[context.request_id]
+        self._replace(state, len(context.token_ids), [])
+        state.num_offered, state.num_tail = 0, 0
 
     def release(self, request_id: int) -> None:
-        del self._streams[request_id]
+        del self._states[request_id]
         self.runner.close(request_id)
-        self._beneath.release(request_id)
+        self._child.release(request_id)
 
-    def account(self) -> tuple[LevelWork, ...]:
-        work = self._account.close(self._beneath.account())
+    def level_stats(self) -> tuple[LevelWork, ...]:
+        work = self._stats.flush(self._child.level_stats())
         if self._control is not None:
-            self._control.update(work)
+            self._control.record_work(work)
         return work
 
-    # --- working ahead: as if the whole proposal were going to be accepted --------------------------------------------
+    # --- working ahead, on the assumption that the whole proposal is accepted -----------------------------------------
 
     @property
     def wants_work(self) -> bool:
-        return any(stream.in_flight for stream in self._streams.values())
+        return any(state.in_flight for state in self._states.values())
 
     @property
-    def waits(self) -> bool:
-        return self._beneath.is_silent
+    def waits_for_child(self) -> bool:
+        return self._child.is_silent
 
     def width(self, width_chooser: WidthChooser, time_s: float) -> int:
-        return 0  # reviews are of chains
+        return 0  # a level drafts chains
 
     def work(self, width: int = 0) -> Step:
-        """Ask the level beneath, or review what it has sent; about one pass."""
-        if not self._beneath.is_awaited:
-            # What is offered, the token the target adds, and one more proposal behind them.
-            wanting = [
-                (stream, stream.num_offered + stream.num_tail + 1 + stream.share)
-                for stream in self._streams.values()
-                if stream.in_flight
+        """Order from the child, or review what it has sent."""
+        if not self._child.is_awaited:
+            # Wanted are the proposal, the token that the target adds, and one more proposal behind them.
+            wanted = [
+                (state, state.num_offered + state.num_tail + 1 + state.share)
+                for state in self._states.values()
+                if state.in_flight
             ]
-            able = self._with_room(wanting)
-            for stream, want in wanting:
-                stream.in_flight = stream in able and stream.num_drafted < want
-            short = [(stream, want - stream.num_drafted) for stream, want in wanting if stream.in_flight]
+            able = self._with_room(wanted)
+            for state, num_tokens in wanted:
+                state.in_flight = state in able and state.num_drafted < num_tokens
+            short = [(state, num_tokens - state.num_drafted) for state, num_tokens in wanted if state.in_flight]
             if short:
-                self._ask(short)
+                self._order(short)
         self._review(wait=False)
         return Step()
 
+    def prepared(self, context: Context) -> bool:
+        return self._spec.works_ahead and self._states[context.request_id].is_prepared
+
     def _settle(self) -> None:
-        """Hear the level beneath out, and use what it says, before it is told anything else."""
-        if self._beneath.is_awaited:
+        """Review the outstanding answer of the child before the next record is sent to it."""
+        if self._child.is_awaited:
             self._review()
 
-    # --- one review: the level beneath drafts, this level's model verifies --------------------------------------------
+    # --- one review: the child drafts, this level's model verifies ----------------------------------------------------
 
-    def _ask(self, short: list[tuple[Stream, int]]) -> None:
-        """Order drafts for streams that lack so many tokens; this level adds the last of them itself."""
-        wanted = [(stream, min(self._lengths.longest(self._level), missing - 1)) for stream, missing in short]
-        self._asked = [(stream, stream.version, num_tokens) for stream, num_tokens in wanted]
-        orders = [(stream.request_id, stream.text, num_tokens) for stream, num_tokens in wanted if num_tokens]
+    def _order(self, short: list[tuple[RequestState, int]]) -> None:
+        """Order drafts for requests that lack so many tokens; this level adds the last of them itself."""
+        longest = self._lengths.longest(self._spec.number)
+        wanted = [(state, min(longest, missing - 1)) for state, missing in short]
+        self._ordered = [(state, state.version, num_tokens) for state, num_tokens in wanted]
+        orders = [(state.request_id, state.text, num_tokens) for state, num_tokens in wanted if num_tokens]
         if orders:
-            self._beneath.post(orders)
+            self._child.post(orders)
 
     def _review(self, *, wait: bool = True) -> None:
-        """Verify what the level beneath has drafted; every stream gets at least one token."""
-        proposals = self._beneath.collect(wait=wait)
+        """Verify the child's drafts in one pass; every request gets at least one token."""
+        proposals = self._child.collect(wait=wait)
         if proposals is None:
             return
-        asked, self._asked = self._asked, []
+        ordered, self._ordered = self._ordered, []
         started = time.monotonic()
-        subjects, streams, orders = [], [], []
-        for stream, version, num_tokens in asked:
-            if self._streams.get(stream.request_id) is stream and stream.version == version:
-                self._catch_up(stream, leave=self._prefill_chunk)
-                streams.append(stream)
-                orders.append(num_tokens)
-                subjects.append(self._subject(stream, proposals.get(stream.request_id), num_tokens))
-        if not subjects:  # every text that was asked about has changed meanwhile
+        inputs: list[VerifyInput] = []
+        reviewed: list[tuple[RequestState, int]] = []
+        for state, version, num_tokens in ordered:
+            if self._states.get(state.request_id) is state and state.version == version:
+                self._prefill(state, leave=self._prefill_chunk)
+                reviewed.append((state, num_tokens))
+                inputs.append(self._verify_input(state, proposals.get(state.request_id), num_tokens))
+        if not inputs:  # every text has changed since its draft was ordered
             return
-        if not self.runner.can_reserve(sum(one.num_fed + one.tree.num_draft_tokens for one in subjects)):
-            for stream in streams:  # another request's prompt has taken the room
-                stream.in_flight = False
+        if not self.runner.can_reserve(sum(one.num_fed + one.tree.num_draft_tokens for one in inputs)):
+            for state, _ in reviewed:  # the prompt of another request has filled the pool
+                state.in_flight = False
             return
-        logits, _ = self._verifier.forward(subjects)
-        rulings = self._verifier.judge(subjects, logits, self._coins)
-        for stream, subject, ruling, num_tokens in zip(streams, subjects, rulings, orders, strict=True):
-            self._account.reviewed(subject, self._lengths.source(self._level), num_tokens, ruling.path)
-            self._keep(stream, subject, ruling)
-        self._account.passed(time.monotonic() - started)
+        logits, _ = self._verifier.forward(inputs)
+        results = self._verifier.verify(inputs, logits, self._random_source)
+        source = self._lengths.source(self._spec.number)
+        for (state, num_tokens), verified, result in zip(reviewed, inputs, results, strict=True):
+            self._stats.record_review(verified, source, num_tokens, result.path)
+            self._keep(state, verified, result)
+        self._stats.record_pass(time.monotonic() - started)
 
-    def _subject(self, stream: Stream, proposal: Proposal | None, num_tokens: int) -> Subject:
+    def _verify_input(self, state: RequestState, proposal: Proposal | None, num_tokens: int) -> VerifyInput:
+        """The uncached text and the proposal, or none if the proposal is not for this text."""
         fits = proposal is not None and (
-            proposal.prefix_len == len(stream.text)
-            and proposal.tree.token_ids[0] == stream.text[-1]
+            proposal.prefix_len == len(state.text)
+            and proposal.tree.token_ids[0] == state.text[-1]
             and proposal.tree.num_draft_tokens <= num_tokens
-            and _largest_token(proposal) < self.vocab_size  # families pad their vocabularies differently
+            and _largest_token(proposal) < self.runner.config.vocab_size  # models pad their vocabularies differently
         )
-        num_fed = len(stream.text) - self.runner.cached_len(stream.request_id)
-        context = stream.context
-        return Subject(
-            stream.request_id, stream.text, context.prompt_len, context.sampling, num_fed, proposal if fits else None
+        num_fed = len(state.text) - self.runner.cached_len(state.request_id)
+        context = state.context
+        return VerifyInput(
+            state.request_id, state.text, context.prompt_len, context.sampling, num_fed, proposal if fits else None
         )
 
-    def _coins(self, subject: Subject) -> RandomSource:
-        """New for every review of every level, also after the request was forgotten and told again in one epoch.
+    def _random_source(self, verified: VerifyInput) -> RandomSource:
+        """One per review and level, and another after each admission within an epoch: no numbers are used twice."""
+        state = self._states[verified.seq_id]
+        state.num_reviews += 1
+        context, level = state.context, self._spec.number
+        seed = noise_key(context.sampling.seed, NoiseStream.DRAFT, level, context.epoch, context.admission)
+        return self._make_random_source(seed, state.num_reviews)
 
-        Positions that are drafted again must not meet the same numbers.
-        """
-        stream = self._streams[subject.seq_id]
-        stream.num_reviews += 1
-        context = stream.context
-        seed = noise_key(subject.sampling.seed, NoiseStream.DRAFT, self._level, context.epoch, context.admission)
-        return self._make_coins(seed, stream.num_reviews)
-
-    def _keep(self, stream: Stream, subject: Subject, ruling: Ruling) -> None:
-        num_fed, tree = subject.num_fed, subject.tree
-        if not stream.num_drafted:
-            stream.first_guess = tree
-        self.runner.commit(stream.request_id, [*range(num_fed), *(num_fed - 1 + node for node in ruling.path)])
-        stream.text += [*(tree.token_ids[node] for node in ruling.path), ruling.next_token]
-        stream.distributions += ruling.distributions
+    def _keep(self, state: RequestState, verified: VerifyInput, result: VerifyResult) -> None:
+        num_fed, tree = verified.num_fed, verified.tree
+        if not state.num_drafted:
+            state.first_draft = tree
+        self.runner.commit(state.request_id, [*range(num_fed), *(num_fed - 1 + node for node in result.path)])
+        state.text += [*(tree.token_ids[node] for node in result.path), result.next_token]
+        state.distributions += result.distributions
         if tree.num_draft_tokens:
-            self._beneath.accepted(stream.request_id, ruling.path)
+            self._child.accept(state.request_id, result.path)
 
-    # --- what goes up -------------------------------------------------------------------------------------------------
+    # --- the proposal -------------------------------------------------------------------------------------------------
 
-    def _draw_tails(self, asked: list[tuple[Stream, int]]) -> dict[int, Proposal]:
-        """Later positions of one draft, from the level beneath as they are."""
-        for stream, budget in asked:
-            most = self._tail if stream.share else self._lengths.longest(self._level)
-            stream.num_ordered = max(0, min(most, budget - stream.num_drafted))
-        orders = [(stream.request_id, stream.text, stream.num_ordered) for stream, _ in asked if stream.num_ordered]
-        if not orders:
+    def _order_tails(self, orders: list[tuple[RequestState, int]]) -> dict[int, Proposal]:
+        """The child's unverified tokens behind this level's own."""
+        for state, budget in orders:
+            most = self._spec.tail if state.share else self._lengths.longest(self._spec.number)
+            state.num_ordered = max(0, min(most, budget - state.num_drafted))
+        wanted = [(state.request_id, state.text, state.num_ordered) for state, _ in orders if state.num_ordered]
+        if not wanted:
             return {}
-        self._beneath.post(orders)
-        return self._beneath.collect() or {}
+        self._child.post(wanted)
+        return self._child.collect() or {}
 
-    def _offer(self, stream: Stream, budget: int, tail: Proposal | None) -> Draft:
-        base = len(stream.context.token_ids)
-        own = stream.text[base : base + max(1, budget - self._merge)]
-        tree = TokenTree.chain(stream.text[base - 1], own)
-        stream.parts = ((self._name, len(own)),) if own else ()
+    def _offer(self, state: RequestState, budget: int, tail: Proposal | None) -> Draft:
+        spec, base = self._spec, len(state.context.token_ids)
+        own = state.text[base : base + max(1, budget - spec.merge)]
+        tree = TokenTree.chain(state.text[base - 1], own)
+        state.parts = ((spec.name, len(own)),) if own else ()
         if tail is not None and 0 < tail.tree.num_draft_tokens <= budget - len(own):
             below = tail.tree
             parents = (*tree.parents, *(parent + len(own) for parent in below.parents[1:]))
             tree = TokenTree((*tree.token_ids, *below.token_ids[1:]), parents)
-            stream.parts += self._account.parts_from_beneath(tail)
+            state.parts += self._stats.parts_of(tail)
         else:
             tail = None
-        stream.num_offered, stream.num_tail = len(own), tree.num_draft_tokens - len(own)
-        if self._merge and stream.first_guess is not None:
-            tree = merge_trees(tree, stream.first_guess, min(self._merge, budget - tree.num_draft_tokens))
-        stream.num_merged = tree.num_draft_tokens - stream.num_offered - stream.num_tail
-        stream.in_flight = self.works_ahead and bool(own)
+        state.num_offered, state.num_tail = len(own), tree.num_draft_tokens - len(own)
+        if spec.merge and state.first_draft is not None:
+            tree = merge_trees(tree, state.first_draft, min(spec.merge, budget - tree.num_draft_tokens))
+        state.num_merged = tree.num_draft_tokens - state.num_offered - state.num_tail
+        state.in_flight = spec.works_ahead and bool(own)
         if self._coupled:
-            return Draft(tree, parts=stream.parts)
-        if is_greedy(stream.context.sampling):
-            return replace(Draft.chosen(tree), parts=stream.parts)
+            return Draft(tree, parts=state.parts)
+        if is_greedy(state.context.sampling):
+            return replace(Draft.chosen(tree), parts=state.parts)
         sampling_kinds = (SamplingKind.ROOT, *[SamplingKind.IID] * len(own), *(tail.sampling_kinds[1:] if tail else ()))
-        distributions = (*stream.distributions[: len(own)], *(tail.distributions if tail else (None,)))
-        return Draft(tree, sampling_kinds, distributions, stream.parts)
+        distributions = (*state.distributions[: len(own)], *(tail.distributions if tail else (None,)))
+        return Draft(tree, sampling_kinds, distributions, state.parts)
 
-    # --- keeping up with the text -------------------------------------------------------------------------------------
+    # --- the text -----------------------------------------------------------------------------------------------------
 
-    def _take_back(self, stream: Stream, length: int, token_ids: list[int]) -> None:
-        """The text behind the first `length` tokens does not stand; `token_ids` follow them."""
-        stream.text[length:] = token_ids
-        stream.first_guess = None
-        stream.distributions.clear()
-        stream.in_flight = False
-        stream.version += 1
-        kept = min(self.runner.cached_len(stream.request_id), length, len(stream.text) - 1)
-        self.runner.truncate(stream.request_id, max(0, kept))
-        self._beneath.cut(stream.request_id, length)
+    def _replace(self, state: RequestState, length: int, token_ids: list[int]) -> None:
+        """Take back all but the first `length` tokens of the text, and append `token_ids`."""
+        state.text[length:] = token_ids
+        state.first_draft = None
+        state.distributions.clear()
+        state.in_flight = False
+        state.version += 1
+        kept = min(self.runner.cached_len(state.request_id), length, len(state.text) - 1)
+        self.runner.truncate(state.request_id, max(0, kept))
+        self._child.cut(state.request_id, length)
 
-    def _with_room(self, wanting: Iterable[tuple[Stream, int]]) -> list[Stream]:
-        """Those whose drafts of so many tokens fit the context, and together the pool, first come first served."""
-        able, rows, below = [], 0, self._beneath.num_draft_tokens
-        for stream, want in wanting:
-            length = max(len(stream.text), len(stream.context.token_ids) + want)
-            asked = length + below - self.runner.cached_len(stream.request_id)
-            if length + below <= self.runner.config.max_positions and self.runner.can_reserve(rows + asked):
-                able.append(stream)
-                rows += asked
+    def _with_room(self, wanted: Iterable[tuple[RequestState, int]]) -> list[RequestState]:
+        """The requests, in order, whose drafts of so many tokens fit the context and together the pool."""
+        able, rows, below = [], 0, self._child.num_draft_tokens
+        for state, num_tokens in wanted:
+            length = max(len(state.text), len(state.context.token_ids) + num_tokens)
+            needed = length + below - self.runner.cached_len(state.request_id)
+            if length + below <= self.runner.config.max_positions and self.runner.can_reserve(rows + needed):
+                able.append(state)
+                rows += needed
         return able
 
-    def _catch_up(self, stream: Stream, leave: int) -> None:
-        """Cache text until at most `leave` tokens of it are uncached, or pool or context are full."""
-        end = min(len(stream.text) - leave, self.runner.config.max_positions)
-        while (missing := end - (start := self.runner.cached_len(stream.request_id))) > 0:
-            chunk = stream.text[start : start + min(missing, self._prefill_chunk)]
-            if not self.runner.can_reserve(len(chunk)):
-                return
-            self.runner.forward([Span(stream.request_id, len(chunk), num_logits=0)], chunk)
-            self.runner.commit(stream.request_id, range(len(chunk)))
+    def _prefill(self, state: RequestState, leave: int) -> None:
+        prefill(self.runner, state.request_id, state.text, leave=leave, chunk=self._prefill_chunk)
+
+
+def _common_prefix_len(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Number of leading tokens that both have in common."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
 
 def _largest_token(proposal: Proposal) -> int:

@@ -1,7 +1,7 @@
-"""What one level of a cascade did, and how those who drafted for it were judged: by this level, or by the target.
+"""Counts what one level of a cascade did and how many tokens of the levels below it were accepted.
 
-Every token is the level's that drafted it, through however many others it came; whoever judges it keeps account of it.
-Counts only; knows no model and no rule.
+A token counts for the level that drafted it, through however many others it passed; the level or target that verifies
+it does the counting. Knows no model and no rule.
 """
 
 from __future__ import annotations
@@ -9,63 +9,69 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from actors.drafters.cascade.draft_lengths import TARGET, LengthControl
-from actors.drafters.cascade.request_state import Stream
+from actors.drafters.cascade.request_state import RequestState
 from actors.protocol.messages import LevelWork, Proposal
-from actors.verification.verifier import Subject
+from actors.verification.verifier import VerifyInput
 
 Parts = tuple[tuple[str, int], ...]
 """Names of levels and how many nodes of a proposal, in order, each has drafted."""
 
 
 class LevelStatsRecorder:
-    """`name` is that of level number `level`, `below` that of the one beneath; `control` hears who was judged how."""
+    """Of level number `level`; `control` learns acceptance from the same counts."""
 
-    def __init__(self, name: str, level: int, below: str, control: LengthControl | None) -> None:
+    def __init__(self, name: str, level: int, child_name: str, control: LengthControl | None) -> None:
         self._name = name
         self._level = level
-        self._below = below
+        self._child_name = child_name
         self._control = control
         self._work: list[LevelWork] = []
 
-    def passed(self, seconds: float) -> None:
+    def record_pass(self, seconds: float) -> None:
         """One pass of this level's model."""
         self._work.append(LevelWork(self._name, 1, seconds))
 
-    def parts_from_beneath(self, proposal: Proposal) -> Parts:
-        return proposal.parts or ((self._below, proposal.tree.num_draft_tokens),)
+    def parts_of(self, proposal: Proposal) -> Parts:
+        """The levels that drafted a proposal of the child."""
+        return proposal.parts or ((self._child_name, proposal.tree.num_draft_tokens),)
 
-    def reviewed(self, subject: Subject, source: int | None, num_ordered: int, path: Sequence[int]) -> None:
-        """This level's ruling on what it had ordered of level `source`."""
-        if subject.tree.num_draft_tokens:
-            self._work += _judged(self.parts_from_beneath(subject.proposal), path)
-        if self._control is not None and num_ordered:
-            self._control.judged(source, self._level, num_ordered, len(path))
-            self._control.guessed(subject.seq_id, len(subject.token_ids), source, num_ordered, subject.tree)
+    def record_review(self, verified: VerifyInput, source: int | None, num_ordered: int, path: Sequence[int]) -> None:
+        """This level accepted `path` of what it ordered from level `source`."""
+        if verified.proposal is not None and verified.tree.num_draft_tokens:
+            self._work += _accepted_parts(self.parts_of(verified.proposal), path)
+        if self._control is not None and source is not None and num_ordered:
+            self._control.record_acceptance(source, self._level, num_ordered, len(path))
+            self._control.record_draft(verified.seq_id, len(verified.token_ids), source, num_ordered, verified.tree)
 
-    def verified(self, stream: Stream, source: int | None, path: Sequence[int], token_ids: Sequence[int]) -> None:
-        """The target's verdict on what this level, the last, had offered; merged tokens stand beside the others.
+    def record_verdict(
+        self, state: RequestState, source: int | None, path: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """The target accepted `path` of this, the last, level's proposal.
 
-        `token_ids` are the target's own, whatever was drafted; none where they depend on that.
+        `token_ids` are the target's own choices whatever was drafted; empty under a rule where they depend on the
+        draft.
         """
-        own, beside = stream.num_offered, stream.num_offered + stream.num_tail
-        self._work += _judged(stream.parts, path)
-        if stream.num_merged:
+        own, beside = state.num_offered, state.num_offered + state.num_tail
+        self._work += _accepted_parts(state.parts, path)
+        if state.num_merged:
             kept = sum(node > beside for node in path)
-            self._work.append(LevelWork(self._below, 0, 0.0, 1, stream.num_merged, kept))
-        if self._control is not None and (own or stream.num_ordered):
-            level, num_tokens = (self._level, own) if own else (source, stream.num_ordered)
-            self._control.judged(level, TARGET, num_tokens, sum(node <= (own or beside) for node in path))
-            self._control.committed(stream.request_id, token_ids)
-        stream.parts, stream.num_merged, stream.num_ordered = (), 0, 0
+            self._work.append(LevelWork(self._child_name, 0, 0.0, 1, state.num_merged, kept))
+        if self._control is not None:
+            level, num_tokens = (self._level, own) if own else (source, state.num_ordered)
+            if level is not None and num_tokens:
+                num_accepted = sum(node <= (own or beside) for node in path)
+                self._control.record_acceptance(level, TARGET, num_tokens, num_accepted)
+                self._control.record_commit(state.request_id, token_ids)
+        state.parts, state.num_merged, state.num_ordered = (), 0, 0
 
-    def close(self, beneath: Iterable[LevelWork]) -> tuple[LevelWork, ...]:
-        """Everything since the last time, and what the levels beneath say of themselves."""
-        work, self._work = (*self._work, *beneath), []
+    def flush(self, child_work: Iterable[LevelWork]) -> tuple[LevelWork, ...]:
+        """Everything since the last call, with the work of the levels below."""
+        work, self._work = (*self._work, *child_work), []
         return work
 
 
-def _judged(parts: Parts, path: Sequence[int]) -> Iterator[LevelWork]:
-    """How the drafters of the `parts` fared; nobody looked at what hangs behind a rejected token."""
+def _accepted_parts(parts: Parts, path: Sequence[int]) -> Iterator[LevelWork]:
+    """Drafted and accepted tokens of each part; parts behind a rejected token were not verified and do not count."""
     start = 1
     for name, num_tokens in parts:
         kept = sum(start <= node < start + num_tokens for node in path)

@@ -1,7 +1,7 @@
-"""A level of a cascade on ranks of its own: the records of `beneath.py` over the control line.
+"""A child level on ranks of its own: the records of `child.py` over the control connection.
 
-Records pass through the coordinator's hub, which knows where each role lives and tells the ranks of the level above
-when the level beneath is lost or back. A level that is lost is silent: the one above drafts by itself.
+Records pass through the coordinator's hub, which routes by role and reports to the parent's ranks when the child is
+lost or back. While the child is lost the parent drafts without it.
 """
 
 from __future__ import annotations
@@ -17,77 +17,83 @@ from actors.protocol.messages import DraftBatch, ProposalBatch
 from parallel.comm.group import Group
 
 ANSWER_S = 1.0
-"""An answer that takes longer was lost, or is not worth waiting for: the level above drafts by itself."""
-_NOTHING = -1
-"""What the lead tells the other ranks while there is no answer; else in how many parts it came, 0 for silence."""
+"""Seconds after which an answer counts as lost, and the parent drafts without it."""
+_NO_ANSWER = -1
+"""Broadcast of rank 0 while there is no answer; else the number of records of the answer, 0 if the child is lost."""
 
 
-class Line(Protocol):
-    """What a rank speaks through, as `wire.Link`."""
+class RecordLink(Protocol):
+    """The part of `channel.Link` that a mailbox uses."""
 
     def send(self, record: Any) -> None: ...
 
     def receive(self, timeout_s: float | None = None) -> Any | None: ...
 
+    def close(self) -> None: ...
+
 
 class Mailbox:
-    """A line on which two kinds of letters arrive: those for the rank, and those from the level beneath it."""
+    """Sorts the records of one link into those for the rank and those from its child level."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, link: RecordLink) -> None:
+        self._link = link
         self._for_rank: deque[Any] = deque()
-        self._for_level: deque[Any] = deque()
+        self._from_child: deque[Any] = deque()
 
     def send(self, record: Any) -> None:
-        self._line.send(record)
+        self._link.send(record)
 
     @property
-    def has_letter(self) -> bool:
-        """Whether the level beneath has said something that was not read yet."""
-        return bool(self._for_level)
+    def has_child_records(self) -> bool:
+        """Whether a record from the child has arrived that was not read yet."""
+        return bool(self._from_child)
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
-        """The next record for the rank; None in time, or as soon as the level beneath says something instead."""
+        """The next record for the rank; None after `timeout_s`, or as soon as one from the child arrives instead."""
         while not self._for_rank:
-            num_letters = len(self._for_level)
-            if not self._sort(timeout_s) or len(self._for_level) > num_letters:
+            num_records = len(self._from_child)
+            if not self._receive(timeout_s) or len(self._from_child) > num_records:
                 return None
         return self._for_rank.popleft()
 
-    def receive_from_level(self, *, wait: bool, is_promised: bool = False) -> Any | None:
-        """The next record from the level beneath; None if there is none (in time), or if the rank is called away first.
+    def receive_from_child(self, *, wait: bool, is_promised: bool = False) -> Any | None:
+        """The next record from the child; None after `ANSWER_S` (without `wait`: at once), or if one for the rank is
+        there.
 
-        One that is promised has been sent: it is left for nothing but the end of the epoch.
+        A promised record was sent: only the end of the epoch ends the wait for it.
         """
-        while not self._for_level:
+        while not self._from_child:
             if any(not is_promised or isinstance(record, Recall | Stop) for record in self._for_rank):
                 return None
-            if not self._sort(None if is_promised else ANSWER_S if wait else 0):
+            if not self._receive(None if is_promised else ANSWER_S if wait else 0):
                 return None
-        return self._for_level.popleft()
+        return self._from_child.popleft()
 
     def close(self) -> None:
-        self._line.close()
+        self._link.close()
 
-    def _sort(self, timeout_s: float | None) -> bool:
-        record = self._line.receive(timeout_s)
+    def _receive(self, timeout_s: float | None) -> bool:
+        record = self._link.receive(timeout_s)
         if record is None:
             return False
-        from_level = isinstance(record, ProposalBatch | RoleLost | RoleBack)
-        (self._for_level if from_level else self._for_rank).append(record)
+        from_child = isinstance(record, ProposalBatch | RoleLost | RoleBack)
+        (self._from_child if from_child else self._for_rank).append(record)
         return True
 
 
 class RemoteChild:
-    """A `ChildPort` to a role. All ranks of the level above hear the answers; only its lead speaks, and says when one
-    counts: each hears at moments of its own, but they have to act alike."""
+    """A `ChildPort` to a role.
 
-    has_own_lane = True
+    All ranks of the parent receive the answers, each at its own time, but they must act alike. So only rank 0 sends,
+    and broadcasts whether an answer is complete.
+    """
+
+    is_remote = True
 
     def __init__(self, mailbox: Mailbox, group: Group, device: str = "cpu") -> None:
-        self.life = 0  # the epoch of the role
-        self._asked_in = 0
-        self._posted = 0  # the last round in it
+        self.epoch = 0
+        self._posted_epoch = 0
+        self._posted_round = 0  # the last one of this epoch
         self._mailbox = mailbox
         self._group = group
         self._device = device
@@ -95,42 +101,41 @@ class RemoteChild:
         self._present = True
         self._answer: list[ProposalBatch] = []
 
-    def post(self, batch: DraftBatch) -> None:
-        self._answer, self._asked_in = [], self.life
-        if self._present and self._is_lead:
-            self._mailbox.send(replace(batch, after=self._posted, epoch=self.life))
-            self._posted = batch.round
-
     @property
-    def has_news(self) -> bool:
-        return self._mailbox.has_letter
+    def has_records(self) -> bool:
+        return self._mailbox.has_child_records
+
+    def post(self, batch: DraftBatch) -> None:
+        self._answer, self._posted_epoch = [], self.epoch
+        if self._present and self._is_lead:
+            self._mailbox.send(replace(batch, after=self._posted_round, epoch=self.epoch))
+            self._posted_round = batch.round
 
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch] | None:
-        heard = self._hear_out(round, wait=wait) if self._is_lead else None
+        answer = self._receive_answer(round, wait=wait) if self._is_lead else None
         if self._group.size == 1:
-            return heard
-        code = torch.tensor([_NOTHING if heard is None else len(heard)], device=self._device)
+            return answer
+        code = torch.tensor([_NO_ANSWER if answer is None else len(answer)], device=self._device)
         agreed = int(self._group.broadcast(code).item())
-        if self._is_lead or agreed == _NOTHING:
-            return heard
-        return self._hear_out(round, wait=True, is_promised=True) if agreed else []
+        if self._is_lead or agreed == _NO_ANSWER:
+            return answer
+        return self._receive_answer(round, wait=True, is_promised=True) if agreed else []
 
-    def _hear_out(self, round: int, *, wait: bool, is_promised: bool = False) -> list[ProposalBatch] | None:
-        while is_promised or (self._present and self.life == self._asked_in):
-            record = self._mailbox.receive_from_level(wait=wait, is_promised=is_promised)
+    def poll(self) -> None:
+        while self._is_lead and (record := self._mailbox.receive_from_child(wait=False)) is not None:
+            self._apply(record, 0)
+
+    def _receive_answer(self, round: int, *, wait: bool, is_promised: bool = False) -> list[ProposalBatch] | None:
+        while is_promised or (self._present and self.epoch == self._posted_epoch):
+            record = self._mailbox.receive_from_child(wait=wait, is_promised=is_promised)
             if record is None:
                 return None
-            self._hear(record, round)
+            self._apply(record, round)
             if self._answer and not self._answer[-1].num_missing:
                 return self._answer
         return []
 
-    def listen(self) -> None:
-        """Hear whether the level was lost, or has come back. Beside the lead, an answer may be there already."""
-        while self._is_lead and (record := self._mailbox.receive_from_level(wait=False)) is not None:
-            self._hear(record, 0)
-
-    def _hear(self, record: Any, round: int) -> None:
+    def _apply(self, record: Any, round: int) -> None:
         match record:
             case ProposalBatch() if record.round == round:
                 self._answer.append(record)
@@ -138,5 +143,5 @@ class RemoteChild:
                 self._present = False
             case RoleBack():
                 self._present = True
-                if record.epoch != self.life:
-                    self.life, self._posted = record.epoch, 0
+                if record.epoch != self.epoch:
+                    self.epoch, self._posted_round = record.epoch, 0

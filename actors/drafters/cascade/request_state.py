@@ -1,8 +1,7 @@
-"""One request at one level of a cascade: text, what was drafted behind it, and what is being verified above."""
+"""One request at one level of a cascade: its text, the drafted tokens, and the proposal whose verdict is awaited."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from actors.drafters.interface import Context
@@ -10,28 +9,23 @@ from actors.protocol.messages import SparseDistribution, TokenTree
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
-    """One request at this level: committed text and, behind it, the tokens this level has drafted with their laws.
-
-    `num_offered` of them and `num_tail` tokens of the level beneath, of `num_ordered` that it was asked for, are in
-    the proposal whose verdict is awaited; `parts` says who drafted them, `num_merged` how many stand beside them.
-    `share` is how many of its own tokens it was last ordered to have, none if it only passes on what the level beneath
-    says; `in_flight` says that draft-ahead has something left to do. `version` counts how often text was taken back.
-    """
+class RequestState:
+    """`text` is the context's text followed by this level's drafted tokens; `distributions` are theirs, in order."""
 
     context: Context
     text: list[int]
     distributions: list[SparseDistribution] = field(default_factory=list)
+    first_draft: TokenTree | None = None  # of the child, at the context's text
+    share: int = 1  # own tokens wanted in the next proposal; 0: the level forwards the child's drafts
+    version: int = 0  # how often text was taken back
+    num_reviews: int = 0
+    in_flight: bool = False  # draft-ahead has something left to do
+    # The proposal whose verdict is awaited: own tokens, then the tail from the child, then merged nodes.
     num_offered: int = 0
     num_tail: int = 0
-    num_ordered: int = 0
     num_merged: int = 0
-    parts: tuple[tuple[str, int], ...] = ()
-    share: int = 1
-    in_flight: bool = False
-    version: int = 0
-    num_reviews: int = 0
-    first_guess: TokenTree | None = None  # of the level beneath, behind the committed text
+    num_ordered: int = 0  # tokens ordered from the child for the tail
+    parts: tuple[tuple[str, int], ...] = ()  # levels, and how many of its nodes, in order, each drafted
 
     @property
     def request_id(self) -> int:
@@ -39,21 +33,15 @@ class Stream:
 
     @property
     def num_drafted(self) -> int:
+        """Drafted tokens behind the context's text."""
         return len(self.text) - len(self.context.token_ids)
 
     @property
     def is_full(self) -> bool:
+        """Whether the wanted tokens are drafted."""
         return self.num_drafted >= self.share
 
     @property
     def is_prepared(self) -> bool:
-        """At least half of a draft is there."""
+        """Whether at least half of the wanted tokens are drafted."""
         return self.num_drafted > 0 and 2 * self.num_drafted >= self.share
-
-
-def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> Iterator[int]:
-    """The tokens both begin with."""
-    for one, other in zip(ours, theirs, strict=False):
-        if one != other:
-            return
-        yield one

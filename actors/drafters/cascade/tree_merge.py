@@ -1,6 +1,6 @@
-"""Several drafters' guesses in one tree: what both say is there once, where they differ both stand under one node.
+"""Two drafts in one tree: tokens in which they agree appear once, and where they differ both become siblings.
 
-Which tokens are added depends on which are there: exact under the coupled rule only. Pure; knows no drafter.
+Which tokens are added depends on the tokens of the first tree: exact under the coupled rule only. Knows no drafter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """`drafter=model` under an asynchronous pipeline: the same draft model, which also works while the target verifies.
 
-Every request has one `DraftTree`; a policy of `branches.py` chooses what to feed next, one pass at a time, until
-a record arrives. A verdict re-roots the tree: rows of the path become committed, rows below the new root stay pending,
-all by table edits. After a hit the next proposal is read off the tree; after a miss it is drafted from the root. Under
-a ratio rule proposals are the likeliest tokens, tested as deterministic ones. Where passes are fuzzy, calibration
-drops the rows of accepted tokens; then the first step of draft-ahead is one exact pass over them and the proposal.
+Every request has one `DraftTree`. The pipeline's policy in `tree.py` chooses the nodes to feed next, one pass at a
+time, until a record arrives. A verdict re-roots the tree: rows of the accepted path become committed and rows below the
+new root stay pending, by table edits only. After a hit the next proposal is read off the tree; after a miss it is
+drafted from the root. Under a ratio rule proposals are the likeliest tokens and are tested as deterministic ones. Where
+passes are fuzzy, calibration drops the rows of accepted tokens; the first step of draft-ahead is then one exact pass
+over those tokens and the proposal.
 """
 
 from __future__ import annotations
@@ -15,49 +16,53 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
 from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, redraft
 from actors.drafters.draft_ahead.width import Step, WidthChooser
-from actors.drafters.interface import Context, Draft
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
-from actors.sampling.logits import NodeRows, is_plain, process_batch, top_children
+from actors.sampling.logits import LogitRows, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
 MAX_ROWS_AHEAD = 192
-"""Pending rows one request may hold; a verdict that takes longer than this many nodes is not worth more."""
+"""Pending rows that one request may hold; what more would add for one verdict is negligible."""
 
 
 @dataclass(slots=True)
 class _Future:
-    """Hypotheses of one request, and how many pending rows of committed text lie before theirs."""
+    """The draft tree of one request; its nodes' KV rows are pending behind `num_suffix` rows of committed text."""
 
     context: Context
     tree: DraftTree
     num_suffix: int = 0
-    num_rows: int = 0
-    budget: int = 0  # of the last order, 0 before there is one: the next will hardly be longer
-    in_flight: bool = False
-    num_told: int = 0  # nodes of the tree when an outlook was last given
+    num_rows: int = 0  # pending rows in all
+    budget: int = 0  # draft tokens of the last order, 0 before the first; an estimate of the next
+    in_flight: bool = False  # a verdict is awaited and draft-ahead has something left to do
+    num_shown: int = 0  # nodes of the tree in the last preview
 
 
 class AheadDrafter(ModelDrafter):
-    """`policy` names a row of `branches.AHEAD`."""
+    """`pipeline` names a policy of `tree.AHEAD`."""
 
-    def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, *, policy: str, **options: object) -> None:
-        super().__init__(runner, config, **options)
-        self._choose = AHEAD[policy]
+    waits_for_child = False
+
+    def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, options: ModelOptions, pipeline: str) -> None:
+        super().__init__(runner, config, options)
+        self.capabilities = Capabilities(
+            runner.config.vocab_size, prefills=self, truncates=self, works_ahead=self, sends_previews=self
+        )
+        self._choose = AHEAD[pipeline]
         self._length = config.num_draft_tokens
         self._width = config.ahead_width
         self._fan_out = config.fan_out
-        self._shows_tree = config.strategy is not Strategy.chain
-        self._redraft_width = config.width if self._shows_tree else 1
+        self._proposes_tree = config.strategy is not Strategy.chain
+        self._redraft_width = config.width if self._proposes_tree else 1
         self._futures: dict[int, _Future] = {}
         self._confidence = ConfidenceCalibration()
-
-    works_ahead = True
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
@@ -67,10 +72,10 @@ class AheadDrafter(ModelDrafter):
         return bool(self._futures[context.request_id].tree.root.children)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
-        missed = [pair for pair in zip(contexts, budgets, strict=True) if not self.prepared(pair[0])]
-        able = self._with_room(*zip(*missed, strict=True)) if missed else []
+        missed = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if not self.prepared(one)]
+        able = self._with_room([context for context, _ in missed], [budget for _, budget in missed])
         for context, _ in able:
-            self._catch_up(context, leave=self._prefill_chunk)
+            self._prefill(context, leave=self._options.prefill_chunk)
         if able:
             self._draft([self._futures[context.request_id] for context, _ in able], [budget for _, budget in able])
         return [self._offer(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
@@ -79,20 +84,21 @@ class AheadDrafter(ModelDrafter):
         future = self._futures[context.request_id]
         tree, keep = future.tree, list(range(future.num_suffix))
         offered = max((node.depth for node in tree.nodes if node.offered), default=0)
-        self._learn(tree, commit.token_ids)
+        self._calibrate_confidence(tree, commit.token_ids)
         found = tree.find(commit.token_ids)
-        node, walked = 0, []
+        rows: list[int] = []
+        node = 0
         for token in commit.token_ids:
-            node = next((child for child in tree.nodes[node].children if tree.nodes[child].token == token), None)
+            node = tree.child(node, token)
             if node is None or tree.nodes[node].row < 0:
                 break
-            walked.append(tree.nodes[node].row)
+            rows.append(tree.nodes[node].row)
         if found is None:
             fresh, retain = DraftTree(commit.token_ids[-1]), []
         else:
             fresh, retain = tree.reroot(found)
         if future.num_rows:
-            self.runner.commit(context.request_id, keep + walked, retain)
+            self.runner.commit(context.request_id, keep + rows, retain)
         due = self._calibration.is_due(context.request_id, rejected=len(commit.path) < offered)
         if due and self.runner.drop_fuzzy(context.request_id):
             fresh.forget_rows()
@@ -103,10 +109,10 @@ class AheadDrafter(ModelDrafter):
         previews = []
         for future in self._futures.values():
             context, tree = future.context, future.tree
-            if not future.budget or len(tree.nodes) == future.num_told:
+            if not future.budget or len(tree.nodes) == future.num_shown:
                 continue
-            future.num_told = len(tree.nodes)
-            written, values = tree.written(self._fan_out if self._shows_tree else 1)
+            future.num_shown = len(tree.nodes)
+            written, values = tree.written(self._fan_out if self._proposes_tree else 1)
             previews.append(
                 DraftPreview(
                     context.request_id,
@@ -114,24 +120,22 @@ class AheadDrafter(ModelDrafter):
                     len(context.token_ids),
                     context.prefix_hash,
                     written,
-                    tuple(values) if self._shows_tree else (),
+                    tuple(values) if self._proposes_tree else (),
                 )
             )
         return previews
 
-    def take(self, context: Context, budget: int, taken: TokenTree) -> None:
+    def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
         future = self._futures[context.request_id]
-        self._await_verdict(future, future.tree.places(taken), budget)
+        self._await_verdict(future, future.tree.places(tree), budget)
 
     def truncate(self, context: Context) -> None:
-        request_id = context.request_id
-        kept = max(0, min(self.runner.cached_len(request_id), len(context.token_ids) - 1))
-        self.runner.truncate(request_id, kept)
-        self._futures[request_id] = _Future(context, DraftTree(context.token_ids[-1]))
+        self._truncate_rows(context)
+        self._futures[context.request_id] = _Future(context, DraftTree(context.token_ids[-1]))
 
     def release(self, request_id: int) -> None:
         del self._futures[request_id]
-        self._calibration.forget(request_id)
+        self._calibration.release(request_id)
         self.runner.close(request_id)
 
     @property
@@ -145,7 +149,8 @@ class AheadDrafter(ModelDrafter):
         return width_chooser.width(outcomes, length, time_s, self._width)
 
     def work(self, width: int = 0) -> Step:
-        """One pass of draft-ahead over all requests whose verdict is awaited; one that calibrates glues."""
+        """One pass over all requests whose verdict is awaited; an exact one over committed text where rows were
+        dropped."""
         busy = [future for future in self._futures.values() if future.in_flight]
         width = width or max(1, self._width // len(busy))
         uncalibrated = [future for future in busy if self._lacks_rows(future)]
@@ -170,7 +175,7 @@ class AheadDrafter(ModelDrafter):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _draft(self, futures: list[_Future], budgets: list[int]) -> None:
-        """Grow trees whose root is new by what is worth the target's wait: the part nobody could prepare."""
+        """Draft for trees whose root was not expected, as far as it is worth the time for which the target waits."""
         self._feed_roots([future for future in futures if not future.tree.root.expanded])
         depths = [min(budget, self._growth.depth) for budget in budgets]
         while True:
@@ -184,16 +189,17 @@ class AheadDrafter(ModelDrafter):
             self._feed(chosen)
 
     def _lacks_rows(self, future: _Future) -> bool:
-        """Whether calibration dropped the rows that the tree's root hangs on."""
+        """Whether calibration dropped rows of the text before the tree's root."""
         uncached = self.runner.cached_len(future.context.request_id) < len(future.context.token_ids)
         return uncached and not future.num_rows
 
     def _feed_again(self, futures: list[_Future], width: int) -> int:
-        """Calibrate: an exact pass over tokens without rows and, behind them, what the trees know; returns its rows."""
+        """Calibrate: an exact pass over the tokens without rows and then over the trees' best nodes; returns its
+        rows."""
         spans, token_ids, fed = [], [], []
         for future in futures:
             context, hypotheses = future.context, future.tree.nodes
-            self._catch_up(context, leave=self._prefill_chunk)
+            self._prefill(context, leave=self._options.prefill_chunk)
             suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
             room = self.runner.config.max_positions - len(context.token_ids)
             nodes = [i for i in future.tree.worth_feeding_again(width) if hypotheses[i].depth <= room]
@@ -249,7 +255,7 @@ class AheadDrafter(ModelDrafter):
             batch.append(self._node_rows(future, nodes))
             params += [self._drawing_params(context.sampling)] * len(nodes)
             positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
-        scores = process_batch(logits, batch, self._eos_token_ids)
+        scores = process_batch(logits, batch, self._options.eos_token_ids)
         ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
         self._add(zip(*(values.tolist() for values in ranked), strict=True), fed)
 
@@ -259,37 +265,38 @@ class AheadDrafter(ModelDrafter):
         for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
             tree.expand(node, token_ids, self._confidence.adjust(log_probs))
 
-    def _learn(self, tree: DraftTree, token_ids: Sequence[int]) -> None:
-        """Compare what was expected of first choices along the committed text with what it is."""
-        node = tree.root
+    def _calibrate_confidence(self, tree: DraftTree, token_ids: Sequence[int]) -> None:
+        """Compare the expected acceptance of first choices along the committed text with what the target chose."""
+        node, place = tree.root, 0
         for token in token_ids:
             if not node.children:
                 return
             first = tree.nodes[node.children[0]]
             self._confidence.update(math.exp(first.value - node.value), kept=first.token == token)
-            node = next((tree.nodes[child] for child in node.children if tree.nodes[child].token == token), None)
-            if node is None:
+            place = tree.child(place, token)
+            if place is None:
                 return
+            node = tree.nodes[place]
 
-    def _node_rows(self, future: _Future, nodes: list[int]) -> NodeRows:
-        """History of the nodes for the logit processors; where none looks at it, the root stands for all."""
+    def _node_rows(self, future: _Future, nodes: list[int]) -> LogitRows:
+        """The nodes' histories for the logit processors; without any processor the root stands for every node."""
         context, hypotheses = future.context, future.tree.nodes
         if is_plain(context.sampling):
             tree, nodes = TokenTree.root(hypotheses[0].token), [0] * len(nodes)
         else:
             tree = TokenTree(tuple(node.token for node in hypotheses), tuple(node.parent for node in hypotheses))
-        return NodeRows(context.sampling, context.prompt_len, context.token_ids, tree, nodes)
+        return LogitRows(context.sampling, context.prompt_len, context.token_ids, tree, nodes)
 
     def _offer(self, context: Context, budget: int) -> Draft:
-        """The best proposal the tree holds; from now on its verdict is awaited."""
+        """The best proposal of the tree; its verdict is awaited from now on."""
         future = self._futures[context.request_id]
         tree = future.tree
-        nodes = tree.best_nodes(budget) if self._shows_tree else tree.best_chain(budget)
+        nodes = tree.best_nodes(budget) if self._proposes_tree else tree.best_chain(budget)
         self._await_verdict(future, nodes, budget)
         offered = tree.proposal(nodes)
         return Draft(offered) if self._coupled else Draft.chosen(offered)
 
     def _await_verdict(self, future: _Future, nodes: Sequence[int], budget: int) -> None:
-        """These nodes are verified: draft-ahead may begin."""
+        """These nodes go to the target: draft-ahead may begin."""
         future.tree.offer(nodes)
         future.in_flight, future.budget = future.tree.root.expanded, budget

@@ -13,7 +13,7 @@ from actors.protocol.draft_tree import DraftTree
 
 
 def _unfed_offer(tree: DraftTree, width: int) -> list[int]:
-    """Nodes of the proposal that were never fed: without them no continuation behind the whole of it is known."""
+    """Nodes of the proposal that were not fed: without them nothing after a fully accepted proposal is known."""
     return [i for i, node in enumerate(tree.nodes) if i and node.offered and node.row < 0 and _can_feed(tree, i)][
         :width
     ]
@@ -25,7 +25,8 @@ def _can_feed(tree: DraftTree, node: int) -> bool:
 
 
 def run_ahead(tree: DraftTree, width: int, length: int) -> list[int]:
-    """`pearl`: extend the likeliest chain, as if everything were going to be accepted; `length` beyond the proposal."""
+    """`pearl`: extend the likeliest chain by `length` nodes beyond the proposal, assuming that all of it is
+    accepted."""
     unfed = _unfed_offer(tree, width)
     if unfed:
         return unfed
@@ -37,10 +38,10 @@ def run_ahead(tree: DraftTree, width: int, length: int) -> list[int]:
 
 
 def enumerate_outcomes(tree: DraftTree, width: int, length: int) -> list[int]:
-    """`branches`: behind every node of the proposal its likeliest outcomes, each continued as a chain of `length`.
+    """`branches`: the likeliest outcomes at every node of the proposal, each continued as a chain of `length`.
 
-    Outcomes compete by the probability of their whole path, so stop nodes get their fan-out without a table such as
-    the geometric one of SSD: the deeper a stop, the less likely, and the fewer outcomes it keeps.
+    An outcome is a child of the last accepted node. Outcomes compete by the probability of their whole path, which
+    replaces the geometric fan-out table of SSD: the deeper the last accepted node, the fewer outcomes it keeps.
     """
     unfed = _unfed_offer(tree, width)
     outcomes = [
@@ -56,40 +57,40 @@ def enumerate_outcomes(tree: DraftTree, width: int, length: int) -> list[int]:
             tip, steps = tree.nodes[tip].children[0], steps + 1
         if tree.nodes[tip].row < 0:
             tips.append((steps, tip))
-    # The pass that the end of the proposal needs anyway takes the other outcomes' first step along.
+    # The pass that feeds the end of the proposal also feeds the first step of the other outcomes.
     return unfed + [tip for _, tip in sorted(tips, key=lambda tip: (tip[0], -tree.nodes[tip[1]].value))]
 
 
 def grow_best(tree: DraftTree, width: int, length: int) -> list[int]:
-    """`tree`: expand the likeliest unfed nodes of the whole tree, wherever they are; `length` bounds their depth."""
+    """`tree`: expand the likeliest unfed nodes of the whole tree; `length` is not needed."""
     del length
     leaves = [i for i, node in enumerate(tree.nodes) if i and node.row < 0 and _can_feed(tree, i)]
     return sorted(leaves, key=lambda i: -tree.nodes[i].value)[:width]
 
 
 AHEAD_WORTH = 0.03
-"""Accepted tokens that a pass of draft-ahead must be expected to add. Less is not worth its energy nor, where the roles
-share memory or caches, what it costs the target: on two cores of one machine a drafter that never rests slows target
-passes by a tenth and more. On devices of their own the rest costs at most 2 % of the speed (simulated)."""
+"""Accepted tokens that a pass of draft-ahead must be expected to add. A pass worth less wastes energy and, where the
+roles share memory or caches, slows the target: on two cores of one machine a drafter without pauses slows target passes
+by 10 % and more. On devices of their own the pauses cost at most 2 % of the speed (simulated)."""
 
 REDRAFT_WORTH = 0.5
-"""Accepted tokens that a pass must be expected to add to a draft for which the target waits."""
+"""Accepted tokens that a pass must be expected to add to a draft while the target waits for it."""
 
 
 def redraft(tree: DraftTree, width: int, depth: int) -> list[int]:
     """After a miss, while the target waits: a chain (`width` 1) or levels of `width` nodes, up to `depth`.
 
-    Ends as soon as the next pass would bring too little: the target's time is worth about E tokens a pass, so a draft
-    pass that takes a fifth of it must add about E / 5. Simulated, one to three passes are best for any acceptance.
+    Ends when the next pass would add too little: a target pass yields about E tokens, so a draft pass that takes a
+    fifth of its time must add about E / 5. In simulation one to three passes are best for any acceptance.
     """
     if width == 1:
         nodes = [node for node in tree.best_chain(depth - 1) if tree.nodes[node].row < 0][:1]
     else:
         nodes = [node for node in grow_best(tree, width, depth) if tree.nodes[node].depth < depth]
-    # A node's child is taken to be as likely as the mean step of the path to it.
+    # The child of a node is estimated to be as likely as the mean step of the path to the node.
     gain = sum(math.exp(tree.nodes[node].value * (1 + 1 / tree.nodes[node].depth)) for node in nodes)
     return nodes if gain > REDRAFT_WORTH else []
 
 
 AHEAD = {"pearl": run_ahead, "branches": enumerate_outcomes, "tree": grow_best}
-"""Policy of each asynchronous pipeline: (tree, width, length) -> nodes to feed next, none when there is no more use."""
+"""Policy of each asynchronous pipeline: (tree, width, length) -> nodes to feed next; none ends draft-ahead."""

@@ -1,10 +1,10 @@
-"""`drafter=maxgram`: the longest match wins, and something is said wherever a bigram is known.
+"""`drafter=maxgram`: copies from the longest match, and goes on by bigrams where the match ends.
 
-Of the latest earlier places where the last token stands, those survive that agree furthest to the left; the leftmost
-survivor is copied from. Behind its end the draft goes on by bigrams: what last followed each token in this request, or
-else in finished ones. Places are found through a chain per token and compared in strides, so that a proposal costs the
-same behind any text, periodic ones too. Base drafter of Cascade Speculative Drafting (arXiv 2312.11462), whose bigrams
-come from a corpus instead. No model.
+Of the latest places where the last token stands, those survive whose preceding tokens agree furthest with the text's
+end; the draft copies from the leftmost survivor. Behind the end of the text it goes on by bigrams: what last followed
+each token in this request, or else in finished ones. A chain per token links its places, and candidates are compared in
+strides, so a proposal costs the same behind any text, periodic ones too. No model. This is the base drafter of Cascade
+Speculative Drafting (arXiv 2312.11462), whose bigrams come from a corpus instead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import pairwise
 from typing import Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup
-from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range
 
 _LONGEST = 64
-"""Tokens of agreement behind which a longer one tells nothing more; in a periodic text they would never end."""
+"""Tokens of agreement that are compared at most; in a periodic text the comparison would not end."""
 _NOWHERE = -1
 
 
@@ -43,16 +43,17 @@ class MaxgramDrafterConfig(DrafterConfig):
 
 
 @dataclass(slots=True)
-class _Text:
-    """A request's text, and where its tokens stand: the latest place of each, and for every place the one before it."""
+class _TokenPlaces:
+    """A request's text, with the latest place of each token and, for each place, the one before it of that token."""
 
     context: Context
-    shared_len: int  # of a request that comes back: what it left in the shared bigrams before
+    shared_len: int  # leading tokens whose bigrams were shared before the request came back
     tokens: array[int] = field(default_factory=lambda: array("i"))
     latest: dict[int, int] = field(default_factory=dict)
     before: array[int] = field(default_factory=lambda: array("i"))
 
     def extend(self) -> None:
+        """Enter what the context has gained."""
         token_ids = self.context.token_ids
         for place in range(len(self.tokens), len(token_ids)):
             token = token_ids[place]
@@ -60,8 +61,8 @@ class _Text:
             self.before.append(self.latest.get(token, _NOWHERE))
             self.latest[token] = place
 
-    def take_back(self, length: int) -> None:
-        """Only the first `length` tokens of the text stand."""
+    def truncate(self, length: int) -> None:
+        """Remove all but the first `length` tokens."""
         while len(self.tokens) > length:
             token, before = self.tokens.pop(), self.before.pop()
             if before == _NOWHERE:
@@ -69,19 +70,20 @@ class _Text:
             else:
                 self.latest[token] = before
 
-    def survivor(self, max_places: int) -> int:
-        """The leftmost of the latest places of the last token behind which most tokens agree."""
+    def longest_match(self, max_places: int) -> int:
+        """Of the latest places of the last token, the leftmost of those with the longest agreement before them."""
         tokens, last = self.tokens, len(self.tokens) - 1
         alive, place = [], self.before[last]
         while place != _NOWHERE and len(alive) < max_places:
             alive.append(place)
             place = self.before[place]
-        length, stride, grows = 1, 1, True  # strides double while somebody agrees, then halve: the exact length
+        # Strides double while a candidate agrees, then halve: a binary search for the exact length.
+        length, stride, grows = 1, 1, True
         while len(alive) > 1 and stride and length < _LONGEST:
             reach = length + stride
             wanted = tokens[last + 1 - reach : last + 1 - length]
-            behind = ((place, place + 1 - reach) for place in alive)
-            longer = [place for place, start in behind if start >= 0 and tokens[start : start + stride] == wanted]
+            starts = ((place, place + 1 - reach) for place in alive)
+            longer = [place for place, start in starts if start >= 0 and tokens[start : start + stride] == wanted]
             if longer:
                 alive, length = longer, reach
             grows = grows and bool(longer)
@@ -89,26 +91,27 @@ class _Text:
         return alive[-1] if alive else _NOWHERE
 
     def follower(self, token: int) -> int | None:
-        """What last followed it here."""
+        """What last followed the token in this text."""
         place = self.latest.get(token, _NOWHERE)
         if place == len(self.tokens) - 1:
             place = self.before[place]
         return None if place == _NOWHERE else self.tokens[place + 1]
 
 
-class MaxgramDrafter(IdleDrafter):
-    """A chain as long as it is asked to be, cut where not even a bigram is known."""
+class MaxgramDrafter:
+    """Drafts a chain of the budget's length, shorter where no bigram is known."""
 
     def __init__(self, config: MaxgramDrafterConfig) -> None:
+        self.capabilities = Capabilities(prefills=self, truncates=self)
         self._max_places = config.max_places
         self._shares = config.shared_bigrams
-        self._texts: dict[int, _Text] = {}
-        self._next_of: dict[int, int] = {}
+        self._texts: dict[int, _TokenPlaces] = {}
+        self._next_of: dict[int, int] = {}  # bigrams of finished requests
 
     def open(self, context: Context) -> None:
-        self._texts[context.request_id] = _Text(context, context.num_returned)
+        self._texts[context.request_id] = _TokenPlaces(context, context.num_readmitted)
 
-    def prepare(self, contexts: Sequence[Context]) -> None:
+    def prefill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
             self._texts[context.request_id].extend()
 
@@ -116,10 +119,10 @@ class MaxgramDrafter(IdleDrafter):
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: places are read off the text itself."""
+        """Nothing to do: the next proposal enters the text's new tokens."""
 
     def truncate(self, context: Context) -> None:
-        self._texts[context.request_id].take_back(len(context.token_ids))
+        self._texts[context.request_id].truncate(len(context.token_ids))
 
     def release(self, request_id: int) -> None:
         text = self._texts.pop(request_id)
@@ -130,13 +133,14 @@ class MaxgramDrafter(IdleDrafter):
     def _propose(self, context: Context, budget: int) -> Draft:
         text = self._texts[context.request_id]
         text.extend()
-        place = text.survivor(self._max_places)
+        place = text.longest_match(self._max_places)
         draft = [] if place == _NOWHERE else context.token_ids[place + 1 : place + 1 + budget]
         token = draft[-1] if draft else context.token_ids[-1]
         while len(draft) < budget:
-            following = text.follower(token)
-            token = self._next_of.get(token) if following is None else following
-            if token is None:
+            own = text.follower(token)
+            following = self._next_of.get(token) if own is None else own
+            if following is None:
                 break
+            token = following
             draft.append(token)
         return Draft.chosen(TokenTree.chain(context.token_ids[-1], draft))

@@ -1,8 +1,8 @@
-"""`drafter=ngram`: prompt lookup. What followed the last occurrence of the current n-gram is the draft.
+"""`drafter=ngram`: prompt lookup. The draft is what followed the last occurrence of the current n-gram.
 
-No model, no device. Each request keeps a table from n-grams to where they last ended, extended token by token, so a
-proposal costs a few dictionary look-ups whatever the length of the text. Source: Saxena, "Prompt Lookup Decoding"
-(2023); the longest matching n-gram wins, the latest occurrence of it.
+No model, no device. Each request has a table from n-grams to the place where they last ended, extended token by token,
+so a proposal costs a few dictionary look-ups whatever the length of the text. The longest matching n-gram decides, and
+of it the latest occurrence. Source: Saxena, "Prompt Lookup Decoding" (2023).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup
-from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range, require
 
@@ -40,16 +40,16 @@ class NgramDrafterConfig(DrafterConfig):
 
 
 @dataclass(slots=True)
-class _Table:
-    """Where each n-gram of a text last ended, *before* its current end; every entry knows the one it replaced."""
+class _NgramTable:
+    """Where each n-gram of a text last ended before the current end; with every entry the one that it replaced."""
 
     sizes: range
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     _replaced: array[int] = field(default_factory=lambda: array("i"))  # by end and size; 0: the n-gram was new
-    _token_ids: array[int] = field(default_factory=lambda: array("i"))  # all that was entered, the text but its last
+    _token_ids: array[int] = field(default_factory=lambda: array("i"))  # the text that was entered: all but the last
 
     def extend(self, token_ids: list[int]) -> None:
-        """Enter every n-gram that ends before the last token; the last one has no continuation yet."""
+        """Enter every n-gram that ends before the last token; what follows that one is not known yet."""
         for end in range(len(self._token_ids) + 1, len(token_ids)):
             self._token_ids.append(token_ids[end - 1])
             for size in self.sizes:
@@ -58,8 +58,8 @@ class _Table:
                     self._replaced.append(self.ends.get(ngram, 0))
                     self.ends[ngram] = end
 
-    def take_back(self, length: int) -> None:
-        """Only the first `length` tokens of the text stand."""
+    def truncate(self, length: int) -> None:
+        """Undo the entries behind the first `length` tokens of the text, the latest first."""
         while (end := len(self._token_ids)) >= max(1, length):
             for size in reversed(self.sizes):
                 if size <= end:
@@ -71,17 +71,18 @@ class _Table:
             self._token_ids.pop()
 
 
-class NgramDrafter(IdleDrafter):
-    """A chain of the tokens that once followed the current n-gram."""
+class NgramDrafter:
+    """Drafts a chain of the tokens that followed the current n-gram before."""
 
     def __init__(self, config: NgramDrafterConfig) -> None:
+        self.capabilities = Capabilities(prefills=self, truncates=self)
         self._sizes = range(config.max_ngram, config.min_ngram - 1, -1)
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, _NgramTable] = {}
 
     def open(self, context: Context) -> None:
-        self._tables[context.request_id] = _Table(self._sizes)
+        self._tables[context.request_id] = _NgramTable(self._sizes)
 
-    def prepare(self, contexts: Sequence[Context]) -> None:
+    def prefill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
             self._tables[context.request_id].extend(context.token_ids)
 
@@ -89,11 +90,10 @@ class NgramDrafter(IdleDrafter):
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: the table is extended from the text itself."""
+        """Nothing to do: the next proposal extends the table from the text."""
 
     def truncate(self, context: Context) -> None:
-        """Take entries back one by one: text that the level above tried out leaves no trace."""
-        self._tables[context.request_id].take_back(len(context.token_ids))
+        self._tables[context.request_id].truncate(len(context.token_ids))
 
     def release(self, request_id: int) -> None:
         self._tables.pop(request_id)
@@ -104,8 +104,7 @@ class NgramDrafter(IdleDrafter):
         for size in self._sizes:
             end = table.ends.get(tuple(tokens[-size:]))
             if end is not None:
-                # An occurrence close to the end repeats itself: read on through the draft.
-                period = len(tokens) - end
+                period = len(tokens) - end  # a copy that reaches the end of the text goes on with the draft itself
                 draft = [tokens[end + i % period] for i in range(budget)]
                 return Draft.chosen(TokenTree.chain(tokens[-1], draft))
         return Draft.nothing(context)

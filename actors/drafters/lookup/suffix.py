@@ -1,9 +1,9 @@
-"""`drafter=suffix`: what followed the longest suffix of the text that was seen before, here or in other requests.
+"""`drafter=suffix`: the draft is what followed the longest suffix of the text that occurred before.
 
-No model, no device. Sources of a draft are the request's own text, the answers of finished requests and an optional
-corpus; each is a suffix automaton with a match that follows the text token by token, so that a proposal costs the same
-behind ten tokens and behind ten thousand. The longer the match, the longer the draft; it ends early where followers
-disagree. Of the sources the one with the most expected tokens drafts (SuffixDecoding, arXiv 2411.04975).
+No model, no device. Sources are the request's own text, the answers of finished requests and an optional corpus. Each
+is a suffix automaton, and a match follows the text in it token by token, so a proposal costs the same behind ten tokens
+and behind ten thousand. The longer the match, the longer the draft; a draft ends early where followers disagree. The
+source with the most expected tokens drafts (SuffixDecoding, arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
-from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range
 
 _REACH = 32
-"""Tokens that a match in another text is looked for with."""
+"""Latest tokens with which a match in another text is looked for."""
 
 _REVOCABLE = 32
-"""Tokens an automaton can take back once any were; twice as many whenever it was not enough."""
+"""Tokens that an automaton can take back once any were taken back; doubled whenever that was too few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +67,34 @@ class SuffixDrafterConfig(DrafterConfig):
 
 
 @dataclass(slots=True)
-class _Place:
-    """How far a request's text has been matched in an automaton that is not its own."""
+class _Match:
+    """The match of a request's text in an automaton of another text."""
 
     state: int = 0
     matched: int = 0
-    read_len: int = 0
-    num_tokens: int = -1  # of the automaton then: what has grown is matched anew
+    read_len: int = 0  # tokens of the request's text that were read
+    num_tokens: int = -1  # size of the automaton then: one that has grown is matched anew
 
 
 @dataclass(slots=True)
-class _Text:
-    """A request's text as an automaton, and where it stands in the others."""
+class _RequestText:
+    """A request's text as an automaton, and its matches in the other automata."""
 
     context: Context
     own: SuffixAutomaton
-    shared_len: int  # tokens that are no news to other requests: the prompt, or what was said before it came back
-    places: dict[SuffixAutomaton, _Place] = field(default_factory=dict)
+    shared_len: int  # leading tokens that are not shared again: the prompt, or the text before the request came back
+    matches: dict[SuffixAutomaton, _Match] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class History:
-    """Answers of finished requests, at most `capacity` tokens: the older of two generations is dropped as a whole."""
+    """Answers of finished requests, at most `capacity` tokens in two generations; the older is dropped as a whole."""
 
     capacity: int
     generations: list[SuffixAutomaton] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int]) -> None:
+        """Enter the end of an answer, at most half the capacity."""
         half = self.capacity // 2
         if not half:
             return
@@ -103,12 +104,13 @@ class History:
         self.generations[0].add_text(kept)
 
 
-class SuffixDrafter(IdleDrafter):
-    """A chain, or a small tree, of what followed the longest match."""
+class SuffixDrafter:
+    """Drafts a chain, or a small tree, of what followed the longest match."""
 
     def __init__(self, config: SuffixDrafterConfig, corpus: Sequence[Sequence[int]] = ()) -> None:
+        self.capabilities = Capabilities(prefills=self, truncates=self)
         self._config = config
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _RequestText] = {}
         self._history = History(config.shared_tokens)
         self._num_revocable = 0
         self._corpus = SuffixAutomaton()
@@ -117,9 +119,9 @@ class SuffixDrafter(IdleDrafter):
 
     def open(self, context: Context) -> None:
         own = SuffixAutomaton(self._num_revocable)
-        self._texts[context.request_id] = _Text(context, own, context.num_returned or context.prompt_len)
+        self._texts[context.request_id] = _RequestText(context, own, context.num_readmitted or context.prompt_len)
 
-    def prepare(self, contexts: Sequence[Context]) -> None:
+    def prefill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
             self._follow(context)
 
@@ -127,23 +129,24 @@ class SuffixDrafter(IdleDrafter):
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
-        """Nothing to do: the automaton is extended from the text itself."""
+        """Nothing to do: the next proposal extends the automaton from the text."""
 
     def truncate(self, context: Context) -> None:
-        """An automaton that cannot go back so far is built again, with a longer memory."""
+        """Take tokens back; an automaton that cannot go back so far is built again, with a longer memory."""
         text = self._texts[context.request_id]
         if not text.own.take_back(max(0, text.own.num_tokens - len(context.token_ids))):
             self._num_revocable = max(_REVOCABLE, 2 * self._num_revocable)
             text.own = SuffixAutomaton(self._num_revocable)
-        text.places = {}
+        text.matches = {}
 
     def release(self, request_id: int) -> None:
         text = self._texts.pop(request_id)
-        said = text.context.token_ids[: text.context.settled_len]
-        if len(said) > text.shared_len:
-            self._history.add(said[max(0, text.shared_len - _REACH) :])
+        settled = text.context.token_ids[: text.context.settled_len]
+        if len(settled) > text.shared_len:
+            self._history.add(settled[max(0, text.shared_len - _REACH) :])
 
     def facts(self) -> dict[str, object]:
+        """What the role reports of this drafter."""
         return {"corpus_tokens": self._corpus.num_tokens}
 
     def _propose(self, context: Context, budget: int) -> Draft:
@@ -151,7 +154,7 @@ class SuffixDrafter(IdleDrafter):
         best, best_score = None, 0.0
         for matched, source, state in self._matches(text):
             length = min(budget, int(config.tokens_per_match * matched))
-            if matched < config.min_match or length <= best_score:  # no token is expected more than once
+            if matched < config.min_match or length <= best_score:  # `length` bounds the expected tokens
                 continue
             tree, score = self._grow(source, state, length, context.token_ids[-1])
             if score > best_score:
@@ -159,17 +162,18 @@ class SuffixDrafter(IdleDrafter):
         return Draft.nothing(context) if best is None else Draft.chosen(best)
 
     def _grow(self, source: SuffixAutomaton, state: int, length: int, root: int) -> tuple[TokenTree, float]:
-        """The likeliest `length` tokens behind `state`, best first, and how many of them are expected to stand."""
+        """The tree of the likeliest `length` tokens after `state`, best first, and its expected number of accepted
+        tokens."""
         width, least = self._config.width, self._config.min_probability
         token_ids, parents, score = [root], [-1], 0.0
         node, chance = 0, 1.0
         offered: list[tuple[float, int, int, int, int]] = []  # (-chance, age, parent, token, state)
         age = 0
         while True:
-            for share, token, behind in source.followers(state, width):
+            for share, token, after in source.followers(state, width):
                 if chance * share >= least:
                     age += 1
-                    heapq.heappush(offered, (-chance * share, age, node, token, behind))
+                    heapq.heappush(offered, (-chance * share, age, node, token, after))
             if not offered or len(token_ids) > length:
                 return TokenTree(tuple(token_ids), tuple(parents)), score
             chance, _, parent, token, state = heapq.heappop(offered)
@@ -179,25 +183,25 @@ class SuffixDrafter(IdleDrafter):
             parents.append(parent)
             score += chance
 
-    def _matches(self, text: _Text) -> list[tuple[int, SuffixAutomaton, int]]:
-        """(length, source, state) of the match in every source, the longest first; at home before elsewhere."""
+    def _matches(self, text: _RequestText) -> list[tuple[int, SuffixAutomaton, int]]:
+        """(length, source, state) of the match in every source, the longest first; of equals the own text first."""
         state, matched = text.own.match
         matches = [(matched, text.own, state)]
-        matches += [(place.matched, source, place.state) for source, place in text.places.items()]
+        matches += [(match.matched, source, match.state) for source, match in text.matches.items()]
         return sorted(matches, key=itemgetter(0), reverse=True)
 
-    def _follow(self, context: Context) -> _Text:
-        """Bring the request's automaton and its places in the others up to the text."""
+    def _follow(self, context: Context) -> _RequestText:
+        """Bring the request's automaton and its matches in the others up to the text."""
         text, token_ids = self._texts[context.request_id], context.token_ids
         for position in range(text.own.num_tokens, len(token_ids)):
             text.own.extend(token_ids[position])
         sources = [source for source in (*self._history.generations, self._corpus) if source.num_tokens]
-        text.places = {source: text.places.get(source) or _Place() for source in sources}
-        for source, place in text.places.items():
-            if place.num_tokens != source.num_tokens or len(token_ids) - place.read_len > _REACH:
-                place.state = place.matched = 0
-                place.read_len, place.num_tokens = max(0, len(token_ids) - _REACH), source.num_tokens
-            for token in token_ids[place.read_len :]:
-                place.state, place.matched = source.read(place.state, place.matched, token)
-            place.read_len = len(token_ids)
+        text.matches = {source: text.matches.get(source) or _Match() for source in sources}
+        for source, match in text.matches.items():
+            if match.num_tokens != source.num_tokens or len(token_ids) - match.read_len > _REACH:
+                match.state = match.matched = 0
+                match.read_len, match.num_tokens = max(0, len(token_ids) - _REACH), source.num_tokens
+            for token in token_ids[match.read_len :]:
+                match.state, match.matched = source.read(match.state, match.matched, token)
+            match.read_len = len(token_ids)
         return text

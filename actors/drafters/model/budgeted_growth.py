@@ -1,11 +1,11 @@
-"""`strategy=dynamic`: trees of a whole batch that compete for one budget of nodes and grow while it pays.
+"""`strategy=dynamic`: trees of a whole batch compete for one budget of nodes and grow while a pass pays.
 
-Best first over all requests: a node's value is the probability that the target's path comes through it, and the nodes
-that stand among the best so far are the only ones worth feeding, since no child is likelier than its parent. So a sure
-place gets one child and an unsure one several, and an easy request a deeper tree than a hard one. Growth ends when the
-next pass would bring fewer tokens for its time than the round as a whole does. Tokens are dropped by looking at them:
-exact only for draws that are not tested by ratio. A drafter that works ahead has no moment at which all trees grow: it
-drafts as `strategy=best_first` would.
+Best first over all requests: a node's value is the probability that the target's path goes through it. Only the nodes
+that are among the best so far are fed, since no child is likelier than its parent. So a confident place gets one child
+and an uncertain one several, and an easy request a deeper tree than a hard one. Growth ends when the next pass would
+bring fewer tokens for its time than the round as a whole. Which tokens are dropped depends on their values: exact only
+for draws that are not tested by ratio. A drafter that works ahead grows trees one by one and drafts as
+`strategy=best_first`.
 
 Sources: OPT-Tree (arXiv 2406.17276), DySpec (2410.11744); the stopping rule is DyTC's (2510.26843), for a tree.
 """
@@ -19,68 +19,58 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree
+from actors.policy.estimators import OUTLIER, Ewma
 from actors.protocol.messages import TokenTree
 
 _MEMORY = 0.9
-"""Weight of the past in the running means: about the last ten rounds count."""
-_HICCUP = 2.0
-"""What takes longer than so many times the mean is counted as that: nobody asked for a while, or the machine paused."""
 _FIRST = 3
-"""Measurements of which the shortest counts: there is no mean yet to tell what is long."""
-
-
-@dataclass(slots=True)
-class _Mean:
-    """Running mean of times, 0 before the first."""
-
-    seconds: float = 0.0
-    num_seen: int = 0
-
-    def update(self, seconds: float) -> None:
-        self.num_seen += 1
-        if self.num_seen <= _FIRST:
-            self.seconds = min(seconds, self.seconds or seconds)
-        else:
-            self.seconds = _MEMORY * self.seconds + (1 - _MEMORY) * min(seconds, _HICCUP * self.seconds)
+"""Measurements of which the shortest counts, before a mean tells which times are outliers."""
 
 
 @dataclass(slots=True)
 class PassPrice:
-    """What a draft pass costs relative to a round, from the clock of the drafter; free until both are measured."""
+    """Cost of a draft pass as a share of a round, measured by the drafter's clock; 0 until both were measured."""
 
     clock: Callable[[], float] = time.monotonic
-    _pass: _Mean = field(default_factory=_Mean)
-    _round: _Mean = field(default_factory=_Mean)
-    _asked_at: float = 0.0
-    _passed_at: float = 0.0
+    _pass_s: Ewma = field(default_factory=lambda: Ewma(_MEMORY))
+    _round_s: Ewma = field(default_factory=lambda: Ewma(_MEMORY))
+    _ordered_at: float = 0.0
+    _pass_from: float = 0.0
 
-    def asked(self) -> None:
-        """A draft was ordered: the time since the last order was one round."""
+    def draft_ordered(self) -> None:
+        """The time since the last order is one round."""
         now = self.clock()
-        if self._asked_at:
-            self._round.update(now - self._asked_at)
-        self._asked_at = now
+        if self._ordered_at:
+            _observe(self._round_s, now - self._ordered_at)
+        self._ordered_at = now
 
-    def started(self) -> None:
-        """The text was read: what follows are passes over new nodes only."""
-        self._passed_at = self.clock()
+    def draft_started(self) -> None:
+        """The text was fed; passes over new nodes follow."""
+        self._pass_from = self.clock()
 
-    def passed(self) -> None:
-        """One more pass of this draft is done."""
+    def pass_done(self) -> None:
+        """One more pass over new nodes ended."""
         now = self.clock()
-        self._pass.update(now - self._passed_at)
-        self._passed_at = now
+        _observe(self._pass_s, now - self._pass_from)
+        self._pass_from = now
 
     @property
     def share(self) -> float:
-        """A pass as a part of a round."""
-        return self._pass.seconds / self._round.seconds if self._round.seconds else 0.0
+        return self._pass_s.mean / self._round_s.mean if self._round_s.mean else 0.0
+
+
+def _observe(mean: Ewma, seconds: float) -> None:
+    """Update a mean of times, in which idle rounds and pauses of the machine count as `OUTLIER` times the mean."""
+    if mean.weight < _FIRST:
+        mean.mean, mean.weight = min(seconds, mean.mean or seconds), mean.weight + 1
+    else:
+        mean.update(min(seconds, OUTLIER * mean.mean))
 
 
 class DynamicGrowth(BestFirstGrowth):
-    """`batch_nodes` bounds the nodes of all trees together; 0 leaves every tree its own budget only.
+    """`batch_nodes` bounds the nodes of all trees together; 0: only each tree's own budget does.
 
-    `price` tells what a pass costs as a part of a round; on several ranks it must be the same number on all.
+    `price` is the cost of a pass as a share of a round; it must be the same number on all ranks.
     """
 
     def __init__(self, depth: int, width: int, batch_nodes: int, price: Callable[[], float]) -> None:
@@ -102,7 +92,7 @@ class DynamicGrowth(BestFirstGrowth):
         return [self.finish(tree, len(nodes)) for tree, nodes in zip(trees, kept, strict=True)]
 
     def _kept(self, trees: Sequence[GrowingTree], budgets: Sequence[int]) -> list[set[int]]:
-        """The nodes of each tree that the budgets have room for: its own best, and the best of all."""
+        """The nodes of each tree within the budgets: the best of the tree, and of these the best of the batch."""
         best = []
         for i, (tree, budget) in enumerate(zip(trees, budgets, strict=True)):
             own = ((-tree.values[node], node, i) for node in range(1, len(tree.token_ids)))
@@ -117,12 +107,12 @@ class DynamicGrowth(BestFirstGrowth):
     ) -> bool:
         """Whether one more pass is expected to add its share of the round's tokens.
 
-        A child is taken to be as likely as the mean step of the path to its parent; where the budget is full, it
-        replaces the least likely of what is kept.
+        A child is estimated to be as likely as the mean step of the path to its parent. Where the budget is full, it
+        replaces the least likely kept node.
         """
         if not any(frontiers):
             return False
-        standing = sorted(
+        kept_chances = sorted(
             math.exp(tree.values[node]) for tree, nodes in zip(trees, kept, strict=True) for node in nodes
         )
         children = sorted(
@@ -133,6 +123,6 @@ class DynamicGrowth(BestFirstGrowth):
             ),
             reverse=True,
         )
-        displaced = [0.0] * (room - len(standing)) + standing
+        displaced = [0.0] * (room - len(kept_chances)) + kept_chances
         gain = sum(max(0.0, child - lost) for child, lost in zip(children, displaced, strict=False))
-        return gain > self._price() * (len(trees) + sum(standing))
+        return gain > self._price() * (len(trees) + sum(kept_chances))

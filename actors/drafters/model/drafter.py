@@ -1,10 +1,10 @@
 """`drafter=model`: a smaller language model of the same vocabulary drafts chains and trees.
 
 Under the coupled rule it draws with the target's own noise, so its arg-max is its best guess of the target's draw;
-under a rejection rule it samples from a truncated law and says so. Whatever the tree, one loop drafts level by level
-for the whole batch; plain chains take a shorter one in which tokens stay on the device. Every round starts by feeding
-the uncached suffix, however long: a first prompt, one token or two are the same case. Passes over draft tokens may
-be fuzzy; what of their rows is accepted is dropped when calibration is due and so becomes part of that suffix.
+under a ratio rule it samples from a truncated distribution, which travels with the proposal. One loop drafts trees
+level by level for the whole batch; plain chains take a shorter one in which tokens stay on the device. Every draft
+starts by feeding the uncached suffix of the text, however long. Passes over draft tokens may be fuzzy: when calibration
+is due, the fuzzy rows of accepted tokens are dropped and so become part of that suffix.
 """
 
 from __future__ import annotations
@@ -15,46 +15,37 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.drafters.config import ModelOptions
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.kv_refresh import CalibrationSchedule
+from actors.drafters.model.prefill import prefill
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
-from actors.sampling.logits import NodeRows, choose, is_greedy, is_plain, process_batch, top_children
+from actors.sampling.logits import LogitRows, choose, is_greedy, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Pending KV rows of one request: first the uncached suffix, then the nodes that were fed. `depth`: the draft's."""
+    """Pending KV rows of one request: first the uncached suffix, then the nodes that were fed."""
 
     num_suffix: int = 0
     of_node: dict[int, int] = field(default_factory=dict)
-    depth: int = 0
+    depth: int = 0  # of the draft
 
 
-class ModelDrafter(IdleDrafter):
-    """Drafts with `runner`; `rule` decides how tokens are drawn."""
+class ModelDrafter:
+    """Drafts with `runner`; the verification rule decides how tokens are drawn."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: ModelDrafterConfig,
-        *,
-        rule: str,
-        law_size: int,
-        eos_token_ids: Sequence[int],
-        prefill_chunk: int,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, options: ModelOptions) -> None:
         self.runner = runner
-        self.vocab_size = runner.config.vocab_size
-        self._coupled = rule == "coupled"
-        self._draw = SamplingKind.IID if rule == "kseq" else SamplingKind.WITHOUT_REPLACEMENT
-        self._law_size = law_size
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._prefill_chunk = prefill_chunk
+        self.capabilities = Capabilities(runner.config.vocab_size, prefills=self, truncates=self)
+        self._options = options
+        self._coupled = options.rule == "coupled"
+        self._kind = SamplingKind.IID if options.rule == "kseq" else SamplingKind.WITHOUT_REPLACEMENT
         self._is_chain = config.strategy is Strategy.chain
         self._is_dynamic = config.strategy is Strategy.dynamic
         self._may_sample = config.strategy in (Strategy.chain, Strategy.tree)
@@ -68,15 +59,15 @@ class ModelDrafter(IdleDrafter):
         self.runner.open(context.request_id)
         self._rows[context.request_id] = _Rows()
 
-    def prepare(self, contexts: Sequence[Context]) -> None:
+    def prefill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
-            self._catch_up(context, leave=1)
+            self._prefill(context, leave=1)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         drafts = {context.request_id: Draft.nothing(context) for context in contexts}
         able = self._with_room(contexts, budgets)
         for context, _ in able:
-            self._catch_up(context, leave=self._prefill_chunk)
+            self._prefill(context, leave=self._options.prefill_chunk)
         if able:
             grow = self._chains if self._keeps_tokens_on_device(able) else self._trees
             drafts |= grow([context for context, _ in able], [budget for _, budget in able])
@@ -98,15 +89,18 @@ class ModelDrafter(IdleDrafter):
         self._rows[context.request_id] = _Rows()
 
     def truncate(self, context: Context) -> None:
-        request_id = context.request_id
-        kept = max(0, min(self.runner.cached_len(request_id), len(context.token_ids) - 1))
-        self.runner.truncate(request_id, kept)
-        self._rows[request_id] = _Rows()
+        self._truncate_rows(context)
+        self._rows[context.request_id] = _Rows()
 
     def release(self, request_id: int) -> None:
         del self._rows[request_id]
-        self._calibration.forget(request_id)
+        self._calibration.release(request_id)
         self.runner.close(request_id)
+
+    def _truncate_rows(self, context: Context) -> None:
+        """Drop the rows of tokens that were taken back, and the root's."""
+        cached_len = self.runner.cached_len(context.request_id)
+        self.runner.truncate(context.request_id, max(0, min(cached_len, len(context.token_ids) - 1)))
 
     def _make_growth(self, config: ModelDrafterConfig) -> Growth:
         match config.strategy:
@@ -120,41 +114,33 @@ class ModelDrafter(IdleDrafter):
                 return DynamicGrowth(config.depth, config.width, config.batch_nodes, lambda: self._price_share)
 
     def _agree_on_price(self) -> None:
-        """Clocks differ between ranks, trees must not: the first rank's is everybody's."""
-        self._price.asked()
+        """All ranks take the price measured by rank 0: their clocks differ, and their trees must not."""
+        self._price.draft_ordered()
         group, device = self.runner.decoder.group, self.runner.decoder.device
         share = torch.tensor([self._price.share], dtype=torch.float32, device=device)
         self._price_share = float(group.broadcast(share)[0]) if group.size > 1 else self._price.share
 
-    # --- keeping up with the text -------------------------------------------------------------------------------------
+    # --- committed text -----------------------------------------------------------------------------------------------
 
     def _with_room(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[tuple[Context, int]]:
-        """Those whose drafts fit the context, and together the pool, first come first served."""
+        """The requests, in order, whose drafts fit the model's context and together the pool."""
         able, rows = [], 0
         for context, budget in zip(contexts, budgets, strict=True):
             depth = min(budget, self._growth.depth)
             suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
-            asked = suffix + depth * (budget if self._is_dynamic else self._growth.width(0))
+            needed = suffix + depth * (budget if self._is_dynamic else self._growth.width(0))
             fits = len(context.token_ids) + depth <= self.runner.config.max_positions
-            if fits and self.runner.can_reserve(rows + asked):
+            if fits and self.runner.can_reserve(rows + needed):
                 able.append((context, budget))
-                rows += asked
+                rows += needed
         return able
 
-    def _catch_up(self, context: Context, leave: int) -> None:
-        """Cache committed text until at most `leave` tokens of it are uncached, or pool or context are full."""
-        request_id, tokens = context.request_id, context.token_ids
-        end = min(len(tokens) - leave, self.runner.config.max_positions)
-        while (missing := end - self.runner.cached_len(request_id)) > 0:
-            start = self.runner.cached_len(request_id)
-            chunk = tokens[start : start + min(missing, self._prefill_chunk)]
-            if not self.runner.can_reserve(len(chunk)):
-                return
-            self.runner.forward([Span(request_id, len(chunk), num_logits=0)], chunk)
-            self.runner.commit(request_id, range(len(chunk)))
+    def _prefill(self, context: Context, leave: int) -> None:
+        chunk = self._options.prefill_chunk
+        prefill(self.runner, context.request_id, context.token_ids, leave=leave, chunk=chunk)
 
     def _feed_suffixes(self, contexts: Sequence[Context]) -> Tensor:
-        """Logits [B, V] behind the root of every context."""
+        """Logits [B, V] at the root of every context."""
         spans, token_ids = [], []
         for context in contexts:
             suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
@@ -175,8 +161,8 @@ class ModelDrafter(IdleDrafter):
         live = list(range(len(contexts)))
         columns: list[tuple[list[int], Tensor]] = []
         for depth in range(max(budgets)):
-            rows = [_behind_root(contexts[i]) for i in live]
-            scores = process_batch(logits, rows, self._eos_token_ids)
+            rows = [_root_rows(contexts[i]) for i in live]
+            scores = process_batch(logits, rows, self._options.eos_token_ids)
             params = [contexts[i].sampling for i in live]
             chosen = choose(scores, params, [len(contexts[i].token_ids) + depth for i in live])
             columns.append((live, chosen))
@@ -208,7 +194,7 @@ class ModelDrafter(IdleDrafter):
         if self._is_dynamic:
             self._agree_on_price()
         logits = self._feed_suffixes(contexts)
-        self._price.started()
+        self._price.draft_started()
         trees = [GrowingTree(context.token_ids[-1]) for context in contexts]
         distributions: list[dict[int, SparseDistribution]] = [{} for _ in contexts]
         frontier = [[0] for _ in contexts]
@@ -225,7 +211,7 @@ class ModelDrafter(IdleDrafter):
             if not any(frontier):
                 break
             logits = self._feed_level(contexts, trees, frontier)
-            self._price.passed()
+            self._price.pass_done()
         grown = self._growth.finish_all(trees, budgets)
         return {
             context.request_id: self._finish(context, distribution, *tree)
@@ -255,9 +241,10 @@ class ModelDrafter(IdleDrafter):
         level: int,
         distributions: list[dict[int, SparseDistribution]],
     ) -> list[list[Candidate]]:
-        """Children for every frontier node, in the order they were drawn. Fills `distributions` for nodes drawn at random."""
+        """Children for every frontier node, in the order they were drawn. Fills `distributions` for nodes drawn at
+        random."""
         batch = [
-            NodeRows(
+            LogitRows(
                 context.sampling,
                 context.prompt_len,
                 context.token_ids,
@@ -266,7 +253,7 @@ class ModelDrafter(IdleDrafter):
             )
             for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
         ]
-        scores = process_batch(logits, batch, self._eos_token_ids)
+        scores = process_batch(logits, batch, self._options.eos_token_ids)
         steps = [context.step for context, nodes in zip(contexts, frontier, strict=True) for _ in nodes]
         children = self._draw_children(scores, batch, steps, self._growth.width(level))
         offered = []
@@ -284,18 +271,21 @@ class ModelDrafter(IdleDrafter):
         return offered
 
     def _draw_children(
-        self, scores: Tensor, batch: list[NodeRows], steps: list[int], width: int
+        self, scores: Tensor, batch: list[LogitRows], steps: list[int], width: int
     ) -> Iterator[tuple[Sequence[int], Sequence[float], SparseDistribution | None]]:
-        """Children of every row: token ids in draw order, their log-probabilities, and the law if drawn at random."""
+        """Children of every row: token ids in draw order, their log-probabilities, and the distribution if drawn at
+        random."""
         row_of = [(rows, node) for rows in batch for node in rows.row_nodes()]
         sampled = [i for i, (rows, _) in enumerate(row_of) if self._samples(rows.params)]
         drawn = {}
         if sampled:
-            draw = draw_iid if self._draw is SamplingKind.IID else draw_without_replacement
+            draw = draw_iid if self._kind is SamplingKind.IID else draw_without_replacement
             params = [row_of[i][0].params for i in sampled]
             nodes = [row_of[i][1] for i in sampled]
             steps = [steps[i] for i in sampled]
-            drawn = dict(zip(sampled, draw(scores[sampled], params, steps, nodes, width, self._law_size), strict=True))
+            drawn = dict(
+                zip(sampled, draw(scores[sampled], params, steps, nodes, width, self._options.law_size), strict=True)
+            )
         params = [self._drawing_params(rows.params) for rows, _ in row_of]
         positions = [position for rows in batch for position in rows.positions()]
         token_ids, log_probs = (values.tolist() for values in self._likeliest(scores, params, positions, width))
@@ -311,7 +301,7 @@ class ModelDrafter(IdleDrafter):
         return top_children(scores, params, positions, width, given_noise=self._is_dynamic)
 
     def _samples(self, params: SamplingParams) -> bool:
-        """Whether children are drawn at random with a law to show, rather than chosen."""
+        """Whether children are drawn at random from a distribution that travels with them, rather than chosen."""
         return self._may_sample and not self._coupled and not is_greedy(params)
 
     def _drawing_params(self, params: SamplingParams) -> SamplingParams:
@@ -328,9 +318,9 @@ class ModelDrafter(IdleDrafter):
             return Draft(grown)
         if not distributions:
             return Draft.chosen(grown)
-        sampling_kinds = (SamplingKind.ROOT, *[self._draw] * grown.num_draft_tokens)
+        sampling_kinds = (SamplingKind.ROOT, *[self._kind] * grown.num_draft_tokens)
         return Draft(grown, sampling_kinds, tuple(distributions.get(node) for node in kept))
 
 
-def _behind_root(context: Context) -> NodeRows:
-    return NodeRows(context.sampling, context.prompt_len, context.token_ids, TokenTree.root(context.token_ids[-1]))
+def _root_rows(context: Context) -> LogitRows:
+    return LogitRows(context.sampling, context.prompt_len, context.token_ids, TokenTree.root(context.token_ids[-1]))

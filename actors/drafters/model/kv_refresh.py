@@ -1,7 +1,7 @@
-"""When the rows that fuzzy passes left in the committed text are dropped, to be fed again by an exact pass.
+"""When the fuzzy KV rows of committed text are dropped, so that an exact pass feeds those tokens again.
 
-That pass is the one that feeds the next round's root anyway. Rounds are counted by request, a round being a verdict
-on its proposal. Source: EasySpec (arXiv 2502.02493, section 4), which calibrates every round.
+That pass is the one that feeds the next draft's root anyway. Rounds are counted per request, one per verdict on a
+proposal. Source: EasySpec (arXiv 2502.02493, section 4), which calibrates every round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig
 
 
 class CalibrationSchedule:
-    """Asked once after every verdict on a proposal."""
+    """Decides once after every verdict on a proposal."""
 
     def __init__(self, config: ModelDrafterConfig) -> None:
         self._policy = config.calibration_policy
@@ -20,7 +20,7 @@ class CalibrationSchedule:
         self._rounds: Counter[int] = Counter()
 
     def is_due(self, request_id: int, *, rejected: bool) -> bool:
-        """Whether this request's rows are calibrated now; `rejected` if its proposal was not accepted whole."""
+        """Whether this request's rows are calibrated now; `rejected`: not all of its proposal was accepted."""
         match self._policy:
             case CalibrationPolicy.never:
                 return False
@@ -29,5 +29,5 @@ class CalibrationSchedule:
         self._rounds[request_id] += 1
         return self._rounds[request_id] % self._every == 0
 
-    def forget(self, request_id: int) -> None:
+    def release(self, request_id: int) -> None:
         self._rounds.pop(request_id, None)

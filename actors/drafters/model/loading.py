@@ -1,7 +1,6 @@
-"""From the user's choice to a draft model on this rank: whole, tensor-parallel or layer-parallel.
+"""From a draft model's record to the model on this rank: whole, tensor-parallel or layer-parallel.
 
-Also the one place that says which layers of a draft model run side by side, so that a launch can refuse a choice that
-cannot work before anything is started.
+Decides which layers of a draft model run side by side, so that a launch refuses an impossible choice before it starts.
 """
 
 from __future__ import annotations
@@ -29,15 +28,9 @@ _WIDEST_BY_DEFAULT = 4
 def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[ModelDrafter, dict[str, object]]:
     """The drafter of this pipeline over its model, and the facts it reports."""
     runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline)
-    options = {
-        "rule": setup.verify.rule,
-        "law_size": setup.verify.law_size,
-        "eos_token_ids": setup.eos_token_ids,
-        "prefill_chunk": setup.scheduler.prefill_chunk,
-    }
     if setup.pipeline in AHEAD:
-        return AheadDrafter(runner, config, policy=setup.pipeline, **options), facts
-    return ModelDrafter(runner, config, **options), facts
+        return AheadDrafter(runner, config, setup.model_options, setup.pipeline), facts
+    return ModelDrafter(runner, config, setup.model_options), facts
 
 
 def open_draft_model(
@@ -72,8 +65,8 @@ def open_draft_model(
 def layer_layout(
     config: ModelDrafterConfig, group: Group, device: str, pipeline: str = PipelineName.sync
 ) -> LayerLayout:
-    """The layout the user asked for; MLPs on `auto` are measured, here and now, on all ranks, over as many rows as the
-    pipeline has most fuzzy passes feed."""
+    """The layout of the draft model. `mlp_parallel=auto` measures both ways on all ranks, over the number of rows that
+    most fuzzy passes of the pipeline feed."""
     model = read_config(resolve_checkpoint(config.path))
     mlp = str(config.mlp_parallel)
     if config.mlp_parallel is MlpParallel.auto:
@@ -84,14 +77,14 @@ def layer_layout(
 
 
 def _rows_fed(config: ModelDrafterConfig, pipeline: str) -> int:
-    """Of one request, in most fuzzy passes."""
+    """Rows of one request in most fuzzy passes."""
     if pipeline in (PipelineName.branches, PipelineName.tree):
         return config.ahead_width
     return 1 if config.strategy is Strategy.chain else config.width
 
 
 def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partition:
-    """The hyper-layers of `model` that this choice means; ValueError, one line, where it cannot be carried out."""
+    """The groups of layers of `model` that run side by side; ValueError, one line, for an impossible choice."""
     num_layers, ranks = model.num_layers, config.ranks
     otherwise = "use drafter.parallel=single or tensor"
     if num_layers == 1:
@@ -109,7 +102,7 @@ def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partiti
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from None
         if config.layer_group not in (0, max(map(len, partition))):
-            raise ValueError(f"{field}: drafter.layer_group={config.layer_group} says otherwise; drop one of them")
+            raise ValueError(f"{field}: drafter.layer_group={config.layer_group} contradicts it; drop one of them")
     else:
         width = config.layer_group or min(ranks, _WIDEST_BY_DEFAULT)
         field, partition = f"drafter.layer_group={width}", default_partition(num_layers, width)

@@ -1,7 +1,7 @@
 """How a draft tree grows: which candidate tokens become nodes, level by level. Pure host-side policy.
 
-Knows tokens and their values, not where they came from. A policy is asked after every level for the nodes to feed
-next; `finish` gives the tree to propose and, per kept node, its index while growing.
+After every level a policy chooses the nodes to feed next; `finish` gives the tree to propose and, per kept node, its
+index while growing. Knows tokens and their values, not where they come from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from actors.protocol.messages import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A child offered for a node: its token, and the logarithm of how likely it is accepted given its parent."""
+    """A possible child of a node; `log_prob` is the log-probability that it is accepted given its parent."""
 
     parent: int
     token: int
@@ -49,18 +49,18 @@ class Growth:
         self, trees: Sequence[GrowingTree], offered: Sequence[Sequence[Candidate]], budgets: Sequence[int]
     ) -> list[list[int]]:
         """The nodes of every tree to feed next."""
-        return [self.extend(*one) for one in zip(trees, offered, budgets, strict=True)]
+        return [self.extend(*tree) for tree in zip(trees, offered, budgets, strict=True)]
 
     def finish_all(self, trees: Sequence[GrowingTree], budgets: Sequence[int]) -> list[tuple[TokenTree, list[int]]]:
-        """What to propose, and the kept nodes as they were numbered while growing."""
-        return [self.finish(*one) for one in zip(trees, budgets, strict=True)]
+        """Per tree, what to propose, and the kept nodes as they were numbered while growing."""
+        return [self.finish(*tree) for tree in zip(trees, budgets, strict=True)]
 
 
 class StaticGrowth(Growth):
-    """A fixed shape: every node of depth d gets `branching[d]` children, until `budget` nodes stand.
+    """A fixed shape: every node of depth d gets `branching[d]` children, until the tree has `budget` nodes.
 
-    Nodes are taken in the order their tokens were drawn and none is dropped afterwards, so the shape may be used with
-    sampled draws under any rule. A chain is `branching = [1, 1, ...]`.
+    Nodes are added in the order their tokens were drawn and none is dropped afterwards, so sampled draws stay exact
+    under any rule. A chain is `branching = [1, 1, ...]`.
     """
 
     def __init__(self, branching: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class StaticGrowth(Growth):
         return len(self._branching)
 
     def width(self, level: int) -> int:
-        """Children to ask for per node of this level."""
+        """Children per node of this level."""
         return self._branching[level]
 
     def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
@@ -85,8 +85,8 @@ class StaticGrowth(Growth):
 class BestFirstGrowth(Growth):
     """Expand the `width` likeliest paths of each level, then keep the `budget` likeliest nodes of all.
 
-    A node is never likelier than its parent, so the kept set is connected. Tokens are dropped by looking at them:
-    exact only for draws that are not tested by ratio. Source: EAGLE-2 (arXiv 2406.16858, section 4).
+    A node is never likelier than its parent, so the kept set is connected. Which tokens are dropped depends on their
+    values: exact only for draws that are not tested by ratio. Source: EAGLE-2 (arXiv 2406.16858, section 4).
     """
 
     def __init__(self, depth: int, width: int) -> None:

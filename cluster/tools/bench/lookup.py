@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from actors.drafters.interface import Context, Drafter
+from actors.drafters.interface import Context
 from actors.drafters.lookup.maxgram import MaxgramDrafter, MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafter, NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafter, SuffixDrafterConfig
@@ -37,7 +37,8 @@ TAKEN_BACK = 17
 """A last level that works one proposal of 8 ahead has told so many tokens when the target disagrees with the first."""
 NUM_DRAFT_TOKENS = 8
 LOOP = "            self.assertEqual(result, expected)\n"
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
+Lookup = NgramDrafter | MaxgramDrafter | SuffixDrafter
+DRAFTERS: dict[str, Callable[[], Lookup]] = {
     "ngram": lambda: NgramDrafter(NgramDrafterConfig()),
     "maxgram": lambda: MaxgramDrafter(MaxgramDrafterConfig()),
     "suffix": lambda: SuffixDrafter(SuffixDrafterConfig()),
@@ -66,7 +67,7 @@ class LookupCost:
     bytes_per_token: float
 
 
-def measure(make: Callable[[], Drafter], token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
+def measure(make: Callable[[], Lookup], token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
     """`token_ids` holds `length` tokens of prompt, those of every round, and what is tried out behind the last."""
     tracemalloc.start()
     drafter, context = make(), _context(token_ids, length)
@@ -84,7 +85,7 @@ def measure(make: Callable[[], Drafter], token_ids: Sequence[int], length: int, 
     _enter(drafter, context)
     for start in range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND):
         context.token_ids += token_ids[start : start + TAKEN_BACK]
-        spent = _seconds(lambda: drafter.prepare([context]))
+        spent = _seconds(lambda: drafter.prefill([context]))
         context.cut(start)
         spent += _seconds(lambda: drafter.truncate(context))
         context.token_ids += token_ids[start : start + TOKENS_PER_ROUND]
@@ -97,10 +98,10 @@ def _context(token_ids: Sequence[int], length: int) -> Context:
     return Context(1, 0, list(token_ids[:length]), length, SamplingParams())
 
 
-def _enter(drafter: Drafter, context: Context) -> float:
+def _enter(drafter: Lookup, context: Context) -> float:
     """Seconds to take in the prompt."""
     drafter.open(context)
-    return _seconds(lambda: drafter.prepare([context]))
+    return _seconds(lambda: drafter.prefill([context]))
 
 
 def _seconds(work: Callable[[], object]) -> float:

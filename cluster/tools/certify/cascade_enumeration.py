@@ -17,8 +17,9 @@ import torch
 
 from actors.drafters.cascade.child import ChildLevel, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths
-from actors.drafters.cascade.level import CascadeDrafter
-from actors.drafters.interface import Context, Draft, Drafter, IdleDrafter
+from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
+from actors.drafters.config import ModelOptions
+from actors.drafters.interface import Capabilities, Context, Draft, Drafter
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
@@ -128,18 +129,16 @@ class ToyRunner:
         return self._kept + path[::-1]
 
 
-class ToyChild(IdleDrafter):
+class ToyChild:
     """The child level: a chain drawn from `distribution` by the tape, or, deterministic, its likeliest tokens."""
 
     def __init__(
         self, distribution: ConditionalDistribution, tape: Tape, kind: SamplingKind = SamplingKind.IID
     ) -> None:
+        self.capabilities = Capabilities()
         self._distribution, self._tape, self._kind = distribution, tape, kind
 
     def open(self, context: Context) -> None:
-        """Keeps no state."""
-
-    def prepare(self, contexts: Sequence[Context]) -> None:
         """Keeps no state."""
 
     def observe(self, context: Context, commit: Commit) -> None:
@@ -176,25 +175,21 @@ def toy_level(
     tail: int = 0,
     law_size: int = VOCAB,
     source_of: SourceOf = lambda tape, _runner: tape,
-    make_coins: Callable[[int, int], RandomSource] | None = None,
+    make_random_source: Callable[[int, int], RandomSource] | None = None,
+    works_ahead: bool = False,
 ) -> CascadeDrafter:
     """Level `number` of a cascade whose level i proposes `lengths[i]` tokens, 0 to forward its child's.
 
-    Its random source is `source_of(tape, runner)`, or the production one that `make_coins` makes.
+    Its random source is `source_of(tape, runner)`, or the production one that `make_random_source` makes.
     """
     runner = ToyRunner(distribution, VOCAB, len(PROMPT))
     return CascadeDrafter(
         cast("ModelRunner", runner),  # the part of it that a level uses
         ChildLevel(LocalChild(child), str(number - 1), max(lengths[:number])),
-        level=number,
-        name=str(number),
-        rule=rule,
-        law_size=law_size,
-        eos_token_ids=(),
-        prefill_chunk=_LONGEST,
-        lengths=FixedLengths(lengths),
-        tail=tail,
-        make_coins=make_coins or (lambda _seed, _step: source_of(tape, runner)),
+        LevelSpec(number, str(number), tail=tail, works_ahead=works_ahead),
+        ModelOptions(rule, law_size, (), _LONGEST),
+        FixedLengths(lengths),
+        make_random_source or (lambda _seed, _step: source_of(tape, runner)),
     )
 
 

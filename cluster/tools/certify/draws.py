@@ -19,7 +19,7 @@ from actors.protocol.messages import Proposal, SamplingKind, SamplingParams, Spa
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement, truncate_distribution
 from actors.sampling.logits import probabilities, process_logits, top_children
 from actors.verification.random_source import HashRandomSource
-from actors.verification.verifier import Ruling, Subject, Verifier
+from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
 from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution, fit_share
 from cluster.tools.certify.scoring import TextReader
 
@@ -79,17 +79,17 @@ class VerifiedText:
             distribution[list(cut.token_ids)] = cut.probs
         return distribution
 
-    def verify(self, seeds: Sequence[int]) -> list[tuple[Proposal, Ruling]]:
+    def verify(self, seeds: Sequence[int]) -> list[tuple[Proposal, VerifyResult]]:
         """One draft and one verification per seed."""
         params = [replace(self.params, seed=seed) for seed in seeds]
         proposals = self._propose(params)
         length = len(self.token_ids)
         subjects = [
-            Subject(proposal.request_id, self.token_ids, length, sampling, 1, proposal)
+            VerifyInput(proposal.request_id, self.token_ids, length, sampling, 1, proposal)
             for proposal, sampling in zip(proposals, params, strict=True)
         ]
         rows = [self._row(proposal.tree, node) for proposal in proposals for node in range(len(proposal.tree.parents))]
-        rulings = self._verifier.judge(subjects, self._logits[rows])
+        rulings = self._verifier.verify(subjects, self._logits[rows])
         return list(zip(proposals, rulings, strict=True))
 
     def _row(self, tree: TokenTree, node: int) -> int:

@@ -154,7 +154,7 @@ def _role(rule: str, random_source: Callable[[int, int], RandomSource]) -> Draft
     """A level that verifies a lookup."""
     tape = Tape([])
     lookup = ToyChild(lambda _text: np.array([0.0, 1.0, 0.0]), tape, SamplingKind.DETERMINISTIC)
-    return DraftRole(toy_level(lambda _text: _LEVEL, lookup, tape, (1, 2), 1, rule, make_coins=random_source))
+    return DraftRole(toy_level(lambda _text: _LEVEL, lookup, tape, (1, 2), 1, rule, make_random_source=random_source))
 
 
 # --- negative controls: a cascade of two levels under the rejection rule ----------------------------------------------

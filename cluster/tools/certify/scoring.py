@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.options import VerifyRule
 from actors.protocol.messages import TokenTree
 from actors.sampling.logits import is_greedy, probabilities, process_logits
-from actors.sampling.noise import Stream, gumbel, noise_key, uniform
+from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
 from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution
 from cluster.tools.certify.identity import OutputPair
 from parallel.comm.group import SINGLE
@@ -114,7 +114,7 @@ class OutputScorer:
         params = output.sampling
         if not is_greedy(params):
             positions = range(len(output.prompt_ids), len(output.prompt_ids) + len(output.plain))
-            keys = [noise_key(params.seed, Stream.COUPLED, position) for position in positions]
+            keys = [noise_key(params.seed, NoiseStream.COUPLED, position) for position in positions]
             scores = scores + gumbel(keys, torch.arange(scores.shape[-1]))
         best = scores.topk(2, dim=-1).values
         return ((best[:, 0] - best[:, 1]) * (1.0 if is_greedy(params) else params.temperature)).tolist()
@@ -129,7 +129,7 @@ class OutputScorer:
         tokens = np.array(output.speculative)
         own = distribution[np.arange(len(tokens)), tokens]
         likelier = np.where(distribution > own[:, None], distribution, 0.0).sum(axis=1)
-        keys = [noise_key(output.sampling.seed, Stream.DRAFT, output.prompt, i) for i in range(len(tokens))]
+        keys = [noise_key(output.sampling.seed, NoiseStream.DRAFT, output.prompt, i) for i in range(len(tokens))]
         return (likelier + own * np.array([uniform(key) for key in keys])).tolist()
 
     def _scores(self, output: OutputPair, token_ids: Sequence[int]) -> Tensor:

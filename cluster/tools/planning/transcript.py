@@ -15,7 +15,7 @@ import torch
 
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams, TokenTree
-from actors.sampling.logits import NodeRows, process_batch, top_children
+from actors.sampling.logits import LogitRows, process_batch, top_children
 from cluster.tools.planning.rounds import KnownText
 from parallel.kv.pass_plan import Span
 from parallel.runtime.kv_sizing import choose_dtype
@@ -100,7 +100,7 @@ def record(
     tokens: list[RecordedToken] = []
     for text in texts:
         prompt, written = text.token_ids[: text.prompt_len], text.token_ids[text.prompt_len :]
-        rows = NodeRows(sampling, text.prompt_len, prompt, TokenTree.chain(prompt[-1], written[:-1]))
+        rows = LogitRows(sampling, text.prompt_len, prompt, TokenTree.chain(prompt[-1], written[:-1]))
         runner.open(0)
         spans = [Span(0, len(text.token_ids) - 1, num_logits=len(written))]
         scores = process_batch(runner.forward(spans, text.token_ids[:-1]).logits, [rows], eos_token_ids)

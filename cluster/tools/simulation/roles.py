@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import ModelDrafterConfig
@@ -163,11 +164,11 @@ def draft_role(
 ) -> DraftRole:
     """The role as `actors/worker/factory.py` would build it for this pipeline."""
     runner = cast(ModelRunner, scripted)  # it has the methods that drafters call
-    options: dict[str, Any] = {"rule": "coupled", "law_size": 0, "eos_token_ids": (), "prefill_chunk": 512}
+    options = ModelOptions("coupled", law_size=0, eos_token_ids=(), prefill_chunk=512)
     if pipeline in AHEAD:
-        drafter = ScriptedAheadDrafter(runner, config, policy=pipeline, **options)
+        drafter = ScriptedAheadDrafter(runner, config, options, pipeline)
         return DraftRole(drafter, clock=time, adapts=adapts)
-    return DraftRole(ScriptedDrafter(runner, config, **options), clock=time)
+    return DraftRole(ScriptedDrafter(runner, config, options), clock=time)
 
 
 @dataclass(slots=True)

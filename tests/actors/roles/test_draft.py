@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.drafters.interface import Draft, IdleDrafter
+from actors.drafters.interface import Capabilities, Draft
 from actors.protocol.messages import (
     HASH_SEED,
     Admit,
@@ -20,17 +20,18 @@ from actors.protocol.messages import (
 from actors.roles.draft import DraftRole
 
 
-class Recorder(IdleDrafter):
+class Recorder:
     """A drafter that writes down what it is asked, and proposes the tokens 7, 8, ..."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size=None) -> None:
+        self.capabilities = Capabilities(vocab_size, prefills=self)
         self.heard: list[tuple] = []
 
     def open(self, context):
         self.heard.append(("open", context.request_id, tuple(context.token_ids)))
 
-    def prepare(self, contexts):
-        self.heard.append(("prepare", *[context.request_id for context in contexts]))
+    def prefill(self, contexts):
+        self.heard.append(("prefill", *[context.request_id for context in contexts]))
 
     def propose(self, contexts, budgets):
         self.heard.append(("propose", *zip([context.request_id for context in contexts], budgets, strict=True)))
@@ -75,7 +76,7 @@ def test_news_come_before_orders_and_leavers_before_comers(role):
         ("open", 2, (3, 4)),
         ("open", 1, (3, 4, 5)),
         ("observe", 1, (3, 4, 5), ()),
-        ("prepare", 2),
+        ("prefill", 2),
         ("propose", (1, 2)),
     ]
 
@@ -115,8 +116,7 @@ def test_a_commit_for_another_prefix_is_a_broken_invariant(role):
 
 
 def test_tokens_that_the_drafter_does_not_have_are_read_as_others():
-    role = DraftRole(Recorder())
-    role.drafter.vocab_size = 10
+    role = DraftRole(Recorder(vocab_size=10))
     sampling = SamplingParams(logit_bias=((3, 1.0), (11, 1.0)), bad_words=((4, 12), (5,)), stop_token_ids=(9, 10))
     orders = (DraftOrder(1, 2),)
     last_answer(role, DraftBatch(1, admits=(Admit(1, 0, (3, 12), 2, sampling),), orders=orders))

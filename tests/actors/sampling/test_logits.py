@@ -13,7 +13,7 @@ import transformers
 
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.logits import (
-    NodeRows,
+    LogitRows,
     choose,
     choose_batch,
     is_greedy,
@@ -173,7 +173,7 @@ def test_a_node_is_processed_as_if_its_path_were_committed(seed):
 def test_the_model_s_logits_are_left_alone(case):
     logits = random_logits(6)
     before = logits.clone()
-    rows = NodeRows(HF_CASES[case], len(PROMPT), PROMPT + OUTPUT, TREE)
+    rows = LogitRows(HF_CASES[case], len(PROMPT), PROMPT + OUTPUT, TREE)
     choose_batch(logits, [rows], EOS)
     choose_batch(logits, [replace(rows, nodes=(0, 1, 2)), replace(rows, nodes=(3, 4, 5))], EOS)
     assert torch.equal(logits, before)
@@ -255,7 +255,7 @@ def test_a_sequence_chooses_the_same_tokens_in_any_batch(seed):
         tree = TokenTree((token_ids[-1], *rng.choices(range(6), k=size - 1)), parents)
         nodes = rng.choice([None, tuple(range(size))[::-1]])
         params = rng.choice([random_params(rng), SamplingParams(), SamplingParams(temperature=0.9, seed=seed)])
-        batch.append(NodeRows(params, 1, token_ids, tree, nodes))
+        batch.append(LogitRows(params, 1, token_ids, tree, nodes))
     parts = [random_logits(len(rows.row_nodes()), seed=i) for i, rows in enumerate(batch)]
     together = choose_batch(torch.cat(parts), batch, EOS)
     scores = process_batch(torch.cat(parts), batch, EOS)
@@ -271,9 +271,9 @@ def test_noise_belongs_to_the_position_of_the_chosen_token():
     """A node chooses as plain decoding would with its path committed, whatever the tree around it."""
     params = SamplingParams(temperature=1.0, seed=5)
     logits = random_logits(6)
-    chosen = choose_batch(logits, [NodeRows(params, len(PROMPT), PROMPT + OUTPUT, TREE)], EOS).tolist()
+    chosen = choose_batch(logits, [LogitRows(params, len(PROMPT), PROMPT + OUTPUT, TREE)], EOS).tolist()
     for node in range(6):
-        rows = NodeRows(params, len(PROMPT), history_of(node), TokenTree.root(0))
+        rows = LogitRows(params, len(PROMPT), history_of(node), TokenTree.root(0))
         assert rows.positions() == [len(history_of(node))]
         assert choose_batch(logits[node : node + 1], [rows], EOS).tolist() == [chosen[node]]
     moved = choose(logits, [params] * 6, [1000] * 6).tolist()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import actors.sampling.noise
-from actors.sampling.noise import Stream, gumbel, noise_bits, noise_key, uniform
+from actors.sampling.noise import NoiseStream, gumbel, noise_bits, noise_key, uniform
 
 MASK_32 = (1 << 32) - 1
 MASK_64 = (1 << 64) - 1
@@ -36,10 +36,10 @@ def limit(degrees: int) -> float:
 
 
 def test_keys_and_bits_never_change():
-    assert noise_key(0, Stream.COUPLED, 0) == 0x238275BC38FCBE91
-    assert noise_key(42, Stream.ACCEPT, 7, 3) == 0xD11735529D20C57B
-    assert noise_key(-1, Stream.DRAFT, 1 << 40, 2, 1) == 0x293799D0A2FDFC53
-    keys = [noise_key(0, Stream.COUPLED, 0), noise_key(42, Stream.DRAFT, 7, 3)]
+    assert noise_key(0, NoiseStream.COUPLED, 0) == 0x238275BC38FCBE91
+    assert noise_key(42, NoiseStream.ACCEPT, 7, 3) == 0xD11735529D20C57B
+    assert noise_key(-1, NoiseStream.DRAFT, 1 << 40, 2, 1) == 0x293799D0A2FDFC53
+    keys = [noise_key(0, NoiseStream.COUPLED, 0), noise_key(42, NoiseStream.DRAFT, 7, 3)]
     assert noise_bits(keys, torch.tensor([0, 1, 2, 151935])).tolist() == [
         [0xFEC2D503, 0x154FCD2B, 0x7AE4414B, 0x64549685],
         [0x1D83080A, 0xB3CF7BD6, 0x4A1DD904, 0xC139C8A5],
@@ -47,7 +47,7 @@ def test_keys_and_bits_never_change():
 
 
 def test_bits_equal_unbounded_integer_arithmetic():
-    keys = [noise_key(seed, Stream.COUPLED, 11) for seed in range(40)] + [0, MASK_64, MASK_32, MASK_32 << 32]
+    keys = [noise_key(seed, NoiseStream.COUPLED, 11) for seed in range(40)] + [0, MASK_64, MASK_32, MASK_32 << 32]
     token_ids = [0, 1, 2, 1000, 4095, 151935, MASK_32]
     expected = [[reference_bits(key, token) for token in token_ids] for key in keys]
     assert noise_bits(keys, torch.tensor(token_ids)).tolist() == expected
@@ -55,14 +55,14 @@ def test_bits_equal_unbounded_integer_arithmetic():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bits_are_the_same_on_cuda():
-    keys = [noise_key(seed, Stream.COUPLED, seed * 3) for seed in range(64)]
+    keys = [noise_key(seed, NoiseStream.COUPLED, seed * 3) for seed in range(64)]
     token_ids = torch.arange(50_001)
     assert torch.equal(noise_bits(keys, token_ids), noise_bits(keys, token_ids.cuda()).cpu())
     torch.testing.assert_close(gumbel(keys, token_ids.cuda()).cpu(), gumbel(keys, token_ids), rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_does_not_depend_on_its_batch_or_on_other_tokens():
-    keys = [noise_key(5, Stream.COUPLED, position) for position in range(9)]
+    keys = [noise_key(5, NoiseStream.COUPLED, position) for position in range(9)]
     token_ids = torch.arange(1009)
     together = gumbel(keys, token_ids)
     for row, key in enumerate(keys):
@@ -81,7 +81,7 @@ def test_gumbel_is_finite_at_both_ends_of_the_uniform(monkeypatch):
 
 
 def test_gumbel_follows_its_law():
-    noise = gumbel([noise_key(s, Stream.COUPLED, 0) for s in range(200)], torch.arange(1000)).double().flatten()
+    noise = gumbel([noise_key(s, NoiseStream.COUPLED, 0) for s in range(200)], torch.arange(1000)).double().flatten()
     quantiles = torch.exp(-torch.exp(-noise)).numpy()  # uniform if the noise is Gumbel
     counts = np.histogram(quantiles, bins=100, range=(0, 1))[0]
     assert chi_square(counts, 2000.0) < limit(99)
@@ -93,12 +93,12 @@ def test_one_changed_bit_of_the_input_changes_half_of_the_output(flip):
     changed = []
     for _ in range(400):
         seed, position, token = (int(rng.integers(1 << 20)) for _ in range(3))
-        stream, bit = Stream.COUPLED, 1 << int(rng.integers(20))
+        stream, bit = NoiseStream.COUPLED, 1 << int(rng.integers(20))
         before = noise_bits([noise_key(seed, stream, position)], torch.tensor([token])).item()
         if flip == "seed":
             seed ^= bit
         elif flip == "stream":
-            stream = Stream(int(rng.integers(1, 4)))
+            stream = NoiseStream(int(rng.integers(1, 4)))
         elif flip == "position":
             position ^= bit
         else:
@@ -112,7 +112,7 @@ def test_one_changed_bit_of_the_input_changes_half_of_the_output(flip):
 
 @pytest.mark.parametrize("shift", [0, 8, 16, 24])
 def test_every_byte_is_uniform(shift):
-    bits = noise_bits([noise_key(0, Stream.COUPLED, position) for position in range(64)], torch.arange(4096))
+    bits = noise_bits([noise_key(0, NoiseStream.COUPLED, position) for position in range(64)], torch.arange(4096))
     counts = torch.bincount((bits.flatten() >> shift) & 255, minlength=256).numpy()
     assert chi_square(counts, 64 * 4096 / 256) < limit(255)
 
@@ -121,13 +121,13 @@ def test_every_byte_is_uniform(shift):
 def test_neighbouring_inputs_are_independent(neighbour):
     """Joint law of (number, number of the next seed / stream / position / token / node) on a 16 x 16 grid."""
     seeds, token_ids = range(300), torch.arange(300)
-    here = noise_bits([noise_key(seed, Stream.DRAFT, 9, 4) for seed in seeds], token_ids)
+    here = noise_bits([noise_key(seed, NoiseStream.DRAFT, 9, 4) for seed in seeds], token_ids)
     moved = {
-        "seed": lambda: noise_bits([noise_key(seed + 1, Stream.DRAFT, 9, 4) for seed in seeds], token_ids),
-        "stream": lambda: noise_bits([noise_key(seed, Stream.ACCEPT, 9, 4) for seed in seeds], token_ids),
-        "position": lambda: noise_bits([noise_key(seed, Stream.DRAFT, 10, 4) for seed in seeds], token_ids),
-        "token": lambda: noise_bits([noise_key(seed, Stream.DRAFT, 9, 4) for seed in seeds], token_ids + 1),
-        "node": lambda: noise_bits([noise_key(seed, Stream.DRAFT, 9, 5) for seed in seeds], token_ids),
+        "seed": lambda: noise_bits([noise_key(seed + 1, NoiseStream.DRAFT, 9, 4) for seed in seeds], token_ids),
+        "stream": lambda: noise_bits([noise_key(seed, NoiseStream.ACCEPT, 9, 4) for seed in seeds], token_ids),
+        "position": lambda: noise_bits([noise_key(seed, NoiseStream.DRAFT, 10, 4) for seed in seeds], token_ids),
+        "token": lambda: noise_bits([noise_key(seed, NoiseStream.DRAFT, 9, 4) for seed in seeds], token_ids + 1),
+        "node": lambda: noise_bits([noise_key(seed, NoiseStream.DRAFT, 9, 5) for seed in seeds], token_ids),
     }[neighbour]()
     for shift in (28, 0):  # of the top bits, and of the lowest
         cells = ((here >> shift & 15) * 16 + (moved >> shift & 15)).flatten()
@@ -139,6 +139,6 @@ def test_uniform_fills_the_half_open_unit_interval():
     assert uniform(0) == 0.0
     assert uniform(MASK_64) == 1.0 - 2.0**-53
     sampling_kinds = np.array(
-        [uniform(noise_key(1, Stream.ACCEPT, step, node)) for step in range(200) for node in range(100)]
+        [uniform(noise_key(1, NoiseStream.ACCEPT, step, node)) for step in range(200) for node in range(100)]
     )
     assert chi_square(np.histogram(sampling_kinds, bins=50, range=(0, 1))[0], 400.0) < limit(49)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.protocol.messages import SamplingKind, SamplingParams, TokenTree
-from actors.sampling.logits import NodeRows, choose_batch, process_logits, top_children
+from actors.sampling.logits import LogitRows, choose_batch, process_logits, top_children
 from actors.verification.coupled import verify_coupled
 from cluster.tools.certify.rule_enumeration import Emission, enumerate_drafts, total_variation
 
@@ -105,7 +105,7 @@ def decode(params: SamplingParams, propose, length: int = 40) -> tuple[list[int]
     context, rounds, accepted = list(prompt), 0, 0
     while len(context) < len(prompt) + length:
         tree = propose(context)
-        rows = NodeRows(params, len(prompt), context, tree)
+        rows = LogitRows(params, len(prompt), context, tree)
         choices = choose_batch(rows_behind(context, tree), [rows], EOS).tolist()
         path, next_token = verify_coupled(tree, choices)
         context = context + [tree.token_ids[node] for node in path] + [next_token]

@@ -17,8 +17,9 @@ from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import Sequence
 from actors.drafters.cascade.child import ChildLevel, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths
-from actors.drafters.cascade.level import CascadeDrafter
-from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
+from actors.drafters.config import ModelOptions
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import DraftBatch, DraftOrder, Request, SamplingParams, TokenTree, Verdict
 from actors.roles.draft import DraftRole
 from actors.verification.random_source import HashRandomSource, RandomSource
@@ -29,12 +30,12 @@ VOCAB, LENGTH, COUNT = 2, 4, 400
 TARGET, LEVEL = np.array([0.5, 0.5]), np.array([0.4, 0.6])
 
 
-class Lookup(IdleDrafter):
+class Lookup:
     """Says the same token again and again."""
 
-    def open(self, context) -> None: ...
+    capabilities = Capabilities()
 
-    def prepare(self, contexts) -> None: ...
+    def open(self, context) -> None: ...
 
     def observe(self, context, commit) -> None: ...
 
@@ -47,26 +48,22 @@ class Lookup(IdleDrafter):
         ]
 
 
-def role(rule: str, make_coins: Callable[[int, int], RandomSource]) -> DraftRole:
+def role(rule: str, make_random_source: Callable[[int, int], RandomSource]) -> DraftRole:
     level = CascadeDrafter(
         ToyRunner(lambda text: LEVEL, VOCAB, 1),
         ChildLevel(LocalChild(Lookup()), "0", 1),
-        level=1,
-        name="1",
-        rule=rule,
-        law_size=VOCAB,
-        eos_token_ids=(),
-        prefill_chunk=99,
-        lengths=FixedLengths((1, 2)),
-        make_coins=make_coins,
+        LevelSpec(1, "1"),
+        ModelOptions(rule, VOCAB, (), 99),
+        FixedLengths((1, 2)),
+        make_random_source,
     )
     return DraftRole(level)
 
 
-def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_coins) -> tuple[int, ...]:
+def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_random_source) -> tuple[int, ...]:
     """The first tokens of one request; a role that `forgets` is told of it again before every round."""
     request = Request(1, (0,), SamplingParams(temperature=1.0, seed=seed, max_tokens=99))
-    sequence, outbox, draft = Sequence.start(request, 999), Outbox(), role(rule, make_coins)
+    sequence, outbox, draft = Sequence.start(request, 999), Outbox(), role(rule, make_random_source)
     outbox.admit(sequence)
     for round_ in range(1, LENGTH + 1):
         if forgets and round_ > 1:
@@ -89,9 +86,9 @@ def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_coins) -
     return tuple(sequence.token_ids[1 : LENGTH + 1])
 
 
-def excess(rule: str, *, forgets: bool = False, told_apart: bool = True, make_coins=HashRandomSource) -> float:
+def excess(rule: str, *, forgets: bool = False, told_apart: bool = True, make_random_source=HashRandomSource) -> float:
     """Chi-square of the joint of all tokens, in standard deviations above its mean."""
-    options = dict(forgets=forgets, told_apart=told_apart, make_coins=make_coins)
+    options = dict(forgets=forgets, told_apart=told_apart, make_random_source=make_random_source)
     counts = Counter(text(seed, rule, **options) for seed in range(COUNT))
     cells, expected = VOCAB**LENGTH, COUNT / VOCAB**LENGTH
     missed = (cells - len(counts)) * expected
@@ -105,7 +102,7 @@ def test_rounds_emit_the_targets_joint_law(rule, forgets):
 
 
 def test_coins_that_every_review_meets_again_are_found():
-    assert excess("traversal", make_coins=lambda seed, step: HashRandomSource(seed, 0)) > 6
+    assert excess("traversal", make_random_source=lambda seed, step: HashRandomSource(seed, 0)) > 6
 
 
 def test_coins_that_come_back_when_a_request_is_told_again_are_found():

@@ -100,8 +100,7 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
     followed: dict[tuple[int, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
 
     def run(tape: Tape):
-        drafter = toy_level(m, ToyChild(s, tape), tape, (1, 1), 1, "rejection")
-        drafter.works_ahead = True
+        drafter = toy_level(m, ToyChild(s, tape), tape, (1, 1), 1, "rejection", works_ahead=True)
         context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
         drafter.open(context)
         offered = drafter.propose([context], [1])[0].tree.token_ids[1:]
@@ -135,9 +134,9 @@ def test_what_a_ratio_rule_has_seen_is_not_offered_again(random_law, rule, keeps
     token_ids = drafter.propose([context], [3])[0].tree.token_ids[1:]
     drafter.observe(context, Commit(1, 0, len(PROMPT), (), token_ids[:1]))
     context.extend(token_ids[:1])
-    drafter.account()
+    drafter.level_stats()
     drafter.propose([context], [2])
-    assert (not any(work.num_passes for work in drafter.account())) == keeps
+    assert (not any(work.num_passes for work in drafter.level_stats())) == keeps
 
 
 # --- wrong variants ---------------------------------------------------------------------------------------------------

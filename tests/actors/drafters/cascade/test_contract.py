@@ -179,21 +179,21 @@ def test_kv_of_every_level_is_that_of_its_text(open_room, make_requests, models,
     def compare(room):
         level = room.draft.drafter
         while isinstance(level, CascadeDrafter):
-            name = CASCADES[levels].levels[level._level].path
-            for request_id, stream in level._streams.items():
+            name = CASCADES[levels].levels[level._spec.number].path
+            for request_id, state in level._states.items():
                 runner, read = level.runner, fresh[name]
                 cached_len = runner.cached_len(request_id)
                 if cached_len < 2 or checked[name] >= 12:
                     continue
-                assert cached_len <= len(stream.text)
+                assert cached_len <= len(state.text)
                 read.open("x")
-                read.forward([Span("x", cached_len)], stream.text[:cached_len])
+                read.forward([Span("x", cached_len)], state.text[:cached_len])
                 ours, theirs = runner.pool.slots(request_id)[:cached_len], read.pool.slots("x")
                 for kept, anew in ((runner.pool.keys, read.pool.keys), (runner.pool.values, read.pool.values)):
                     torch.testing.assert_close(kept[:, ours], anew[:, theirs], atol=2e-5, rtol=1e-4)
                 read.close("x")
                 checked[name] += 1
-            level = level._beneath._port._role.drafter
+            level = level._child._port._role.drafter
 
     open_room(CASCADES[levels], pipeline=pipeline).serve(make_requests(3, max_tokens=30), compare)
     models_above = [level.path for level in CASCADES[levels].levels[1:]]

@@ -33,15 +33,15 @@ class World:
         """Tokens per second."""
         until, before, started = self.now + seconds, self.num_tokens, self.now
         while self.now < until:
-            self.control.ordered({})
+            self.control.drafts_ordered({})
             self.used[tuple(bool(length) for length in self.control.lengths)] += 1
             last = max(level for level in range(3) if self.control.lengths[level])
             length = self.control.lengths[last]
             self._draft(last, length)
-            self.control.answered(length)
+            self.control.drafts_sent(length)
             self.now += self.verify_s
             accepted = self._accepted(last, TARGET, length)
-            self.control.judged(last, TARGET, length, accepted)
+            self.control.record_acceptance(last, TARGET, length, accepted)
             self.num_tokens += accepted + 1
         return (self.num_tokens - before) / (self.now - started)
 
@@ -60,12 +60,12 @@ class World:
                 return
             accepted = self._accepted(below, level, asked) if asked else 0
             if asked:
-                self.control.judged(below, level, asked, accepted)
+                self.control.record_acceptance(below, level, asked, accepted)
             missing -= accepted + 1
 
     def _work(self, level):
         self.now += self.pass_s[level]
-        self.control.update([LevelWork(str(level), 1, self.pass_s[level])])
+        self.control.record_work([LevelWork(str(level), 1, self.pass_s[level])])
 
     def best(self):
         costs = {(level, fed): self.pass_s[level] for level in range(3) for fed in (False, True)}
@@ -114,29 +114,29 @@ def test_idle_time_is_not_the_targets():
     world.run(20_000.0)
     chosen = world.control.choose()
     world.now += 60_000.0  # no request, and then one
-    world.control.interrupted()
-    world.control.ordered({})
+    world.control.request_opened()
+    world.control.drafts_ordered({})
     assert world.control.choose() == chosen
-    world.control.answered(3)
+    world.control.drafts_sent(3)
     world.now += 60_000.0  # a hiccup in the middle of one
-    world.control.ordered({})
-    assert world.control._away.mean_y < 1.1 * world.verify_s
+    world.control.drafts_ordered({})
+    assert world.control._target_s.mean_y < 1.1 * world.verify_s
 
 
 def test_what_the_target_says_shows_what_a_level_beneath_would_have_been_worth(monkeypatch):
     """A lookup that was only ever asked below a model is known to the control as well as the model is."""
     monkeypatch.setattr(draft_lengths, "WINDOW", 99)
     control = LengthControl(["0", "1"], (3, 5), drafts_at_once=True)
-    control.ordered({7: 20})
-    control.guessed(7, 20, 0, 3, TokenTree.chain(1, (4, 5, 6)))
-    control.guessed(7, 22, 0, 3, TokenTree.chain(1, (4, 5, 6)))  # behind the model's own tokens
-    control.committed(7, (4, 5, 9, 8))
-    seen = control._judged[0, TARGET]
-    assert (seen.drafts, seen.tokens, seen.accepted) == (1, 3, 2)
-    control.ordered({7: 24})
-    control.guessed(7, 24, 0, 3, TokenTree.chain(8, (4, 5, 6)))
-    control.committed(7, (4,))
-    assert (seen.drafts, seen.tokens, seen.accepted) == (2, 4, 3), "what came behind, nobody knows"
+    control.drafts_ordered({7: 20})
+    control.record_draft(7, 20, 0, 3, TokenTree.chain(1, (4, 5, 6)))
+    control.record_draft(7, 22, 0, 3, TokenTree.chain(1, (4, 5, 6)))  # behind the model's own tokens
+    control.record_commit(7, (4, 5, 9, 8))
+    seen = control._acceptance[0, TARGET]
+    assert (seen.tokens.weight, seen.tokens.total, seen.accepted.total) == (1, 3, 2)
+    control.drafts_ordered({7: 24})
+    control.record_draft(7, 24, 0, 3, TokenTree.chain(8, (4, 5, 6)))
+    control.record_commit(7, (4,))
+    assert (seen.tokens.weight, seen.tokens.total, seen.accepted.total) == (2, 4, 3), "later tokens were not verified"
 
 
 def changing(monkeypatch, *chosen):
@@ -172,5 +172,5 @@ def test_tokens_are_those_of_plain_decoding_while_lengths_change(
 def test_what_was_measured_is_seen(open_room, make_requests):
     room = open_room(auto(NGRAM, ModelDrafterConfig(path="drafter"))).serve(make_requests(1, max_tokens=60))
     control = room.draft.drafter._lengths
-    assert {(0, 1), (0, TARGET), (1, TARGET)} <= set(control._judged), "every level was tried under every judge"
-    assert control._away.mean_y > 0
+    assert {(0, 1), (0, TARGET), (1, TARGET)} <= set(control._acceptance), "every level was tried under every judge"
+    assert control._target_s.mean_y > 0

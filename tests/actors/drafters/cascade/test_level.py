@@ -7,8 +7,9 @@ import pytest
 
 from actors.drafters.cascade.child import ChildLevel, LocalChild
 from actors.drafters.cascade.draft_lengths import FixedLengths
-from actors.drafters.cascade.level import CascadeDrafter
-from actors.drafters.interface import Context, Draft, IdleDrafter
+from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
+from actors.drafters.config import ModelOptions
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from cluster.tools.certify.cascade_enumeration import ToyRunner
 
@@ -20,15 +21,15 @@ def successor(text):
     return np.eye(VOCAB)[(text[-1] + 1) % VOCAB if text else 1]
 
 
-class Scripted(IdleDrafter):
+class Scripted:
     """Offers what it is given, as far as it is asked for, and remembers what it was asked and told."""
+
+    capabilities = Capabilities()
 
     def __init__(self, *drafts: Draft) -> None:
         self.drafts, self.asked, self.paths = list(drafts), [], []
 
     def open(self, context) -> None: ...
-
-    def prepare(self, contexts) -> None: ...
 
     def release(self, request_id) -> None: ...
 
@@ -48,14 +49,9 @@ def open_level(below, lengths, *, number=1, rule="coupled", temperature=0.0, **o
     level = CascadeDrafter(
         ToyRunner(successor, VOCAB, 0),
         ChildLevel(LocalChild(below), str(number - 1), max(lengths[:number])),
-        level=number,
-        name=str(number),
-        rule=rule,
-        law_size=VOCAB,
-        eos_token_ids=(),
-        prefill_chunk=99,
-        lengths=FixedLengths(lengths),
-        **options,
+        LevelSpec(number, str(number), **options),
+        ModelOptions(rule, VOCAB, (), 99),
+        FixedLengths(lengths),
     )
     context = Context(1, 0, [0, 1], 2, SamplingParams(temperature=temperature))
     level.open(context)
@@ -78,7 +74,7 @@ def test_a_draft_with_tokens_that_this_model_lacks_is_no_draft(draft):
     level, context = open_level(below, (2, 3), rule="rejection", temperature=1.0)
     (offered,) = level.propose([context], [3])
     assert offered.tree.token_ids == (1, 2, 3, 4) and below.asked[0] == 2
-    assert not any(work.num_accepted_tokens for work in level.account())
+    assert not any(work.num_accepted_tokens for work in level.level_stats())
 
 
 def test_a_draft_of_its_own_tokens_is_reviewed():
@@ -89,13 +85,13 @@ def test_a_draft_of_its_own_tokens_is_reviewed():
         temperature=1.0,
     )
     level.propose([context], [3])
-    assert sum(work.num_accepted_tokens for work in level.account()) == 1
+    assert sum(work.num_accepted_tokens for work in level.level_stats()) == 1
 
 
 def counted(level):
     """Per level: drafts, tokens and accepted tokens of all that was judged."""
     totals: dict[str, tuple[int, ...]] = {}
-    for work in level.account():
+    for work in level.level_stats():
         found = work.num_drafts, work.num_draft_tokens, work.num_accepted_tokens
         totals[work.level] = tuple(map(sum, zip(totals.get(work.level, (0, 0, 0)), found)))
     return totals

@@ -128,7 +128,7 @@ def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
     port.post(DraftBatch(2))
     assert port.collect(2, wait=True) == [], "the lead has heard of a loss"
     line.arrived += [RoleLost("draft2"), RoleBack("draft2", 9), proposals(3)]
-    port.listen()  # the lead has long asked, and the answer is here
+    port.poll()  # the lead has long asked, and the answer is here
     port.post(DraftBatch(3))
     assert port.collect(3, wait=False) == [proposals(3)]
 
@@ -141,7 +141,7 @@ def test_a_batch_says_which_one_it_follows_and_an_answer_that_was_lost_is_silenc
     assert not port.collect(1, wait=True)
     port.post(DraftBatch(2))
     line.arrived.append(RoleBack("draft2", 5))
-    port.listen()
+    port.poll()
     port.post(DraftBatch(3))
     port.post(DraftBatch(4))
     assert [(batch.round, batch.after, batch.epoch) for batch in line.sent] == [
@@ -156,8 +156,8 @@ def test_the_line_wakes_a_rank_that_listens_when_the_level_beneath_says_somethin
     line = Loop()
     line.arrived += [proposals(1), Stop("later")]
     mailbox = Mailbox(line)
-    assert not mailbox.has_letter
-    assert mailbox.receive(timeout_s=9) is None and mailbox.has_letter
+    assert not mailbox.has_child_records
+    assert mailbox.receive(timeout_s=9) is None and mailbox.has_child_records
     assert mailbox.receive(timeout_s=9) == Stop("later"), "the letter was told of once"
 
 
@@ -169,8 +169,8 @@ def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
     port.post(DraftBatch(2))
     assert port.collect(2, wait=True) == [] and not line.sent
     line.arrived.append(RoleBack("draft2", 7))
-    while port.life == 0:
-        port.listen()
+    while port.epoch == 0:
+        port.poll()
     port.post(DraftBatch(3))
     assert line.sent == [DraftBatch(3, epoch=7)]
     line.arrived.append(RoleBack("draft2", 8))

@@ -47,7 +47,7 @@ def test_any_appends_and_cuts_end_like_a_fresh_start(name, seed):
             drafter.truncate(context)
         context.extend([choose.randrange(alphabet) for _ in range(choose.randint(1, 30))])
         if choose.random() < 0.3:
-            drafter.prepare([context])
+            drafter.prefill([context])
         else:
             assert drafter.propose([context], [6])[0] == draft(LOOKUPS[name](), context.token_ids)
 
@@ -57,7 +57,7 @@ def test_what_was_copied_when_the_level_above_disagreed_is_found_again():
     context = Context(1, 0, [1, 2, 3, 4, 5, 9, 1, 2], 8, SamplingParams())
     drafter.open(context)
     context.extend([3, 4])
-    drafter.prepare([context])
+    drafter.prefill([context])
     context.cut(8)
     drafter.truncate(context)
     context.extend([8, 2, 3])
@@ -91,11 +91,11 @@ def test_a_proposal_costs_the_same_behind_a_long_periodic_text(name, depth):
         drafter = LOOKUPS[name]()
         context = Context(1, 0, [i % 7 for i in range(length)], length, SamplingParams())
         drafter.open(context)
-        drafter.prepare([context])
+        drafter.prefill([context])
         steps = []
         for _ in range(5):
             context.extend([(len(context.token_ids) + i) % 7 for i in range(depth)])
-            drafter.prepare([context])
+            drafter.prefill([context])
             context.cut(len(context.token_ids) - depth)
 
             def take_back_and_propose():

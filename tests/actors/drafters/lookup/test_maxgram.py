@@ -58,7 +58,7 @@ def test_text_that_was_taken_back_is_not_copied_from():
     drafter = MaxgramDrafter(MaxgramDrafterConfig())
     context = open_text(drafter, [1, 2, 3, 4])
     context.extend([2, 9])
-    drafter.prepare([context])
+    drafter.prefill([context])
     context.cut(4)
     drafter.truncate(context)
     context.extend([2])

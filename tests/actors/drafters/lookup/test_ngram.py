@@ -68,7 +68,7 @@ def test_the_table_extended_token_by_token_equals_a_search_of_the_whole_text(see
     drafter.open(context)
     for _ in range(20):
         if choose.random() < 0.3:
-            drafter.prepare([context])
+            drafter.prefill([context])
         budget = choose.randint(1, 6)
         (draft,) = drafter.propose([context], [budget])
         assert list(draft.tree.token_ids[1:]) == search(context.token_ids, budget, max_ngram, min_ngram)

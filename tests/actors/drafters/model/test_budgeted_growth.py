@@ -100,12 +100,12 @@ def test_the_price_is_a_pass_over_a_round():
     now = 0.0
     price = PassPrice(clock=lambda: now)
     for _ in range(30):
-        price.asked()
+        price.draft_ordered()
         now += 2.0
-        price.started()
+        price.draft_started()
         for _ in range(3):
             now += 1.0
-            price.passed()
+            price.pass_done()
         now += 5.0
     assert price.share == pytest.approx(0.1)
 
@@ -116,10 +116,10 @@ def test_idleness_and_pauses_do_not_make_passes_cheap():
     price = PassPrice(clock=lambda: now)
     for number in range(30):
         now += 60.0 if number in (1, 20, 29) else 0.0
-        price.asked()
-        price.started()
+        price.draft_ordered()
+        price.draft_started()
         now += 1.0
-        price.passed()
+        price.pass_done()
         now += 9.0
         if number > 3:
             assert price.share == pytest.approx(0.1, rel=0.2)

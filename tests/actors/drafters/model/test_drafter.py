@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Context
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
@@ -29,9 +30,7 @@ DEPTH = 4
 def open_drafter(models):
     def open_(shape="chain", *, rule="coupled", num_slots=2000, prefill_chunk=512):
         runner = open_model(models["drafter"], num_slots=num_slots)
-        drafter = ModelDrafter(
-            runner, SHAPES[shape], rule=rule, law_size=8, eos_token_ids=(EOS,), prefill_chunk=prefill_chunk
-        )
+        drafter = ModelDrafter(runner, SHAPES[shape], ModelOptions(rule, 8, (EOS,), prefill_chunk))
         return drafter, runner
 
     return open_
@@ -170,7 +169,7 @@ def test_text_is_caught_up_with_in_chunks_of_any_size(open_drafter, shape):
             forward(spans, tokens, **options),
         )[1]
         if prepared:
-            drafter.prepare([context])
+            drafter.prefill([context])
             assert runner.cached_len(1) == 22 and runner.pending_len(1) == 0
         drafts = drafter.propose([context], [budget_of(shape)])
         expected = expected or drafts
@@ -235,7 +234,7 @@ class TestPoolAndContext:
     def test_no_pool_is_small_enough_for_an_error(self, open_drafter, shape, num_slots):
         drafter, runner = open_drafter(shape, num_slots=num_slots, prefill_chunk=4)
         contexts = opened(drafter, *(context_of(i, 12) for i in range(3)))
-        drafter.prepare(contexts)
+        drafter.prefill(contexts)
         for step in range(6):
             drafts = drafter.propose(contexts, [budget_of(shape)] * 3)
             for context, draft in zip(contexts, drafts, strict=True):
@@ -263,6 +262,6 @@ class TestPoolAndContext:
         """The target's context may be the longer one."""
         drafter, runner = open_drafter(num_slots=600)
         (context,) = opened(drafter, context_of(1, MAX_LEN + 40))
-        drafter.prepare([context])
+        drafter.prefill([context])
         assert runner.cached_len(1) <= MAX_LEN
         assert drafter.propose([context], [4])[0].tree.num_draft_tokens == 0

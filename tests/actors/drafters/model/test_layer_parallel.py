@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import actors.drafters.draft_ahead.drafter
+from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.interface import Context
 from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel, Strategy
@@ -21,6 +22,7 @@ from actors.protocol.messages import Commit, SamplingParams
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import Span, open_model
 
+OPTIONS = ModelOptions("coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
 CHAIN = ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=4)
 TREE = replace(CHAIN, strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3)
 SHAPES = {"chain": CHAIN, "tree": TREE}
@@ -99,7 +101,7 @@ def judged(drafter, context, budget, num_accepted):
 def open_drafter(models):
     def open_(config):
         runner, _ = open_draft_model(replace(config, path=str(models["deep"])), SchedulerConfig(), SINGLE, "cpu")
-        drafter = ModelDrafter(runner, config, rule="coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
+        drafter = ModelDrafter(runner, config, OPTIONS)
         choose = random.Random(3)
         context = Context(1, 0, [choose.randrange(2, 97) for _ in range(9)], 9, SamplingParams())
         drafter.open(context)
@@ -149,8 +151,7 @@ def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch
         actors.drafters.draft_ahead.drafter, "AHEAD_WORTH", 0.0
     )  # models made at random are sure of nothing
     runner, _ = open_draft_model(replace(CHAIN, path=str(models["deep"])), SchedulerConfig(), SINGLE, "cpu")
-    options = dict(rule="coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
-    drafter = AheadDrafter(runner, replace(CHAIN, ahead_width=3), policy=policy, **options)
+    drafter = AheadDrafter(runner, replace(CHAIN, ahead_width=3), OPTIONS, policy)
     choose = random.Random(3)
     context = Context(1, 0, [choose.randrange(2, 97) for _ in range(9)], 9, SamplingParams())
     drafter.open(context)
@@ -187,7 +188,7 @@ def test_rounds_are_counted_by_request():
     schedule = CalibrationSchedule(replace(CHAIN, calibrate_every=2))
     asked = [1, 2, 1, 1, 2]
     assert [schedule.is_due(request_id, rejected=False) for request_id in asked] == [False, False, True, False, True]
-    schedule.forget(1)
+    schedule.release(1)
     assert not schedule.is_due(1, rejected=True), "a request that comes back starts anew"
 
 
@@ -225,8 +226,7 @@ class TestTree:
 def test_draft_ahead_rests_when_a_pass_is_not_worth_it(models, monkeypatch, worth, makes_passes):
     monkeypatch.setattr(actors.drafters.draft_ahead.drafter, "AHEAD_WORTH", worth)
     runner = open_model(models["drafter"], num_slots=512)
-    options = dict(rule="coupled", law_size=8, eos_token_ids=(1,), prefill_chunk=512)
-    drafter = AheadDrafter(runner, ModelDrafterConfig(num_draft_tokens=3), policy="branches", **options)
+    drafter = AheadDrafter(runner, ModelDrafterConfig(num_draft_tokens=3), OPTIONS, "branches")
     context = Context(1, 0, [5, 6, 7], 3, SamplingParams())
     drafter.open(context)
     drafter.propose([context], [3])

@@ -68,7 +68,11 @@ def test_the_layers_that_run_side_by_side(choices, sizes):
         ),
         (dict(layer_partition=[1, 3]), 8, "drafter.layer_partition=[1, 3]: must name the layers 0 to 7 once each"),
         (dict(ranks=2, layer_partition=[1, 6, 1]), 8, "drafter.layer_partition=[1, 6, 1]: 6 layers side by side"),
-        (dict(layer_partition=[4, 4], layer_group=2), 8, "drafter.layer_partition=[4, 4]: drafter.layer_group=2 says"),
+        (
+            dict(layer_partition=[4, 4], layer_group=2),
+            8,
+            "drafter.layer_partition=[4, 4]: drafter.layer_group=2 contradicts",
+        ),
         (
             dict(ranks=5, mlp_parallel=MlpParallel.tensor),
             8,
