@@ -20,7 +20,7 @@ PROGRESS_S = 5.0
 _LEAST_S = 0.5
 """Seconds of work at the end of a window from which on they get a line of their own."""
 
-_COUNTED = (
+_COUNTED: tuple[str, ...] = (
     "num_tokens",
     "num_spec_steps",
     "num_draft_tokens",

@@ -43,7 +43,7 @@ class Work(Protocol):
 
 
 def measured_cost(work: Work, num_draft_tokens: int, *, is_first: bool, drafts_at_once: bool) -> LevelCost:
-    """The cost of a level from its counters; the first one has nobody beneath it."""
+    """The cost of a level from its counters; the first one has no level below it."""
     acceptance = acceptance_of(work.num_accepted_tokens, work.num_draft_tokens, work.num_drafts)
     if drafts_at_once:  # it was asked more often than it had something to say
         acceptance *= min(1.0, work.num_drafts / work.num_passes)
@@ -105,7 +105,7 @@ def best_lengths(costs: CascadeCosts, verify_s: Callable[[int], float], bounds: 
 
 
 def _drafting(costs: CascadeCosts, level: int, bounds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[float]]]:
-    """Every way to draft up to a level: lengths of those beneath, and seconds for 0, 1, 2, ... tokens of its own."""
+    """Every way to draft up to a level: lengths of the levels below, and seconds for 0, 1, 2, ... tokens of its own."""
     at_once = level == 0 and costs.drafts_at_once
     yield (0,) * level, _alone(costs.pass_s[level, False], bounds[level], at_once=at_once)
     for below in range(level):
@@ -118,7 +118,7 @@ def _drafting(costs: CascadeCosts, level: int, bounds: Sequence[int]) -> Iterato
 
 
 def _alone(pass_s: float, longest: int, *, at_once: bool) -> list[float]:
-    """Seconds for drafts of 0 to `longest` tokens by a level that nobody drafts for."""
+    """Seconds for drafts of 0 to `longest` tokens by a level that drafts alone."""
     return [pass_s * (min(length, 1) if at_once else length) for length in range(longest + 1)]
 
 
@@ -136,7 +136,7 @@ def _reviewing(pass_s: float, rate: float, handed: int, below_s: Sequence[float]
 
 
 def acceptance_of(num_accepted: float, num_draft_tokens: float, num_drafts: float) -> float:
-    """The rate per token behind so many accepted ones, were it the same at every position of drafts of mean length."""
+    """The acceptance per token that gives this mean number of accepted tokens, if it is the same at every position."""
     length, mean = num_draft_tokens / num_drafts, num_accepted / num_drafts
     low, high = 0.0, 1.0
     for _ in range(30):
