@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PassPlan
+from parallel.kv.pool import KVPool
 from parallel.model.block import BLOCKS, Block
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import AttentionShape
@@ -26,9 +27,6 @@ from parallel.model.layers.weight import Layer, TensorOptions, Weight
 class Decoder(Layer):
     """A tensor-parallel decoder. Weights are allocated uninitialised; `weights.load_weights` fills them."""
 
-    attention_ranks: int
-    """Over how many ranks the heads of a layer are split."""
-
     def __init__(
         self,
         config: DecoderConfig,
@@ -37,31 +35,31 @@ class Decoder(Layer):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         config.check_ranks(group.size)
-        self.attention_ranks = group.size
-        self._allocate_ends(config, group, group, device, dtype)
-        block = BLOCKS[config.norm_placement]
-        options = TensorOptions(dtype=dtype, device=device)
-        self.layers = [block(config, i, i, group, group, **options) for i in range(config.num_layers)]
+        self._allocate(config, group, group, group, range(config.num_layers), device, dtype)
 
-    def _allocate_ends(
+    def _allocate(
         self,
         config: DecoderConfig,
         group: Group,
-        embedding_group: Group,
+        attention_group: Group,
+        mlp_group: Group,
+        held: Sequence[int],
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
-        """All but the layers: the head is sharded over `group`, the embedding over `embedding_group`."""
+        """The head is sharded over `group`, embedding and attention over `attention_group`; this rank has the attention
+        and the KV rows of the layers `held`."""
         self.config = config
         self.group = group
         self.device = torch.device(device)
         self.dtype = dtype
-        self.layers: list[Block] = []
+        self.held = held
+        self.attention_ranks = attention_group.size
         options, names = TensorOptions(dtype=dtype, device=device), config.names
         table, embedding = (config.vocab_size, config.hidden_size), f"{names.embedding}.weight"
-        self.embedding = VocabTable(embedding, *table, embedding_group, **options)
+        self.embedding = VocabTable(embedding, *table, attention_group, **options)
         self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps, **options) if config.final_norm else None
-        if config.tied and embedding_group.size == group.size:
+        if config.tied and attention_group.size == group.size:
             self.lm_head = self.embedding
         else:
             self.lm_head = VocabTable(embedding if config.tied else "lm_head.weight", *table, group, **options)
@@ -75,6 +73,16 @@ class Decoder(Layer):
             self.positions = VocabTable(
                 f"{names.positions}.weight", num_positions, config.hidden_size, SINGLE, **options
             )
+
+        block, kv_layer = BLOCKS[config.norm_placement], {layer: i for i, layer in enumerate(held)}
+        self.layers: list[Block] = [
+            block(config, i, kv_layer.get(i), attention_group, mlp_group, **options) for i in range(config.num_layers)
+        ]
+
+    def make_pool(self, num_slots: int) -> KVPool:
+        """A pool for the attention that this rank has."""
+        config, kv_heads = self.config, self.config.local_kv_heads(self.attention_ranks)
+        return KVPool(len(self.held), num_slots, kv_heads, config.head_dim, self.dtype, self.device)
 
     def attention_shape(self) -> AttentionShape:
         config, ranks = self.config, self.attention_ranks

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import AttentionPlan, PassPlan
-from parallel.model.block import BLOCKS
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
 from parallel.model.layers.rope import Rotation
-from parallel.model.layers.weight import TensorOptions
 from parallel.model.partition import LayerLayout
 
 
@@ -59,15 +57,9 @@ class LayerParallelDecoder(Decoder):
     ) -> None:
         assert group.size == layout.ranks
         assert config.stretch == 0, "a draft model is not stretched"
-        self.attention_ranks = 1
-        self._allocate_ends(config, group, SINGLE, device, dtype)
-        self.layout = layout
-        self.held = layout.held(group.rank)
-        place = {layer: i for i, layer in enumerate(self.held)}
         mlp_group = group if layout.mlp == "tensor" else SINGLE
-        block = BLOCKS[config.norm_placement]
-        options = TensorOptions(dtype=dtype, device=device)
-        self.layers = [block(config, i, place.get(i), SINGLE, mlp_group, **options) for i in range(config.num_layers)]
+        self._allocate(config, group, SINGLE, mlp_group, layout.held(group.rank), device, dtype)
+        self.layout = layout
 
     def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As `Decoder.forward`; hyper-layers run side by side where the plan allows it."""

@@ -101,8 +101,6 @@ def open_layer_parallel(
 ) -> LayerParallelRunner:
     """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows for the layers it holds."""
     directory = resolve_checkpoint(str(path))
-    config = read_config(directory)
-    decoder = LayerParallelDecoder(config, layout, group, device, dtype)
+    decoder = LayerParallelDecoder(read_config(directory), layout, group, device, dtype)
     load_weights(decoder, directory)
-    pool = KVPool(len(decoder.held), num_slots, config.num_kv_heads, config.head_dim, dtype, device)
-    return LayerParallelRunner(decoder, pool, backend=backend, graphs=graphs)
+    return LayerParallelRunner(decoder, decoder.make_pool(num_slots), backend=backend, graphs=graphs)

@@ -162,6 +162,4 @@ def open_model(
     config = read_config(directory).stretched(stretch)
     decoder = Decoder(config, group, device, dtype)
     load_weights(decoder, directory)
-    kv_heads = config.local_kv_heads(group.size)
-    pool = KVPool(config.num_layers, num_slots, kv_heads, config.head_dim, dtype, device)
-    return ModelRunner(decoder, pool, backend=backend, graphs=graphs)
+    return ModelRunner(decoder, decoder.make_pool(num_slots), backend=backend, graphs=graphs)

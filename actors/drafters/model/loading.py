@@ -93,7 +93,7 @@ def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partiti
         raise ValueError(f"drafter.ranks={ranks}: the draft model has {num_layers} layers to share; lower it")
     if config.mlp_parallel is MlpParallel.tensor and model.mlp_units % ranks:
         raise ValueError(
-            f"drafter.mlp_parallel=tensor: {ranks} ranks cannot split MLPs of {model.intermediate_size}; use replicated"
+            f"drafter.mlp_parallel=tensor: {ranks} ranks cannot split MLPs of {model.mlp_units}; use replicated"
         )
     if config.layer_partition:
         field = f"drafter.layer_partition={config.layer_partition}"

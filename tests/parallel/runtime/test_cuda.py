@@ -7,6 +7,7 @@ from parallel.comm.rendezvous import connect_store, host_store, nccl_group
 from parallel.kv.pass_plan import Span
 from parallel.runtime.profiling import PassClock, watch
 from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOKENS = list(range(30))
@@ -29,17 +30,19 @@ def walk(path, **options):
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "padded"])
-def test_cuda_computes_what_the_cpu_does(llama, backend):
-    expected = walk(llama.path)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "OPT"])
+def test_cuda_computes_what_the_cpu_does(make_checkpoint, backend, family):
+    path = make_checkpoint(family, **FAMILIES[family] | {"initializer_range": 0.2, "init_std": 0.2}).path
+    expected = walk(path)
     torch.backends.cuda.matmul.allow_tf32 = False
-    logits = walk(llama.path, device="cuda", backend=backend, graphs=False)
+    logits = walk(path, device="cuda", backend=backend, graphs=False)
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
-    low = walk(llama.path, device="cuda", backend=backend, graphs=False, dtype=torch.bfloat16)
+    low = walk(path, device="cuda", backend=backend, graphs=False, dtype=torch.bfloat16)
     assert (low - expected).std() < 0.1 * expected.std()
 
 
 def test_a_graph_is_its_eager_twin(make_checkpoint):
-    for family, overrides in (("Llama", {}), ("Mistral", {"sliding_window": 8})):
+    for family, overrides in FAMILIES.items():
         path = make_checkpoint(family, **overrides).path
         eager = walk(path, device="cuda", graphs=False)
         torch.testing.assert_close(walk(path, device="cuda"), eager, atol=1e-3, rtol=0)
