@@ -98,6 +98,8 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def test_an_actor_shows_in_logs_under_its_name():
+    import torch  # noqa: F401 (once it is loaded, a rank leaves the thread settings of this process unchanged)
+
     from actors.worker.ray_actors import CoordinatorWorker, RankWorker
 
     assert (repr(RankWorker("draft-0")), repr(CoordinatorWorker())) == ("draft-0", "coordinator")
