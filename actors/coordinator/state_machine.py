@@ -203,7 +203,7 @@ class Coordinator:
     def _update_policy(self, batch: VerdictBatch, now: float) -> None:
         """The policy learns from the round before the next drafts are ordered."""
         policy, running, stats = self._policy, self._scheduler.running, self.stats
-        num_willing = sum([self._drafter.may_draft(sequence) for sequence in running])
+        num_willing = sum([sequence.request.speculate for sequence in running]) if self._drafter.is_present else 0
         seen = self._round.observation(batch, now, running, num_willing)
         if seen.outcomes and num_willing:
             stats.add_mode(policy.mode, seen.seconds, [outcome.num_ordered for outcome in seen.outcomes])

@@ -91,4 +91,7 @@ class DraftWait:
 
 def _saves(delays: Collection[float], bound_s: float) -> bool:
     """Whether waiting for at most `bound_s` would have saved time; where the delay was longer, all of it is lost."""
-    return not delays or sum(bound_s - delay if delay <= bound_s else -bound_s for delay in delays) > 0
+    saved_s = 0.0
+    for delay in delays:
+        saved_s += bound_s - delay if delay <= bound_s else -bound_s
+    return saved_s > 0 or not delays

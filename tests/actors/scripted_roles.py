@@ -294,7 +294,8 @@ class World:
             return
         for batch in answers:
             if isinstance(batch, DraftBatch) and self.answers["target"]:
-                ordered = {order.request_id for order in batch.orders if order.num_draft_tokens and not order.prefetched}
+                missing = [order for order in batch.orders if order.num_draft_tokens and not order.prefetched]
+                ordered = {order.request_id for order in missing}
                 judged = {verdict.request_id for verdict in self.answers["target"][0].verdicts}
                 assert not ordered & judged
 

@@ -62,7 +62,7 @@ def test_the_best_lengths_are_the_best_of_all():
         judges = [*used[1:], -1]
         chain = [
             LevelCost(levels[i].pass_s, (acceptance | left_out)[i, judge], lengths[i], i == 0)
-            for i, judge in zip(used, judges)
+            for i, judge in zip(used, judges, strict=True)
         ]
         return tokens_per_s(chain, 5.0 + chain[-1].num_draft_tokens / 10)
 
