@@ -21,8 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from actors.logs import dump_stacks_on_signal
 from actors.worker import openmp
-from actors.worker.logs import dump_stacks_on_signal
 from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
 from cluster.config.jobs import TrainConfig

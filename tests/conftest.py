@@ -41,8 +41,9 @@ NEEDED_PROGRAMS = {"multinode": ("ip", "unshare", "nsenter"), "slurm": ("slurmct
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Use a worker per core and one more, unless the command line chooses (`-n`), selects files or names, or starts the debugger.
+    """Use a worker per core and one more.
 
+    Not where the command line chooses (`-n`), selects files or names, or starts the debugger.
     A few tests end sooner without workers, each of which imports the libraries and collects again. This is done here
     and not in `addopts`, where `-n` would be an unknown option under `-p no:xdist`.
     """

@@ -10,9 +10,9 @@ from typing import Any
 
 from actors.coordinator.scheduler import Load
 from actors.coordinator.stats import CoordinatorStats
+from actors.logs import log_event, logger_of
 from actors.protocol.membership import RankLost, Ready, Stop
 from actors.protocol.messages import Abort, ReportOrder, Request, Tokens
-from actors.worker.logs import log_event, logger_of
 
 PROGRESS_S = 5.0
 """Seconds of work between two `progress` lines."""

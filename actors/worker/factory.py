@@ -19,6 +19,7 @@ from actors.drafters.cascade.build import build_levels
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
 from actors.drafters.config import DraftSetup
+from actors.logs import log_event, logger_of
 from actors.protocol.membership import Join
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
@@ -26,7 +27,6 @@ from actors.topology import level_roles
 from actors.transport.channel import Link, link_name
 from actors.worker import openmp
 from actors.worker.heartbeat import Heartbeat, RankStatus
-from actors.worker.logs import log_event, logger_of
 from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group

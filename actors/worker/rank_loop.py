@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from actors.logs import log_event, logger_of
 from actors.protocol.membership import Join, Ready, Recall, Stop, identity_of
 from actors.protocol.messages import DraftBatch, DraftPreviewBatch, VerifyBatch
 from actors.worker.heartbeat import RankStatus
-from actors.worker.logs import log_event, logger_of
 from parallel.comm.group import Group, PeerLost
 
 CHECK_S = 0.5

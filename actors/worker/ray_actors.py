@@ -18,9 +18,9 @@ import psutil
 import ray
 
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec, Watch
+from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
 from actors.transport.channel import Hub
 from actors.worker import openmp
-from actors.worker.logs import LogSpec, dump_stacks_on_signal, open_logs
 from actors.worker.spec import RankSpec
 
 

@@ -15,6 +15,7 @@ from omegaconf import MISSING
 
 from actors.drafters.config import DrafterConfig
 from actors.drafters.registry import DRAFTERS
+from actors.logs import LogLevel
 from actors.options import (
     PipelineConfig,
     PipelineName,
@@ -26,7 +27,6 @@ from actors.options import (
 )
 from actors.protocol.messages import SamplingParams
 from actors.ranges import Range, Section, require
-from actors.worker.logs import LogLevel
 from cluster.config.jobs import JOBS
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
+from actors.logs import LogSpec, close_logs, open_logs
 from actors.protocol.membership import Death
 from actors.transport.channel import Hub
 from actors.worker.factory import serve
-from actors.worker.logs import LogSpec, close_logs, open_logs
 from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out

@@ -22,9 +22,9 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.coordinator.service import CoordinatorSpec, Watch
+from actors.logs import LogSpec
 from actors.protocol.membership import Death
 from actors.worker.actor_group import ActorGroup
-from actors.worker.logs import LogSpec
 from actors.worker.ray_actors import CoordinatorActor, RankActor, session_logs
 from cluster.config.schema import LaunchConfig
 from cluster.observability.metrics import make_ray_watch, metric_labels

@@ -6,8 +6,8 @@ Decides which layers of a draft model run side by side, so that a launch refuses
 from __future__ import annotations
 
 from actors.drafters.config import DraftSetup
-from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import PipelineName, SchedulerConfig

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from actors.drafters.config import ModelOptions
-from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.tree_growth import Candidate

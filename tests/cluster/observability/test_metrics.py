@@ -126,10 +126,11 @@ def test_what_the_guard_does_is_counted_as_the_report_counts_it(registry, show):
     stats.add_outage("draft", 0.25)
     show(stats)
     assert registry.values["guard_seconds_total", "", "speculate"] == 3.0
-    assert registry.values["guard_turns_total", "", "trial"] == figures(Run(counters=stats.report(1.0).counters))["num_trials"] == 1
+    report = figures(Run(counters=stats.report(1.0).counters))
+    assert registry.values["guard_turns_total", "", "trial"] == report["num_trials"] == 1
     fallback = {key[2]: value for key, value in registry.values.items() if key[0] == "fallback_seconds_total"}
     assert fallback == {"guard": 2.5, "no_drafter": 0.25}
-    assert sum(fallback.values()) == figures(Run(counters=stats.report(1.0).counters))["fallback_s"]
+    assert sum(fallback.values()) == report["fallback_s"]
 
 
 def test_levels_of_a_cascade_count_for_themselves(registry, show):

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import actors.drafters.draft_ahead.drafter
+import actors.drafters.model.ahead_drafter
 from actors.drafters.config import ModelOptions
-from actors.drafters.draft_ahead.drafter import AheadDrafter
 from actors.drafters.interface import Context
+from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.kv_refresh import CalibrationSchedule
@@ -148,7 +148,7 @@ def test_when_each_policy_calibrates(open_drafter, policy, calibrated):
 def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch, policy):
     """The rows that a hit accepted are dropped; one exact pass feeds them, the next token and the whole proposal."""
     monkeypatch.setattr(
-        actors.drafters.draft_ahead.drafter, "AHEAD_WORTH", 0.0
+        actors.drafters.model.ahead_drafter, "AHEAD_WORTH", 0.0
     )  # models made at random are sure of nothing
     runner, _ = open_draft_model(replace(CHAIN, path=str(models["deep"])), SchedulerConfig(), SINGLE, "cpu")
     drafter = AheadDrafter(runner, replace(CHAIN, ahead_width=3), OPTIONS, policy)
@@ -224,7 +224,7 @@ class TestTree:
 
 @pytest.mark.parametrize("worth, makes_passes", [(0.0, True), (1e9, False)])
 def test_draft_ahead_rests_when_a_pass_is_not_worth_it(models, monkeypatch, worth, makes_passes):
-    monkeypatch.setattr(actors.drafters.draft_ahead.drafter, "AHEAD_WORTH", worth)
+    monkeypatch.setattr(actors.drafters.model.ahead_drafter, "AHEAD_WORTH", worth)
     runner = open_model(models["drafter"], num_slots=512)
     drafter = AheadDrafter(runner, ModelDrafterConfig(num_draft_tokens=3), OPTIONS, "branches")
     context = Context(1, 0, [5, 6, 7], 3, SamplingParams())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.worker.logs import LogSpec, close_logs, log_event, logger_of, open_logs
+from actors.logs import LogSpec, close_logs, log_event, logger_of, open_logs
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,7 +67,7 @@ def test_what_is_not_opened_is_silent(capfd):
 def test_a_process_that_hangs_shows_its_stacks_and_goes_on(tmp_path):
     script = f"""
         import time
-        from actors.worker.logs import LogSpec, dump_stacks_on_signal, open_logs
+        from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
 
         def hang_here():
             print("hanging", flush=True)
