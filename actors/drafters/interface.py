@@ -93,7 +93,7 @@ class Context:
         del self.token_ids[length:]
         self.num_cuts += 1
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: tuple[int, ...] | list[int]) -> None:
         """Append tokens; the digest is of the tokens as they came, before they are clamped to the vocabulary.
 
         Models of one family pad their vocabularies differently. After a token that the drafter lacks it proposes
@@ -155,26 +155,31 @@ class Truncates(Protocol):
         """The context was cut; `observe` follows."""
 
 
-class WorksAhead(Protocol):
+class DraftsAhead(Protocol):
     """Drafts while the target verifies."""
 
     @property
     def wants_work(self) -> bool:
         """Whether a step has something to do before the next record arrives."""
+        ...
 
     @property
     def waits_for_child(self) -> bool:
         """Whether the next step has to wait for an answer of the child level."""
+        ...
 
     def width(self, width_chooser: WidthChooser, time_s: float) -> int:
         """Nodes for each request in the next step, chosen from measured costs and `time_s` until the verdict; 0: as
         configured."""
+        ...
 
     def work(self, width: int = 0) -> Step:
         """One step, about one pass, over at most `width` nodes for each request; 0: as configured."""
+        ...
 
     def prepared(self, context: Context) -> bool:
         """Whether `propose` would answer for this context without a pass."""
+        ...
 
 
 class SendsPreviews(Protocol):
@@ -182,6 +187,7 @@ class SendsPreviews(Protocol):
 
     def previews(self) -> Sequence[DraftPreview]:
         """The prepared trees that changed since the last call."""
+        ...
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
         """The coordinator read `tree` off a preview; its verdict comes as if `propose` had returned it."""
@@ -192,6 +198,7 @@ class HasLevels(Protocol):
 
     def level_stats(self) -> tuple[LevelWork, ...]:
         """Work and acceptance of the levels since the last call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +209,7 @@ class Capabilities:
     """Tokens that it knows; None: it reads any token."""
     prefills: Prefills | None = None
     truncates: Truncates | None = None
-    works_ahead: WorksAhead | None = None
+    works_ahead: DraftsAhead | None = None
     sends_previews: SendsPreviews | None = None
     has_levels: HasLevels | None = None
 
@@ -213,12 +220,14 @@ class Drafter(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """Fixed when the drafter is built."""
+        ...
 
     def open(self, context: Context) -> None:
         """A request arrived, or came back after a preemption."""
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         """One draft per context, of at most `budgets[i]` >= 1 draft tokens; fewer or none are allowed."""
+        ...
 
     def observe(self, context: Context, commit: Commit) -> None:
         """The verdict on the last draft: KV rows of `commit.path` stay valid. Called before the context is extended."""

@@ -14,9 +14,11 @@ class RandomSource(Protocol):
 
     def accept(self, probability: float, node: int) -> bool:
         """True with this probability."""
+        ...
 
     def sample(self, weights: np.ndarray, node: int) -> int:
         """An index in proportion to `weights` [V]."""
+        ...
 
 
 class HashRandomSource:

@@ -42,8 +42,8 @@ def verify_traversal(
                     child_distributions(tree, sampling_kinds, distributions[node], children[node]),
                     strict=True,
                 )
-            child, distribution = next(untested[node], (None, None))
-            if child is not None:
+            if (following := next(untested[node], None)) is not None:
+                child, distribution = following
                 own_distributions[child] = distribution
                 reach[child] = min(
                     1.0, reach[node] * residuals[node].probability(tree.token_ids[child]) / distribution.own

@@ -18,7 +18,6 @@ from actors.sampling.logits import LogitRows, choose_batch, probabilities, proce
 from actors.verification.coupled import verify_coupled
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
-from parallel.kv.pool import SeqId
 from parallel.runtime.runner import ModelRunner, Span
 
 
@@ -26,7 +25,7 @@ from parallel.runtime.runner import ModelRunner, Span
 class VerifyInput:
     """One sequence of a pass: `num_fed` tokens of its uncached suffix are fed and, once the root is, the proposal."""
 
-    seq_id: SeqId
+    seq_id: int
     token_ids: Sequence[int]
     prompt_len: int
     sampling: SamplingParams

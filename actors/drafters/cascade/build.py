@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ def build_levels(
     lengths = _lengths(config, setup.group, setup.device)
     most = [one.num_draft_tokens + config.tail(level) for level, one in enumerate(config.levels)]
     drafter: Drafter | None = None
+    held: dict[str, Any]
     for level in levels:
         model, is_last = config.levels[level], level == levels[-1]
         if level == 0:
@@ -52,6 +54,7 @@ def build_levels(
         weight_bytes += held.get("weight_bytes", 0)
         kv_bytes += held.get("kv_bytes", 0)
         facts |= held
+    assert drafter is not None, "a role has at least one level"
     return drafter, {**facts, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
 
 

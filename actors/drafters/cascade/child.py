@@ -23,20 +23,24 @@ class ChildPort(Protocol):
     @property
     def epoch(self) -> int:
         """Changes when the child has lost its state."""
+        ...
 
     @property
     def is_remote(self) -> bool:
         """Whether the child runs on ranks of its own, at times of its own."""
+        ...
 
     @property
     def has_records(self) -> bool:
         """Whether a record from the child has arrived that was not read yet."""
+        ...
 
     def post(self, batch: DraftBatch) -> None:
         """Send; at most one answer is awaited at a time."""
 
     def collect(self, round: int, *, wait: bool) -> list[ProposalBatch] | None:
         """The answer to the batch of this round; None if it is not complete yet, empty if the child is lost."""
+        ...
 
     def poll(self) -> None:
         """Read records that report the loss or the return of the child."""

@@ -27,7 +27,7 @@ _NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class MaxgramDrafterConfig(DrafterConfig):
-    """What followed the longest match of the text's end, then bigrams: always says something. Base of cascades."""
+    """What followed the longest match of the text's end, then bigrams: it nearly always drafts. Base of cascades."""
 
     name: str = "maxgram"
     """Set by the choice `drafter=`."""

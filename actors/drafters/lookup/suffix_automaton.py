@@ -14,14 +14,15 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import deque
-from collections.abc import MutableMapping, MutableSequence, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 _NONE = -1
 _COUNTED = 32
 """Suffixes that a token counts, at most; a periodic text has one per period, and longer ones change little."""
 
-_Change = tuple[MutableSequence[int] | MutableMapping[int, object], int, object]
+_Change = tuple[Any, int, Any]
 """A changed cell: its array or dictionary, its key, and its value before; None: there was no entry."""
 
 
@@ -127,7 +128,7 @@ class SuffixAutomaton:
             self.num_tokens -= 1
         return True
 
-    def _set(self, cells: MutableSequence[int] | MutableMapping[int, object], key: int, value: object) -> None:
+    def _set(self, cells: Any, key: int, value: Any) -> None:
         """Change a cell and keep its value before, for `take_back`."""
         if self._changes is not None:
             self._changes.append((cells, key, cells.get(key) if isinstance(cells, dict) else cells[key]))

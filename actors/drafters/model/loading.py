@@ -5,6 +5,8 @@ Decides which layers of a draft model run side by side, so that a launch refuses
 
 from __future__ import annotations
 
+from typing import Any
+
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.ahead_drafter import AheadDrafter
@@ -68,12 +70,13 @@ def layer_layout(
     """The layout of the draft model. `mlp_parallel=auto` measures both ways on all ranks, over the number of rows that
     most fuzzy passes of the pipeline feed."""
     model = read_config(resolve_checkpoint(config.path))
-    mlp = str(config.mlp_parallel)
+    mlp: Any = str(config.mlp_parallel)
     if config.mlp_parallel is MlpParallel.auto:
         whole = config.calibration is Calibration.broadcast
         dtype = choose_dtype(config.dtype, device)
         mlp = "replicated" if whole else faster_mlp(model, group, device, dtype, _rows_fed(config, pipeline))
-    return LayerLayout(layer_partition(config, model), group.size, mlp, str(config.calibration))
+    calibration: Any = str(config.calibration)
+    return LayerLayout(layer_partition(config, model), group.size, mlp, calibration)
 
 
 def _rows_fed(config: ModelDrafterConfig, pipeline: str) -> int:

@@ -6,6 +6,7 @@ index while growing. Knows tokens and their values, not where they come from.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,17 +43,34 @@ class GrowingTree:
         return depth
 
 
-class Growth:
-    """Base of policies that treat every tree of a batch by itself."""
+class Growth(ABC):
+    """A growth policy. This base treats every tree of a batch by itself."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Levels of nodes, at most."""
+
+    @abstractmethod
+    def width(self, level: int) -> int:
+        """Children per node of this level."""
+
+    @abstractmethod
+    def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
+        """Add nodes to the tree; returns those to feed next."""
+
+    @abstractmethod
+    def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
+        """What to propose, and the kept nodes as they were numbered while growing."""
 
     def extend_all(
         self, trees: Sequence[GrowingTree], offered: Sequence[Sequence[Candidate]], budgets: Sequence[int]
     ) -> list[list[int]]:
-        """The nodes of every tree to feed next."""
+        """`extend` for every tree."""
         return [self.extend(*tree) for tree in zip(trees, offered, budgets, strict=True)]
 
     def finish_all(self, trees: Sequence[GrowingTree], budgets: Sequence[int]) -> list[tuple[TokenTree, list[int]]]:
-        """Per tree, what to propose, and the kept nodes as they were numbered while growing."""
+        """`finish` for every tree."""
         return [self.finish(*tree) for tree in zip(trees, budgets, strict=True)]
 
 
@@ -71,7 +89,6 @@ class StaticGrowth(Growth):
         return len(self._branching)
 
     def width(self, level: int) -> int:
-        """Children per node of this level."""
         return self._branching[level]
 
     def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
