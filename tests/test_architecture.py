@@ -181,17 +181,10 @@ def test_class_names_are_used_once():
 
 @cache
 def room(path: Path) -> str:
-    """The folder of a file, as a module; a file beside sub-packages is a room of its own, as is a `config.py`.
-
-    Configuration records are read by the schema, above which nearly everything else lies.
-    """
-    folder, module = path.parent, ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    has_rooms = any(child.joinpath("__init__.py").exists() for child in folder.iterdir() if child.is_dir())
-    return (
-        module
-        if (has_rooms or path.stem == "config") and path.stem != "__init__"
-        else ".".join(folder.relative_to(ROOT).parts)
-    )
+    """The folder of a file, as a module; in a folder with sub-packages every file is a room of its own."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    has_packages = any(path.parent.glob("*/__init__.py"))
+    return ".".join(parts if has_packages and path.stem != "__init__" else parts[:-1])
 
 
 def test_no_import_cycle_between_rooms():
