@@ -1,4 +1,4 @@
-"""The control line: records to many, to nobody, to a successor, and from whoever finds the port."""
+"""Hub and link: multicast, unknown identities, a hub's successor, slow readers, and records of any size."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ RECORDS = [
 
 
 def greet(hub, *links):
-    """A hub knows a link from its first record on."""
+    """Wait until the hub has received a record of each link."""
     for link in links:
         link.send(Hello())
         assert hub.receive(5.0) == (link.identity, Hello())
 
 
-def test_every_record_has_its_place_on_the_line():
+def test_every_record_type_is_tested():
     assert {type(record) for record in RECORDS} == set(CODEC._types)
 
 
@@ -93,7 +93,7 @@ def test_a_record_arrives_as_it_left(hub, open_link, record):
     assert link.receive(5.0) == record
 
 
-def test_a_role_is_sent_to_as_one_and_answers_in_order(hub, open_link):
+def test_records_to_a_role_reach_every_rank_in_order(hub, open_link):
     links = [open_link(f"target-{rank}") for rank in range(3)]
     outsider = open_link("draft-0")
     greet(hub, *links, outsider)
@@ -104,15 +104,15 @@ def test_a_role_is_sent_to_as_one_and_answers_in_order(hub, open_link):
     assert outsider.receive(0.05) is None
 
 
-def test_records_to_nobody_are_lost_and_block_nobody(hub, open_link):
-    hub.send(["nobody-0"], Stop())
+def test_records_to_an_unknown_identity_are_lost_and_block_nothing(hub, open_link):
+    hub.send(["unknown-0"], Stop())
     link = open_link("target-0")
     greet(hub, link)
-    hub.send(["nobody-0", "target-0"], Stop("heard"))
+    hub.send(["unknown-0", "target-0"], Stop("heard"))
     assert link.receive(5.0) == Stop("heard")
 
 
-def test_a_link_to_nobody_blocks_neither_on_sending_nor_on_closing():
+def test_a_link_without_a_hub_blocks_neither_on_sending_nor_on_closing():
     link, started = Link("tcp://127.0.0.1:9", "client"), time.monotonic()
     for _ in range(3_000):
         link.send(Hello())
@@ -133,7 +133,7 @@ def test_a_link_outlives_its_hub():
 
 
 def test_a_slow_reader_loses_nothing(hub, open_link):
-    """More than the kernel takes, either way: the sender keeps the rest, and sends it when it looks again."""
+    """More than the kernel buffers, either way: the sender keeps the rest, and sends it in its next calls."""
     link, count = open_link("client"), 5_000
     padding = tuple(range(2**31, 2**31 + 500))
     for request_id in range(count):
@@ -170,7 +170,7 @@ def test_a_link_finds_a_hub_that_opens_after_it():
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     link = Link(address, "draft-0")
     link.send(Abort(1))
-    late = threading.Timer(0.1, link.close)  # it lingers until there is somebody
+    late = threading.Timer(0.1, link.close)  # it lingers until there is a hub
     hub = Hub(address, patience_s=5.0)
     late.start()
     assert hub.receive(5.0) == ("draft-0", Abort(1))
@@ -178,7 +178,7 @@ def test_a_link_finds_a_hub_that_opens_after_it():
     hub.close()
 
 
-def test_a_hub_delivers_what_it_was_told_before_it_closed(open_link):
+def test_a_hub_delivers_pending_records_before_it_closes(open_link):
     hub = Hub(ANY_PORT)
     link, heard, record = Link(hub.address, "client"), [], Report({"x": "y" * 20_000_000}, ())
     greet(hub, link)
@@ -218,7 +218,7 @@ def test_a_link_finds_the_successor_of_its_hub_at_the_same_port():
     for round_ in range(50):
         beats.send(Recall(round_))
     successor = Hub(hub.address, patience_s=5.0)
-    assert link.receive(0.1) is None and beats.receive(0.1) is None  # a link lives in the calls of its owner
+    assert link.receive(0.1) is None and beats.receive(0.1) is None  # a link is served inside its calls only
     heard = [successor.receive(5.0), successor.receive(5.0)]
     assert ("target-0", Abort(1)) in heard and ("target-0/heart", Recall(49)) in heard, "only the last beat matters"
     assert successor.receive(0.0) is None
@@ -282,7 +282,7 @@ def test_a_port_in_use_is_one_clear_line():
     hub.close()
 
 
-def test_a_free_port_is_found_and_told():
+def test_a_free_port_is_found():
     hub = Hub(ANY_PORT)
     assert hub.address.startswith("tcp://127.0.0.1:") and int(hub.address.rpartition(":")[2]) > 0
     hub.close()
@@ -298,5 +298,5 @@ def test_a_rank_that_comes_back_under_its_name_takes_its_place_and_keeps_it(hub,
         assert second.receive(5.0) == DraftBatch(round_) and first.receive(0.05) is None
     second.close()
     assert hub.receive(0.05) is None
-    hub.send(["target-0"], Stop("nobody"))
+    hub.send(["target-0"], Stop("unknown"))
     assert first.receive(0.05) is None

@@ -1,4 +1,4 @@
-"""Whoever finds the hub's port, and peers that stop reading: nobody else notices."""
+"""Connections that send no records, and peers that stop reading, disturb no other link."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from actors.transport.channel import CODEC, GREETING, pack
 from actors.transport.framing import framed
 
 
-def knock(hub, *chunks):
-    """Connect and send bytes, as a stranger would."""
+def connect_raw(hub, *chunks):
+    """A bare connection to the hub, and bytes sent over it."""
     host, _, port = hub.address.removeprefix("tcp://").rpartition(":")
-    stranger = socket.create_connection((host, int(port)))
+    connection = socket.create_connection((host, int(port)))
     for chunk in chunks:
-        stranger.sendall(chunk)
-    return stranger
+        connection.sendall(chunk)
+    return connection
 
 
 def greeting(identity):
@@ -53,13 +53,13 @@ def serves(hub, link):
     ids=["bytes", "nothing", "no-fields", "no-such-record", "no-checksum", "torn"],
 )
 def test_what_cannot_be_read_is_counted_and_skipped(hub, payload):
-    stranger = knock(hub, greeting(b"someone"), framed(payload), framed(pack(Abort(4))))
+    connection = connect_raw(hub, greeting(b"someone"), framed(payload), framed(pack(Abort(4))))
     assert hub.receive(5.0) == ("someone", Abort(4)) and hub.num_unreadable == 1
-    stranger.close()
+    connection.close()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
         framed(b"hello"),
@@ -69,28 +69,28 @@ def test_what_cannot_be_read_is_counted_and_skipped(hub, payload):
     ],
     ids=["http", "no-greeting", "no-text-name", "long-name", "long-frame"],
 )
-def test_who_does_not_speak_as_we_do_is_shown_the_door(hub, open_link, said):
-    stranger = knock(hub, said)
+def test_a_connection_that_breaks_the_protocol_is_closed(hub, open_link, sent):
+    connection = connect_raw(hub, sent)
     assert hub.receive(0.1) is None and hub.num_unreadable == 1
-    assert is_closed(stranger)
+    assert is_closed(connection)
     assert serves(hub, open_link("client"))
     assert hub.num_unreadable == 1
 
 
-def test_strangers_who_say_nothing_crowd_nobody_out(hub, open_link):
+def test_connections_without_a_greeting_are_bounded_in_number(hub, open_link):
     before = len(os.listdir("/proc/self/fd"))
-    strangers = []
+    connections = []
     for _ in range(6):
-        strangers += [knock(hub) for _ in range(50)]
+        connections += [connect_raw(hub) for _ in range(50)]
         assert hub.receive(0.0) is None
-    assert len(os.listdir("/proc/self/fd")) - before - len(strangers) == 256 and is_closed(strangers[0])
+    assert len(os.listdir("/proc/self/fd")) - before - len(connections) == 256 and is_closed(connections[0])
     assert serves(hub, open_link("client"))
-    for stranger in strangers:
-        stranger.close()
+    for connection in connections:
+        connection.close()
 
 
-def test_a_peer_that_reads_nothing_holds_up_nobody(hub, open_link):
-    stopped, link = knock(hub, greeting(b"target-0")), open_link("target-1")
+def test_a_peer_that_reads_nothing_delays_no_other(hub, open_link):
+    stopped, link = connect_raw(hub, greeting(b"target-0")), open_link("target-1")
     assert serves(hub, link)
     record, started = Report({"x": "y" * 1_000_000}, ()), time.monotonic()
     for _ in range(40):

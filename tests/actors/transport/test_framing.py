@@ -1,4 +1,4 @@
-"""Framed TCP: frames come whole and in order however the bytes do, and a socket is never connected to itself."""
+"""Frames arrive whole and in order however the bytes are split, and a socket never connects to itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_frames_come_whole_and_in_order_however_the_bytes_do(pair, step):
     assert heard == sent
 
 
-def test_what_came_before_the_end_is_heard_before_it(pair):
+def test_frames_before_the_end_are_read_before_it(pair):
     stream, far = pair
     far.sendall(framed(b"last word") + framed(b"torn")[:-1])
     far.close()
@@ -60,7 +60,7 @@ def test_what_came_before_the_end_is_heard_before_it(pair):
         stream.fill()
 
 
-def test_a_length_beyond_all_reason_is_no_frame(pair):
+def test_a_frame_above_the_limit_is_malformed(pair):
     stream, far = pair
     far.sendall(framed(b"x") + framed(b"y" * 100_001)[:50])
     stream.fill()
@@ -89,8 +89,8 @@ def test_what_the_socket_does_not_take_waits_and_keeps_its_order(pair):
     poller.close()
 
 
-def test_a_closing_end_does_not_take_back_what_it_has_said():
-    """Linux would: the end of a connection with something unread in it is a reset."""
+def test_closing_does_not_discard_data_in_flight():
+    """Closing a socket with unread bytes makes Linux send RST."""
     listener = listen("tcp://127.0.0.1:0", 3)
     far = socket.create_connection(listener.getsockname())
     accepted, _ = listener.accept()
@@ -98,7 +98,7 @@ def test_a_closing_end_does_not_take_back_what_it_has_said():
     stream = Stream(accepted)
     stream.outgoing.append(framed(b"last word"))
     stream.flush()
-    far.sendall(framed(b"nobody reads this"))
+    far.sendall(framed(b"never read"))
     stream.close()
     assert far.recv(100) == framed(b"last word") and far.recv(100) == b""
     far.close()
@@ -106,7 +106,7 @@ def test_a_closing_end_does_not_take_back_what_it_has_said():
 
 
 def test_a_socket_is_not_connected_to_itself():
-    """Where nobody listens, the kernel sooner or later chooses that very port as the caller's own."""
+    """Where no process listens, the kernel sooner or later chooses that port as the local one."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     place = resolve(f"tcp://127.0.0.1:{lowest + 2000}")
     for _ in range(30_000):
@@ -117,7 +117,7 @@ def test_a_socket_is_not_connected_to_itself():
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://localhost:*", "tcp://[::1]:*"])
-def test_an_address_is_where_it_says(address):
+def test_an_address_is_that_of_its_listener(address):
     if "::1" in address and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     listener = listen(address, 3)

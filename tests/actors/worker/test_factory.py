@@ -1,4 +1,4 @@
-"""One rank from start to end, served in a thread and spoken to as the coordinator would."""
+"""One rank from start to end, served in a thread, with a hub in place of the coordinator's."""
 
 from __future__ import annotations
 
@@ -57,32 +57,32 @@ class Served:
         except Exception as error:
             self.errors.append(error)
 
-    def hear(self, timeout_s=WAIT_S, *, vitals=False):
-        """The next record; heartbeats only if `vitals`."""
+    def receive(self, timeout_s=WAIT_S, *, heartbeats=False):
+        """The next record; heartbeats only if `heartbeats`."""
         deadline = time.monotonic() + timeout_s
         while not self.errors and (left := deadline - time.monotonic()) > 0:
             received = self.hub.receive(min(left, 0.1))
             if received is None and left > 0.1:
                 continue
-            if received is None or vitals or not isinstance(received[1], Alive):
+            if received is None or heartbeats or not isinstance(received[1], Alive):
                 return received and received[1]
 
-    def say(self, record) -> None:
+    def send(self, record) -> None:
         self.hub.send([f"{spec.identity}#{spec.incarnation}" for spec in self.specs], record)
 
     def wait_for(self, count, **state) -> None:
-        """Until so many ranks say this of themselves."""
+        """Until so many ranks have sent a heartbeat with this state."""
         heard = set()
         while len(heard) < count:
-            alive = self.hear(vitals=True)
+            alive = self.receive(heartbeats=True)
             if isinstance(alive, Alive) and all(getattr(alive, name) == value for name, value in state.items()):
                 heard.add(alive.rank)
 
     def join(self, epoch=1, last_round=0):
-        """Call the ranks together; returns their `Ready`s."""
+        """Send `Join` once all ranks wait; returns their `Ready`s."""
         self.wait_for(len(self.specs), waiting=True)
-        self.say(Join(epoch, last_round, ("127.0.0.1", self.store.port) if self.store else None))
-        readies = [self.hear() for _ in self.specs]
+        self.send(Join(epoch, last_round, ("127.0.0.1", self.store.port) if self.store else None))
+        readies = [self.receive() for _ in self.specs]
         assert not self.errors, self.errors
         return readies
 
@@ -90,7 +90,7 @@ class Served:
         if self.stopped:
             return
         self.stopped = True
-        self.say(Stop())
+        self.send(Stop())
         for thread in self.threads:
             thread.join(WAIT_S)
         assert not any(thread.is_alive() for thread in self.threads)
@@ -137,8 +137,8 @@ def test_a_target_loads_reports_and_verifies(open_ranks, spec):
     assert isinstance(ready, Ready) and (ready.role, ready.rank, ready.epoch) == ("target", 0, 1)
     assert ready.facts["kv_slots"] == 300 and ready.facts["max_model_len"] == 256 and ready.facts["vocab_size"] == 97
     assert ready.facts["device"] == "cpu" and ready.facts["weight_bytes"] > 0 and ready.facts["load_s"] > 0
-    ranks.say(VERIFY)
-    answer = ranks.hear()
+    ranks.send(VERIFY)
+    answer = ranks.receive()
     assert isinstance(answer, VerdictBatch) and answer.round == 7 and answer.num_tokens == len(PROMPT)
     (verdict,) = answer.verdicts
     assert (verdict.request_id, verdict.prefix_len, verdict.path) == (1, len(PROMPT), ())
@@ -155,8 +155,8 @@ def test_a_drafter_loads_reports_and_proposes(open_ranks, spec, drafter):
     (ready,) = ranks.join()
     assert isinstance(ready, Ready) and ready.role == "draft"
     assert ("kv_slots" in ready.facts) == (drafter == "model"), "a lookup needs no memory to speak of"
-    ranks.say(DRAFT)
-    answer = ranks.hear()
+    ranks.send(DRAFT)
+    answer = ranks.receive()
     assert isinstance(answer, ProposalBatch) and answer.round == 7
     assert answer.proposals[0].tree.num_draft_tokens == 3
 
@@ -164,13 +164,13 @@ def test_a_drafter_loads_reports_and_proposes(open_ranks, spec, drafter):
 def test_ranks_of_a_role_work_together_and_the_lead_alone_answers(open_ranks, spec):
     single = open_ranks(spec)
     single.join()
-    single.say(VERIFY)
-    expected = single.hear().verdicts
+    single.send(VERIFY)
+    expected = single.receive().verdicts
     ranks = open_ranks(*(replace(spec, rank=rank, size=2) for rank in range(2)))
     assert {ready.rank for ready in ranks.join()} == {0, 1}
-    ranks.say(VERIFY)
-    assert ranks.hear().verdicts == expected
-    assert ranks.hear(0.2) is None, "one answer a round"
+    ranks.send(VERIFY)
+    assert ranks.receive().verdicts == expected
+    assert ranks.receive(0.2) is None, "one answer a round"
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -178,16 +178,16 @@ def test_a_recalled_role_keeps_its_weights_and_forgets_every_request(open_ranks,
     batch = VERIFY if role == "target" else DRAFT
     ranks = open_ranks(*(replace(spec, role=role, rank=rank, size=2) for rank in range(2)))
     ranks.join()
-    ranks.say(batch)
-    first = ranks.hear()
-    ranks.say(Recall(1))
-    ranks.say(Recall(2))
+    ranks.send(batch)
+    first = ranks.receive()
+    ranks.send(Recall(1))
+    ranks.send(Recall(2))
     readies = ranks.join(epoch=2, last_round=20)
     assert [ready.epoch for ready in readies] == [2, 2]
-    ranks.say(batch)
-    assert ranks.hear(0.2) is None, "a batch of the epoch before is stale"
-    ranks.say(replace(batch, round=21, after=20))
-    second = ranks.hear()
+    ranks.send(batch)
+    assert ranks.receive(0.2) is None, "a batch of the epoch before is stale"
+    ranks.send(replace(batch, round=21, after=20))
+    second = ranks.receive()
     timeless = dict.fromkeys(("started", "finished", *(["committed"] if role == "target" else [])), 0.0)
     assert replace(second, **timeless, round=7) == replace(first, **timeless)
     assert readies[0].facts["load_s"] > 0 and not ranks.errors
@@ -196,30 +196,30 @@ def test_a_recalled_role_keeps_its_weights_and_forgets_every_request(open_ranks,
 def test_a_batch_that_comes_twice_is_answered_once(open_ranks, spec):
     ranks = open_ranks(spec)
     ranks.join()
-    ranks.say(VERIFY)
-    ranks.say(VERIFY)
-    assert isinstance(ranks.hear(), VerdictBatch) and ranks.hear(0.2) is None
+    ranks.send(VERIFY)
+    ranks.send(VERIFY)
+    assert isinstance(ranks.receive(), VerdictBatch) and ranks.receive(0.2) is None
 
 
 def test_a_rank_that_missed_a_batch_waits_to_be_called_anew(open_ranks, spec):
     ranks = open_ranks(spec)
     ranks.join()
-    ranks.say(replace(VERIFY, after=6))
+    ranks.send(replace(VERIFY, after=6))
     ranks.wait_for(1, waiting=True, epoch=1)
     (ready,) = ranks.join(epoch=2, last_round=7)
     assert ready.epoch == 2
-    ranks.say(replace(VERIFY, round=8, after=7))
-    assert ranks.hear().verdicts
+    ranks.send(replace(VERIFY, round=8, after=7))
+    assert ranks.receive().verdicts
 
 
 def test_a_rank_called_twice_answers_twice_and_one_called_on_goes_there(open_ranks, spec):
     """What it said the first time, or what it was told meanwhile, may have been lost."""
     ranks = open_ranks(spec)
     ranks.join()
-    ranks.say(Join(1, 0))
-    assert ranks.hear().epoch == 1
-    ranks.say(Join(3, 5))
-    assert ranks.hear().epoch == 3
+    ranks.send(Join(1, 0))
+    assert ranks.receive().epoch == 1
+    ranks.send(Join(3, 5))
+    assert ranks.receive().epoch == 3
 
 
 def test_ranks_called_to_a_coordinator_that_is_gone_come_back_and_follow_its_successor(open_ranks, spec, monkeypatch):
@@ -229,12 +229,12 @@ def test_ranks_called_to_a_coordinator_that_is_gone_come_back_and_follow_its_suc
     ranks.join()
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = server.getsockname()
-    ranks.say(Join(2, 7, nobody))
+    ranks.send(Join(2, 7, nobody))
     ranks.wait_for(2, epoch=2, waiting=True)
     readies = ranks.join(epoch=3, last_round=7)
     assert [ready.epoch for ready in readies] == [3, 3] and not ranks.errors
-    ranks.say(replace(VERIFY, round=8, after=7))
-    assert ranks.hear().verdicts
+    ranks.send(replace(VERIFY, round=8, after=7))
+    assert ranks.receive().verdicts
 
 
 def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spec, monkeypatch):
@@ -247,11 +247,11 @@ def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spe
     monkeypatch.setattr(TargetRole, "answer", slow)
     ranks = open_ranks(spec)
     ranks.join()
-    ranks.say(VERIFY)
+    ranks.send(VERIFY)
     started = time.monotonic()
     ranks.wait_for(1, busy=True, round=7, epoch=1, waiting=False)
     assert time.monotonic() - started < 0.9
-    assert isinstance(ranks.hear(), VerdictBatch)
+    assert isinstance(ranks.receive(), VerdictBatch)
     ranks.wait_for(1, busy=False, round=7)
 
 
@@ -267,7 +267,7 @@ def test_a_rank_that_cannot_load_says_why(open_ranks, spec, models, tmp_path):
     (broken / "model.safetensors").write_bytes(b"not weights")
     ranks = open_ranks(replace(spec, target=replace(spec.target, path=str(broken))))
     ranks.wait_for(1, waiting=True)
-    ranks.say(Join(1, 0))
+    ranks.send(Join(1, 0))
     ranks.threads[0].join(WAIT_S)
     (error,) = ranks.errors
     assert str(broken) in str(error)
@@ -276,7 +276,7 @@ def test_a_rank_that_cannot_load_says_why(open_ranks, spec, models, tmp_path):
 def test_a_rank_that_fails_later_raises(open_ranks, spec):
     ranks = open_ranks(spec)
     ranks.join()
-    ranks.say(VerifyBatch(1, items=(VerifyItem(99, 1),)))
+    ranks.send(VerifyBatch(1, items=(VerifyItem(99, 1),)))
     ranks.threads[0].join(WAIT_S)
     (error,) = ranks.errors
     assert isinstance(error, KeyError)
@@ -288,7 +288,7 @@ def test_a_rank_keeps_to_its_cores_and_leaves_the_others_theirs(open_ranks, spec
     ranks = open_ranks(replace(spec, cores=(core,)), observe=lambda status: inside.append(os.sched_getaffinity(0)))
     (ready,) = ranks.join()
     assert ready.facts["cores"] == (core,)
-    ranks.say(VERIFY)
-    ranks.hear()
+    ranks.send(VERIFY)
+    ranks.receive()
     ranks.stop()
     assert set(map(frozenset, inside)) == {frozenset({core})} and os.sched_getaffinity(0) == before

@@ -1,4 +1,4 @@
-"""Successors that cannot be started, or do not come: how long they are waited for, and by whom that is noticed."""
+"""Successors that cannot be started, or do not become ready: how long they are awaited, and what happens then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 10.0
 
 
 class Cluster:
-    """A backend of nobody: deaths are told to it, and so is who has room, and where the coordinator would be."""
+    """A backend without processes: the test sets deaths, missing room and the next address of the coordinator."""
 
     can_kill = True
     places = ()
@@ -32,7 +32,7 @@ class Cluster:
         self.unable: set[str] = set()
         self.started: list[tuple[str, int]] = []
         self.killed: list[tuple[str, int | None]] = []
-        self.told: list[RankLost] = []
+        self.lost_ranks: list[RankLost] = []
         self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
 
     def end(self, identity: str) -> None:
@@ -76,7 +76,7 @@ def watch(cluster) -> Iterator:
         supervisor = Supervisor(
             cluster,
             ClusterConfig(**{"silence_s": 0.0} | limits),
-            on_lost=cluster.told.append,
+            on_lost=cluster.lost_ranks.append,
             on_moved=moved.append,
             on_final=lambda line, trace: final.put(line),
         )
@@ -105,7 +105,7 @@ def until(condition) -> None:
 
 
 @pytest.mark.parametrize("identity", ["target-0", "coordinator"])
-def test_without_room_for_who_is_needed_the_engine_ends_after_a_while(cluster, watch, identity):
+def test_without_room_for_a_target_or_coordinator_the_engine_ends_after_a_while(cluster, watch, identity):
     _, final, _ = watch(wait_s=0.3)
     cluster.without_room.add(identity)
     cluster.end(identity)
@@ -115,7 +115,7 @@ def test_without_room_for_who_is_needed_the_engine_ends_after_a_while(cluster, w
     assert time.monotonic() - begun >= 0.3 and final.empty() and not cluster.started
 
 
-def test_without_room_for_a_drafter_it_is_waited_for_it_as_long_as_it_takes(cluster, watch):
+def test_without_room_for_a_drafter_it_is_awaited_without_end(cluster, watch):
     supervisor, final, _ = watch(wait_s=0.05, startup_timeout_s=0.05)
     cluster.without_room.add("draft-0")
     cluster.end("draft-0")
@@ -126,14 +126,14 @@ def test_without_room_for_a_drafter_it_is_waited_for_it_as_long_as_it_takes(clus
     assert len(supervisor.incidents) == 1
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_successor_whose_node_turns_out_to_be_gone_is_started_elsewhere(cluster, watch, is_told):
-    """Ray takes a while to notice: until then it was to start where nobody is any more. That is no second death."""
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_successor_whose_node_turns_out_to_be_gone_is_started_elsewhere(cluster, watch, is_reported):
+    """Ray notices late, so the successor was to start on the lost node. That does not count as a second death."""
     supervisor, final, _ = watch(max_restarts=1)
     cluster.end("target-0")
     until(lambda: cluster.started == [("target-0", 1)])
     cluster.lost.add("target-0")
-    if is_told:
+    if is_reported:
         cluster.end("target-0")
     until(lambda: ("target-0", 2) in cluster.started)
     cluster.lost.clear()
@@ -144,7 +144,7 @@ def test_a_successor_whose_node_turns_out_to_be_gone_is_started_elsewhere(cluste
     assert [incident.cause for incident in supervisor.incidents][:2] == ["its node died", "its node is gone"]
 
 
-def test_whoever_knew_the_old_address_of_the_coordinator_is_started_again(cluster, watch):
+def test_ranks_with_the_old_address_of_the_coordinator_are_started_again(cluster, watch):
     _, final, moved = watch()
     cluster.next_address = "tcp://second:2"
     cluster.end("coordinator")
@@ -159,14 +159,14 @@ def test_a_successor_that_does_not_come_ends_the_engine(cluster, watch):
         cluster.end(identity)
         until(lambda identity=identity: (identity, 1) in cluster.started)
     supervisor.observe(ready("target-0", incarnation=1))
-    supervisor.observe(Alive("coordinator", 0, 0, 7, waiting=False))  # the last words of who died
+    supervisor.observe(Alive("coordinator", 0, 0, 7, waiting=False))  # a late record of the dead one
     assert final.get(timeout=WAIT_S) == (
         "coordinator: not ready again after 0 s; look at its log, or raise cluster.startup_timeout_s"
     )
     assert final.empty()
 
 
-def test_nobody_is_looked_after_while_all_are_there(cluster, watch):
+def test_nothing_is_replaced_while_all_are_ready(cluster, watch):
     supervisor, _, _ = watch()
     cluster.lost.add("target-0")
     time.sleep(0.1)
@@ -184,8 +184,8 @@ def test_a_drafter_that_dies_too_often_is_left_out_and_the_engine_goes_on(cluste
     assert [incident.replaced for incident in supervisor.incidents] == [True, True, False]
     last = supervisor.incidents[-1]
     assert last.cause == "its node died; replaced 2 times within the hour (cluster.max_restarts=2)"
-    until(lambda: len(cluster.told) == 3)
-    assert cluster.told == [RankLost("draft", 0, incarnation) for incarnation in range(3)]
+    until(lambda: len(cluster.lost_ranks) == 3)
+    assert cluster.lost_ranks == [RankLost("draft", 0, incarnation) for incarnation in range(3)]
     cluster.next_address = "tcp://second:2"
     cluster.end("coordinator")
     until(lambda: ("target-0", 1) in cluster.started)
@@ -207,15 +207,15 @@ def test_a_drafter_that_cannot_be_started_again_is_left_out(cluster, watch):
 
 
 @pytest.mark.parametrize("identity, deaths", [("target-0", 3), ("coordinator", 3)])
-def test_who_is_needed_may_not_die_too_often(cluster, watch, identity, deaths):
+def test_a_target_or_coordinator_may_not_die_too_often(cluster, watch, identity, deaths):
     _, final, _ = watch(max_restarts=deaths - 1)
     for _ in range(deaths):
         cluster.end(identity)
     assert final.get(timeout=WAIT_S).endswith("replaced 2 times within the hour (cluster.max_restarts=2)")
 
 
-def test_whom_a_new_coordinator_never_heard_is_ended_unless_it_is_about_to_start(cluster, watch):
-    """A rank that froze while there was no coordinator: nobody has its last words."""
+def test_a_rank_without_heartbeats_is_ended_unless_it_is_starting(cluster, watch):
+    """A rank that froze while there was no coordinator never sent a heartbeat to the new one."""
     supervisor, _, _ = watch(silence_s=60.0, startup_timeout_s=120.0)
     supervisor.observe(Silent("draft", 0))
     assert cluster.killed == [("draft-0", 12)]
@@ -224,14 +224,14 @@ def test_whom_a_new_coordinator_never_heard_is_ended_unless_it_is_about_to_start
     supervisor.observe(Silent("draft", 0))
     supervisor.observe(ready("draft-0", incarnation=0))
     supervisor.observe(Silent("draft", 0))
-    assert len(cluster.killed) == 1, "its successor has just been started, whatever the dead one still said"
+    assert len(cluster.killed) == 1, "its successor has just been started; late records of the dead one change nothing"
     supervisor.observe(ready("draft-0", incarnation=1, pid=13))
     supervisor.observe(Silent("draft", 0))
     assert cluster.killed[1:] == [("draft-0", 13)]
     assert supervisor.incidents[0].cause == "hung and was ended"
 
 
-def test_a_successor_that_freezes_before_its_first_word_is_ended(cluster, watch):
+def test_a_successor_that_freezes_before_its_first_record_is_ended(cluster, watch):
     supervisor, final, _ = watch(silence_s=60.0, startup_timeout_s=1.0)
     cluster.end("draft-0")
     until(lambda: cluster.started == [("draft-0", 1)])
@@ -241,7 +241,7 @@ def test_a_successor_that_freezes_before_its_first_word_is_ended(cluster, watch)
     assert cluster.killed == [("draft-0", None)] and final.empty()
 
 
-def test_a_coordinator_that_freezes_before_its_first_word_is_ended(cluster, watch):
+def test_a_coordinator_that_freezes_before_its_first_record_is_ended(cluster, watch):
     watch(silence_s=60.0, startup_timeout_s=2.0)
     cluster.end("coordinator")
     until(lambda: cluster.killed)
