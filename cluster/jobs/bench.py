@@ -15,16 +15,22 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
 from cluster.observability.report import layout, notes, versions, write_json
-from cluster.tools.bench.drafters import choices, drafter_table, write_markdown
-from cluster.tools.bench.engines import EnginePool
-from cluster.tools.bench.figures import BASELINES, summarise
+from cluster.tools.bench.figures import BASELINES, BenchEntry, drafting_figures, summarise
 from cluster.tools.bench.machine import machine
 from cluster.tools.bench.peers import Peer, check_peers
-from cluster.tools.bench.plan import expand, names
+from cluster.tools.bench.plan import expand, setting_names
 from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
-from cluster.tools.bench.prediction import drafting_figures
-from cluster.tools.bench.tables import Entry, category_table, peer_table, round_table, speed_table, write_csv
-from cluster.tools.bench.trials import Outcome, Trials
+from cluster.tools.bench.tables import (
+    category_table,
+    choices,
+    drafter_table,
+    peer_table,
+    round_table,
+    speed_table,
+    write_csv,
+    write_markdown,
+)
+from cluster.tools.bench.trials import EnginePool, SettingTrials, TrialRunner
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -35,48 +41,45 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     files = {name: workload_prompts(name) for name in job.workloads} or {"": Path(job.prompts)}
     prompts = {name: read_prompts(file, job.limit) for name, file in files.items()}
     terminal = Terminal()
-    trials = Trials(config, prompts)
+    runner = TrialRunner(config, prompts)
     num_steps = len(settings) * (job.warmup + job.repeats)
     try:
         counting = terminal.counting("starting", num_steps)
         with counting as bar, EnginePool(config, bar.say, run_dir / "logs") as pool:
-            trials.run(settings, pool, bar)
+            runner.run(settings, pool, bar)
     finally:
-        outcomes = [outcome for outcome in trials.outcomes if outcome.trials]
-        if outcomes:
-            is_complete = len(outcomes) == len(settings) and len(outcomes[-1].trials) == job.repeats
-            entries = _entries(outcomes, {name: len(some) for name, some in prompts.items()})
-            remarks = _remarks(config, outcomes, entries)
-            _write(run_dir, config, entries, trials.peers, remarks, is_complete=is_complete)
+        measured = [each for each in runner.measured if each.trials]
+        if measured:
+            is_complete = len(measured) == len(settings) and len(measured[-1].trials) == job.repeats
+            labels = setting_names([each.task.setting for each in measured])
+            entries = [
+                _entry(name, each, len(prompts[each.task.setting.workload]))
+                for name, each in zip(labels, measured, strict=True)
+            ]
+            remarks = _remarks(config, measured, entries)
+            _write(run_dir, config, entries, runner.peers, remarks, is_complete=is_complete)
             _show(terminal, entries, remarks, run_dir)
 
 
-def _entries(outcomes: list[Outcome], num_prompts: dict[str, int]) -> list[Entry]:
-    labels = names([outcome.task.setting for outcome in outcomes])
-    return [
-        _entry(name, outcome, num_prompts[outcome.task.setting.workload])
-        for name, outcome in zip(labels, outcomes, strict=True)
-    ]
-
-
-def _entry(name: str, outcome: Outcome, num_prompts: int) -> Entry:
-    engine, task = outcome.engine, outcome.task
+def _entry(name: str, measured: SettingTrials, num_prompts: int) -> BenchEntry:
+    engine, task = measured.engine, measured.task
+    drafting, first_prediction = drafting_figures(task.setting, measured.trials)
     return {
         "name": name,
         "setting": task.setting.labels(),
-        **summarise(outcome.trials, greedy=task.setting.temperature == 0),
-        **drafting_figures(task.setting, outcome.trials),
+        **summarise(measured.trials, greedy=task.setting.temperature == 0),
+        **drafting,
+        "first_prediction": first_prediction,
         "num_skipped_prompts": num_prompts - len(task.prompts),
         "num_threads": {"target": task.num_threads, "peers": task.num_threads},
-        "resident_bytes": outcome.resident_bytes,
+        "resident_bytes": measured.resident_bytes,
         **layout(engine.places, engine.ready),
     }
 
 
-def _remarks(config: LaunchConfig, outcomes: list[Outcome], entries: list[Entry]) -> list[str]:
-    """What a reader must know beside the figures."""
-    settings = [outcome.task.setting for outcome in outcomes]
-    remarks = [note for setting in settings for note in notes(setting.configure(config))]
+def _remarks(config: LaunchConfig, measured: list[SettingTrials], entries: list[BenchEntry]) -> list[str]:
+    """Limits of the figures that a reader must know."""
+    remarks = [note for each in measured for note in notes(each.task.setting.configure(config))]
     skipped = max(entry["num_skipped_prompts"] for entry in entries)
     if skipped:
         remarks.append(f"{skipped} prompts were left out: they leave no room for sampling.max_tokens")
@@ -88,7 +91,7 @@ def _remarks(config: LaunchConfig, outcomes: list[Outcome], entries: list[Entry]
 def _write(
     run_dir: Path,
     config: LaunchConfig,
-    entries: list[Entry],
+    entries: list[BenchEntry],
     peers: dict[str, Peer],
     remarks: list[str],
     *,
@@ -114,7 +117,7 @@ def _write(
     draw_acceptance(run_dir / "acceptance.png", entries)
 
 
-def _show(terminal: Terminal, entries: list[Entry], remarks: list[str], run_dir: Path) -> None:
+def _show(terminal: Terminal, entries: list[BenchEntry], remarks: list[str], run_dir: Path) -> None:
     tables = {
         "Speed against plain decoding": speed_table(entries),
         "Rounds": round_table(entries),

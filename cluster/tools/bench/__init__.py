@@ -1,14 +1,12 @@
-"""Measuring: settings beside each other in one run, each against plain decoding in the same engine.
+"""Measuring: several settings in one run, each against plain decoding in the same engine.
 
-plan        which settings, from the axes of the job
-prompts     what all sides of a setting are given
-sides       who completes the same prompts
-engines     the engines they need, side by side where that is possible
-trials      who is measured when
-peers       the same prompts through other engines
-figures     medians, spread and ratios of the trials
-categories  the same by category of prompt
-machine     what it ran on
-tables      rows for the terminal and the CSV
-plots       the pictures
+plan     the settings, from the axes of the job
+tasks    prompts, sampling and threads of a setting, and the sides that complete them
+trials   the engines, and the order of measurements
+peers    the same prompts through other engines
+figures  medians, spread, ratios, categories and predictions from the trials
+machine  processor, memory and system
+tables   rows for the terminal, the CSV and the Markdown file
+plots    the plots
+lookup   cost of lookup drafters by the length of the text
 """

@@ -1,9 +1,9 @@
-"""What lookup costs against the length of the text: `python -m cluster.tools.bench.lookup [--plot FILE.png]`.
+"""Cost of lookup drafters by the length of the text: `python -m cluster.tools.bench.lookup [--plot FILE.png]`.
 
-Measures the real drafters on two long texts of the bundled tokenizer, the standard library and one line over and over,
-as small models write it when they go round in circles. Two tokens a round, as an engine would commit them: time per
-proposal with those entered; the same beneath a level of a cascade, which tells provisional text and takes it back; time
-to enter a prompt; bytes held per token. No engine, no model.
+Measures the real drafters on two long texts of the bundled tokenizer: the standard library, and one line repeated, as
+small models write it. Two tokens a round, as an engine would commit them. Columns: time per proposal, with those tokens
+entered; the same as child of a cascade's level, which enters provisional text and truncates it; time to enter a prompt;
+bytes held per token. No engine, no model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LENGTHS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
 NUM_ROUNDS = 500
 TOKENS_PER_ROUND = 2
 TAKEN_BACK = 17
-"""A last level that works one proposal of 8 ahead has told so many tokens when the target disagrees with the first."""
+"""Tokens that a last level one proposal of 8 ahead has entered when the target rejects the first."""
 NUM_DRAFT_TOKENS = 8
 LOOP = "            self.assertEqual(result, expected)\n"
 Lookup = NgramDrafter | MaxgramDrafter | SuffixDrafter
@@ -58,7 +58,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class LookupCost:
-    """Of one drafter behind one length of text; microseconds and bytes."""
+    """Of one drafter after one length of text; microseconds and bytes."""
 
     propose_us: float
     propose_p99_us: float
@@ -68,7 +68,7 @@ class LookupCost:
 
 
 def measure(make: Callable[[], Lookup], token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
-    """`token_ids` holds `length` tokens of prompt, those of every round, and what is tried out behind the last."""
+    """`token_ids` holds `length` tokens of prompt, those of every round, and `TAKEN_BACK` provisional ones."""
     tracemalloc.start()
     drafter, context = make(), _context(token_ids, length)
     before, _ = tracemalloc.get_traced_memory()
@@ -90,8 +90,13 @@ def measure(make: Callable[[], Lookup], token_ids: Sequence[int], length: int, n
         spent += _seconds(lambda: drafter.truncate(context))
         context.token_ids += token_ids[start : start + TOKENS_PER_ROUND]
         revoked.append(spent + _seconds(lambda: drafter.propose([context], [NUM_DRAFT_TOKENS])))
-    seconds = (median(times), quantiles(times, n=100)[-1], median(revoked), entered_s / length)
-    return LookupCost(*(1e6 * value for value in seconds), held / length)
+    return LookupCost(
+        propose_us=1e6 * median(times),
+        propose_p99_us=1e6 * quantiles(times, n=100)[-1],
+        take_back_us=1e6 * median(revoked),
+        enter_us_per_token=1e6 * entered_s / length,
+        bytes_per_token=held / length,
+    )
 
 
 def _context(token_ids: Sequence[int], length: int) -> Context:
@@ -99,7 +104,7 @@ def _context(token_ids: Sequence[int], length: int) -> Context:
 
 
 def _enter(drafter: Lookup, context: Context) -> float:
-    """Seconds to take in the prompt."""
+    """Seconds to enter the prompt."""
     drafter.open(context)
     return _seconds(lambda: drafter.prefill([context]))
 
@@ -119,7 +124,7 @@ def library_tokens(count: int) -> list[int]:
 
 
 def periodic_tokens(count: int) -> list[int]:
-    """One line without end."""
+    """One line, repeated."""
     return list(islice(cycle(load_tokenizer(pocket.TARGET).encode(LOOP).ids), count))
 
 
@@ -127,7 +132,7 @@ TEXTS = {"library": library_tokens, "periodic": periodic_tokens}
 
 
 def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
-    """Time per proposal against the context, a panel for each text; dashed beneath a level of a cascade."""
+    """Time per proposal against the context, a panel for each text; dashed as child of a cascade's level."""
     page = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
     FigureCanvasAgg(page)
     for panel, text in zip(page.subplots(1, len(TEXTS), sharey=True), TEXTS, strict=False):

@@ -1,4 +1,4 @@
-"""What a bench ran on: the machine, and the memory its ranks hold."""
+"""The machine of a measurement, and the memory its ranks hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def machine() -> dict[str, object]:
 def resident_bytes(ready: Mapping[str, Ready]) -> dict[str, int]:
     """Resident memory of the ranks' processes on this host, now; ranks of one process share an entry.
 
-    Ranks that do not say which process they are count as part of this one, together with its children.
+    Ranks that report no process id run in this process; they are given its memory and that of its children.
     """
     by_process: dict[int | None, list[str]] = {}
     for identity, rank in ready.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,25 +21,29 @@ from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.io.text import read_eos_token_ids
 from cluster.observability.results import Run, Served
-from cluster.tools.bench.plan import Setting
-from cluster.tools.bench.prompts import Task
-from cluster.tools.bench.sides import ASSISTED, TRANSFORMERS
+from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, BenchTask
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 _CARRIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "min_tokens", "seed")
-"""Sampling parameters that mean the same there; `stop_token_ids` and `ignore_eos` travel as end-of-text ids."""
+"""Sampling parameters of equal meaning there; `stop_token_ids` and `ignore_eos` are passed as end-of-text ids."""
 
 
 class Peer(Protocol):
     """Another engine."""
 
-    def sides(self, task: Task) -> dict[str, object]:
-        """Ways it can complete this task -> what decides their cost; equal keys need only one run."""
+    def sides(self, task: BenchTask) -> dict[str, object]:
+        """The sides that it can complete this task as, each with a key; sides with equal keys need only one run."""
+        ...
 
-    def complete(self, side: str, task: Task) -> Run:
+    def complete(self, side: str, task: BenchTask) -> Run:
         """One timed run."""
+        ...
 
     def describe(self) -> dict[str, object]:
-        """The terms of the comparison, for the report."""
+        """Its dtype, device and batch, for the report."""
+        ...
 
 
 class Transformers:
@@ -53,12 +57,12 @@ class Transformers:
         self._dtype, self._device = dtype, device
         self._eos_token_ids = read_eos_token_ids(Path(target.path))
         self._model = self._load(target.path, target.stretch)
-        self._assistants: dict[str, torch.nn.Module] = {}
+        self._assistants: dict[str, Any] = {}
 
     def describe(self) -> dict[str, object]:
         return {"dtype": self._dtype, "device": self._device, "batch": 1, "num_threads": "as the target role has"}
 
-    def sides(self, task: Task) -> dict[str, object]:
+    def sides(self, task: BenchTask) -> dict[str, object]:
         setting = task.setting
         if setting.batch != 1:
             return {}
@@ -71,10 +75,10 @@ class Transformers:
                 sides[ASSISTED] = (ASSISTED, *common, longest, length)
         return sides
 
-    def complete(self, side: str, task: Task) -> Run:
+    def complete(self, side: str, task: BenchTask) -> Run:
         torch.set_num_threads(task.num_threads)
         self._model.generation_config = self._generation_config(task.sampling)
-        speculation = self._speculation(task.setting) if side == ASSISTED else {}
+        speculation = self._speculation(task) if side == ASSISTED else {}
         run = Run()
         started = time.monotonic()
         for index, prompt in enumerate(task.prompts):
@@ -82,7 +86,7 @@ class Transformers:
         run.wall_s = time.monotonic() - started
         return run
 
-    def _complete(self, index: int, prompt: Prompt, sampling: SamplingParams, speculation: dict) -> Served:
+    def _complete(self, index: int, prompt: Prompt, sampling: SamplingParams, speculation: dict[str, Any]) -> Served:
         clock = _FirstToken()
         ids = torch.tensor([prompt.token_ids], device=self._device)
         torch.manual_seed(sampling.seed)
@@ -95,11 +99,16 @@ class Transformers:
             index, prompt, tokens, finish_reason=reason, ttft_s=clock.at - started, latency_s=finished - started
         )
 
-    def _generation_config(self, sampling: SamplingParams, **more: object):
+    def _generation_config(self, sampling: SamplingParams, **more: object) -> GenerationConfig:
         from transformers import GenerationConfig
 
         ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)]
-        distributions = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        sampled = {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
+        }
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
             max_new_tokens=sampling.max_tokens,
@@ -107,30 +116,29 @@ class Transformers:
             repetition_penalty=sampling.repetition_penalty,
             eos_token_id=ends or None,
             pad_token_id=(*self._eos_token_ids, 0)[0],
-            **({**distributions, "min_p": sampling.min_p or None} if sampling.temperature > 0 else {}),
+            **(sampled if sampling.temperature > 0 else {}),
             **more,
         )
 
-    def _speculation(self, setting: Setting) -> dict[str, object]:
-        """Its counterpart of our drafter: as many draft tokens, always, whatever the draft model is sure of."""
-        if isinstance(setting.drafter, NgramDrafterConfig):
-            return {
-                "prompt_lookup_num_tokens": setting.drafter.num_draft_tokens,
-                "max_matching_ngram_size": setting.drafter.max_ngram,
-            }
-        path = setting.drafter.path
-        if path not in self._assistants:
-            self._assistants[path] = self._load(path)
-        assistant = self._assistants[path]
-        assistant.generation_config = self._generation_config(
-            SamplingParams(temperature=setting.temperature),
-            num_assistant_tokens=setting.num_draft_tokens,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=0.0,
-        )
-        return {"assistant_model": assistant}
+    def _speculation(self, task: BenchTask) -> dict[str, Any]:
+        """Options of its counterpart of our drafter, which drafts a constant number of tokens."""
+        match task.setting.drafter:
+            case NgramDrafterConfig(num_draft_tokens=length, max_ngram=longest):
+                return {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": longest}
+            case ModelDrafterConfig(num_draft_tokens=length, path=path):
+                if path not in self._assistants:
+                    self._assistants[path] = self._load(path)
+                assistant = self._assistants[path]
+                assistant.generation_config = self._generation_config(
+                    SamplingParams(temperature=task.setting.temperature),
+                    num_assistant_tokens=length,
+                    num_assistant_tokens_schedule="constant",
+                    assistant_confidence_threshold=0.0,
+                )
+                return {"assistant_model": assistant}
+        return {}
 
-    def _load(self, path: str, stretch: int = 0) -> torch.nn.Module:
+    def _load(self, path: str, stretch: int = 0) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(path)
@@ -141,11 +149,11 @@ class Transformers:
                 config.layer_types = [*config.layer_types, *config.layer_types[-1:] * stretch]
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, self._dtype)).eval()
         silence_layers(model, num_real)
-        return model.to(self._device)
+        return torch.nn.Module.to(model, self._device)
 
 
-def silence_layers(model: torch.nn.Module, first: int) -> None:
-    """Zero what the layers from `first` on add to the residual stream: `target.stretch` in a peer."""
+def silence_layers(model: Any, first: int) -> None:
+    """Zero the output of the layers from `first` on, as `target.stretch` does in the engine."""
     with torch.no_grad():
         for layer in model.model.layers[first:]:
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -159,11 +167,11 @@ def _transformers(engine: Engine) -> Peer:
 
 
 PEERS: dict[str, Callable[[Engine], Peer]] = {"transformers": _transformers}
-"""What `job.peers` may name."""
+"""Values of `job.peers`."""
 
 
 def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
-    """ValueError, one line, for a peer we do not know or sampling that means nothing to it."""
+    """Raise ValueError, one line, for an unknown peer or a sampling parameter that it does not have."""
     for name in peers:
         if name not in PEERS:
             raise ValueError(f"job.peers={name}: is unknown; choose from {', '.join(PEERS)}")
@@ -177,13 +185,13 @@ def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
 
 
 class _FirstToken:
-    """A streamer that notes when the first token came; the first thing it is given is the prompt."""
+    """A streamer that keeps the time of the first token: the second call of `put`, after the prompt."""
 
     def __init__(self) -> None:
         self.at = 0.0
         self._num_puts = 0
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, _tokens: torch.Tensor) -> None:
         self._num_puts += 1
         if self._num_puts == 2:
             self.at = time.monotonic()

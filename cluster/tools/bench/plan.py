@@ -1,6 +1,6 @@
-"""The settings of a bench: every combination of the job's axes, refused before anything starts if one makes no sense.
+"""The settings of a bench: every combination of the job's axes, checked before anything starts.
 
-Pure; knows the configuration and neither engines nor clocks.
+Knows the configuration and neither engines nor clocks.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Setting:
         return replace(config, drafter=self.drafter, pipeline=self.pipeline, sampling=sampling)
 
     def labels(self) -> dict[str, object]:
-        """What tells it apart, by the names of the command line."""
+        """Its values, by the names of the command line."""
         return {
             "drafter": self.drafter.name,
             "num_draft_tokens": self.num_draft_tokens,
-            "parallel": str(getattr(self.drafter, "parallel", "single")),
+            "parallel": str(self.drafter.parallel if isinstance(self.drafter, ModelDrafterConfig) else Parallel.single),
             "pipeline": str(self.pipeline.name),
             "adaptive": self.is_adaptive,
             "temperature": self.temperature,
@@ -69,12 +69,12 @@ class Setting:
 
 
 def expand(config: LaunchConfig) -> list[Setting]:
-    """All settings in the order of the axes, without repetitions. ValueError, one line, names what cannot be run."""
+    """All settings in the order of the axes, without repetitions. ValueError, one line, for one that cannot be run."""
     job: BenchConfig = config.job
-    _refuse_what_never_runs(config)
+    _check_axes(config)
     drafters = [_drafter(entry, config.drafter) for entry in job.drafters] or [config.drafter]
     pipelines = [_pipeline(name, config.pipeline) for name in job.pipelines] or [config.pipeline]
-    if job.draft_lengths:  # to compare lengths is to fix them
+    if job.draft_lengths:  # an adaptive length could not be compared
         pipelines = [replace(pipeline, adaptive=False, min_draft_tokens=0) for pipeline in pipelines]
     combinations = product(
         [
@@ -93,8 +93,8 @@ def expand(config: LaunchConfig) -> list[Setting]:
     return [_resolved(setting, config) for setting in settings.values()]
 
 
-def names(settings: Sequence[Setting]) -> list[str]:
-    """A short name for each: who drafts how much, then only what differs between them."""
+def setting_names(settings: Sequence[Setting]) -> list[str]:
+    """A short name for each: drafter and draft length, then the values that differ between settings."""
     by_path = len({path for setting in settings for path in setting.drafter.models()}) > 1
     labels = [{**setting.labels(), "drafter": _title(setting.drafter, by_path=by_path)} for setting in settings]
     differing = {key for key in labels[0] if len({label[key] for label in labels}) > 1}
@@ -111,16 +111,17 @@ def _name(label: dict[str, object], differing: set[str]) -> str:
 
 
 def _title(drafter: DrafterConfig, *, by_path: bool) -> str:
-    """Its family, or what its levels are; models by their checkpoints where there are several."""
+    """Its family, or those of its levels; models by their checkpoints where there are several."""
     if isinstance(drafter, CascadeDrafterConfig):
         levels = "+".join(_title(level, by_path=by_path) for level in drafter.levels)
         return f"{levels} auto" if drafter.lengths is LevelLengths.auto else levels
-    path = getattr(drafter, "path", "")
-    return _BUNDLED.get(path, Path(path).name) if by_path and path else drafter.name
+    if by_path and isinstance(drafter, ModelDrafterConfig):
+        return _BUNDLED.get(drafter.path, Path(drafter.path).name)
+    return drafter.name
 
 
 def _drafter(entry: Any, configured: DrafterConfig) -> DrafterConfig:
-    """A choice by its name (as configured if it is the chosen one), its keys, or the levels of a cascade."""
+    """A choice by its name (as configured if it is the chosen one), by its keys, or by the levels of a cascade."""
     keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
     if not isinstance(keys, dict):
         return configured if keys == configured.name else _known("drafter", keys)
@@ -142,7 +143,7 @@ def _known(group: str, choice: str) -> Any:
 
 
 def _with_parallels(drafter: DrafterConfig, parallels: Sequence[str]) -> list[DrafterConfig]:
-    """A draft model shared in each of these ways: `single` by one rank, the others by as many as are configured."""
+    """A draft model in each of these ways of sharing: `single` by one rank, the others by the configured ranks."""
     if not parallels or not isinstance(drafter, ModelDrafterConfig):
         return [drafter]
     for name in parallels:
@@ -164,17 +165,17 @@ def _with_lengths(drafter: DrafterConfig, lengths: Sequence[int]) -> list[Drafte
 
 
 def _resolved(setting: Setting, config: LaunchConfig) -> Setting:
-    """With real paths, if the combination makes sense as a configuration of its own."""
+    """With real paths, checked as a configuration of its own."""
     return replace(setting, drafter=checked(setting.configure(config)).drafter)
 
 
-def _refuse_what_never_runs(config: LaunchConfig) -> None:
+def _check_axes(config: LaunchConfig) -> None:
     job = config.job
     if job.workloads and job.prompts != str(workload_prompts(job.workload)):
         raise ValueError(
             f"job.workloads={job.workloads}: names bundled prompts, but job.prompts is given; drop one of them"
         )
-    widest = max(config.job.batches, default=1)
+    widest = max(job.batches, default=1)
     if widest > config.scheduler.max_num_seqs:
         raise ValueError(
             f"job.batches={widest}: only {config.scheduler.max_num_seqs} sequences run at a time; "

@@ -1,21 +1,20 @@
-"""`bench.png`, speed of every setting, `acceptance.png`, where its drafts are accepted, `drafters.png`, their costs.
+"""Plots of a bench: `bench.png`, speeds; `acceptance.png`, acceptance by position; `drafters.png`, costs of drafting.
 
-Reads the entries of `report.json`; draws nothing that is not in them.
+Reads the entries of `report.json`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cluster.tools.bench.drafters import comparisons
-from cluster.tools.bench.sides import ASSISTED, TRANSFORMERS, peer_sides
-
-Entry = Mapping[str, object]
+from cluster.tools.bench.figures import BenchEntry
+from cluster.tools.bench.tables import comparisons
+from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, peer_sides
 
 _BAR = "#2f6fb0"
 _PEERS = {TRANSFORMERS: ("#8a8a8a", "s"), ASSISTED: ("#e08a2e", "D")}
@@ -23,22 +22,24 @@ _OTHER_PEER = ("#5aa469", "o")
 _LINES = ("#2f6fb0", "#e08a2e", "#5aa469", "#a3487f", "#8a8a8a", "#c9a227", "#4bb0b8", "#7a5cc2")
 
 
-def draw_speed(path: Path, entries: Sequence[Entry]) -> None:
+def draw_speed(path: Path, entries: Sequence[BenchEntry]) -> None:
     """Tokens per second relative to plain decoding: a bar per setting, from least to most over its repeats."""
     figure, axes = _canvas(9, 1.6 + 0.42 * len(entries))
     rows = range(len(entries))
     speed = [entry["ratios"]["speculative / plain"] for entry in entries]
-    middle = [ratio["median"] for ratio in speed]
-    reach = [[m - r["min"] for m, r in zip(middle, speed, strict=True)]]
-    reach += [[r["max"] - m for m, r in zip(middle, speed, strict=True)]]
-    axes.barh(rows, middle, height=0.6, color=_BAR, xerr=reach, error_kw={"capsize": 3, "ecolor": "#1b3f66"})
+    medians = [ratio["median"] for ratio in speed]
+    whiskers = [
+        [ratio["median"] - ratio["min"] for ratio in speed],
+        [ratio["max"] - ratio["median"] for ratio in speed],
+    ]
+    axes.barh(rows, medians, height=0.6, color=_BAR, xerr=whiskers, error_kw={"capsize": 3, "ecolor": "#1b3f66"})
     for row, ratio in enumerate(speed):
         axes.text(ratio["max"], row, f"  {ratio['median']:.2f}x", va="center", fontsize=9)
     peers = peer_sides(side for entry in entries for side in entry["sides"])
     for peer in peers:
         colour, marker = _PEERS.get(peer, _OTHER_PEER)
-        known = [(row, entry["ratios"].get(f"plain / {peer}")) for row, entry in enumerate(entries)]
-        points = [(1 / ratio["median"], row) for row, ratio in known if ratio is not None]
+        ratios = ((row, entry["ratios"].get(f"plain / {peer}")) for row, entry in enumerate(entries))
+        points = [(1 / ratio["median"], row) for row, ratio in ratios if ratio is not None]
         axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, label=peer, zorder=3)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(rows, [entry["name"] for entry in entries])
@@ -51,16 +52,15 @@ def draw_speed(path: Path, entries: Sequence[Entry]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def draw_acceptance(path: Path, entries: Sequence[Entry]) -> None:
+def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
     """How often the draft token at each position was accepted, a line per setting that speculated."""
     figure, axes = _canvas(8, 4.2)
-    drawn = [entry for entry in entries if entry["per_position_acceptance"]]
-    for index, entry in enumerate(drawn):
-        rates = entry["per_position_acceptance"]
+    drawn = [(entry, rates) for entry in entries if (rates := entry["per_position_acceptance"])]
+    for index, (entry, rates) in enumerate(drawn):
         label = f"{entry['name']}  (length {entry['mean_acceptance_length']:.2f})"
         colour = _LINES[index % len(_LINES)]
         axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, color=colour, label=label)
-    deepest = max((len(entry["per_position_acceptance"]) for entry in drawn), default=1)
+    deepest = max((len(rates) for _, rates in drawn), default=1)
     axes.set_xticks(range(1, deepest + 1))
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("position in the draft")
@@ -72,8 +72,8 @@ def draw_acceptance(path: Path, entries: Sequence[Entry]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def draw_drafters(path: Path, entries: Sequence[Entry]) -> None:
-    """What drafts bring, what they cost, and how fast decoding is beside what was predicted; a row per comparison."""
+def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
+    """Acceptance length, cost of a draft, and decoding speed beside the predicted one; a row per comparison."""
     groups = comparisons(entries)
     panels = (
         ("mean_acceptance_length", "acceptance length"),

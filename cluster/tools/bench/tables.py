@@ -1,18 +1,19 @@
-"""Rows of a bench: for the terminal and for `bench.csv`. Pure; reads the entries of `report.json`."""
+"""Rows of a bench for the terminal, `bench.csv` and `bench.md`. Reads the entries of `report.json`."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.io.console import ABSENT, figure, percent
-from cluster.tools.bench.prediction import DRAFTING
-from cluster.tools.bench.sides import peer_sides
+from cluster.tools.bench.figures import BenchEntry, DraftingFigures, Spread
+from cluster.tools.bench.tasks import peer_sides
 
-Entry = Mapping[str, object]
 Table = tuple[list[str], list[list[str]]]
 """Columns and rows."""
+Cells = Sequence[tuple[str, Callable[[BenchEntry], str]]]
+"""Columns, and the cell of an entry in each."""
 
 _PLAIN_COLUMNS = (
     "tokens",
@@ -31,79 +32,85 @@ _PLAIN_COLUMNS = (
     "stale",
     "num_unequal_requests",
     "repeats",
-    *DRAFTING,
+    *DraftingFigures.__annotations__,
+)
+
+_SPEED: Cells = (
+    ("setting", lambda entry: entry["name"]),
+    ("tokens/s", lambda entry: figure(entry["tokens_per_s"], 1)),
+    ("plain", lambda entry: figure(entry["plain_tokens_per_s"], 1)),
+    ("speed-up", lambda entry: figure(entry["ratios"]["speculative / plain"]["median"], 2, "x")),
+    ("range", lambda entry: "{min:.2f}-{max:.2f}".format(**entry["ratios"]["speculative / plain"])),
+    ("accepted + 1", lambda entry: figure(entry["mean_acceptance_length"])),
+    ("ms/token", lambda entry: figure(entry["decode_ms_per_token"])),
+    ("plain", lambda entry: figure(_median(entry["sides"]["plain"]["decode_ms_per_token"]))),
+    ("first ms", lambda entry: figure(_median(entry["sides"]["speculative"]["ttft_s"], 1e3), 1)),
+    ("tokens", lambda entry: _equality(entry["sides"]["plain"]["num_unequal_requests"], entry)),
+)
+
+_ROUNDS: Cells = (
+    ("setting", lambda entry: entry["name"]),
+    ("round ms", lambda entry: figure(entry["round_ms"])),
+    ("of it overhead", lambda entry: figure(entry["round_overhead_ms"])),
+    ("", lambda entry: percent(_share(entry["round_overhead_ms"], entry["round_ms"]))),
+    ("target busy", lambda entry: percent(entry["target_busy"])),
+    ("drafter busy", lambda entry: percent(entry["draft_busy"])),
+    ("target threads", lambda entry: str(entry["num_threads"]["target"])),
+    ("memory", lambda entry: figure(sum(entry["resident_bytes"].values()) / 2**20, 0, " MiB")),
+)
+
+_DRAFTERS: Cells = (
+    ("setting", lambda entry: entry["name"]),
+    ("accepted + 1", lambda entry: figure(entry["mean_acceptance_length"])),
+    ("ms/draft", lambda entry: figure(entry["ms_per_draft"])),
+    ("ms/verify", lambda entry: figure(entry["verify_ms"], 1)),
+    ("tokens/s decoding", lambda entry: figure(entry["decode_tokens_per_s"], 1)),
+    ("predicted", lambda entry: figure(entry["predicted_tokens_per_s"], 1)),
+    ("error", lambda entry: ABSENT if (error := entry["prediction_error"]) is None else f"{100 * error:+.0f} %"),
+    ("speed-up", lambda entry: figure(entry["speedup_vs_ar"], 2, "x")),
 )
 
 
-def speed_table(entries: Sequence[Entry]) -> Table:
-    """How fast, against plain decoding in the same engine; the range is least to most over the repeats."""
-    columns = ["setting", "tokens/s", "plain", "speed-up", "range", "accepted + 1", "ms/token", "plain", "first ms"]
-    rows = []
-    for entry in entries:
-        sides, ratio = entry["sides"], entry["ratios"]["speculative / plain"]
-        unequal = sides["plain"]["num_unequal_requests"]
-        rows.append(
-            [
-                str(entry["name"]),
-                figure(entry["tokens_per_s"], 1),
-                figure(entry["plain_tokens_per_s"], 1),
-                figure(ratio["median"], 2, "x"),
-                f"{ratio['min']:.2f}-{ratio['max']:.2f}",
-                figure(entry["mean_acceptance_length"]),
-                figure(entry["decode_ms_per_token"]),
-                figure(_median(sides["plain"]["decode_ms_per_token"])),
-                figure(_median(sides["speculative"]["ttft_s"], 1e3), 1),
-                _equality(unequal, entry),
-            ]
-        )
-    return [*columns, "tokens"], rows
+def _table(entries: Sequence[BenchEntry], cells: Cells) -> Table:
+    return [column for column, _ in cells], [[cell(entry) for _, cell in cells] for entry in entries]
 
 
-def round_table(entries: Sequence[Entry]) -> Table:
-    """Where the time of a round goes, and what the ranks hold in memory."""
-    columns = ["setting", "round ms", "of it overhead", "", "target busy", "drafter busy", "target threads", "memory"]
-    rows = []
-    for entry in entries:
-        round_ms, overhead_ms = entry["round_ms"], entry["round_overhead_ms"]
-        rows.append(
-            [
-                str(entry["name"]),
-                figure(round_ms),
-                figure(overhead_ms),
-                percent(overhead_ms / round_ms if round_ms else None),
-                percent(entry["target_busy"]),
-                percent(entry["draft_busy"]),
-                str(entry["num_threads"]["target"]),
-                figure(sum(entry["resident_bytes"].values()) / 2**20, 0, " MiB"),
-            ]
-        )
-    return columns, rows
+def speed_table(entries: Sequence[BenchEntry]) -> Table:
+    """Speed against plain decoding in the same engine; the range is from least to most over the repeats."""
+    return _table(entries, _SPEED)
 
 
-def peer_table(entries: Sequence[Entry]) -> Table | None:
-    """Other engines on the same prompts: their speed, and by how much ours beats it; None without peers."""
-    peers = peer_sides(side for entry in entries for side in entry["sides"])
-    if not peers:
-        return None
-    rows = []
-    for entry in entries:
-        for peer in peers:
-            if (side := entry["sides"].get(peer)) is not None:
-                rows.append(
-                    [
-                        str(entry["name"]),
-                        peer,
-                        figure(_median(side["tokens_per_s"]), 1),
-                        figure(_median(side["decode_ms_per_token"])),
-                        figure(_median(entry["ratios"][f"speculative / {peer}"]), 2, "x"),
-                        figure(_median(entry["ratios"][f"plain / {peer}"]), 2, "x"),
-                        _equality(side["num_unequal_requests"], entry),
-                    ]
-                )
-    return ["setting", "peer", "tokens/s", "ms/token", "speculation over it", "plain over it", "tokens"], rows
+def round_table(entries: Sequence[BenchEntry]) -> Table:
+    """Parts of the time of a round, and the memory that the ranks hold."""
+    return _table(entries, _ROUNDS)
 
 
-def category_table(entries: Sequence[Entry]) -> Table | None:
+def drafter_table(entries: Sequence[BenchEntry]) -> Table:
+    """Costs of drafting. Tokens/s are those after each request's first token; the speed-up is of whole requests."""
+    return _table(entries, _DRAFTERS)
+
+
+def peer_table(entries: Sequence[BenchEntry]) -> Table | None:
+    """Other engines on the same prompts: their speed, and this engine's relative to it; None without peers."""
+    rows = [
+        [
+            entry["name"],
+            peer,
+            figure(_median(side["tokens_per_s"]), 1),
+            figure(_median(side["decode_ms_per_token"])),
+            figure(entry["ratios"][f"speculative / {peer}"]["median"], 2, "x"),
+            figure(entry["ratios"][f"plain / {peer}"]["median"], 2, "x"),
+            _equality(side["num_unequal_requests"], entry),
+        ]
+        for entry in entries
+        for peer in peer_sides(entry["sides"])
+        if (side := entry["sides"][peer])
+    ]
+    columns = ["setting", "peer", "tokens/s", "ms/token", "speculation over it", "plain over it", "tokens"]
+    return (columns, rows) if rows else None
+
+
+def category_table(entries: Sequence[BenchEntry]) -> Table | None:
     """Categories down, settings across: speed-up over plain decoding and acceptance length; None without categories."""
     categories = list(dict.fromkeys(name for entry in entries for name in entry["categories"]))
     if not categories:
@@ -111,16 +118,13 @@ def category_table(entries: Sequence[Entry]) -> Table | None:
     rows = []
     for category in categories:
         cells = [entry["categories"][category] for entry in entries]
-        rows.append([category, *(_category_cell(cell) for cell in cells)])
-    return ["category", *(str(entry["name"]) for entry in entries)], rows
+        shown = (f"{figure(it['speculative / plain'], 2, 'x')}  {figure(it['mean_acceptance_length'])}" for it in cells)
+        rows.append([category, *shown])
+    return ["category", *(entry["name"] for entry in entries)], rows
 
 
-def _category_cell(cell: Mapping[str, float | None]) -> str:
-    return f"{figure(cell['speculative / plain'], 2, 'x')}  {figure(cell['mean_acceptance_length'])}"
-
-
-def csv_row(entry: Entry) -> dict[str, object]:
-    """One flat row; columns of peers and categories are named after them."""
+def csv_row(entry: BenchEntry) -> dict[str, object]:
+    """One flat row; columns of peers and categories have their names."""
     row: dict[str, object] = {"name": entry["name"], **entry["setting"]}
     row |= {name: entry[name] for name in _PLAIN_COLUMNS}
     row["resident_bytes"] = sum(entry["resident_bytes"].values())
@@ -135,7 +139,7 @@ def csv_row(entry: Entry) -> dict[str, object]:
     return row
 
 
-def write_csv(path: Path, entries: Sequence[Entry]) -> None:
+def write_csv(path: Path, entries: Sequence[BenchEntry]) -> None:
     rows = [csv_row(entry) for entry in entries]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -144,11 +148,55 @@ def write_csv(path: Path, entries: Sequence[Entry]) -> None:
         writer.writerows(rows)
 
 
-def _equality(num_unequal: int | None, entry: Entry) -> str:
+def write_markdown(path: Path, entries: Sequence[BenchEntry]) -> None:
+    """The table of drafters; the fastest of each comparison in bold."""
+    fastest = [_fastest(group)["name"] for group in comparisons(entries)]
+    columns, rows = drafter_table(entries)
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[f"**{cell}**" for cell in row] if row[0] in fastest else row for row in rows]
+    path.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+
+
+def choices(entries: Sequence[BenchEntry]) -> list[str]:
+    """For each comparison, the drafter that the formula chooses after one repeat, and its distance from the fastest."""
+    lines = []
+    for group in comparisons(entries):
+        predicted = [(prediction, entry) for entry in group if (prediction := entry["first_prediction"]) is not None]
+        if len(predicted) < 2:
+            continue
+        _, chosen = max(predicted, key=lambda pair: pair[0])
+        fastest = _fastest(group)
+        lead = (fastest["decode_tokens_per_s"] or 0.0) / (chosen["decode_tokens_per_s"] or 1.0) - 1
+        lines.append(
+            f"by measured costs of one repeat the walltime formula chooses {chosen['name']}; "
+            + (f"{fastest['name']} is {100 * lead:.0f} % faster" if lead else "nothing is faster")
+        )
+    return lines
+
+
+def comparisons(entries: Sequence[BenchEntry]) -> list[list[BenchEntry]]:
+    """Settings that differ in nothing but the drafter."""
+    groups: dict[tuple[object, ...], list[BenchEntry]] = {}
+    for entry in entries:
+        if entry["decode_tokens_per_s"] is not None:
+            key = tuple(entry["setting"][name] for name in ("pipeline", "temperature", "batch", "context", "workload"))
+            groups.setdefault(key, []).append(entry)
+    return list(groups.values())
+
+
+def _fastest(entries: Sequence[BenchEntry]) -> BenchEntry:
+    return max(entries, key=lambda entry: entry["decode_tokens_per_s"] or 0.0)
+
+
+def _equality(num_unequal: int | None, entry: BenchEntry) -> str:
     if num_unequal is None:
         return ABSENT
     return f"{num_unequal} of {entry['num_requests']} differ" if num_unequal else "all equal"
 
 
-def _median(values: Mapping[str, float] | None, factor: float = 1.0) -> float | None:
+def _median(values: Spread | None, factor: float = 1.0) -> float | None:
     return None if values is None else values["median"] * factor
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None

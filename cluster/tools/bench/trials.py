@@ -1,44 +1,93 @@
-"""Who is measured when: every repeat times a setting and plain decoding in the same engine right after each other.
+"""The order of measurements: every repeat times a setting and plain decoding in the same engine, one after the other.
 
 Settings take turns within a repeat, and the sides of a setting swap places from repeat to repeat, so that a machine
-that warms up or slows down favours nobody. It derives no figures.
+that warms up or slows down affects all sides alike. An idle engine waits on a socket and costs memory alone, so engines
+on a CPU may all stay open and be measured in turn; GPUs, and the cores that Ray reserves, belong to one engine at a
+time. It derives no figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from cluster.config.jobs import BenchConfig
-from cluster.config.schema import LaunchConfig
-from cluster.engine import Engine, EngineError
+from cluster.config.schema import ClusterName, LaunchConfig
+from cluster.engine import Engine
 from cluster.io.console import Bar
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
-from cluster.run_prompts import serve_prompts
-from cluster.tools.bench.engines import EnginePool
+from cluster.run_prompts import all_completed, serve_prompts
 from cluster.tools.bench.machine import resident_bytes
 from cluster.tools.bench.peers import PEERS, Peer
 from cluster.tools.bench.plan import Setting
-from cluster.tools.bench.prompts import Task, make_task
-from cluster.tools.bench.sides import PLAIN, SPECULATIVE, Trial
+from cluster.tools.bench.tasks import PLAIN, SPECULATIVE, BenchTask, Trial, make_task
+
+
+def may_share(config: LaunchConfig) -> bool:
+    """Whether several engines of this configuration can be open at a time."""
+    devices = (config.target.device, getattr(config.drafter, "device", "cpu"))
+    on_gpu = "cuda" in devices or ("auto" in devices and torch.cuda.is_available())
+    return config.cluster.name == ClusterName.inprocess and not on_gpu
+
+
+class EnginePool:
+    """Opens an engine at its first use; `with` closes all. Only roles in processes of their own write logs."""
+
+    def __init__(self, config: LaunchConfig, progress: Callable[[str], None], log_dir: Path | None = None) -> None:
+        self._config = config
+        self._progress = progress
+        self._side_by_side = may_share(config)
+        self._log_dir = None if config.cluster.name == ClusterName.inprocess else log_dir
+        self._open: dict[str, Engine] = {}
+
+    def blocks(self, settings: Sequence[Setting]) -> list[Sequence[Setting]]:
+        """Settings whose trials may be interleaved: all of them, or engine by engine."""
+        if self._side_by_side:
+            return [settings]
+        by_engine: dict[str, list[Setting]] = {}
+        for setting in settings:
+            by_engine.setdefault(setting.engine_key, []).append(setting)
+        return list(by_engine.values())
+
+    def engine(self, setting: Setting) -> Engine:
+        key = setting.engine_key
+        if key not in self._open:
+            if not self._side_by_side:
+                self.close()
+            configured = setting.configure(self._config)
+            self._open[key] = Engine(configured, progress=self._progress, log_dir=self._log_dir)
+        return self._open[key]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> EnginePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 @dataclass(slots=True)
-class Outcome:
+class SettingTrials:
     """A setting's task, the engine it runs on, its trials so far, and the memory held after the latest."""
 
-    task: Task
+    task: BenchTask
     engine: Engine
     trials: list[Trial] = field(default_factory=list)
     resident_bytes: dict[str, int] = field(default_factory=dict)
 
 
-class Trials:
-    """Fills `outcomes`; whatever ends `run` early, the trials that were finished are there. Prompts are by workload."""
+class TrialRunner:
+    """Fills `measured`; when `run` ends early, the finished trials are there. Prompts are by workload."""
 
     def __init__(self, config: LaunchConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:
-        self.outcomes: list[Outcome] = []
+        self.measured: list[SettingTrials] = []
         self.peers: dict[str, Peer] = {}
         self._config = config
         self._prompts = prompts
@@ -47,33 +96,43 @@ class Trials:
         """Raises EngineError if a request failed, KeyboardInterrupt, ValueError for a task that does not fit."""
         job: BenchConfig = self._config.job
         for block in pool.blocks(settings):
-            outcomes = [self._prepare(setting, pool, bar) for setting in block]
-            self.outcomes += outcomes
+            measured = [self._prepare(setting, pool, bar) for setting in block]
+            self.measured += measured
             bar.say("warming up")
             for _ in range(job.warmup):
-                self._repeat([(outcome, outcome.task.warm_up()) for outcome in outcomes], bar)
+                self._repeat([(each, each.task.warm_up()) for each in measured], bar)
             bar.say("measuring")
             for repeat in range(job.repeats):
-                trials = self._repeat([(outcome, outcome.task) for outcome in outcomes], bar, turned=repeat % 2 == 1)
-                for outcome, trial in zip(outcomes, trials, strict=True):
-                    outcome.trials.append(trial)
+                trials = self._repeat([(each, each.task) for each in measured], bar, swapped=repeat % 2 == 1)
+                for each, trial in zip(measured, trials, strict=True):
+                    each.trials.append(trial)
 
-    def _prepare(self, setting: Setting, pool: EnginePool, bar: Bar) -> Outcome:
+    def _prepare(self, setting: Setting, pool: EnginePool, bar: Bar) -> SettingTrials:
         engine = pool.engine(setting)
         for name in self._config.job.peers:
             if name not in self.peers:
                 bar.say(f"loading {name}")
                 self.peers[name] = PEERS[name](engine)
-        return Outcome(make_task(setting, self._config, self._prompts[setting.workload], engine), engine)
+        return SettingTrials(make_task(setting, self._config, self._prompts[setting.workload], engine), engine)
 
-    def _repeat(self, tasks: Sequence[tuple[Outcome, Task]], bar: Bar, *, turned: bool = False) -> list[Trial]:
-        """One trial of every task. What a peer does alike for several of them, it does once."""
+    def _repeat(
+        self, tasks: Sequence[tuple[SettingTrials, BenchTask]], bar: Bar, *, swapped: bool = False
+    ) -> list[Trial]:
+        """One trial of every task. A peer's run that several tasks have in common is done once."""
         known: dict[object, Run] = {}
         trials = []
-        for outcome, task in tasks:
-            sides = (SPECULATIVE, PLAIN) if turned else (PLAIN, SPECULATIVE)
-            trial = {side: _serve(outcome.engine, task, speculate=side == SPECULATIVE) for side in sides}
-            outcome.resident_bytes = resident_bytes(outcome.engine.ready)
+        for each, task in tasks:
+            trial: Trial = {}
+            for side in (SPECULATIVE, PLAIN) if swapped else (PLAIN, SPECULATIVE):
+                trial[side] = serve_prompts(
+                    each.engine,
+                    task.prompts,
+                    task.sampling,
+                    speculate=side == SPECULATIVE,
+                    concurrency=task.setting.batch,
+                )
+                all_completed(trial[side])
+            each.resident_bytes = resident_bytes(each.engine.ready)
             for peer in self.peers.values():
                 for side, key in peer.sides(task).items():
                     if key not in known:
@@ -82,12 +141,3 @@ class Trials:
             trials.append(trial)
             bar.advance()
         return trials
-
-
-def _serve(engine: Engine, task: Task, *, speculate: bool) -> Run:
-    run = serve_prompts(engine, task.prompts, task.sampling, speculate=speculate, concurrency=task.setting.batch)
-    if run.interrupted:
-        raise KeyboardInterrupt
-    if run.failed:
-        raise EngineError(f"prompt {run.failed[0].index + 1}: {run.failed[0].error}")
-    return run

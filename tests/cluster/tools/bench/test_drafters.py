@@ -11,12 +11,13 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, PipelineName
 from actors.policy.cascade_model import LevelCost, tokens_per_s
+from cluster.io.console import ABSENT
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run, Served
-from cluster.tools.bench.drafters import choices, comparisons, drafter_table, write_markdown
+from cluster.tools.bench.figures import drafting_figures
 from cluster.tools.bench.plan import Setting
-from cluster.tools.bench.prediction import drafting_figures
-from cluster.tools.bench.sides import SPECULATIVE
+from cluster.tools.bench.tables import choices, comparisons, drafter_table, write_markdown
+from cluster.tools.bench.tasks import SPECULATIVE
 
 MODEL = ModelDrafterConfig(num_draft_tokens=4)
 FIXED = PipelineConfig(PipelineName.sync, adaptive=False)
@@ -42,7 +43,7 @@ def run(levels: dict[str, dict[str, float]] | None = None, num_rounds: int = 10,
 
 
 def test_a_round_is_a_draft_a_verification_and_what_lies_between():
-    found = drafting_figures(ALONE, [{SPECULATIVE: run()}])
+    found, _ = drafting_figures(ALONE, [{SPECULATIVE: run()}])
     assert found["ms_per_draft"] == pytest.approx(5) and found["verify_ms"] == pytest.approx(18)
     assert found["decode_tokens_per_s"] == pytest.approx(30 / 0.25)  # the first token and its time are left out
     assert found["predicted_tokens_per_s"] == pytest.approx(3 / 0.025, rel=1e-3)  # 1 + 20 / 10 tokens a round
@@ -55,7 +56,7 @@ def test_a_cascade_is_predicted_from_its_levels():
     model = {"num_passes": 25, "busy_s": 0.05, "num_drafts": 10, "num_draft_tokens": 10, "num_accepted_tokens": 7}
     levels = [replace(one, num_draft_tokens=1) for one in (NgramDrafterConfig(), MODEL)]
     setting = replace(ALONE, drafter=replace(CASCADE, levels=levels))
-    found = drafting_figures(setting, [{SPECULATIVE: run({"1-model": model, "0-ngram": lookup})}])
+    found, _ = drafting_figures(setting, [{SPECULATIVE: run({"1-model": model, "0-ngram": lookup})}])
     costs = [LevelCost(1e-4, 0.4, 1, drafts_at_once=True), LevelCost(2e-3, 0.7, 4)]
     assert found["predicted_tokens_per_s"] == pytest.approx(tokens_per_s(costs, 0.02))
 
@@ -71,7 +72,7 @@ def test_a_cascade_is_predicted_from_its_levels():
     ],
 )
 def test_what_the_formula_does_not_describe_is_not_predicted(setting):
-    found = drafting_figures(setting, [{SPECULATIVE: run()}])
+    found, _ = drafting_figures(setting, [{SPECULATIVE: run()}])
     assert found["predicted_tokens_per_s"] is None and found["ms_per_draft"] == pytest.approx(5)
 
 
@@ -80,7 +81,7 @@ def test_a_lookup_pays_for_the_rounds_in_which_it_finds_nothing():
     idle.counters["num_spec_steps"] = 5  # every other round had no draft
     idle.counters["num_draft_tokens"] = 25
     lookup = replace(ALONE, drafter=NgramDrafterConfig(num_draft_tokens=5))
-    found = drafting_figures(lookup, [{SPECULATIVE: idle}])
+    found, _ = drafting_figures(lookup, [{SPECULATIVE: idle}])
     assert found["predicted_tokens_per_s"] == pytest.approx(3 / 0.025, rel=1e-2)
 
 
@@ -108,4 +109,4 @@ def test_the_choice_is_made_by_prediction_and_judged_by_measurement(tmp_path):
     write_markdown(tmp_path / "bench.md", entries)
     lines = (tmp_path / "bench.md").read_text().splitlines()
     assert [line.startswith("| **") for line in lines] == [False, False, False, True, False, True]
-    assert drafter_table(entries)[1][0][5:7] == ["120.0", "+20 %"] and "–" in lines[4]
+    assert drafter_table(entries)[1][0][5:7] == ["120.0", "+20 %"] and ABSENT in lines[4]

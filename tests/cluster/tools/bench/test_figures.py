@@ -9,11 +9,10 @@ import pytest
 from actors.protocol.messages import RequestStats
 from cluster.io.prompts import Prompt
 from cluster.observability.results import Run, Served
-from cluster.tools.bench.figures import ratios, spread, summarise
+from cluster.tools.bench.figures import DraftingFigures, ratios, spread, summarise
 from cluster.tools.bench.plots import draw_acceptance, draw_speed
-from cluster.tools.bench.prediction import DRAFTING
-from cluster.tools.bench.sides import ASSISTED, PLAIN, SPECULATIVE, TRANSFORMERS
 from cluster.tools.bench.tables import category_table, csv_row, peer_table, round_table, speed_table, write_csv
+from cluster.tools.bench.tasks import ASSISTED, PLAIN, SPECULATIVE, TRANSFORMERS
 
 COUNTERS = {
     "num_spec_steps": 2,
@@ -63,7 +62,7 @@ def entry(name: str = "model k=3", trials=TRIALS) -> dict[str, object]:
         "num_threads": {"target": 1, "peers": 1},
         "resident_bytes": {"target-0": 2**20, "draft-0": 2**20},
         **summarise(trials, greedy=True),
-        **dict.fromkeys(DRAFTING),
+        **dict.fromkeys(DraftingFigures.__annotations__),
     }
 
 

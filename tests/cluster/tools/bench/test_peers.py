@@ -13,8 +13,7 @@ from actors.protocol.messages import SamplingParams
 from cluster.io.prompts import Prompt
 from cluster.tools.bench.peers import Transformers, check_peers
 from cluster.tools.bench.plan import Setting
-from cluster.tools.bench.prompts import Task
-from cluster.tools.bench.sides import ASSISTED, TRANSFORMERS
+from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, BenchTask
 
 PROMPTS = (Prompt("a", token_ids=(5, 6, 7, 5, 6)), Prompt("b", token_ids=(9, 8)))
 SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -25,8 +24,8 @@ def target(tiny_checkpoint) -> TargetConfig:
     return TargetConfig(path=str(tiny_checkpoint("Llama")))
 
 
-def task(drafter, *, batch: int = 1, temperature: float = 0.0, num_threads: int = 1) -> Task:
-    return Task(Setting(drafter, PipelineConfig(), temperature, batch, 0), PROMPTS, SAMPLING, num_threads)
+def task(drafter, *, batch: int = 1, temperature: float = 0.0, num_threads: int = 1) -> BenchTask:
+    return BenchTask(Setting(drafter, PipelineConfig(), temperature, batch, 0), PROMPTS, SAMPLING, num_threads)
 
 
 def tokens(run) -> list[tuple[int, ...]]:

@@ -11,8 +11,8 @@ from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import ClusterConfig, ClusterName
-from cluster.tools.bench.engines import EnginePool, may_share
-from cluster.tools.bench.plan import expand, names
+from cluster.tools.bench.plan import expand, setting_names
+from cluster.tools.bench.trials import EnginePool, may_share
 
 
 @pytest.fixture
@@ -55,13 +55,13 @@ def test_lengths_that_are_compared_are_kept(bench_launch):
     config = bench_launch(pipelines=["plain", "tree"], draft_lengths=[2, 3])
     config = replace(config, pipeline=PipelineConfig(min_draft_tokens=3))
     assert not any(setting.pipeline.adaptive for setting in expand(config))
-    assert names(expand(config))[-1] == "model k=3 tree"
+    assert setting_names(expand(config))[-1] == "model k=3 tree"
 
 
 def test_other_pipelines_keep_the_keys_of_the_configured_one(bench_launch):
     config = replace(bench_launch(pipelines=["plain", "tree"]), pipeline=PipelineConfig(adaptive=True))
     assert [setting.pipeline.adaptive for setting in expand(config)] == [True, True]
-    assert names(expand(config)) == ["model k=3 plain", "model k<=3 tree"]
+    assert setting_names(expand(config)) == ["model k=3 plain", "model k<=3 tree"]
 
 
 def test_a_setting_carries_its_temperature_into_the_sampling(bench_launch):
@@ -76,7 +76,7 @@ def test_a_draft_model_is_shared_in_every_way_on_the_same_ranks(bench_launch, ti
     settings = expand(replace(config, drafter=drafter))
     shared = [(one.drafter.parallel, one.drafter.ranks, one.drafter.layer_group) for one in settings]
     assert shared == [("single", 1, 0), ("tensor", 2, 0), ("layer", 2, 2)]
-    assert names(settings) == ["model k=3 single", "model k=3 tensor", "model k=3 layer"]
+    assert setting_names(settings) == ["model k=3 single", "model k=3 tensor", "model k=3 layer"]
 
 
 def test_a_drafter_is_a_name_or_its_keys_or_the_levels_of_a_cascade(bench_launch):
@@ -85,7 +85,7 @@ def test_a_drafter_is_a_name_or_its_keys_or_the_levels_of_a_cascade(bench_launch
     config = bench_launch(drafters=["ngram", deep, ["ngram", deep], auto])
     config = replace(config, target=replace(config.target, path=str(pocket.TARGET)))
     settings = expand(config)
-    assert names(settings) == ["ngram k=5", "pocket-deep k=5", "ngram+pocket-deep k=5", "ngram+model auto k=5"]
+    assert setting_names(settings) == ["ngram k=5", "pocket-deep k=5", "ngram+pocket-deep k=5", "ngram+model auto k=5"]
     assert settings[2].drafter.levels[1] == settings[1].drafter
     assert len({setting.engine_key for setting in settings}) == 4
 
@@ -95,7 +95,7 @@ def test_workloads_share_the_engines(bench_launch):
     with pytest.raises(ValueError, match="^job.workloads=.*: names bundled prompts, but job.prompts is given"):
         expand(config)
     settings = expand(replace(config, job=replace(config.job, prompts=str(pocket.PROMPTS))))
-    assert names(settings) == ["model k=3 completion", "model k=3 agent"]
+    assert setting_names(settings) == ["model k=3 completion", "model k=3 agent"]
     assert len({setting.engine_key for setting in settings}) == 1
 
 
@@ -119,11 +119,11 @@ def test_what_never_runs_is_refused(bench_launch, axes, complaint):
 
 
 def test_names_say_what_differs(bench_launch):
-    assert names(expand(bench_launch())) == ["model k=3"]
+    assert setting_names(expand(bench_launch())) == ["model k=3"]
     settings = expand(bench_launch(drafters=["ngram", "none"], batches=[1, 4], temperatures=[0.0, 0.6]))
-    assert names(settings)[:3] == ["ngram k=5 T=0.0 b=1", "ngram k=5 T=0.0 b=4", "ngram k=5 T=0.6 b=1"]
-    assert names(settings)[-1] == "none T=0.6 b=4"
-    assert names(expand(bench_launch(contexts=[64, 128]))) == ["model k=3 c=64", "model k=3 c=128"]
+    assert setting_names(settings)[:3] == ["ngram k=5 T=0.0 b=1", "ngram k=5 T=0.0 b=4", "ngram k=5 T=0.6 b=1"]
+    assert setting_names(settings)[-1] == "none T=0.6 b=4"
+    assert setting_names(expand(bench_launch(contexts=[64, 128]))) == ["model k=3 c=64", "model k=3 c=128"]
 
 
 def test_engines_stand_side_by_side_where_devices_can_be_shared(bench_launch):

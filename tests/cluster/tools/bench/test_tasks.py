@@ -6,7 +6,7 @@ import pytest
 
 from cluster.io.prompts import Prompt
 from cluster.io.text import load_tokenizer
-from cluster.tools.bench.prompts import fitting, of_length, tokenized
+from cluster.tools.bench.tasks import fitting, of_length
 
 PROMPTS = [Prompt("abc", category="x"), Prompt("defghi", category="y")]
 
@@ -17,17 +17,17 @@ def tokenizer(tiny_checkpoint):
 
 
 def test_prompts_become_tokens_and_keep_their_labels(tokenizer):
-    made = tokenized(PROMPTS, tokenizer)
+    made = fitting(PROMPTS, tokenizer, max_tokens=4, max_model_len=64)
     assert [tokenizer.decode(list(prompt.content)) for prompt in made] == ["abc", "defghi"]
     assert [prompt.category for prompt in made] == ["x", "y"]
 
 
 def test_prompts_without_room_for_the_answer_are_left_out(tokenizer):
-    made = tokenized(PROMPTS, tokenizer)
-    assert fitting(made, max_tokens=4, max_model_len=10) == made
-    assert fitting(made, max_tokens=4, max_model_len=9) == made[:1]
+    made = fitting(PROMPTS, tokenizer, max_tokens=4, max_model_len=10)
+    assert len(made) == 2
+    assert fitting(PROMPTS, tokenizer, max_tokens=4, max_model_len=9) == made[:1]
     with pytest.raises(ValueError, match="the shortest has 3 tokens and leaves no room"):
-        fitting(made, max_tokens=4, max_model_len=6)
+        fitting(PROMPTS, tokenizer, max_tokens=4, max_model_len=6)
 
 
 def test_contexts_have_exactly_their_length_and_begin_with_their_prompt(tokenizer):

@@ -1,0 +1,94 @@
+"""Prompts, sampling and threads of a setting, and the names of the sides that complete them. Knows no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tokenizers import Tokenizer
+
+from actors.protocol.messages import SamplingParams
+from cluster.config.schema import LaunchConfig
+from cluster.engine import Engine
+from cluster.io.prompts import Prompt
+from cluster.observability.results import Run
+from cluster.tools.bench.plan import Setting
+
+SPECULATIVE = "speculative"
+PLAIN = "plain"
+"""The engine itself, with and without speculation; every trial has these two sides."""
+
+TRANSFORMERS = "transformers"
+ASSISTED = "transformers assisted"
+"""The sides of a peer, for settings that it supports."""
+
+Trial = dict[str, Run]
+"""One repeat of one setting: a run per side."""
+
+
+def peer_sides(sides: Iterable[str]) -> list[str]:
+    """The sides that are not the engine's own, each once, in order."""
+    return [side for side in dict.fromkeys(sides) if side not in (SPECULATIVE, PLAIN)]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTask:
+    """The work of a setting. `num_threads` is the number that the target role computes with; a peer gets as many."""
+
+    setting: Setting
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    num_threads: int
+
+    def warm_up(self) -> BenchTask:
+        """As many prompts as are in flight."""
+        return replace(self, prompts=self.prompts[: self.setting.batch])
+
+
+def make_task(setting: Setting, config: LaunchConfig, prompts: Sequence[Prompt], engine: Engine) -> BenchTask:
+    """Raise ValueError, one line, if no prompt leaves room for the answer."""
+    sampling = setting.configure(config).sampling_params(engine.tokenizer)
+    room = int(engine.ready["target-0"].facts["max_model_len"])
+    if setting.context:
+        made = of_length(prompts, setting.context, engine.tokenizer, sampling.max_tokens, room)
+    else:
+        made = fitting(prompts, engine.tokenizer, sampling.max_tokens, room)
+    num_threads = sum(place.num_threads for place in engine.places if place.role == "target")
+    return BenchTask(setting, tuple(made), sampling, num_threads)
+
+
+def fitting(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int, max_model_len: int) -> list[Prompt]:
+    """The prompts, tokenized, that leave room for `max_tokens`; a request that is cut short measures less work."""
+    ids = [tuple(tokenizer.encode(prompt.text).ids) for prompt in prompts]
+    kept = [
+        replace(prompt, token_ids=token_ids)
+        for prompt, token_ids in zip(prompts, ids, strict=True)
+        if len(token_ids) + max_tokens <= max_model_len
+    ]
+    if not kept:
+        raise ValueError(
+            f"job.prompts: the shortest has {min(map(len, ids))} tokens and leaves no room for "
+            f"sampling.max_tokens={max_tokens} in the context of {max_model_len}; lower sampling.max_tokens or give "
+            "shorter prompts"
+        )
+    return kept
+
+
+def of_length(
+    prompts: Sequence[Prompt], length: int, tokenizer: Tokenizer, max_tokens: int, max_model_len: int
+) -> list[Prompt]:
+    """One prompt of exactly `length` tokens per prompt: its own text, then the texts that follow it in the file."""
+    if length + max_tokens > max_model_len:
+        raise ValueError(
+            f"job.contexts={length}: with sampling.max_tokens={max_tokens} it exceeds the context of {max_model_len}; "
+            "lower one of them"
+        )
+    made = []
+    for index, prompt in enumerate(prompts):
+        whole = "\n\n".join(other.text for other in (*prompts[index:], *prompts[:index]))
+        ids = tokenizer.encode(whole).ids
+        while len(ids) < length:
+            whole += "\n\n" + whole
+            ids = tokenizer.encode(whole).ids
+        made.append(replace(prompt, text=tokenizer.decode(ids[:length]), token_ids=tuple(ids[:length])))
+    return made
