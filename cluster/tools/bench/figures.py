@@ -20,7 +20,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName
 from actors.policy.cascade_model import LevelCost, measured_cost, tokens_per_s
 from actors.protocol.messages import LevelWork
-from cluster.observability.report import Layout, RunFigures, decode_ms_per_token, figures, num_unequal_requests
+from cluster.observability.report import RankLayout, RunFigures, decode_ms_per_token, figures, num_unequal_requests
 from cluster.observability.results import Run, Served
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.tasks import PLAIN, SPECULATIVE, Trial, peer_sides
@@ -84,7 +84,7 @@ class SettingFigures(RunFigures):
     categories: dict[str, dict[str, float | None]]
 
 
-class BenchEntry(SettingFigures, DraftingFigures, Layout):
+class BenchEntry(SettingFigures, DraftingFigures, RankLayout):
     """A setting in `report.json`."""
 
     name: str
