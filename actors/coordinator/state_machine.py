@@ -250,7 +250,7 @@ class Coordinator:
         if self._round.verifying is None:
             self._round.add_wait(batch)
         if pending.prefixes:
-            self._policy.update_delay(now - pending.asked_at, is_rest=pending.has_first_part)
+            self._policy.wait.update_delay(now - pending.asked_at, is_rest=pending.has_first_part)
             pending.asked_at = now
         self.stats.num_stale += self._drafter.receive(batch, pending, self._sequences)
 

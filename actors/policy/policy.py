@@ -70,7 +70,7 @@ class Policy:
         self.longest_draft = num_draft_tokens if order.drafts else 0
         self.alternates = order.alternates
         """Whether drafts are also ordered while the target is busy, and a pass leaves out requests without one."""
-        self._wait = DraftWait(self.weighs_waiting, num_draft_tokens)
+        self.wait = DraftWait(self.weighs_waiting, num_draft_tokens)
 
     @property
     def mode(self) -> Mode:
@@ -97,18 +97,14 @@ class Policy:
         """
         if not num_expecting or (self.alternates and num_ready):
             return 0.0
-        return self._wait.wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
-
-    def update_delay(self, seconds: float, *, is_rest: bool) -> None:
-        """Seconds from an order to the first part of its answer, or from that to the rest of it."""
-        self._wait.update_delay(seconds, is_rest=is_rest)
+        return self.wait.wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
 
     def update(self, seen: RoundObservation) -> None:
         """A round ended."""
-        self._wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
+        self.wait.update_pass(seen.verify_s, reads_prompt=seen.num_prompt_rows > 0)
         for outcome in seen.outcomes:
             if outcome.num_tokens:
-                self._wait.update_acceptance(outcome.num_tokens)
+                self.wait.update_acceptance(outcome.num_tokens)
 
     def expect_load(self, num_running: int, mean_len: float) -> None:
         """Requests joined: the next rounds are of so many sequences of such a mean length."""
@@ -205,7 +201,7 @@ class AdaptivePolicy(Policy):
 
     def caught_up(self) -> None:
         if self._load.switch.caught_up():
-            self._wait.forget_delays()
+            self.wait.forget_delays()
 
     def forget(self, request_id: int) -> None:
         self._lengths.forget(request_id)

@@ -47,17 +47,8 @@ HOPELESS_GAIN = 0.7
 """A trial with a gain below this ends early, and the next one is further off."""
 
 
-@dataclass(slots=True)
-class Rates:
-    """Tokens per second, by the prompt rows that a round read besides, in steps of twice as many."""
-
-    by_rows: dict[int, Rate] = field(default_factory=dict)
-
-    def update(self, num_tokens: int, seconds: float, num_prompt_rows: int) -> None:
-        kind = num_prompt_rows.bit_length()
-        if kind not in self.by_rows:
-            self.by_rows[kind] = Rate()
-        self.by_rows[kind].update(num_tokens, seconds)
+Rates = dict[int, Rate]
+"""By the prompt rows that a round read besides, in steps of twice as many: the bit length of their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +66,8 @@ class SpeculationSwitch:
     """Mode of one kind of load, and the rates it follows from."""
 
     mode: Mode = Mode.speculate
-    speculative: Rates = field(default_factory=Rates)
-    plain: Rates = field(default_factory=Rates)
+    speculative: Rates = field(default_factory=dict)
+    plain: Rates = field(default_factory=dict)
     interval: int = FIRST_PROBE
     rest: int = MIN_REST
     _rounds: int = 0  # since the mode began
@@ -100,7 +91,7 @@ class SpeculationSwitch:
 
     def findings(self) -> dict[str, str | float | None]:
         """The mode and the measurements behind it; tokens per second are of rounds that read no prompts."""
-        plain = self.plain.by_rows.get(0)
+        plain = self.plain.get(0)
         return {
             "mode": self.mode.value,
             "plain_tokens_per_s": plain.per_s if plain is not None else None,
@@ -109,8 +100,8 @@ class SpeculationSwitch:
 
     def _compare(self) -> _Comparison:
         plain_s = seconds = tokens = num_rounds = num_plain = 0.0
-        for kind, rate in self.speculative.by_rows.items():
-            plain = self.plain.by_rows.get(kind)
+        for kind, rate in self.speculative.items():
+            plain = self.plain.get(kind)
             if plain is not None:
                 plain_s += rate.tokens.total / plain.per_s  # that plain rounds would need for these tokens
                 seconds += rate.seconds.total
@@ -133,7 +124,10 @@ class SpeculationSwitch:
 
         `skipped_drafts`: drafts had been ordered, but the round did not wait for them.
         """
-        (self.speculative if speculated else self.plain).update(num_tokens, seconds, num_prompt_rows)
+        rates, kind = self.speculative if speculated else self.plain, num_prompt_rows.bit_length()
+        if kind not in rates:
+            rates[kind] = Rate()
+        rates[kind].update(num_tokens, seconds)
         if not willing:
             return
         self._late_rounds = self._late_rounds + 1 if skipped_drafts else 0
@@ -158,7 +152,7 @@ class SpeculationSwitch:
         if self.mode is not Mode.catch_up:
             return False
         self._enter(Mode.trial)
-        self.speculative = Rates()
+        self.speculative = {}
         return True
 
     def _enter(self, mode: Mode) -> None:
@@ -172,7 +166,7 @@ class SpeculationSwitch:
             is_stale = self._rounds > STALE_ROUNDS
             self._enter(Mode.probe if is_stale else Mode.rest)
             if is_stale:
-                self.plain = Rates()
+                self.plain = {}
         elif self._rounds >= self.interval:
             is_clear = gain is not None and gain > CLEAR_GAIN
             self.interval = min(max(MIN_INTERVAL, 2 * self.interval * is_clear), MAX_INTERVAL)

@@ -67,7 +67,7 @@ def test_rounds_in_which_nobody_wants_drafts_only_teach():
     guard = SpeculationSwitch()
     for _ in range(100):
         guard.update(10, 0.01, speculated=False, willing=False)
-    assert guard.mode is Mode.speculate and guard.plain.by_rows[0].per_s > 0
+    assert guard.mode is Mode.speculate and guard.plain[0].per_s > 0
     run(guard, 7, lambda i: 0.7)
     assert guard.mode is Mode.rest, "what plain decoding costs was known already"
 
