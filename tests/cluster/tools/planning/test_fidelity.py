@@ -1,4 +1,4 @@
-"""What layers side by side cost: nothing where none are, more where more are, and more still without calibration."""
+"""Layer-parallel drafting loses nothing at width 1, more the wider it is, and more still without calibration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from parallel.runtime.runner import open_model
 SAMPLING = SamplingParams(max_tokens=44, ignore_eos=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def deep(tiny_checkpoint) -> ModelDrafterConfig:
     return ModelDrafterConfig(path=str(tiny_checkpoint("Llama", num_hidden_layers=6)), num_draft_tokens=4)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def texts(deep) -> list[KnownText]:
     """What the deep model itself would write, so that exact drafts are always right."""
     runner = open_model(deep.path, num_slots=128)

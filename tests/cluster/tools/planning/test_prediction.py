@@ -40,7 +40,7 @@ def test_the_best_draft_length_is_chosen():
     assert best.num_draft_tokens == max(speed, key=speed.get) == 4
 
 
-def test_what_nobody_knows_is_left_out():
+def test_unknown_costs_are_left_out():
     assert predict(Layout(2, "plain", "separate"), 1, COSTS, CHAIN) is None
     assert predict(Layout(1, "sync", "colocated", Shape("tensor", 2)), 4, COSTS, CHAIN) is None
     assert predict_all([(Layout(2, "plain", "separate"), None)], [1], COSTS, CHAIN) == []

@@ -191,7 +191,7 @@ def test_two_leads_take_turns(tiny_launch, one_free_thread):
         assert sorted(first + second) == [at for pair in zip(first, second, strict=True) for at in pair]
 
 
-def test_the_rank_that_failed_says_why(tiny_launch, one_free_thread):
+def test_the_error_of_the_rank_that_failed_is_raised(tiny_launch, one_free_thread):
     with pytest.raises(ValueError, match="^drafter.path: cannot be split"):
         run_on_ranks(roles_on_two_ranks(tiny_launch(PlanConfig()), fail_on_rank_one), as_threads=True)
 

@@ -1,4 +1,4 @@
-"""The simulator drives the real engine: no token changes, nothing is random, and time is accounted for to the last."""
+"""The simulator drives the real coordinator: no token changes, runs repeat exactly, and all time is accounted for."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def test_the_text_is_the_languages_own(pipeline, drafter, hardware):
 @pytest.mark.parametrize("pipeline", ["sync", *AHEAD])
 def test_one_seed_one_run(pipeline):
     case = scenario(pipeline, num_requests=2, max_tokens=150)
-    assert simulate(case) == simulate(case)
+    result = simulate(case)
+    assert result == simulate(case)
     other = simulate(replace(case, language=replace(LANGUAGE, seed=1)))
-    assert other.tokens != simulate(case).tokens and other.round_ms != simulate(case).round_ms
+    assert other.tokens != result.tokens and other.round_ms != result.round_ms
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.9])
@@ -83,7 +84,7 @@ def test_time_is_accounted_for(pipeline):
     assert result.counters["num_tokens"] / window_s == pytest.approx(result.tokens_per_s)
 
 
-def test_who_binds():
+def test_what_binds():
     assert simulate(scenario("sync", draft=PassCost.flat(9e-3))).binding == "draft"
     assert simulate(scenario("sync", target_link_s=2e-2)).binding == "exchange"
     assert simulate(scenario("branches")).binding == "target"
