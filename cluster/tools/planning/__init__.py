@@ -1,16 +1,15 @@
-"""Planning: from what passes cost, here or on a described cluster, to the layout that should be fastest.
+"""Planning: from the cost of passes, measured here or described in a file, to the layout predicted to be fastest.
 
-config       what a user may choose about a plan
-layouts      which layouts are worth a prediction
-costs        what a prediction rests on, read from a file or measured
-transcript   recorded text as a language of the simulator
-recording    makes one with the draft model
+layouts      layouts that fit the devices and models
+costs        pass costs, read from a file or written to one
 ranks        runs work on the ranks of a layout
 rounds       rounds of one role along known text, timed
 measuring    pass costs from such rounds
+transcript   recorded text as a language of the simulator
 passes       one pass of a draft model in every way to share it: attention, MLPs, communication
+fidelity     acceptance of layer-parallel drafting, and how near its passes are to exact ones
 prediction   the speed of every layout, by the simulator
 trials       real runs beside the predictions
 tables       rows for the terminal and the CSV
-plots        the picture
+plots        the figures
 """
