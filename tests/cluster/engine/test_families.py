@@ -24,7 +24,7 @@ MAX_TOKENS = 20
 def reference_tokens(path: Path) -> list[list[int]]:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     prompts = [torch.tensor([load_tokenizer(path).encode(prompt).ids]) for prompt in PROMPTS]
     ended = dict(max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None)
     return [model.generate(prompt, **ended)[0, prompt.shape[1] :].tolist() for prompt in prompts]
