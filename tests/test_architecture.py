@@ -55,14 +55,12 @@ BANNED_NOUNS = ("data", "info", "process")
 PRIVATE_WORDS = frozenset(
     [
         "beneath",
-        "breadth",
         "chronicle",
         "conductor",
         "foresee",
         "foretell",
         "foretold",
         "glance",
-        "heart",
         "ledger",
         "lifecycle",
         "muster",

@@ -39,7 +39,7 @@ Demand = tuple[Sequence, int, Proposal | None]
 
 
 @dataclass(slots=True)
-class PassPlan:
+class RoundPlan:
     """Rows per sequence for the next pass, and the sequences that joined or lost their place."""
 
     rows: list[Demand] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Scheduler:
         used = sum([sequence.cached_len for sequence in self.running])
         return Load(len(self.running), len(self.waiting), used, self.capacity.kv_slots)
 
-    def _admit(self, plan: PassPlan) -> None:
+    def _admit(self, plan: RoundPlan) -> None:
         """Move waiting sequences into the batch while seats, rows and slots last."""
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
@@ -105,9 +105,9 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             plan.admitted.append(sequence)
 
-    def plan(self, held: Collection[int] = ()) -> PassPlan:
+    def plan(self, held: Collection[int] = ()) -> RoundPlan:
         """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
-        plan = PassPlan()
+        plan = RoundPlan()
         self._admit(plan)
         demands = self._demands(held)
         self._fit(demands, plan)
@@ -135,7 +135,7 @@ class Scheduler:
             demands.append((sequence, rows, proposal))
         return demands
 
-    def _fit(self, demands: list[Demand], plan: PassPlan) -> None:
+    def _fit(self, demands: list[Demand], plan: RoundPlan) -> None:
         """Shrink `demands` in place until they fit the pool: the oldest sequence alone always does."""
         free = self.capacity.kv_slots - sum([sequence.cached_len for sequence in self.running])
         needed = sum([rows + _num_draft_tokens(proposal) for _, rows, proposal in demands])

@@ -165,7 +165,7 @@ class CoordinatorService:
         alive = Alive("coordinator", 0, self._spec.incarnation, os.getpid(), waiting=is_waiting, at_change=False)
         self._hub.send(self._clients.connected(), alive)
         for request_id in self._clients.abandoned(now):
-            self._process(Abort(request_id))
+            self._apply_record(Abort(request_id))
         limit_s = self._spec.silence_s
         for role, membership in self._memberships.items():
             round_limit_s = self._round_timeouts[role].limit_s if limit_s else math.inf
@@ -188,9 +188,9 @@ class CoordinatorService:
         match record:
             case Request() | ReportOrder():
                 self._clients.asked(link, record)
-                self._process(record)
+                self._apply_record(record)
             case Abort():
-                self._process(record)
+                self._apply_record(record)
             case Alive() if record.role in self._memberships:
                 self._receive_heartbeat(record)
             case Ready() if record.role in self._memberships:
@@ -219,7 +219,7 @@ class CoordinatorService:
             if role in LEAD_ROLES and self._coordinator is not None:
                 self._measure_link(self._coordinator, role, batch, time.monotonic())
         if role in LEAD_ROLES:
-            self._process(batch)
+            self._apply_record(batch)
         elif isinstance(batch, ProposalBatch):
             self._send_to_parent(role, batch)
 
@@ -235,7 +235,7 @@ class CoordinatorService:
             membership.start_new_epoch(self._awake_s)
         self._follow(membership)
 
-    def _process(self, record: object) -> None:
+    def _apply_record(self, record: object) -> None:
         """By the state machine; before there is one, records of clients are dropped, and clients repeat them."""
         if self._coordinator is not None:
             if isinstance(record, ReportOrder):
@@ -290,7 +290,7 @@ class CoordinatorService:
     def _notify_neighbours(self, role: str) -> None:
         """A role became complete or was lost: tell the state machine or the level above, and see to the level below."""
         if role in LEAD_ROLES:
-            self._process(self._state_of(role))
+            self._apply_record(self._state_of(role))
         else:
             self._send_to_parent(role, self._state_of(role))
         child = None if role == "target" else self._memberships.get(child_role(role))
@@ -329,7 +329,7 @@ class CoordinatorService:
         self._send_ready(self._memberships)
         for role in LEAD_ROLES:
             if not self._is_complete.get(role, True):
-                self._process(RoleLost(role))
+                self._apply_record(RoleLost(role))
 
     def _send_ready(self, roles: Iterable[str]) -> None:
         """Send every client what the ranks of these roles measured at start."""

@@ -26,7 +26,7 @@ from dataclasses import replace
 from actors.coordinator.drafter_session import DrafterSession
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.round import Round, load_of
-from actors.coordinator.scheduler import Load, PassPlan, Scheduler
+from actors.coordinator.scheduler import Load, RoundPlan, Scheduler
 from actors.coordinator.sequence import Sequence
 from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy
@@ -225,7 +225,7 @@ class Coordinator:
         num_plain = num_running - num_expecting - num_ready + num_joining
         return self._policy.wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
 
-    def _start_pass(self, plan: PassPlan, now: float) -> list[VerifyBatch]:
+    def _start_pass(self, plan: RoundPlan, now: float) -> list[VerifyBatch]:
         if not plan.rows:
             return []
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -91,7 +92,7 @@ def unpack(packed: bytes) -> Any:
     return CODEC.decode(payload)
 
 
-class _Endpoint:
+class _Endpoint(ABC):
     """What both ends share: frames wait in an inbox, and sockets are served while `receive` or `close` waits."""
 
     def __init__(self) -> None:
@@ -99,14 +100,14 @@ class _Endpoint:
         self._poller = Poller()
         self._inbox: deque[tuple[str, bytes]] = deque()
 
+    @abstractmethod
     def _serve(self, timeout_s: float | None) -> None:
         """Wait until a socket is ready, and serve it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_waiting(self) -> bool:
         """Whether a record has not gone out yet: `receive` and the next `send` go on with it."""
-        raise NotImplementedError
 
     def _next(self, timeout_s: float | None) -> tuple[str, Any] | None:
         """The next record and the name of its link, or None after `timeout_s`. Unreadable frames are counted."""
@@ -132,11 +133,11 @@ class _Endpoint:
 class Hub(_Endpoint):
     """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Use from one thread.
 
-    Raises ValueError if the address is still taken after `patience_s`.
+    Raises ValueError if the address is still taken after `bind_wait_s`.
     """
 
-    def __init__(self, address: str, patience_s: float = 0.0) -> None:
-        deadline = time.monotonic() + patience_s
+    def __init__(self, address: str, bind_wait_s: float = 0.0) -> None:
+        deadline = time.monotonic() + bind_wait_s
         while True:
             try:
                 self._listener = listen(address, HUB_GIVE_UP_S)

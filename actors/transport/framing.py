@@ -191,7 +191,7 @@ class Stream:
 
 
 class Poller:
-    """Which descriptors can be read, or written where that was asked for; epoll is told only of changes."""
+    """Which descriptors can be read, or written where that was asked for; epoll_ctl is called for changes only."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()

@@ -88,13 +88,13 @@ class CoordinatorWorker:
     def __repr__(self) -> str:
         return self._title
 
-    def bind(self, host: str, port: int, needs_store: bool, interface: str = "", patience_s: float = 0.0) -> str:
+    def bind(self, host: str, port: int, needs_store: bool, interface: str = "", bind_wait_s: float = 0.0) -> str:
         """Listen on `port` (0 for any free one) of `host` ("" for this node's address); returns the hub's address.
 
-        The port of a predecessor may stay taken for a moment: a successor waits for it up to `patience_s`.
+        The port of a predecessor may stay taken for a moment: a successor waits for it up to `bind_wait_s`.
         """
         host = host or _own_address(interface)
-        self._hub = Hub(f"tcp://{host}:{port or '*'}", patience_s)
+        self._hub = Hub(f"tcp://{host}:{port or '*'}", bind_wait_s)
         if needs_store:
             from parallel.comm.rendezvous import host_store
 

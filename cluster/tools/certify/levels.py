@@ -208,6 +208,6 @@ def _drop_unlikely_tokens(models: Models) -> Proposals:
 
 _BROKEN: dict[str, Callable[[Models], Proposals]] = {
     "level_resamples_from_its_own_law": _resample_from_own_distribution,
-    "law_of_the_level_beneath_travels_up": _report_child_distribution,
+    "law_of_the_child_level_travels_up": _report_child_distribution,
     "unlikely_tokens_are_dropped": _drop_unlikely_tokens,
 }

@@ -171,7 +171,7 @@ def test_a_link_finds_a_hub_that_opens_after_it():
     link = Link(address, "draft-0")
     link.send(Abort(1))
     late = threading.Timer(0.1, link.close)  # it lingers until there is a hub
-    hub = Hub(address, patience_s=5.0)
+    hub = Hub(address, bind_wait_s=5.0)
     late.start()
     assert hub.receive(5.0) == ("draft-0", Abort(1))
     late.join()
@@ -217,7 +217,7 @@ def test_a_link_finds_the_successor_of_its_hub_at_the_same_port():
     link.send(Abort(1))
     for round_ in range(50):
         beats.send(Recall(round_))
-    successor = Hub(hub.address, patience_s=5.0)
+    successor = Hub(hub.address, bind_wait_s=5.0)
     assert link.receive(0.1) is None and beats.receive(0.1) is None  # a link is served inside its calls only
     heard = [successor.receive(5.0), successor.receive(5.0)]
     assert ("target-0", Abort(1)) in heard and ("target-0/heart", Recall(49)) in heard, "only the last beat matters"
@@ -238,7 +238,7 @@ def test_a_record_that_a_dying_hub_had_half_of_is_sent_to_its_successor_whole():
         beats.send(record)
     assert link.is_waiting and beats.is_waiting
     hub.close()
-    successor = Hub(hub.address, patience_s=5.0)
+    successor = Hub(hub.address, bind_wait_s=5.0)
     heard = {"client": [], "client/heart": []}
     while len(heard["client"]) < 3 or len(heard["client/heart"]) < 2:
         assert link.receive(0.0) is None and beats.receive(0.0) is None

@@ -50,7 +50,7 @@ def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
     hub.send(["draft-0"], Abort(2))
     hub.close()
     assert link.receive(timeout_s=10) == Abort(2)
-    successor = Hub(hub.address, patience_s=5.0)
+    successor = Hub(hub.address, bind_wait_s=5.0)
     assert link.receive(timeout_s=4 * DELAY_S) is None  # in here it is connected anew
     link.send(Abort(3))
     assert successor.receive(timeout_s=10) == ("draft-0", Abort(3))
