@@ -61,8 +61,8 @@ class Host:
 
     def run(self, *command: object, cwd: Path | str = "/", timeout: float = 120, **options: object) -> str:
         """A command on this host, to its end; its output."""
-        options = {"capture_output": True, "text": True, "check": False, "start_new_session": True} | options
-        result = subprocess.run(self.enter(command, cwd), timeout=timeout, **options)
+        options = {"capture_output": True, "text": True, "start_new_session": True} | options
+        result = subprocess.run(self.enter(command, cwd), timeout=timeout, check=False, **options)
         assert result.returncode == 0, f"{self.name}: {command} ended {result.returncode}: {result.stderr[-2000:]}"
         return result.stdout
 
@@ -155,9 +155,9 @@ def port_of(host: Host) -> str:
 def connect(switch: Host, host: Host) -> None:
     """A cable from the switch to a host."""
     port = port_of(host)
-    subprocess.run(  # from outside: both process tables must be in sight to name the two ends
-        ["nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", port]
-        + ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)],
+    link = f"ip link add {port} type veth peer name eth0 netns {host.pid}"
+    subprocess.run(  # from outside, where the process ids of both ends are visible
+        ["nsenter", "-t", str(switch.pid), "--net", *link.split()],
         check=True,
         capture_output=True,
     )
