@@ -1,1 +1,1 @@
-"""The command line's defaults: `config.yaml` picks a choice of every group. The choices are records: `cluster/config/schema.py`."""
+"""`config.yaml`: the choice of every group without overrides, and the help. Choices are records of the code."""

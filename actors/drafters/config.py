@@ -49,8 +49,10 @@ class DraftSetup:
 class PathResolver(Protocol):
     """Turns the paths of a record into absolute paths that exist; raises ValueError, one line, for others."""
 
-    target: str
-    """The target's checkpoint directory."""
+    @property
+    def target(self) -> str:
+        """The target's checkpoint directory."""
+        ...
 
     def checkpoint(self, key: str, path: str) -> str:
         """The directory of a checkpoint that is given as a directory, a hub id or the name of a bundled one."""

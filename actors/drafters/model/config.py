@@ -94,9 +94,9 @@ class ModelDrafterConfig(DrafterConfig):
     as best_first)."""
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
-    depth: Annotated[int, Range(1)] = 5
-    """Longest path of a tree."""
-    width: Annotated[int, Range(1, cap=1024)] = 2
+    depth: Annotated[int, Range(1, cap=128)] = 5
+    """Longest path of a tree, in tokens: one pass of the draft model for each."""
+    width: Annotated[int, Range(1, cap=64)] = 2
     """Children per node of a tree; of a dynamic one, at most."""
     batch_nodes: Annotated[int, Range(0, zero="each request its own")] = 0
     """strategy=dynamic, pipeline=sync or pingpong: draft tokens of a round, over all requests; 0 = `num_draft_tokens`
