@@ -163,7 +163,7 @@ class Adversary:
         return getattr(self._drafter, name)
 
     def propose(self, contexts, budgets):
-        return [Draft(self._say(context, budget)) for context, budget in zip(contexts, budgets)]
+        return [Draft(self._say(context, budget)) for context, budget in zip(contexts, budgets, strict=False)]
 
     def observe(self, context, commit):
         pass

@@ -179,8 +179,8 @@ continuation the acceptance length at {DRAFT_DEPTH} draft tokens is {report["acc
   and norms; {RECIPE.warmup_steps} steps of warm-up, linear decay to 0 over the last {RECIPE.decay_fraction:.0%}.
 - The target is trained by cross entropy, the drafter by distillation, KL(target || drafter) over the whole
   vocabulary, on sequences of {config.sequence_length} throughout: {config.distillation_tokens / 1e6:g} M tokens of
-  training sources that are no tests, and the target's own greedy continuations, to {config.continuation_length} tokens, of
-  {config.continuation_prompts} prompts cut from them.
+  training sources that are no tests, and the target's own greedy continuations, to {config.continuation_length} tokens,
+  of {config.continuation_prompts} prompts cut from them.
 - Written in bfloat16. Wall times are of device `{config.device}` on a machine of {report["cores"]} cores, and include
   the load of other programs; a budget of minutes makes the number of steps, and so the weights, depend on the machine.
 

@@ -260,7 +260,7 @@ def test_a_sequence_chooses_the_same_tokens_in_any_batch(seed):
     together = choose_batch(torch.cat(parts), batch, EOS)
     scores = process_batch(torch.cat(parts), batch, EOS)
     start = 0
-    for rows, logits in zip(batch, parts):
+    for rows, logits in zip(batch, parts, strict=False):
         end = start + len(logits)
         assert torch.equal(choose_batch(logits, [rows], EOS), together[start:end])
         assert torch.equal(process_batch(logits, [rows], EOS), scores[start:end])

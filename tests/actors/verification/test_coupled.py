@@ -74,7 +74,7 @@ def test_the_emitted_law_is_exact_for_any_tree_even_one_pruned_after_the_draw(ra
         contexts = [tuple(tree.token_ids[i] for i in tree.path_to(node)) for node in range(len(tree.parents))]
         distinct = sorted(set(contexts))
         for drawn in itertools.product(range(3), repeat=len(distinct)):
-            y = dict(zip(distinct, drawn))
+            y = dict(zip(distinct, drawn, strict=False))
             weight = draft.weight * float(np.prod([p(context)[token] for context, token in y.items()]))
             path, next_token = verify_coupled(tree, [y[context] for context in contexts])
             emitted = (*(tree.token_ids[node] for node in path), next_token)
@@ -174,4 +174,4 @@ def test_shared_noise_is_what_makes_sampled_drafts_match():
     right, matched = decode(params, coupled_chain(params, 0.5), length=150)
     shifted, unmatched = decode(params, coupled_chain(params, 0.5, shift=1), length=150)
     assert right == shifted
-    assert matched > 1.0 > 0.5 > unmatched
+    assert matched > 1.0 and unmatched < 0.5

@@ -90,7 +90,7 @@ def test_a_perfect_drafter_is_always_accepted(random_law, rule, widths):
         assert result.mean_accepted == pytest.approx(len(widths), abs=1e-12)
 
 
-@pytest.mark.parametrize("widths", CHAINS + ((2,), (3,), (2, 1), (2, 2), (3, 1)))
+@pytest.mark.parametrize("widths", [*CHAINS, (2,), (3,), (2, 1), (2, 2), (3, 1)])
 def test_kseq_is_exact_for_independent_draws(random_law, widths):
     for vocab_size in (3, 4) if len(widths) == 1 else (3,):
         p, q = random_law(vocab_size, seed=6), random_law(vocab_size, seed=7)
@@ -144,7 +144,7 @@ def block(tree, sampling_kinds, distributions, target_row, random_source):
     depth = len(tree.token_ids) - 1
     p = [target_row(i) for i in range(depth + 1)]
     q = [np.zeros_like(p[0]) for _ in range(depth)]
-    for row, distribution in zip(q, distributions):
+    for row, distribution in zip(q, distributions, strict=False):
         row[list(distribution.token_ids)] = distribution.probs
     reach = [1.0]
     for i in range(depth):

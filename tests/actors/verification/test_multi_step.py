@@ -42,7 +42,9 @@ def grow(roots, seeds, lengths, widths, kind, q_scores, by_position):
         steps = [lengths[i] + depth * by_position for i, _ in frontier]
         nodes = [0 if by_position else node for _, node in frontier]
         below = []
-        for (i, node), drawn in zip(frontier, DRAW[kind](scores, params, steps, nodes, width, scores.shape[-1])):
+        for (i, node), drawn in zip(
+            frontier, DRAW[kind](scores, params, steps, nodes, width, scores.shape[-1]), strict=False
+        ):
             distributions[i][node] = drawn.distribution
             for token in drawn.token_ids:
                 below.append((i, len(token_ids[i])))
@@ -52,7 +54,7 @@ def grow(roots, seeds, lengths, widths, kind, q_scores, by_position):
         frontier = below
     return [
         (TokenTree(tuple(t), tuple(p)), tuple(distribution))
-        for t, p, distribution in zip(token_ids, parents, distributions)
+        for t, p, distribution in zip(token_ids, parents, distributions, strict=False)
     ]
 
 
@@ -71,12 +73,12 @@ def emitted(rule, kind, widths, p, q, n, reuse=None) -> np.ndarray:
             q_scores,
             reuse == "draft noise",
         )
-        for i, (tree, distributions) in zip(live, trees):
+        for i, (tree, distributions) in zip(live, trees, strict=False):
             sampling_kinds = (SamplingKind.ROOT,) + (kind,) * tree.num_draft_tokens
             step = len(sequences[i])
             random_source = PositionCoins(i, step, tree.depths()) if reuse == "coins" else HashRandomSource(i, step)
             path, next_token = rule(
-                tree, sampling_kinds, distributions, lambda node: p[tree.token_ids[node]], random_source
+                tree, sampling_kinds, distributions, lambda node, tree=tree: p[tree.token_ids[node]], random_source
             )
             sequences[i] += [*(tree.token_ids[node] for node in path), next_token]
         live = [i for i in live if len(sequences[i]) <= LENGTH]
@@ -87,7 +89,9 @@ def excess(tokens: np.ndarray, p: np.ndarray) -> float:
     """Chi-square of the joint of all tokens, in standard deviations above its mean."""
     vocab_size = p.shape[-1]
     cells = list(itertools.product(range(vocab_size), repeat=LENGTH))
-    expected = len(tokens) * np.array([np.prod([p[a, b] for a, b in zip((0, *cell), cell)]) for cell in cells])
+    expected = len(tokens) * np.array(
+        [np.prod([p[a, b] for a, b in zip((0, *cell), cell, strict=False)]) for cell in cells]
+    )
     counts = np.bincount(np.ravel_multi_index(tokens.T, (vocab_size,) * LENGTH), minlength=len(cells))
     degrees = len(cells) - 1
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5)

@@ -211,7 +211,7 @@ def test_mistakes_of_the_test_are_found(random_law, rule, floor):
 
 def law_without(distribution: SparseDistribution, gone: list[int], token: int, renormalise: bool) -> ChildDistribution:
     """`distribution` with tokens removed, for a child that may be one of them (then `own` is never looked at again)."""
-    left = {t: prob for t, prob in zip(distribution.token_ids, distribution.probs) if t not in gone}
+    left = {t: prob for t, prob in zip(distribution.token_ids, distribution.probs, strict=False) if t not in gone}
     probs = np.array(list(left.values()))
     return ChildDistribution(
         np.array(list(left)), probs / probs.sum() if renormalise else probs, token if token in left else min(left)

@@ -93,7 +93,7 @@ def counted(level):
     totals: dict[str, tuple[int, ...]] = {}
     for work in level.level_stats():
         found = work.num_drafts, work.num_draft_tokens, work.num_accepted_tokens
-        totals[work.level] = tuple(map(sum, zip(totals.get(work.level, (0, 0, 0)), found)))
+        totals[work.level] = tuple(map(sum, zip(totals.get(work.level, (0, 0, 0)), found, strict=False)))
     return totals
 
 

@@ -164,7 +164,7 @@ def test_text_is_caught_up_with_in_chunks_of_any_size(open_drafter, shape):
         (context,) = opened(drafter, context_of(1, 23))
         fed = []
         forward = runner.forward
-        runner.forward = lambda spans, tokens, forward=forward, **options: (
+        runner.forward = lambda spans, tokens, forward=forward, fed=fed, **options: (
             fed.append(max(s.num_tokens for s in spans)),
             forward(spans, tokens, **options),
         )[1]
