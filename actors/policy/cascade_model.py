@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+
+from actors.protocol.messages import LevelWork
 
 
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
@@ -32,17 +33,7 @@ class LevelCost:
     drafts_at_once: bool = False
 
 
-class Work(Protocol):
-    """What was counted of a level, as in a `LevelWork`."""
-
-    num_passes: float
-    busy_s: float
-    num_drafts: float
-    num_draft_tokens: float
-    num_accepted_tokens: float
-
-
-def measured_cost(work: Work, num_draft_tokens: int, *, is_first: bool, drafts_at_once: bool) -> LevelCost:
+def measured_cost(work: LevelWork, num_draft_tokens: int, *, is_first: bool, drafts_at_once: bool) -> LevelCost:
     """The cost of a level from its counters; the first one has no level below it."""
     acceptance = acceptance_of(work.num_accepted_tokens, work.num_draft_tokens, work.num_drafts)
     if drafts_at_once:  # it was asked more often than it had something to say

@@ -6,7 +6,7 @@ Two broken variants of the same rule are enumerated too. If their bias does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, TokenTree
 from actors.verification import coupled
+from actors.verification.distributions import TargetRow
+from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
 from cluster.tools.certify.certificate import Check
 from cluster.tools.certify.rule_enumeration import (
@@ -46,7 +48,7 @@ def check_exactness(rule: VerifyRule, kinds: Iterable[SamplingKind]) -> Check:
     # Looked up at the call, so that the check runs the function that the engine calls.
     in_use = coupled.verify_coupled if rule is VerifyRule.coupled else RULES[rule]
     distance = _worst(rule, in_use, schemes)
-    controls = {broken.__name__.strip("_"): _worst(rule, broken, schemes) for broken in _broken(rule)}
+    controls = {name: _worst(rule, broken, schemes) for name, broken in _broken(rule).items()}
     num_enumerations = len(schemes) * NUM_MODELS
     return Check(
         "exact enumeration",
@@ -101,24 +103,15 @@ def toy_distribution(seed: int) -> ConditionalDistribution:
 # --- negative controls ------------------------------------------------------------------------------------------------
 
 
-def _broken(rule: VerifyRule) -> list[Rule]:
+def _broken(rule: VerifyRule) -> dict[str, Rule]:
     if rule is VerifyRule.coupled:
-        return [_accepts_the_first_child, _repeats_the_first_choice]
-    function = RULES[rule]
+        return {"accepts_the_first_child": _accept_first_child, "repeats_the_first_choice": _repeat_first_choice}
+    return {name: partial(_with_source, RULES[rule], patch) for name, patch in _PATCHES.items()}
 
-    def accepts_everything(*inputs: Any) -> tuple[tuple[int, ...], int]:
-        *draft_and_target, random_source = inputs
-        return function(*draft_and_target, PatchedSource(lambda _probability, _node: True, random_source.sample))
 
-    def corrects_from_the_target(*inputs: Any) -> tuple[tuple[int, ...], int]:
-        *draft, target_row, random_source = inputs
-
-        def sample(_weights: np.ndarray, node: int) -> int:
-            return random_source.sample(target_row(node), node)
-
-        return function(*draft, target_row, PatchedSource(random_source.accept, sample))
-
-    return [accepts_everything, corrects_from_the_target]
+def _with_source(function: Rule, patch: Callable[..., RandomSource], *inputs: Any) -> tuple[tuple[int, ...], int]:
+    *draft, target_row, random_source = inputs
+    return function(*draft, target_row, patch(random_source, target_row))
 
 
 class PatchedSource:
@@ -134,7 +127,15 @@ class PatchedSource:
         return self._sample(weights, node)
 
 
-def _accepts_the_first_child(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:
+_PATCHES: dict[str, Callable[[RandomSource, TargetRow], RandomSource]] = {
+    "accepts_everything": lambda source, _row: PatchedSource(lambda _probability, _node: True, source.sample),
+    "corrects_from_the_target": lambda source, row: PatchedSource(
+        source.accept, lambda _weights, node: source.sample(row(node), node)
+    ),
+}
+
+
+def _accept_first_child(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:
     children, path = tree.children(), []
     node = 0
     while children[node]:
@@ -143,6 +144,6 @@ def _accepts_the_first_child(tree: TokenTree, choices: Sequence[int]) -> tuple[t
     return tuple(path), choices[node]
 
 
-def _repeats_the_first_choice(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def _repeat_first_choice(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:
     path, _ = coupled.verify_coupled(tree, choices)
     return path, choices[0]

@@ -48,5 +48,5 @@ def test_a_pair_that_is_biased_by_a_percent_fails():
 
 
 def test_an_enumeration_that_cannot_fail_proves_nothing(monkeypatch):
-    monkeypatch.setattr(exact, "_broken", lambda rule: [RULES[rule]])
+    monkeypatch.setattr(exact, "_broken", lambda rule: {"right": RULES[rule]})
     assert not check_exactness(VerifyRule.rejection, {SamplingKind.IID}).passed
