@@ -8,9 +8,9 @@ three tokens and short drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,14 @@ from actors.drafters.interface import Capabilities, Context, Draft, Drafter
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import ConditionalDistribution, WeightedDraft, emission, total_variation
+from cluster.tools.certify.rule_enumeration import (
+    ConditionalDistribution,
+    Tape,
+    WeightedDraft,
+    all_runs,
+    emission,
+    total_variation,
+)
 from parallel.runtime.runner import PassOutput, Span
 
 if TYPE_CHECKING:
@@ -31,51 +38,6 @@ if TYPE_CHECKING:
 
 VOCAB, PROMPT = 3, (0, 0)
 _LONGEST = 99
-_Result = TypeVar("_Result")
-
-
-class Tape:
-    """A random source that takes the decisions of `script`, and the first possible one at each draw after its end."""
-
-    def __init__(self, script: list[int]) -> None:
-        self.weight = 1.0
-        self._script = script
-        self._distributions: list[np.ndarray] = []
-
-    def draw(self, weights: Sequence[float] | np.ndarray) -> int:
-        distribution = np.asarray(weights, dtype=float) / np.sum(weights)
-        if len(self._distributions) == len(self._script):
-            self._script.append(int(np.flatnonzero(distribution)[0]))
-        choice = self._script[len(self._distributions)]
-        self._distributions.append(distribution)
-        self.weight *= distribution[choice]
-        return choice
-
-    def accept(self, probability: float, node: int) -> bool:
-        return bool(self.draw([1 - probability, probability]))
-
-    def sample(self, weights: np.ndarray, node: int) -> int:
-        return self.draw(weights)
-
-    def successor(self) -> list[int] | None:
-        """The script of the next run, None after the last."""
-        script = self._script[: len(self._distributions)]
-        while script:
-            later = [i for i in np.flatnonzero(self._distributions[len(script) - 1]) if i > script[-1]]
-            if later:
-                return [*script[:-1], int(later[0])]
-            script.pop()
-        return None
-
-
-def all_runs(run: Callable[[Tape], _Result]) -> Iterator[tuple[float, _Result]]:
-    """(probability, result) for every sequence of decisions."""
-    script: list[int] | None = []
-    while script is not None:
-        tape = Tape(script)
-        result = run(tape)
-        yield tape.weight, result
-        script = tape.successor()
 
 
 class ToyRunner:

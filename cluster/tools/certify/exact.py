@@ -20,10 +20,12 @@ from actors.verification.rules import RULES
 from cluster.tools.certify.certificate import Check
 from cluster.tools.certify.rule_enumeration import (
     ConditionalDistribution,
+    PatchedSource,
     Rule,
-    coupled_emission,
+    coupled_outcomes,
     emission,
     enumerate_drafts,
+    ratio_outcomes,
     total_variation,
 )
 
@@ -76,13 +78,14 @@ def enumeration_findings(
 
 def _worst(rule: VerifyRule, function: Rule, schemes: Sequence[Sequence[Sequence[SamplingKind]]]) -> float:
     """Largest total variation over toy models and schemes."""
-    emitted = coupled_emission if rule is VerifyRule.coupled else emission
+    outcomes = coupled_outcomes if rule is VerifyRule.coupled else ratio_outcomes
     found = []
     for scheme in schemes:
         for seed in range(NUM_MODELS):
             p, q = toy_distribution(seed), toy_distribution(seed + NUM_MODELS)
             length = len(scheme) + 1
-            found.append(total_variation(emitted(function, enumerate_drafts(q, scheme), p, length), p, length))
+            emitted = emission(function, enumerate_drafts(q, scheme), p, length, outcomes)
+            found.append(total_variation(emitted, p, length))
     return max(found)
 
 
@@ -112,19 +115,6 @@ def _broken(rule: VerifyRule) -> dict[str, Rule]:
 def _with_source(function: Rule, patch: Callable[..., RandomSource], *inputs: Any) -> tuple[tuple[int, ...], int]:
     *draft, target_row, random_source = inputs
     return function(*draft, target_row, patch(random_source, target_row))
-
-
-class PatchedSource:
-    """A random source made of two functions, to replace one of them by a wrong one."""
-
-    def __init__(self, accept: Callable[[float, int], bool], sample: Callable[[np.ndarray, int], int]) -> None:
-        self._accept, self._sample = accept, sample
-
-    def accept(self, probability: float, node: int) -> bool:
-        return self._accept(probability, node)
-
-    def sample(self, weights: np.ndarray, node: int) -> int:
-        return self._sample(weights, node)
 
 
 _PATCHES: dict[str, Callable[[RandomSource, TargetRow], RandomSource]] = {

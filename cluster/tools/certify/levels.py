@@ -36,7 +36,6 @@ from actors.verification.rules import RULES
 from cluster.tools.certify.cascade_enumeration import (
     PROMPT,
     VOCAB,
-    Tape,
     ToyChild,
     ToyRunner,
     distance,
@@ -44,9 +43,9 @@ from cluster.tools.certify.cascade_enumeration import (
     toy_level,
 )
 from cluster.tools.certify.certificate import Check
-from cluster.tools.certify.exact import EXACT, FOUND_OUT, PatchedSource, enumeration_findings, toy_distribution
+from cluster.tools.certify.exact import EXACT, FOUND_OUT, enumeration_findings, toy_distribution
 from cluster.tools.certify.goodness import GoodnessOfFit, detectable_distance, fit_distribution
-from cluster.tools.certify.rule_enumeration import ConditionalDistribution
+from cluster.tools.certify.rule_enumeration import ConditionalDistribution, PatchedSource, Tape
 
 NUM_MODELS = 4
 NUM_TEXTS = 400

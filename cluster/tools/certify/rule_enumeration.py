@@ -11,14 +11,17 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
-from actors.verification.distributions import TargetRow
 
 ConditionalDistribution = Callable[[tuple[int, ...]], np.ndarray]
 """A toy model: the tokens after the committed prefix -> probabilities [V] of the next token."""
+
+_FIXED = frozenset({SamplingKind.DETERMINISTIC, SamplingKind.COUPLED})
+_Result = TypeVar("_Result")
 
 Rule = Callable[..., tuple[tuple[int, ...], int]]
 
@@ -41,32 +44,39 @@ class Emission:
     mean_accepted: float
 
 
-# A subtree during enumeration: (token, its sampling kind, its own children) in test order.
-_Children = tuple[tuple[int, SamplingKind, "_Children"], ...]
-
-
 def enumerate_drafts(q: ConditionalDistribution, scheme: Sequence[Sequence[SamplingKind]]) -> Iterator[WeightedDraft]:
     """All trees in which every node of level i gets children drawn as `scheme[i]` says, in that order.
 
     The j-th child without randomness of its own (DETERMINISTIC or COUPLED) is the j-th likeliest token of q. Without
     replacement, an exhausted distribution yields fewer children.
     """
-    for children, weight in _subtrees(q, scheme, ()):
-        yield _flatten(q, children, weight)
+    return _grown(q, WeightedDraft(1.0, TokenTree((0,), (-1,)), (SamplingKind.ROOT,), (None,)), range(1), scheme)
 
 
-def _subtrees(
-    q: ConditionalDistribution, scheme: Sequence[Sequence[SamplingKind]], context: tuple[int, ...]
-) -> Iterator[tuple[_Children, float]]:
+def _grown(
+    q: ConditionalDistribution, draft: WeightedDraft, leaves: range, scheme: Sequence[Sequence[SamplingKind]]
+) -> Iterator[WeightedDraft]:
+    """`draft` with one more level of children below `leaves` for every entry of `scheme`."""
     if not scheme:
-        yield (), 1.0
+        yield draft
         return
-    row = q(context)
-    for tokens, sampling_kinds, weight in _siblings(row, row, scheme[0], 0):
-        below = [list(_subtrees(q, scheme[1:], (*context, token))) for token in tokens]
-        for combination in itertools.product(*below):
-            children = tuple(zip(tokens, sampling_kinds, (subtree for subtree, _ in combination), strict=False))
-            yield children, weight * float(np.prod([part for _, part in combination]))
+    contexts = _contexts(draft)
+    rows = [q(contexts[leaf]) for leaf in leaves]
+    for families in itertools.product(*(list(_siblings(row, row, scheme[0], 0)) for row in rows)):
+        weight, distributions = draft.weight, list(draft.distributions)
+        token_ids, parents, sampling_kinds = [*draft.tree.token_ids], [*draft.tree.parents], [*draft.sampling_kinds]
+        for leaf, row, (tokens, kinds, share) in zip(leaves, rows, families, strict=True):
+            weight *= share
+            token_ids += tokens
+            parents += [leaf] * len(tokens)
+            sampling_kinds += kinds
+            if not _FIXED.issuperset(kinds):
+                support = np.flatnonzero(row)
+                distributions[leaf] = SparseDistribution(tuple(support.tolist()), tuple(row[support].tolist()))
+        distributions += [None] * (len(token_ids) - len(distributions))
+        tree = TokenTree(tuple(token_ids), tuple(parents))
+        grown = WeightedDraft(weight, tree, tuple(sampling_kinds), tuple(distributions))
+        yield from _grown(q, grown, range(len(draft.tree.token_ids), len(token_ids)), scheme[1:])
 
 
 def _siblings(
@@ -77,7 +87,7 @@ def _siblings(
         yield (), (), 1.0
         return
     kind, rest = kinds[0], kinds[1:]
-    if kind in (SamplingKind.DETERMINISTIC, SamplingKind.COUPLED):
+    if kind in _FIXED:
         token = int(np.argsort(-row, kind="stable")[num_fixed])
         for tokens, sampling_kinds, weight in _siblings(row, remaining, rest, num_fixed + 1):
             yield (token, *tokens), (kind, *sampling_kinds), weight
@@ -95,118 +105,131 @@ def _siblings(
             yield (token, *tokens), (kind, *sampling_kinds), weight * float(distribution[token] / distribution.sum())
 
 
-def _flatten(q: ConditionalDistribution, children: _Children, weight: float) -> WeightedDraft:
-    token_ids, parents, sampling_kinds = [0], [-1], [SamplingKind.ROOT]
-    contexts: list[tuple[int, ...]] = [()]
-    level = [(0, children)]
-    while level:
-        below = []
-        for parent, siblings in level:
-            for token, kind, grandchildren in siblings:
-                below.append((len(token_ids), grandchildren))
-                token_ids.append(token)
-                parents.append(parent)
-                sampling_kinds.append(kind)
-                contexts.append((*contexts[parent], token))
-        level = below
-    distributions: list[SparseDistribution | None] = [None] * len(token_ids)
-    for parent, kind in zip(parents, sampling_kinds, strict=True):
-        if kind in (SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT) and distributions[parent] is None:
-            row = q(contexts[parent])
-            support = np.flatnonzero(row)
-            distributions[parent] = SparseDistribution(tuple(support.tolist()), tuple(row[support].tolist()))
-    return WeightedDraft(
-        weight, TokenTree(tuple(token_ids), tuple(parents)), tuple(sampling_kinds), tuple(distributions)
-    )
+class Tape:
+    """A random source that takes the decisions of `script`, and the first possible one at each draw after its end."""
 
-
-class _ScriptedSource:
-    """A random source that replays a script of decisions and accepts at every decision after its end."""
-
-    def __init__(self, script: list[bool]) -> None:
-        self.script = script
+    def __init__(self, script: list[int]) -> None:
         self.weight = 1.0
-        self.next_distribution = np.empty(0)
-        self._num_decided = 0
+        self._script = script
+        self._distributions: list[list[float]] = []
+
+    def draw(self, weights: Sequence[float] | np.ndarray) -> int:
+        values = np.asarray(weights, dtype=float).tolist()
+        total = sum(values)
+        distribution = [value / total for value in values]
+        if len(self._distributions) == len(self._script):
+            self._script.append(next(i for i, probability in enumerate(distribution) if probability))
+        choice = self._script[len(self._distributions)]
+        self._distributions.append(distribution)
+        self.weight *= distribution[choice]
+        return choice
 
     def accept(self, probability: float, node: int) -> bool:
-        if probability <= 0.0 or probability >= 1.0:
+        if not 0.0 < probability < 1.0:
             return probability >= 1.0
-        if self._num_decided == len(self.script):
-            self.script.append(True)
-        decision = self.script[self._num_decided]
-        self._num_decided += 1
-        self.weight *= probability if decision else 1.0 - probability
-        return decision
+        return bool(self.draw([1 - probability, probability]))
 
     def sample(self, weights: np.ndarray, node: int) -> int:
-        """The last draw of a verification: its distribution is kept, the token returned is not used."""
-        self.next_distribution = weights / weights.sum()
-        return 0
+        return self.draw(weights)
+
+    def successor(self) -> list[int] | None:
+        """The script of the next run, None after the last."""
+        script = self._script[: len(self._distributions)]
+        while script:
+            last, distribution = script.pop(), self._distributions[len(script)]
+            later = [choice for choice in range(last + 1, len(distribution)) if distribution[choice]]
+            if later:
+                return [*script, later[0]]
+        return None
 
 
-def explore(
-    rule: Rule, draft: WeightedDraft, target_row: TargetRow
-) -> Iterator[tuple[float, tuple[int, ...], np.ndarray]]:
-    """(probability, path, distribution of the next token) for every sequence of decisions on one draft."""
-    script: list[bool] = []
-    while True:
-        random_source = _ScriptedSource(script)
-        path, _ = rule(draft.tree, draft.sampling_kinds, draft.distributions, target_row, random_source)
-        yield random_source.weight, path, random_source.next_distribution
-        while script and not script[-1]:
-            script.pop()
-        if not script:
-            return
-        script[-1] = False
+def all_runs(run: Callable[[Tape], _Result]) -> Iterator[tuple[float, _Result]]:
+    """(probability, result) for every sequence of decisions."""
+    script: list[int] | None = []
+    while script is not None:
+        tape = Tape(script)
+        result = run(tape)
+        yield tape.weight, result
+        script = tape.successor()
 
 
-def emission(rule: Rule, drafts: Iterable[WeightedDraft], p: ConditionalDistribution, length: int) -> Emission:
-    """The exact joint distribution of the first `length` tokens of `rule`; shorter outcomes are continued with p."""
+class PatchedSource:
+    """A random source made of two functions, to replace one of them by another."""
+
+    def __init__(self, accept: Callable[[float, int], bool], sample: Callable[[np.ndarray, int], int]) -> None:
+        self._accept, self._sample = accept, sample
+
+    def accept(self, probability: float, node: int) -> bool:
+        return self._accept(probability, node)
+
+    def sample(self, weights: np.ndarray, node: int) -> int:
+        return self._sample(weights, node)
+
+
+Contexts = Sequence[tuple[int, ...]]
+"""The tokens on the way to every node."""
+Outcomes = Iterator[tuple[float, tuple[tuple[int, ...], np.ndarray]]]
+"""Probability, accepted path, and distribution [V] of the next token."""
+
+
+def ratio_outcomes(rule: Rule, draft: WeightedDraft, _contexts: Contexts, rows: Sequence[np.ndarray]) -> Outcomes:
+    """Every sequence of decisions of a ratio test; `rows` are the target's distributions after the nodes."""
+
+    def run(tape: Tape) -> tuple[tuple[int, ...], np.ndarray]:
+        drawn_from = []
+
+        def keep(weights: np.ndarray, _node: int) -> int:
+            """The last draw of a verification: its distribution is kept, the token returned is not used."""
+            drawn_from.append(weights / weights.sum())
+            return 0
+
+        source = PatchedSource(tape.accept, keep)
+        path, _ = rule(draft.tree, draft.sampling_kinds, draft.distributions, rows.__getitem__, source)
+        return path, drawn_from[-1]
+
+    return all_runs(run)
+
+
+def coupled_outcomes(rule: Rule, draft: WeightedDraft, contexts: Contexts, rows: Sequence[np.ndarray]) -> Outcomes:
+    """The same for a rule that compares with the target's own tokens, `rule(tree, choices)`: one draw per context."""
+    row_of = dict(zip(contexts, rows, strict=True))
+
+    def run(tape: Tape) -> tuple[tuple[int, ...], np.ndarray]:
+        drawn = {context: tape.draw(row) for context, row in row_of.items()}
+        path, next_token = rule(draft.tree, [drawn[context] for context in contexts])
+        return path, np.eye(len(rows[0]))[next_token]
+
+    return all_runs(run)
+
+
+def emission(
+    rule: Rule,
+    drafts: Iterable[WeightedDraft],
+    p: ConditionalDistribution,
+    length: int,
+    outcomes: Callable[[Rule, WeightedDraft, Contexts, Sequence[np.ndarray]], Outcomes] = ratio_outcomes,
+) -> Emission:
+    """The exact joint distribution of the first `length` tokens of `rule`; shorter texts are continued with p."""
     begun: dict[tuple[int, ...], float] = defaultdict(float)
     mean_accepted = 0.0
     for draft in drafts:
         contexts = _contexts(draft)
-        rows = [p(context) for context in contexts]
-        for probability, path, next_distribution in explore(rule, draft, rows.__getitem__):
+        for probability, (path, next_distribution) in outcomes(rule, draft, contexts, [*map(p, contexts)]):
             weight = draft.weight * probability
             mean_accepted += weight * len(path)
             accepted = contexts[path[-1]] if path else ()
-            for token, share in enumerate(next_distribution.tolist()):
-                begun[(*accepted, token)] += weight * share
-    return Emission(_continued(begun, p, length), mean_accepted)
-
-
-def coupled_emission(rule: Rule, drafts: Iterable[WeightedDraft], p: ConditionalDistribution, length: int) -> Emission:
-    """The same for a rule that compares with the target's own tokens, `rule(tree, choices)`: one draw per context."""
-    begun: dict[tuple[int, ...], float] = defaultdict(float)
-    mean_accepted = 0.0
-    for draft in drafts:
-        contexts = _contexts(draft)
-        rows = {context: p(context) for context in contexts}
-        for tokens in itertools.product(*(np.flatnonzero(row).tolist() for row in rows.values())):
-            drawn = dict(zip(rows, tokens, strict=False))
-            weight = draft.weight * float(np.prod([rows[context][token] for context, token in drawn.items()]))
-            path, next_token = rule(draft.tree, [drawn[context] for context in contexts])
-            mean_accepted += weight * len(path)
-            begun[(*(contexts[path[-1]] if path else ()), next_token)] += weight
-    return Emission(_continued(begun, p, length), mean_accepted)
+            for token in np.flatnonzero(next_distribution).tolist():
+                begun[(*accepted, token)] += weight * float(next_distribution[token])
+    joint: dict[tuple[int, ...], float] = defaultdict(float)
+    for tokens, weight in begun.items():
+        for whole, probability in _continuations(p, tokens, length):
+            joint[whole] += weight * probability
+    return Emission(dict(joint), mean_accepted)
 
 
 def _contexts(draft: WeightedDraft) -> list[tuple[int, ...]]:
     """Tokens on the way to every node."""
     return [tuple(draft.tree.token_ids[i] for i in draft.tree.path_to(n)) for n in range(len(draft.sampling_kinds))]
-
-
-def _continued(
-    begun: dict[tuple[int, ...], float], p: ConditionalDistribution, length: int
-) -> dict[tuple[int, ...], float]:
-    """The joint distribution of the first `length` tokens; shorter texts are continued with p."""
-    joint: dict[tuple[int, ...], float] = defaultdict(float)
-    for tokens, weight in begun.items():
-        for whole, probability in _continuations(p, tokens, length):
-            joint[whole] += weight * probability
-    return dict(joint)
 
 
 def _continuations(

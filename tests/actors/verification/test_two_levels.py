@@ -20,13 +20,12 @@ from actors.verification.rules import RULES
 from cluster.tools.certify.cascade_enumeration import (
     PROMPT,
     VOCAB,
-    Tape,
     ToyChild,
-    all_runs,
     distance,
     enumerate_proposals,
     toy_level,
 )
+from cluster.tools.certify.rule_enumeration import Tape, all_runs
 
 EXACT = 1e-12
 
