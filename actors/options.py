@@ -8,7 +8,7 @@ is carried out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
@@ -154,20 +154,5 @@ class SamplingConfig(Section):
 
     def params(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
         """The record that travels with a request; `bad_words` are already tokenised."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=tuple(self.logit_bias.items()),
-            bad_words=bad_words,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            min_tokens=self.min_tokens,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-        )
+        lists = dict(stop=tuple(self.stop), stop_token_ids=tuple(self.stop_token_ids), bad_words=bad_words)
+        return SamplingParams(**{**asdict(self), **lists, "logit_bias": tuple(self.logit_bias.items())})

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from actors.coordinator.outbox import Outbox
-from actors.coordinator.preview import PreviewTree
-from actors.coordinator.sequence import DraftState, Sequence
+from actors.coordinator.sequence import DraftState, PreviewTree, Sequence
 from actors.policy.policy import Policy
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import Commit, DraftBatch, DraftOrder, DraftPreviewBatch, Proposal, ProposalBatch

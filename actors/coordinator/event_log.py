@@ -20,23 +20,6 @@ PROGRESS_S = 5.0
 _LEAST_S = 0.5
 """Seconds of work at the end of a window from which on they get a line of their own."""
 
-_COUNTED: tuple[str, ...] = (
-    "num_tokens",
-    "num_spec_steps",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_branch_hits",
-    "num_branch_lookups",
-    "active_s",
-    "draft_busy_s",
-    "target_busy_s",
-    "num_spec_rounds",
-    "spec_round_s",
-    "spec_round_overhead_s",
-    "num_preemptions",
-    "num_stale",
-)
-
 
 class EventLog:
     """Writes under `specdec.coordinator`."""
@@ -44,7 +27,7 @@ class EventLog:
     def __init__(self) -> None:
         self._logger = logger_of("coordinator")
         self._shown: tuple[CoordinatorStats, Load] | None = None
-        self._seen = dict.fromkeys(_COUNTED, 0.0)
+        self._logged: dict[str, float] = {}  # counters at the last `progress` line
 
     def received(self, record: object) -> None:
         match record:
@@ -88,7 +71,7 @@ class EventLog:
     def progress(self, stats: CoordinatorStats, load: Load) -> None:
         """Log the counters of the last seconds, once there was enough work in them."""
         if self._shown is None or stats is not self._shown[0]:
-            self._seen = dict.fromkeys(_COUNTED, 0.0)
+            self._logged = {}
         self._shown = stats, load
         self._log_progress(PROGRESS_S)
 
@@ -96,11 +79,11 @@ class EventLog:
         if self._shown is None:
             return
         stats, load = self._shown
-        now = {name: getattr(stats, name) for name in _COUNTED}
-        since = {name: value - self._seen[name] for name, value in now.items()}
+        now: dict[str, float] = {name: count for name, count in vars(stats).items() if isinstance(count, int | float)}
+        since = {name: count - self._logged.get(name, 0.0) for name, count in now.items()}
         if since["active_s"] < least_s:
             return
-        self._seen = now
+        self._logged = now
         active_s, num_rounds = since["active_s"], since["num_spec_rounds"]
         facts: dict[str, Any] = {
             "phase": stats.phase or "-",

@@ -9,9 +9,10 @@ Only `commit` changes the text. Knows nothing of models, drafters or sockets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Series
+from dataclasses import asdict, dataclass, field
 
-from actors.coordinator.preview import PreviewTree
+from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import (
     HASH_SEED,
     Commit,
@@ -23,14 +24,63 @@ from actors.protocol.messages import (
     Verdict,
     extend_hash,
 )
+from actors.protocol.token_tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewTree:
+    """Drafts that draft-ahead prepared for a verdict still to come, as chains or as a tree."""
+
+    tree: DraftTree
+    is_chain: bool
+
+    @staticmethod
+    def read(preview: DraftPreview) -> PreviewTree:
+        return PreviewTree(DraftTree.read(preview.tree, preview.values), is_chain=not preview.values)
+
+    def after(self, token_ids: Series[int]) -> PreviewTree | None:
+        """The drafts for a verdict that commits `token_ids`; None if there are none."""
+        node = self.tree.find(token_ids)
+        if node is None or not self.tree.nodes[node].children:
+            return None
+        return PreviewTree(self.tree.reroot(node)[0], self.is_chain)
+
+    def best(self, num_draft_tokens: int) -> TokenTree:
+        """The likeliest proposal of so many draft tokens."""
+        tree = self.tree
+        return tree.proposal(tree.best_chain(num_draft_tokens) if self.is_chain else tree.best_nodes(num_draft_tokens))
+
+
+@dataclass
+class SpeculationCounts:
+    """Verdicts on drafts, of one request or of all; names as in vLLM's metrics."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    """Rounds that accepted 0, 1, 2, ... draft tokens."""
+
+    def add_verdict(self, tree: TokenTree, num_accepted: int) -> None:
+        """`num_accepted` tokens of the draft `tree`, which is not empty, were committed."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += tree.num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        count_at(self.acceptance_histogram, num_accepted)
+
+
+def count_at(counts: list[int], index: int, amount: int = 1) -> None:
+    """Add to `counts[index]`; the list grows with zeros up to there."""
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += amount
 
 
 @dataclass(slots=True)
 class DraftState:
     """The draft for a sequence's present prefix; each commit starts a new one.
 
-    `is_answered`: the drafter answered the order, with a draft or without. `prepared` is what a preview holds for this
-    prefix, until it is ordered.
+    `is_answered`: the drafter answered the order, with a draft or without. `prepared` are the drafts of a preview for
+    this prefix, until one of them is ordered.
     """
 
     num_ordered: int = 0
@@ -52,12 +102,9 @@ class Sequence:
     epoch: int = 0
     cached_len: int = 0
     finish_reason: str | None = None
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     num_preemptions: int = 0
-    num_admissions: int = 0  # records sent to roles; tells one from another
-    acceptance_histogram: list[int] = field(default_factory=list)
+    num_admissions: int = 0  # `Admit` records sent to roles, so that each has a number of its own
     arrived_at: float = 0.0  # times are set by the coordinator, which has the clock
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -114,7 +161,7 @@ class Sequence:
         path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
         emitted = self._cut([*path_tokens, verdict.next_token], eos_token_ids)
         if proposal is not None and proposal.tree.num_draft_tokens:
-            self._count(proposal, min(len(verdict.path), len(emitted)))
+            self.counts.add_verdict(proposal.tree, min(len(verdict.path), len(emitted)))
         record = Commit(self.request_id, self.epoch, self.prefix_len, verdict.path, tuple(emitted))
         self.cached_len = self.prefix_len + len(verdict.path)
         self.token_ids.extend(emitted)
@@ -133,30 +180,16 @@ class Sequence:
         self.num_preemptions += 1
 
     def stats(self) -> RequestStats:
-        return RequestStats(
-            self.num_spec_steps,
-            self.num_draft_tokens,
-            self.num_accepted_tokens,
-            tuple(self.acceptance_histogram),
-            self.num_preemptions,
-        )
+        counts = asdict(self.counts) | {"acceptance_histogram": tuple(self.counts.acceptance_histogram)}
+        return RequestStats(**counts, num_preemptions=self.num_preemptions)
 
     def _cut(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
         sampling = self.request.sampling
         tokens = tokens[: self.remaining]
         for i, token in enumerate(tokens):
-            ends = token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos)
-            if ends:
+            if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
                 self.finish_reason = "stop"
                 return tokens[: i + 1]
         if len(tokens) == self.remaining:
             self.finish_reason = "length"
         return tokens
-
-    def _count(self, proposal: Proposal, num_accepted: int) -> None:
-        self.num_spec_steps += 1
-        self.num_draft_tokens += proposal.tree.num_draft_tokens
-        self.num_accepted_tokens += num_accepted
-        missing = num_accepted + 1 - len(self.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * missing)
-        self.acceptance_histogram[num_accepted] += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from actors.coordinator.clients import CLIENT, Clients
@@ -22,7 +22,7 @@ from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
 from actors.options import SchedulerConfig
 from actors.policy.policy import make_policy
-from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Ready, RoleBack, RoleLost, Stop, identity_of
+from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Ready, RoleBack, RoleLost, Stop
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
@@ -77,7 +77,7 @@ class StatsSnapshot:
 
     stats: CoordinatorStats
     load: Load
-    ready: Mapping[str, Ready]
+    ready: Sequence[Ready]
 
 
 Watch = Callable[[StatsSnapshot], None]
@@ -87,11 +87,7 @@ class CoordinatorService:
     """One incarnation of the coordinator. `store` is the address where the ranks of a role form their process group."""
 
     def __init__(
-        self,
-        spec: CoordinatorSpec,
-        hub: Hub,
-        watches: Sequence[Watch] = (),
-        store: tuple[str, int] | None = None,
+        self, spec: CoordinatorSpec, hub: Hub, watches: Sequence[Watch] = (), store: tuple[str, int] | None = None
     ) -> None:
         self._spec = spec
         self._hub = hub
@@ -147,11 +143,7 @@ class CoordinatorService:
         if self._coordinator is None:
             return
         self._coordinator.count_active_time(self._published_at)
-        ready = {
-            identity_of(one.role, one.rank): one
-            for membership in self._memberships.values()
-            for one in membership.ready()
-        }
+        ready = [record for membership in self._memberships.values() for record in membership.ready()]
         snapshot = StatsSnapshot(self._coordinator.stats, self._coordinator.load(), ready)
         self._event_log.progress(snapshot.stats, snapshot.load)
         for watch in self._watches:

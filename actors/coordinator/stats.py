@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from actors.coordinator.sequence import Sequence
+from actors.coordinator.sequence import Sequence, SpeculationCounts, count_at
 from actors.policy.speculation_switch import SpeculationSwitch
 from actors.protocol.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
 from actors.protocol.token_tree import TokenTree
@@ -73,32 +73,20 @@ class RequestCounters:
 
 
 @dataclass
-class AcceptanceCounters:
-    """Draft tokens, and what became of them."""
+class DraftCounters(SpeculationCounts):
+    """Draft tokens by position after the root, and drafts that were ready before their verdict."""
 
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_drafted_per_pos: list[int] = field(default_factory=list)
     num_accepted_per_pos: list[int] = field(default_factory=list)
-    acceptance_histogram: list[int] = field(default_factory=list)
     num_branch_hits: int = 0
     num_branch_lookups: int = 0
     num_prefetched: int = 0
 
-    def add_acceptance(self, tree: TokenTree, num_accepted: int) -> None:
-        """A proposal was verified."""
-        self.num_spec_steps += 1
-        self.num_draft_tokens += tree.num_draft_tokens
-        self.num_accepted_tokens += num_accepted
-        depth = max(tree.depths())
-        _grow(self.acceptance_histogram, num_accepted + 1)
-        self.acceptance_histogram[num_accepted] += 1
-        _grow(self.num_drafted_per_pos, depth)
-        _grow(self.num_accepted_per_pos, depth)
-        for position in range(depth):
-            self.num_drafted_per_pos[position] += 1
-            self.num_accepted_per_pos[position] += position < num_accepted
+    def add_verdict(self, tree: TokenTree, num_accepted: int) -> None:
+        super().add_verdict(tree, num_accepted)
+        for position in range(max(tree.depths())):
+            count_at(self.num_drafted_per_pos, position)
+            count_at(self.num_accepted_per_pos, position, position < num_accepted)
 
 
 @dataclass
@@ -170,12 +158,11 @@ class PolicyCounters:
             self.mode = mode.value
             self.num_by_mode[mode.value] = self.num_by_mode.get(mode.value, 0) + 1
         for length in num_ordered:
-            _grow(self.orders_by_length, length + 1)
-            self.orders_by_length[length] += 1
+            count_at(self.orders_by_length, length)
 
 
 @dataclass
-class CoordinatorStats(RequestCounters, AcceptanceCounters, TimeCounters, LossCounters, PolicyCounters):
+class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, LossCounters, PolicyCounters):
     """Counters of one measuring window, from `since` on; `phase` is the window's name, empty for none."""
 
     since: float = 0.0
@@ -187,7 +174,7 @@ class CoordinatorStats(RequestCounters, AcceptanceCounters, TimeCounters, LossCo
         """One sequence got its verdict on `proposal`."""
         self.num_tokens += len(commit.token_ids)
         if proposal is not None and proposal.tree.num_draft_tokens:
-            self.add_acceptance(proposal.tree, min(len(commit.path), len(commit.token_ids)))
+            self.add_verdict(proposal.tree, min(len(commit.path), len(commit.token_ids)))
 
     def add_drafts(self, batch: ProposalBatch, left_at: float, now: float, num_prefetched: int = 0) -> None:
         """An answer of the drafter arrived; `num_prefetched` proposals of its round had been read off previews.
@@ -259,8 +246,3 @@ class CoordinatorStats(RequestCounters, AcceptanceCounters, TimeCounters, LossCo
 _LEVEL_COUNTS = ("num_passes", "busy_s", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _NOT_COUNTERS = ("since", "phase", "mode", "switch", "ended", "spans")
 _COUNTERS = tuple(one.name for one in fields(CoordinatorStats) if one.name not in _NOT_COUNTERS)
-
-
-def _grow(counts: list[int], length: int) -> None:
-    if len(counts) < length:
-        counts.extend([0] * (length - len(counts)))

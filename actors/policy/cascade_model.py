@@ -36,7 +36,7 @@ class LevelCost:
 def measured_cost(work: LevelWork, num_draft_tokens: int, *, is_first: bool, drafts_at_once: bool) -> LevelCost:
     """The cost of a level from its counters; the first one has no level below it."""
     acceptance = acceptance_of(work.num_accepted_tokens, work.num_draft_tokens, work.num_drafts)
-    if drafts_at_once:  # it was asked more often than it had something to say
+    if drafts_at_once:  # some of its passes found no draft
         acceptance *= min(1.0, work.num_drafts / work.num_passes)
     num_passes = work.num_draft_tokens if is_first and not drafts_at_once else work.num_passes
     return LevelCost(work.busy_s / num_passes, acceptance, num_draft_tokens, drafts_at_once)
@@ -59,16 +59,16 @@ def tokens_per_s(levels: Sequence[LevelCost], verify_s: float) -> float:
 
 
 UNSEEN = 0.9
-"""Acceptance that is expected of a level before it was tried: it is worth a trial, but not at any cost."""
+"""Acceptance that is assumed for a level before it was measured: high enough for a trial if its passes are cheap."""
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeCosts:
-    """Of all cascades that can be made of some levels, which are numbered from the cheapest, 0.
+    """Costs and acceptance of levels that can be combined to a cascade; level 0 is the cheapest.
 
-    `pass_s`: seconds of a pass of a level, by whether another drafts for it: then it feeds several rows; of the first
-    level seconds of a token, or, if it `drafts_at_once`, of a draft. `acceptance`: how likely a level's token is taken
-    by another, or by the target, -1; of what is not there, `UNSEEN`.
+    `pass_s[level, reviews]`: seconds of a pass of a level; a level that reviews the drafts of another feeds several
+    rows. For the first level it is seconds per token, or per draft if it `drafts_at_once`. `acceptance[level, above]`:
+    probability that a token of a level is accepted by the level above, or by the target (-1); `UNSEEN` where missing.
     """
 
     pass_s: Mapping[tuple[int, bool], float]
@@ -77,10 +77,10 @@ class CascadeCosts:
 
 
 def best_lengths(costs: CascadeCosts, verify_s: Callable[[int], float], bounds: Sequence[int]) -> tuple[int, ...]:
-    """Tokens each level should hand up, at most `bounds`, by trying all; a level that is not worth asking gets 0.
+    """The fastest draft length of every level, at most `bounds`, by exhaustive search; 0 leaves a level out.
 
-    Some level drafts at least one token: whether to speculate at all is decided elsewhere. `verify_s` is what the
-    target takes for a draft of a length, all between two drafts included.
+    At least one level drafts: whether to speculate at all is decided elsewhere. `verify_s(length)` is the seconds from
+    one draft of this length to the next, the target's pass included.
     """
     best, best_speed = tuple(bounds), 0.0
     for level in range(len(bounds)):

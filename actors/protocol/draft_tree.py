@@ -167,14 +167,6 @@ class DraftTree:
         places = (child for node in nodes if node.offered for child in node.children if not nodes[child].offered)
         return sorted((math.exp(nodes[place].value) for place in places), reverse=True)
 
-    def path_to(self, node: int) -> list[int]:
-        """Nodes from the first below the root to `node`."""
-        path = []
-        while node > 0:
-            path.append(node)
-            node = self.nodes[node].parent
-        return path[::-1]
-
     def reroot(self, node: int) -> tuple[DraftTree, list[int]]:
         """The tree below `node`, with that node as its root, and the KV rows its other nodes hold, renumbered from 0.
 

@@ -203,7 +203,7 @@ class MetricsWatch:
         self._observe_requests(snapshot.stats)
         for name, (_, read) in GAUGES.items():
             self._gauges[name](read(snapshot.load), self._labels)
-        for ready in snapshot.ready.values():
+        for ready in snapshot.ready:
             self._update_rank(ready)
 
     def _update_counters(self, stats: CoordinatorStats) -> None:
@@ -235,20 +235,19 @@ class MetricsWatch:
 class RayRegistry:
     """`ray.util.metrics`. Must be used inside an actor: Ray exports the metrics of its process."""
 
-    def counter(self, name: str, text: str, labels: tuple[str, ...]) -> Update:
-        from ray.util.metrics import Counter
+    def __init__(self) -> None:
+        from ray.util import metrics
 
-        return Counter(name, description=text, tag_keys=labels).inc
+        self._metrics = metrics
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...]) -> Update:
+        return self._metrics.Counter(name, description=text, tag_keys=labels).inc
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...]) -> Update:
-        from ray.util.metrics import Gauge
-
-        return Gauge(name, description=text, tag_keys=labels).set
+        return self._metrics.Gauge(name, description=text, tag_keys=labels).set
 
     def histogram(self, name: str, text: str, labels: tuple[str, ...], boundaries: Sequence[float]) -> Update:
-        from ray.util.metrics import Histogram
-
-        return Histogram(name, description=text, boundaries=list(boundaries), tag_keys=labels).observe
+        return self._metrics.Histogram(name, description=text, boundaries=list(boundaries), tag_keys=labels).observe
 
 
 def make_ray_watch(labels: Mapping[str, str]) -> MetricsWatch:

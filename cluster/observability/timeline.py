@@ -59,7 +59,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
     origin = min((start for _, _, start, _, _ in spans), default=0.0)
     lanes = lanes_of(spans)
     events: list[dict[str, object]] = [
-        {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "engine"}},
+        {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "engine"}}
     ]
     for tid, lane in enumerate(lanes, start=1):
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": lane}})

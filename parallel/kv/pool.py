@@ -93,9 +93,6 @@ class KVPool:
     def close(self, seq_id: SeqId) -> None:
         self._release(self._tables.pop(seq_id).shorten(0))
 
-    def __contains__(self, seq_id: SeqId) -> bool:
-        return seq_id in self._tables
-
     def cached_len(self, seq_id: SeqId) -> int:
         return self._tables[seq_id].cached_len
 

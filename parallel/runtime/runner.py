@@ -81,9 +81,6 @@ class ModelRunner:
     def cached_len(self, seq_id: SeqId) -> int:
         return self.pool.cached_len(seq_id)
 
-    def pending_len(self, seq_id: SeqId) -> int:
-        return self.pool.pending_len(seq_id)
-
     def can_reserve(self, num_rows: int) -> bool:
         return self.pool.can_reserve(num_rows)
 

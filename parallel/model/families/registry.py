@@ -9,15 +9,11 @@ from typing import Any
 
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig, refuse
-from parallel.model.families.gemma2 import gemma2
-from parallel.model.families.gemma3 import gemma3
+from parallel.model.families.gemma import gemma2, gemma3
 from parallel.model.families.llama import llama
-from parallel.model.families.mistral import mistral
-from parallel.model.families.mixtral import mixtral
+from parallel.model.families.mistral import mistral, mixtral
 from parallel.model.families.opt import opt
-from parallel.model.families.qwen2 import qwen2
-from parallel.model.families.qwen3 import qwen3
-from parallel.model.families.qwen3_moe import qwen3_moe
+from parallel.model.families.qwen import qwen2, qwen3, qwen3_moe
 
 FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
     "LlamaForCausalLM": llama,

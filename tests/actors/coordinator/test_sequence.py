@@ -91,7 +91,7 @@ def test_statistics_count_what_was_kept():
 def test_a_cut_path_counts_only_what_was_emitted():
     sequence = start(max_tokens=2)
     commit(sequence, [1, 2, 3], 30, propose(sequence, [10, 11, 12]))
-    assert sequence.num_accepted_tokens == 2 and sequence.acceptance_histogram == [0, 0, 1]
+    assert sequence.counts.num_accepted_tokens == 2 and sequence.counts.acceptance_histogram == [0, 0, 1]
 
 
 def test_only_a_proposal_for_this_very_prefix_is_accepted():
@@ -146,5 +146,5 @@ def test_lengths_and_digest_hold_over_any_run(data):
         assert sequence.prefix_hash == extend_hash(HASH_SEED, sequence.token_ids)
     assert (sequence.finish_reason == "stop") == (emitted[-1] == 1)
     assert 1 not in emitted[:-1]
-    assert sum(sequence.acceptance_histogram) == sequence.num_spec_steps
-    assert sum(i * n for i, n in enumerate(sequence.acceptance_histogram)) == sequence.num_accepted_tokens
+    assert sum(sequence.counts.acceptance_histogram) == sequence.counts.num_spec_steps
+    assert sum(i * n for i, n in enumerate(sequence.counts.acceptance_histogram)) == sequence.counts.num_accepted_tokens

@@ -26,7 +26,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(seq_id=st.integers(0, 4))
     def open_or_close(self, seq_id):
-        if seq_id in self.pool:
+        if seq_id in self.pending:
             self.pool.close(seq_id)
             del self.committed[seq_id], self.pending[seq_id]
         else:

@@ -58,7 +58,7 @@ def feed(model, chunks):
     for i, size in enumerate(chunks):
         logits.append(model.forward([Span(0, size, num_logits=size)], TOKENS[start : start + size]).logits)
         if i == len(chunks) // 2:
-            model.commit(0, range(model.pending_len(0)))
+            model.commit(0, range(model.pool.pending_len(0)))
         start += size
     model.close(0)
     return torch.cat(logits)

@@ -126,7 +126,7 @@ def test_a_pass_too_large_is_refused_before_anything_changes(llama):
     assert not model.can_reserve(9)
     with pytest.raises(AssertionError, match="can_reserve"):
         model.plan([Span(0, 5), Span(1, 4)])
-    assert model.pool.num_free == 8 and model.pending_len(0) == 0
+    assert model.pool.num_free == 8 and model.pool.pending_len(0) == 0
 
 
 def test_an_unknown_backend_is_named(llama):

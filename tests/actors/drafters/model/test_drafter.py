@@ -66,7 +66,7 @@ def judge(drafter, context, tree, num_accepted, next_token) -> None:
 def check_kv(runner, path, context) -> None:
     """The rows that are kept are those of reading the text from scratch."""
     cached_len = runner.cached_len(context.request_id)
-    assert runner.pending_len(context.request_id) == 0
+    assert runner.pool.pending_len(context.request_id) == 0
     fresh = open_model(path, num_slots=MAX_LEN)
     fresh.open("fresh")
     fresh.forward([Span("fresh", cached_len)], context.token_ids[:cached_len])
@@ -170,7 +170,7 @@ def test_text_is_caught_up_with_in_chunks_of_any_size(open_drafter, shape):
         )[1]
         if prepared:
             drafter.prefill([context])
-            assert runner.cached_len(1) == 22 and runner.pending_len(1) == 0
+            assert runner.cached_len(1) == 22 and runner.pool.pending_len(1) == 0
         drafts = drafter.propose([context], [budget_of(shape)])
         expected = expected or drafts
         assert drafts == expected and max(fed) <= max(prefill_chunk, 3)

@@ -230,7 +230,7 @@ def test_draft_ahead_rests_when_a_pass_is_not_worth_it(models, monkeypatch, wort
     context = Context(1, 0, [5, 6, 7], 3, SamplingParams())
     drafter.open(context)
     drafter.propose([context], [3])
-    pending = runner.pending_len(1)
+    pending = runner.pool.pending_len(1)
     assert drafter.wants_work
     drafter.work()
-    assert drafter.wants_work is (runner.pending_len(1) > pending) is makes_passes
+    assert drafter.wants_work is (runner.pool.pending_len(1) > pending) is makes_passes
