@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig, NoDrafterConfig
+from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
@@ -19,5 +20,6 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
     "ngram": NgramDrafterConfig,
     "suffix": SuffixDrafterConfig,
     "maxgram": MaxgramDrafterConfig,
+    "copy": CopyDrafterConfig,
     "cascade": CascadeDrafterConfig,
 }

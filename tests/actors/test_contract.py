@@ -13,6 +13,7 @@ import torch
 
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Draft
+from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
@@ -27,12 +28,13 @@ VOCAB_SIZE = 97
 DRAFTERS = {
     "ngram": NgramDrafterConfig(min_ngram=1),
     "suffix": SuffixDrafterConfig(min_match=1, width=2),
+    "copy": CopyDrafterConfig(trigger_len=1),
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
 }
-LOOKUPS = ("ngram", "suffix")
+LOOKUPS = ("ngram", "suffix", "copy")
 EVERY_PROCESSOR = dict(
     top_k=40,
     top_p=0.95,

@@ -1,0 +1,137 @@
+"""`drafter=copy`: copies from the prompt, on from where the output last agreed with it.
+
+Input-guided copying as in LLMA (Yang et al. 2023, "Inference with Reference", arXiv 2304.04487, section 3), for answers
+that repeat much of their prompt in its order: edits, corrections, extracts, quotes. The only reference is the prompt of
+the same request. Reads no output but to find its place in the prompt, and knows nothing of models or other requests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.interface import Capabilities, Context, Draft
+from actors.protocol.messages import Commit, TokenTree
+from actors.ranges import Range
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDrafterConfig(DrafterConfig):
+    """Tokens that follow in the prompt where the output last agreed with it."""
+
+    name: str = "copy"
+    """Set by the choice `drafter=`."""
+    num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 10
+    """Draft tokens a round, at most."""
+    trigger_len: Annotated[int, Range(1)] = 2
+    """Last tokens of the output that a place of the prompt must agree with before copying starts there."""
+
+    def build(self, setup: DraftSetup) -> tuple[CopyDrafter, dict[str, object]]:
+        return CopyDrafter(self.trigger_len), {}
+
+
+class CopyDrafter:
+    """Keeps a place in the prompt for each request.
+
+    Entering a prompt takes time and memory linear in its length, once. A proposal takes time linear in the tokens
+    committed since the last one and in the draft, whatever the lengths of prompt and output; only the search after a
+    disagreement adds the logarithm of the number of places with the same trigger.
+    """
+
+    def __init__(self, trigger_len: int) -> None:
+        self.capabilities = Capabilities(prefills=self, truncates=self)
+        self._trigger_len = trigger_len
+        self._requests: dict[int, _Copying] = {}
+
+    def open(self, context: Context) -> None:
+        """A request arrived; its prompt is entered in `prefill`, or at the first proposal if that comes earlier."""
+        self._requests.pop(context.request_id, None)
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        """Enter prompts and what was generated before a preemption."""
+        for context in contexts:
+            self._place(context)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        """Chains of the prompt's next tokens, shorter than the budget where the prompt ends; empty without a place."""
+        drafts = []
+        for context, budget in zip(contexts, budgets, strict=True):
+            place = self._place(context)
+            if place < 0:
+                drafts.append(Draft.nothing(context))
+                continue
+            tokens = context.token_ids[place : min(place + budget, context.prompt_len)]
+            drafts.append(Draft.chosen(TokenTree.chain(context.token_ids[-1], tokens)))
+        return drafts
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        """Nothing to do: the next proposal reads the committed tokens in the context."""
+
+    def truncate(self, context: Context) -> None:
+        """Provisional output was taken back: return to the place of that time."""
+        copying = self._requests.get(context.request_id)
+        if copying is not None:
+            copying.cut(context)
+
+    def release(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+
+    def _place(self, context: Context) -> int:
+        """Position in the prompt of the token to copy next; negative: none."""
+        copying = self._requests.get(context.request_id)
+        if copying is None:
+            copying = self._requests[context.request_id] = _Copying(context, self._trigger_len)
+        return copying.read(context)
+
+
+class _Copying:
+    """The place in the prompt after every length of one request's output.
+
+    A place is a function of the text alone: reading an output token by token, in rounds, or again after a preemption
+    gives the same places, and a cut forgets those of the tokens that were cut.
+    """
+
+    def __init__(self, context: Context, trigger_len: int) -> None:
+        self._trigger_len = trigger_len
+        # trigger -> positions of the tokens that follow it in the prompt, ascending
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        prompt = context.prompt
+        # the last trigger of the prompt is left out, since nothing follows it there
+        triggers = zip(*(prompt[start:-1] for start in range(trigger_len)), strict=False)
+        for follower, trigger in enumerate(triggers, start=trigger_len):
+            self._followers.setdefault(trigger, []).append(follower)
+        # places[i]: after i output tokens. p >= 0: copy on from prompt[p]; ~p: disagreed with prompt[p], no other found
+        self._places = [~context.prompt_len]
+
+    def read(self, context: Context) -> int:
+        """The place after the whole text; reads the tokens that came since the last call."""
+        token_ids, prompt_len = context.token_ids, context.prompt_len
+        place = self._places[-1]
+        for end in range(prompt_len + len(self._places), len(token_ids) + 1):
+            if place >= 0 and token_ids[place] == token_ids[end - 1]:
+                place += 1
+                if place == prompt_len:
+                    place = self._search(context, end, prompt_len)
+            else:
+                place = self._search(context, end, max(place, ~place))
+            self._places.append(place)
+        return place
+
+    def cut(self, context: Context) -> None:
+        """Forget the places behind the text."""
+        del self._places[len(context.token_ids) - context.prompt_len + 1 :]
+
+    def _search(self, context: Context, end: int, left: int) -> int:
+        """The follower of the trigger that ends the first `end` tokens: the nearest at or after `left`, where copying
+        stopped, since edits move forward; else the latest. `~left` if the prompt lacks the trigger."""
+        start = end - self._trigger_len
+        if start < context.prompt_len:
+            return ~left
+        followers = self._followers.get(tuple(context.token_ids[start:end]))
+        if followers is None:
+            return ~left
+        nearest = bisect_left(followers, left)
+        return followers[nearest] if nearest < len(followers) else followers[-1]

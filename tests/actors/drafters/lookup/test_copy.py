@@ -1,0 +1,143 @@
+"""`drafter=copy`: where copying starts, goes on and starts again, and what a proposal reads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from actors.drafters.interface import Context
+from actors.drafters.lookup.copy import CopyDrafter
+from actors.protocol.messages import SamplingParams
+
+
+class CountedTokens(list):
+    """Token ids that count how many were read."""
+
+    num_read = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        self.num_read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def opened(drafter, prompt, output=()):
+    context = Context(0, 0, [*prompt, *output], len(prompt), SamplingParams(max_tokens=100))
+    drafter.open(context)
+    drafter.prefill([context])
+    return context
+
+
+def proposed(drafter, context, budget=10):
+    (draft,) = drafter.propose([context], [budget])
+    assert draft.tree.token_ids[0] == context.token_ids[-1]
+    return list(draft.tree.token_ids[1:])
+
+
+def test_copying_starts_behind_the_trigger_and_ends_with_budget_or_prompt():
+    drafter = CopyDrafter(trigger_len=2)
+    context = opened(drafter, [1, 2, 3, 4, 5, 6])
+    assert proposed(drafter, context) == []
+    context.extend([2])
+    assert proposed(drafter, context) == [], "one token of output is no trigger of two"
+    context.extend([3])
+    assert proposed(drafter, context, budget=2) == [4, 5]
+    assert proposed(drafter, context) == [4, 5, 6]
+
+
+def test_tokens_of_the_prompt_are_no_trigger_and_output_is_not_copied():
+    drafter = CopyDrafter(trigger_len=1)
+    context = opened(drafter, [1, 2, 1])
+    assert proposed(drafter, context) == []
+    context.extend([8, 9, 8])
+    assert proposed(drafter, context) == []
+
+
+def test_the_first_place_is_the_latest():
+    drafter = CopyDrafter(trigger_len=1)
+    assert proposed(drafter, opened(drafter, [1, 7, 0, 1, 8, 0, 1], [1]), budget=1) == [8], "nothing follows the last 1"
+
+
+def test_copying_goes_on_where_it_was_although_the_trigger_occurs_later_too():
+    drafter = CopyDrafter(trigger_len=1)
+    context = opened(drafter, [1, 2, 3, 4, 5, 9, 3, 8], [1])
+    assert proposed(drafter, context, budget=2) == [2, 3]
+    context.extend([2, 3])
+    assert proposed(drafter, context, budget=2) == [4, 5]
+
+
+@pytest.mark.parametrize(("edit", "expected"), [([50], [5, 6]), ([50, 51], [5, 6]), ([], [5, 6])])
+def test_after_an_edit_the_nearest_place_ahead_is_taken(edit, expected):
+    """The prompt has `3 4` three times: before the edit, next after it, and at the end."""
+    drafter = CopyDrafter(trigger_len=2)
+    context = opened(drafter, [3, 4, 0, 1, 2, 40, 3, 4, 5, 6, 3, 4, 7, 8], [0, 1])
+    assert proposed(drafter, context, budget=2) == [2, 40]
+    context.extend([2, *edit, 3, 4])
+    assert proposed(drafter, context, budget=2) == expected
+
+
+def test_behind_the_last_place_the_latest_is_taken():
+    drafter = CopyDrafter(trigger_len=1)
+    context = opened(drafter, [1, 2, 1, 3, 5, 6], [5, 1])
+    assert proposed(drafter, context, budget=1) == [3]
+
+
+def test_a_copied_end_of_the_prompt_is_a_trigger_again():
+    drafter = CopyDrafter(trigger_len=1)
+    context = opened(drafter, [1, 2, 3, 1], [3, 1])
+    assert proposed(drafter, context) == [2, 3, 1]
+
+
+def test_requests_do_not_see_each_other():
+    drafter = CopyDrafter(trigger_len=1)
+    contexts = [
+        Context(name, 0, [*prompt, 1], len(prompt), SamplingParams(max_tokens=100))
+        for name, prompt in enumerate(([1, 2], [1, 3]))
+    ]
+    for context in contexts:
+        drafter.open(context)
+    assert [draft.tree.token_ids for draft in drafter.propose(contexts, [1, 1])] == [(1, 2), (1, 3)]
+    drafter.release(0)
+    assert proposed(drafter, contexts[1]) == [3]
+
+
+@pytest.mark.parametrize("trigger_len", [1, 2, 3])
+def test_the_draft_depends_on_the_text_alone(trigger_len):
+    """Rounds of any length, cuts and another admission lead to the draft of a drafter that reads the text at once."""
+    choose = random.Random(trigger_len)
+    drafter = CopyDrafter(trigger_len)
+    num_drafted = 0
+    for _ in range(50):
+        prompt = [choose.randrange(5) for _ in range(choose.randrange(1, 40))]
+        context = opened(drafter, prompt)
+        for _ in range(30):
+            kind = choose.randrange(8)
+            if kind == 0:
+                context.cut(choose.randrange(len(prompt), len(context.token_ids) + 1))
+                drafter.truncate(context)
+            elif kind == 1:
+                drafter.release(0)
+                context = opened(drafter, prompt, context.output)
+            else:
+                draft = proposed(drafter, context)
+                context.extend([*draft[: choose.randrange(11)], choose.randrange(5)])
+            draft = proposed(drafter, context)
+            fresh = CopyDrafter(trigger_len)
+            assert draft == proposed(fresh, opened(fresh, prompt, context.output))
+            num_drafted += len(draft)
+    assert num_drafted > 1000
+
+
+def test_a_long_prompt_is_read_once():
+    """A proposal reads as many tokens behind a prompt of 30 as behind one of 30,000."""
+    num_read = {}
+    for repeats in (1, 1000):
+        drafter = CopyDrafter(trigger_len=2)
+        context = opened(drafter, list(range(30)) * repeats)
+        context.token_ids = CountedTokens(context.token_ids)
+        for tokens in ([3, 4], [5, 6, 99], [7, 8], [9]):
+            context.extend(tokens)
+            assert len(proposed(drafter, context, budget=8)) == (0 if tokens[-1] == 99 else 8)
+        num_read[repeats] = context.token_ids.num_read
+    assert num_read[1] == num_read[1000]
