@@ -145,11 +145,18 @@ class Prefills(Protocol):
     """Builds per-request state, such as KV rows or an index, before the first draft is wanted."""
 
     def prefill(self, contexts: Sequence[Context]) -> None:
-        """Bring the state up to the text, while the target reads it too."""
+        """Bring the state up to the text, while the target reads it too.
+
+        Called for requests that are known but not drafted for in this round, once, often or never: `propose` brings
+        the state up itself where this was not called.
+        """
 
 
 class Truncates(Protocol):
-    """Takes provisional text back; a drafter without this is released and opened again."""
+    """Takes provisional text back; a drafter without this gets `release` and `open`, with the context already cut.
+
+    Only below another level of a cascade, and never into the prompt.
+    """
 
     def truncate(self, context: Context) -> None:
         """The context was cut; `observe` follows."""
@@ -230,7 +237,10 @@ class Drafter(Protocol):
         ...
 
     def observe(self, context: Context, commit: Commit) -> None:
-        """The verdict on the last draft: KV rows of `commit.path` stay valid. Called before the context is extended."""
+        """The verdict on the last draft: KV rows of `commit.path` stay valid. Called before the context is extended.
+
+        Also for tokens that were committed without a draft of this drafter; `commit.path` is then empty.
+        """
 
     def release(self, request_id: int) -> None:
         """The request ended: drop its state."""
