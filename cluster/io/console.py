@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Columns and rows."""
 
 PROMPT_SHOWN = 60
 COMPLETION_LINES = 4
@@ -97,7 +100,7 @@ class Terminal:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table as wide as its content. The first column names the row; columns of figures are right-aligned."""
-        table = Table(
+        table = RichTable(
             title=title,
             title_justify="left",
             title_style="bold",

@@ -14,7 +14,7 @@ from cluster.config.jobs import BenchConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
-from cluster.observability.report import layout, notes, versions, write_json
+from cluster.observability.report import layout, notes, versions, write_csv, write_json
 from cluster.tools.bench.figures import BASELINES, BenchEntry, drafting_figures, summarise
 from cluster.tools.bench.machine import machine
 from cluster.tools.bench.peers import Peer, check_peers
@@ -23,11 +23,11 @@ from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
 from cluster.tools.bench.tables import (
     category_table,
     choices,
+    csv_row,
     drafter_table,
     peer_table,
     round_table,
     speed_table,
-    write_csv,
     write_markdown,
 )
 from cluster.tools.bench.trials import EnginePool, SettingTrials, TrialRunner
@@ -110,7 +110,7 @@ def _write(
         "config": asdict(config),
     }
     write_json(run_dir / "report.json", report)
-    write_csv(run_dir / "bench.csv", entries)
+    write_csv(run_dir / "bench.csv", [csv_row(entry) for entry in entries])
     write_markdown(run_dir / "bench.md", entries)
     draw_drafters(run_dir / "drafters.png", entries)
     draw_speed(run_dir / "bench.png", entries)

@@ -6,6 +6,7 @@ time are of the time in which there were requests.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import platform
@@ -280,6 +281,14 @@ def write_json(path: Path, content: object) -> None:
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """A column for every key of any row."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _ratio(part: float | None, whole: float | None, factor: float = 1.0) -> float | None:

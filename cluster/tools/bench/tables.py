@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.io.console import ABSENT, figure, percent
+from cluster.io.console import ABSENT, Table, figure, percent
 from cluster.tools.bench.figures import BenchEntry, DraftingFigures, Spread
 from cluster.tools.bench.tasks import peer_sides
 
-Table = tuple[list[str], list[list[str]]]
-"""Columns and rows."""
 Cells = Sequence[tuple[str, Callable[[BenchEntry], str]]]
 """Columns, and the cell of an entry in each."""
 
@@ -137,15 +134,6 @@ def csv_row(entry: BenchEntry) -> dict[str, object]:
     for category, figures in entry["categories"].items():
         row |= {f"{category}: {name}": value for name, value in figures.items()}
     return row
-
-
-def write_csv(path: Path, entries: Sequence[BenchEntry]) -> None:
-    rows = [csv_row(entry) for entry in entries]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def write_markdown(path: Path, entries: Sequence[BenchEntry]) -> None:

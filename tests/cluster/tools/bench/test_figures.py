@@ -8,10 +8,11 @@ import pytest
 
 from actors.protocol.messages import RequestStats
 from cluster.io.prompts import Prompt
+from cluster.observability.report import write_csv
 from cluster.observability.results import Run, Served
 from cluster.tools.bench.figures import DraftingFigures, ratios, spread, summarise
 from cluster.tools.bench.plots import draw_acceptance, draw_speed
-from cluster.tools.bench.tables import category_table, csv_row, peer_table, round_table, speed_table, write_csv
+from cluster.tools.bench.tables import category_table, csv_row, peer_table, round_table, speed_table
 from cluster.tools.bench.tasks import ASSISTED, PLAIN, SPECULATIVE, TRANSFORMERS
 
 COUNTERS = {
@@ -138,7 +139,7 @@ def test_tables_that_have_nothing_to_say_are_left_out():
 
 def test_csv_has_a_column_for_everything_any_setting_has(tmp_path):
     without_peers = entry("alone", trials=[{side: one[side] for side in (PLAIN, SPECULATIVE)} for one in TRIALS])
-    write_csv(tmp_path / "bench.csv", [without_peers, entry()])
+    write_csv(tmp_path / "bench.csv", [csv_row(without_peers), csv_row(entry())])
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
     assert [row["name"] for row in rows] == ["alone", "model k=3"]
     assert rows[0]["speculative / transformers"] == "" and rows[1]["speculative / transformers"] == "4.0"
