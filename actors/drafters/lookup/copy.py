@@ -1,6 +1,6 @@
 """`drafter=copy`: copies from the prompt, on from where the output last agreed with it.
 
-Input-guided copying as in LLMA (Yang et al. 2023, "Inference with Reference", arXiv 2304.04487, section 3), for answers
+Input-guided copying as in LLMA ("Inference with Reference", arXiv 2304.04487), for answers
 that repeat much of their prompt in its order: edits, corrections, extracts, quotes. The only reference is the prompt of
 the same request. Reads no output but to find its place in the prompt, and knows nothing of models or other requests.
 """
