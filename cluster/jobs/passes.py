@@ -17,7 +17,7 @@ from cluster.io.console import Terminal, figure, percent
 from cluster.observability.report import versions, write_json
 from cluster.tools.bench.machine import machine
 from cluster.tools.planning.layouts import draft_model
-from cluster.tools.planning.passes import PassTime, Sharing, measure_passes
+from cluster.tools.planning.passes import PassTask, PassTime, Sharing, measure_passes
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import choose_dtype
@@ -51,15 +51,9 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     with terminal.starting() as progress:
         for name, model in models.items():
             progress(f"timing passes of {name}")
-            times = measure_passes(
-                model,
-                _sharings(model, job),
-                num_rows=job.rows,
-                context=job.context,
-                repeats=job.repeats,
-                device=device,
-                dtype=choose_dtype(drafter.dtype, device),
-            )
+            dtype = choose_dtype(drafter.dtype, device)
+            task = PassTask(model, _sharings(model, job), tuple(job.rows), job.context, job.repeats, dtype)
+            times = measure_passes(task, device)
             single = {one.num_rows: one for one in times if one.sharing == Sharing()}
             entries[name] = [_entry(one, single[one.num_rows]) for one in times]
     for name, rows in entries.items():
@@ -85,12 +79,12 @@ def _model(name: str) -> DecoderConfig:
         raise ValueError(f"job.models: {error}; known sizes are {', '.join(SIZES)}") from error
 
 
-def _sharings(model: DecoderConfig, job: PassesConfig) -> list[Sharing]:
+def _sharings(model: DecoderConfig, job: PassesConfig) -> tuple[Sharing, ...]:
     if job.ranks == 1:
-        return [Sharing()]
+        return (Sharing(),)
     model.check_ranks(job.ranks)
     layers = [Sharing(job.ranks, group, mlp) for group in job.layer_groups for mlp in ("replicated", "tensor")]
-    return [Sharing(), Sharing(job.ranks), *layers]
+    return (Sharing(), Sharing(job.ranks), *layers)
 
 
 def _entry(one: PassTime, single: PassTime) -> dict[str, Any]:

@@ -63,21 +63,14 @@ class LayoutPlan:
     def entries(self) -> list[Entry]:
         plain = max((one.tokens_per_s for one in self.predictions if one.layout.shape is None), default=None)
         return [
-            {
-                "layout": one.layout.describe(),
-                "overrides": one.overrides,
-                "num_draft_tokens": one.num_draft_tokens,
-                "tokens_per_s": one.tokens_per_s,
-                "over_plain": one.tokens_per_s / plain if plain else None,
-                "round_ms": one.round_ms,
-                "tokens_per_round": one.tokens_per_round,
-                "branch_hit_rate": one.branch_hit_rate,
-                "target_busy": one.target_busy,
-                "draft_busy": one.draft_busy,
-                "binding": one.binding,
-                "measured": self.measured.get(one.layout),
+            asdict(prediction)
+            | {
+                "layout": prediction.layout.describe(),
+                "overrides": prediction.overrides,
+                "over_plain": prediction.tokens_per_s / plain if plain else None,
+                "measured": self.measured.get(prediction.layout),
             }
-            for one in self.predictions
+            for prediction in self.predictions
         ]
 
 

@@ -22,10 +22,11 @@ from actors.worker.factory import build_role
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.io.text import read_eos_token_ids
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
+from cluster.runtime.backend import LOOPBACK
 from cluster.runtime.specs import rank_spec
 from cluster.tools.planning.costs import DraftCost, PassCosts, RankCores, TargetCost
 from cluster.tools.planning.layouts import Layout, Shape
-from cluster.tools.planning.ranks import LOOPBACK, RankSync, RoleWork, run_on_ranks
+from cluster.tools.planning.ranks import RankSync, RoleWork, run_on_ranks
 from cluster.tools.planning.rounds import (
     KnownText,
     ReplayRank,
@@ -41,8 +42,6 @@ from parallel.comm.group import Group
 from parallel.runtime.profiling import PassClock, TimedGroup, watch
 from parallel.runtime.runner import ModelRunner
 
-AHEAD = "branches"
-"""Stands for all pipelines that draft ahead: the same passes, over other nodes."""
 SETTLING = 0.15
 """Fraction of a measurement, at its start, that does not count."""
 FEWEST = 3
@@ -130,7 +129,8 @@ def measure(pair: RolePair, config: LaunchConfig, texts: Sequence[KnownText], sa
     """Raises ValueError where the shape is impossible: a model that cannot be split so, or does not fit."""
     job = config.job
     script = ReplayScript(tuple(texts), sampling, job.batch, tuple(job.draft_lengths), job.seconds)
-    layout = Layout(len(pair.target), AHEAD if pair.overlaps else "sync", "separate", pair.shape or Shape())
+    pipeline = "branches" if pair.overlaps else "sync"  # all that draft ahead make the same passes, over other nodes
+    layout = Layout(len(pair.target), pipeline, "separate", pair.shape or Shape())
     placed = layout.configure(config, max(script.lengths))
     eos_token_ids = read_eos_token_ids(Path(config.target.path))
     work = partial(_measure_role, script, pair.overlaps, placed, eos_token_ids)
@@ -160,14 +160,14 @@ def _measure_role(
         longest = max(script.lengths)
         script = replace(script, lengths=(longest,))
         runner, replay = role.drafter.runner, partial(replay_drafts, work_steps=longest + 1 if overlaps else 0)
+    rank = ReplayRank(group, place.device, place.role)
     first, second = sync.phases if sync.in_turn else (None, None)
     sync.wait()
-    plain = replay(role, script, ReplayRank(group, place.device, place.role, first))
+    plain = replay(role, script, replace(rank, turns=first))
     sync.wait()
     runner.run_eagerly()
     watch(runner.decoder, clock)
-    shorter = replace(script, seconds=script.seconds / 4)
-    watched = replay(role, shorter, ReplayRank(group, place.device, place.role, second, clock))
+    watched = replay(role, replace(script, seconds=script.seconds / 4), replace(rank, turns=second, clock=clock))
     collectives: dict[str, float] = {}
     for name in ("target", "draft"):
         sync.wait()
@@ -198,13 +198,13 @@ def time_collectives(group: Group, runner: ModelRunner, rows: int) -> dict[str, 
 def derive_costs(measured: Sequence[PairTimings], num_devices: int, hop_s: float, acceptance: Acceptance) -> PassCosts:
     """Seconds by rows; `acceptance` by hyper-layers, () for exact drafting."""
     target, drafter = [], []
-    for one in measured:
-        pair, cores = one.pair, one.pair.cores
-        passes = pass_cost(one.target.plain.passes)
+    for timings in measured:
+        pair, cores = timings.pair, timings.pair.cores
+        passes = pass_cost(timings.target.plain.passes)
         target.append(TargetCost(len(pair.target), passes, cores.target, pair.overlaps, pair.shape))
-        if pair.shape is None or one.draft is None:
+        if pair.shape is None or timings.draft is None:
             continue
-        passes, exact, own = one.draft.plain.passes, None, ()
+        passes, exact, own = timings.draft.plain.passes, None, ()
         if pair.shape.parallel == "layer":
             exact = pass_cost([each for each in passes if not each.fuzzy])
             passes = [each for each in passes if each.fuzzy]
@@ -216,23 +216,24 @@ def derive_costs(measured: Sequence[PairTimings], num_devices: int, hop_s: float
 
 def parts_of(measured: Sequence[PairTimings]) -> list[dict[str, Any]]:
     """How the time of a mean pass divides, by role pair and role; one block of attention, one MLP, one collective."""
-    found = []
-    for one in measured:
+    return [
+        {
+            "role": role,
+            "subject": each.pair.describe(),
+            "cores": cores,
+            "pass_ms": 1e3 * fmean(one.seconds for one in timings.plain.passes),
+            "watched_ms": 1e3 * fmean(one.seconds for one in timings.watched.passes),
+            "parts_ms": {kind: 1e3 * s / len(timings.watched.passes) for kind, s in timings.watched.parts.items()},
+            "block_ms": {kind: 1e3 * timings.watched.parts[kind] / n for kind, n in timings.watched.blocks.items()},
+            "collective_ms": {name: 1e3 * seconds for name, seconds in timings.collectives.items()},
+        }
+        for each in measured
         for role, timings, cores in (
-            ("target", one.target, one.pair.cores.target),
-            ("draft", one.draft, one.pair.cores.draft),
-        ):
-            if timings is None:
-                continue
-            watched, num_passes = timings.watched, len(timings.watched.passes)
-            entry = {"role": role, "subject": one.pair.describe(), "cores": cores}
-            entry["pass_ms"] = 1e3 * fmean(each.seconds for each in timings.plain.passes)
-            entry["watched_ms"] = 1e3 * fmean(each.seconds for each in watched.passes)
-            entry["parts_ms"] = {kind: 1e3 * seconds / num_passes for kind, seconds in watched.parts.items()}
-            entry["block_ms"] = {kind: 1e3 * watched.parts[kind] / n for kind, n in watched.blocks.items()}
-            entry["collective_ms"] = {name: 1e3 * seconds for name, seconds in timings.collectives.items()}
-            found.append(entry)
-    return found
+            ("target", each.target, each.pair.cores.target),
+            ("draft", each.draft, each.pair.cores.draft),
+        )
+        if timings is not None
+    ]
 
 
 def pass_cost(passes: Sequence[TimedPass]) -> PassCost:
@@ -243,8 +244,7 @@ def pass_cost(passes: Sequence[TimedPass]) -> PassCost:
         by_rows[one.rows].append(one.seconds)
     fewest = min(FEWEST, max(map(len, by_rows.values())))
     by_rows = {rows: times for rows, times in by_rows.items() if len(times) >= fewest}
-    few = {rows: times for rows, times in by_rows.items() if len(times) < ENOUGH}
-    slower = sum(map(sum, few.values())) / sum(median(times) * len(times) for times in few.values()) if few else 1.0
-    return PassCost.table(
-        {rows: slower * median(times) if rows in few else fmean(times) for rows, times in by_rows.items()}
-    )
+    few = [times for times in by_rows.values() if len(times) < ENOUGH]
+    slower = sum(map(sum, few)) / sum(median(times) * len(times) for times in few) if few else 1.0
+    mean = {rows: slower * median(t) if len(t) < ENOUGH else fmean(t) for rows, t in by_rows.items()}
+    return PassCost.table(mean)

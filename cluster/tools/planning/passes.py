@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,11 +16,12 @@ from statistics import median
 import torch
 
 from cluster.placement.ranks import RankPlacement
-from cluster.tools.planning.ranks import LOOPBACK, RankSync, RoleWork, run_on_ranks
+from cluster.runtime.backend import LOOPBACK
+from cluster.tools.planning.ranks import RankSync, RoleWork, run_on_ranks
+from cluster.tools.planning.tables import PARTS
 from parallel.comm.group import SINGLE, Group
 from parallel.comm.rendezvous import connect_store, join
 from parallel.kv.pass_plan import Span
-from parallel.kv.pool import KVPool
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
 from parallel.model.layer_parallel import LayerParallelDecoder
@@ -32,7 +32,6 @@ from parallel.runtime.runner import ModelRunner
 
 _TIMEOUT_S = 300.0
 _WARM_UP = 3
-PARTS = ("attention", "mlp", "communication", "rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +78,21 @@ class PassTask:
     num_rows: tuple[int, ...]
     context: int
     repeats: int
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
 
 
-def measure_passes(
-    config: DecoderConfig,
-    sharings: Sequence[Sharing],
-    *,
-    num_rows: Sequence[int] = (1,),
-    context: int = 128,
-    repeats: int = 40,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> list[PassTime]:
+def measure_passes(task: PassTask, device: str = "cpu") -> list[PassTime]:
     """Times of an exact pass and, where layers run side by side, a fuzzy one, for every sharing and number of rows.
 
     On CPU rank r is pinned to the r-th core this process may use; ranks beyond them share cores.
     """
-    size = max(sharing.ranks for sharing in sharings)
+    size = max(sharing.ranks for sharing in task.sharings)
     cores = sorted(os.sched_getaffinity(0))
-    on_gpus = device.startswith("cuda")
-    places = tuple(
-        RankPlacement("draft", rank, size, f"cuda:{rank}", (), 1, 1.0)
-        if on_gpus
-        else RankPlacement("draft", rank, size, "cpu", (cores[rank % len(cores)],), 1, 1.0)
-        for rank in range(size)
-    )
-    task = PassTask(config, tuple(sharings), tuple(num_rows), context, repeats, dtype)
+    if device.startswith("cuda"):
+        homes = [(f"cuda:{rank}", ()) for rank in range(size)]
+    else:
+        homes = [("cpu", (cores[rank % len(cores)],)) for rank in range(size)]
+    places = tuple(RankPlacement("draft", rank, size, *home, 1, 1.0) for rank, home in enumerate(homes))
     (times,) = run_on_ranks([RoleWork(places, partial(_measure, task))], as_threads=False)
     return times
 
@@ -114,17 +101,17 @@ def _measure(task: PassTask, place: RankPlacement, _group: Group, sync: RankSync
     device, store = torch.device(place.device), connect_store(LOOPBACK, sync.store_port)
     sizes = sorted({place.size, *(sharing.ranks for sharing in task.sharings if place.rank < sharing.ranks)})
     groups = {size: join(store, f"passes-{size}", 0, place.rank, size, device, _TIMEOUT_S) for size in sizes}
-    everyone = groups[place.size]
+    all_ranks = groups[place.size]
     measured = [
         _SharingClock(task, sharing, groups[sharing.ranks], device) if place.rank < sharing.ranks else None
         for sharing in task.sharings
     ]
     for _ in range(task.repeats + _WARM_UP):
         for sharing in measured:
-            everyone.all_reduce(torch.zeros(1, device=device))  # no rank starts while another still measures
+            all_ranks.all_reduce(torch.zeros(1, device=device))  # no rank starts while another still measures
             if sharing is not None:
                 sharing.run_passes()
-    everyone.all_reduce(torch.zeros(1, device=device))
+    all_ranks.all_reduce(torch.zeros(1, device=device))
     return [one for sharing in measured if sharing is not None for one in sharing.times()]
 
 
@@ -132,31 +119,25 @@ class _SharingClock:
     """One sharing under measurement on one rank."""
 
     def __init__(self, task: PassTask, sharing: Sharing, group: Group, device: torch.device) -> None:
-        self._sharing = sharing
-        self._num_rows = task.num_rows
+        self._sharing, self._num_rows = sharing, task.num_rows
         self._clock = PassClock(device)
         self._seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
         self._splits: dict[tuple[bool, int], list[dict[str, float]]] = defaultdict(list)
-        config, dtype = task.config, task.dtype
         timed = TimedGroup(group, self._clock) if group.size > 1 else SINGLE
+        num_slots = task.context + max(task.num_rows)
         if sharing.layer_group:
-            partition = default_partition(config.num_layers, sharing.layer_group)
+            partition = default_partition(task.config.num_layers, sharing.layer_group)
             layout = LayerLayout(partition, sharing.ranks, sharing.mlp)
-            decoder = LayerParallelDecoder(config, layout, timed, device, dtype)
-            self._runner: ModelRunner = LayerParallelRunner(decoder, self._pool(task, config.num_kv_heads, device))
+            decoder = LayerParallelDecoder(task.config, layout, timed, device, task.dtype)
+            self._runner: ModelRunner = LayerParallelRunner(decoder, decoder.make_pool(num_slots))
         else:
-            decoder = Decoder(config, timed, device, dtype)
-            self._runner = ModelRunner(decoder, self._pool(task, config.local_kv_heads(group.size), device))
+            decoder = Decoder(task.config, timed, device, task.dtype)
+            self._runner = ModelRunner(decoder, decoder.make_pool(num_slots))
         fill_at_random(decoder)
         self._runner.open(0)
         self._runner.forward([Span(0, task.context, num_logits=0)], [0] * task.context)
         self._runner.commit(0, range(task.context))
         watch(decoder, self._clock)
-
-    @staticmethod
-    def _pool(task: PassTask, kv_heads: int, device: torch.device) -> KVPool:
-        num_slots = task.context + max(task.num_rows)
-        return KVPool(task.config.num_layers, num_slots, kv_heads, task.config.head_dim, task.dtype, device)
 
     def run_passes(self) -> None:
         """One pass of every kind and number of rows."""
@@ -177,7 +158,7 @@ class _SharingClock:
         found = []
         for (fuzzy, num_rows), seconds in self._seconds.items():
             counted, splits = sorted(seconds[_WARM_UP:]), self._splits[fuzzy, num_rows][_WARM_UP:]
-            split = {part: median(one.get(part, 0.0) for one in splits) for part in PARTS}
+            split = {part: median(each.get(part, 0.0) for each in splits) for part in PARTS}
             tenth = counted[len(counted) // 10]
             found.append(PassTime(self._sharing, fuzzy, num_rows, median(counted), tenth, split))
         return found

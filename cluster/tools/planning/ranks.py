@@ -22,10 +22,10 @@ import torch
 from actors.worker import openmp
 from actors.worker.factory import SWITCH_INTERVAL_S
 from cluster.placement.ranks import RankPlacement
+from cluster.runtime.backend import LOOPBACK
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, host_store, join
 
-LOOPBACK = "127.0.0.1"
 _BARRIER_S = 120.0
 NUM_PHASES = 2
 """Phases in which two roles may alternate."""

@@ -6,9 +6,11 @@ All ranks of a role replay the same rounds. Measures passes with the host's work
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +64,8 @@ class ReplayRank:
     device: str = "cpu"
     role: str = ""
     turns: AlternatingTurns | None = None
-    clock: PassClock | None = None
-    """Of a decoder under `watch`."""
+    clock: PassClock = field(default_factory=PassClock)
+    """Of a decoder under `watch`; another counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +87,18 @@ class ReplayResult:
     """Proposals that reached each position."""
     accepted: list[int] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """With a clock, seconds of all passes by kind: attention, mlp, communication and rest."""
+    """Under `watch`, seconds of all passes by kind: attention, mlp, communication and rest."""
     blocks: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """With a clock, the number of blocks of each kind."""
+    """Under `watch`, the number of blocks of each kind."""
 
-    def add(self, passes: Sequence[TimedPass], clock: PassClock | None) -> None:
+    def add(self, passes: Sequence[TimedPass], clock: PassClock) -> None:
         self.passes += passes
-        if clock is None:
-            return
         for kind, count in clock.spans.items():
             self.blocks[kind] += count
         seconds = clock.pop_seconds()
         for kind, spent in seconds.items():
             self.parts[kind] += spent
-        self.parts["rest"] += sum(one.seconds for one in passes) - sum(seconds.values())
+        self.parts["rest"] += sum(each.seconds for each in passes) - sum(seconds.values())
 
     def acceptance(self) -> tuple[float, ...]:
         """By distance from the committed text, given that all draft tokens before were accepted."""
@@ -107,25 +107,28 @@ class ReplayResult:
 
 
 class TimedRunner:
-    """A model runner that records when each pass starts, over how many rows."""
+    """Forwards the passes of a model runner and records when each starts, over how many rows."""
 
-    def __init__(self, runner: Any, now: Callable[[], float]) -> None:
+    def __init__(self, runner: Any, rank: ReplayRank) -> None:
         self.timed = runner
-        self._now = now
+        self._now, self._clock = device_clock(rank.device), rank.clock
         self._starts: list[tuple[float, int, bool]] = []
 
     def forward(self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *taps: Any, **options: Any) -> Any:
         self._starts.append((self._now(), len(token_ids), bool(options.get("fuzzy"))))
         return self.timed.forward(spans, token_ids, *taps, **options)
 
-    def passes_of(self, call: Callable[[], None]) -> list[TimedPass]:
-        """The passes of a call. Each lasts until the next starts; the first includes what came before it."""
+    @contextmanager
+    def timing(self, result: ReplayResult) -> Iterator[None]:
+        """Add the passes of the block. Each lasts until the next starts; the first includes what came before it."""
+        self._clock.pop_seconds()
         self._starts.clear()
         edges = [self._now()]
-        call()
+        yield
         edges += [*(at for at, _, _ in self._starts[1:]), self._now()]
         spans = zip(self._starts, edges, edges[1:], strict=False)
-        return [TimedPass(rows, fuzzy, end - begin) for (_, rows, fuzzy), begin, end in spans]
+        passes = [TimedPass(rows, fuzzy, end - begin) for (_, rows, fuzzy), begin, end in spans]
+        result.add(passes, self._clock)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.timed, name)
@@ -144,21 +147,25 @@ def device_clock(device: str) -> Callable[[], float]:
 
 
 class _Requests:
-    """The requests in flight: `live` maps each to its text and its committed length."""
+    """The requests in flight: `live` maps each to its text and its committed length.
+
+    The next batch admits those in `begun`, releases those in `ended` and carries `commits`.
+    """
 
     def __init__(self, script: ReplayScript) -> None:
         self._script = script
         self._next = 0
         self.live: dict[int, tuple[KnownText, int]] = {}
-        for _ in range(script.batch):
-            self._open()
+        self.begun = [self._open() for _ in range(script.batch)]
+        self.ended: list[int] = []
+        self.commits: tuple[Commit, ...] = ()
 
     def rounds(self, rank: ReplayRank) -> Iterator[int]:
         """Round numbers until the lead's time, or the text, is over; all ranks get the same number of rounds."""
         seconds, turns = self._script.seconds, rank.turns if rank.group.rank == 0 else None
-        until, round_number = time.monotonic() + seconds, 0
+        until = time.monotonic() + seconds
         goes_on = torch.ones(1, dtype=torch.int64, device=rank.device)
-        while True:
+        for round_number in itertools.count():
             if turns is not None:
                 goes_on.fill_(turns.acquire(rank.role, until))
             elif rank.group.rank == 0:
@@ -166,20 +173,29 @@ class _Requests:
             if not rank.group.broadcast(goes_on).item():
                 return
             yield round_number
-            round_number += 1
             if turns is not None:
                 turns.release(rank.role)
 
-    def replace_ended(self) -> tuple[list[int], list[int]]:
-        """(ended, begun): requests too near their end for another round, and those that take their places."""
-        longest = max(self._script.lengths)
-        ended = [i for i, (text, at) in self.live.items() if at + longest + 2 > len(text.token_ids)]
-        for request_id in ended:
-            del self.live[request_id]
-        return ended, [self._open() for _ in ended]
+    def begin(self) -> None:
+        """The batch that admits new requests was answered: commit the token that the pass over each prompt yields."""
+        self.commits = tuple(self.commit(i) for i in self.begun)
+        self.begun, self.ended = [], []
 
-    def admits(self, request_ids: Sequence[int]) -> tuple[Admit, ...]:
-        texts = {i: self.live[i][0] for i in request_ids}
+    def finish_round(self, commits: Sequence[Commit]) -> None:
+        """Replace the requests too near the end of their text for another round."""
+        longest = max(self._script.lengths)
+        self.ended = [i for i, (text, at) in self.live.items() if at + longest + 2 > len(text.token_ids)]
+        for request_id in self.ended:
+            del self.live[request_id]
+        self.begun = [self._open() for _ in self.ended]
+        self.commits = tuple(commit for commit in commits if commit.request_id not in self.ended)
+
+    def admitted(self) -> tuple[int, ...]:
+        """The requests that the role still holds."""
+        return (*self.ended, *(i for i in self.live if i not in self.begun))
+
+    def admits(self) -> tuple[Admit, ...]:
+        texts = {i: self.live[i][0] for i in self.begun}
         sampling = self._script.sampling
         return tuple(Admit(i, 0, t.token_ids[: t.prompt_len], t.prompt_len, sampling) for i, t in texts.items())
 
@@ -219,35 +235,29 @@ class _Requests:
 def replay_drafts(role: DraftRole, script: ReplayScript, rank: ReplayRank, work_steps: int = 0) -> ReplayResult:
     """Rounds of a draft role, with up to `work_steps` steps of draft-ahead between order and verdict."""
     drafter: Any = role.drafter
-    runner = drafter.runner = TimedRunner(drafter.runner, device_clock(rank.device))
+    runner = drafter.runner = TimedRunner(drafter.runner, rank)
     requests, result = _Requests(script), ReplayResult()
-    proposals: list[Proposal] = []
-    idle = tuple(DraftOrder(i, 0) for i in requests.live)
-    _exhaust(role.answer(DraftBatch(0, admits=requests.admits(list(requests.live)), orders=idle)))
-    commits = [requests.commit(i) for i in requests.live]
+
+    def admit(round_number: int) -> None:
+        idle = tuple(DraftOrder(i, 0) for i in requests.begun)
+        list(role.answer(DraftBatch(round_number, requests.admits(), requests.commits, tuple(requests.ended), idle)))
+        requests.begin()
+
+    admit(0)
     for round_number in requests.rounds(rank):
         length = script.lengths[round_number % len(script.lengths)]
         orders = tuple(DraftOrder(i, length) for i in requests.live)
-        batch = DraftBatch(round_number, commits=tuple(commits), orders=orders)
-        proposals.clear()
-
-        def draft(batch: DraftBatch = batch) -> None:
-            for answer in role.answer(batch):
-                proposals.extend(answer.proposals)
-
-        for step in (draft, *[role.work] * work_steps):
-            if step is draft or role.wants_work:
-                _start(rank.clock)
-                result.add(runner.passes_of(step), rank.clock)
-        commits = [requests.verify(proposal, result) for proposal in proposals]
+        with runner.timing(result):
+            answers = list(role.answer(DraftBatch(round_number, commits=requests.commits, orders=orders)))
+        for _ in range(work_steps):
+            if role.wants_work:
+                with runner.timing(result):
+                    role.work()
         result.num_rounds += 1
-        ended, begun = requests.replace_ended()
-        if begun:
-            live = tuple(commit for commit in commits if commit.request_id not in ended)
-            idle = tuple(DraftOrder(i, 0) for i in begun)
-            _exhaust(role.answer(DraftBatch(round_number, requests.admits(begun), live, tuple(ended), idle)))
-            commits = [requests.commit(i) for i in begun]
-    _exhaust(role.answer(DraftBatch(result.num_rounds, releases=tuple(requests.live))))
+        requests.finish_round([requests.verify(each, result) for answer in answers for each in answer.proposals])
+        if requests.begun:
+            admit(round_number)
+    list(role.answer(DraftBatch(result.num_rounds, releases=requests.admitted())))
     drafter.runner = runner.timed
     return result
 
@@ -256,35 +266,20 @@ def replay_verdicts(role: TargetRole, script: ReplayScript, rank: ReplayRank) ->
     """Rounds of a target role: right drafts of every length, plain passes among them, a growing part accepted."""
     now, requests, result = device_clock(rank.device), _Requests(script), ReplayResult()
     lengths = (0, *script.lengths)
-    begun, ended, commits = list(requests.live), [], []
     for round_number in requests.rounds(rank):
-        if begun:
-            prompts = tuple(VerifyItem(i, requests.live[i][0].prompt_len) for i in begun)
-            batch = VerifyBatch(round_number, requests.admits(begun), tuple(commits), tuple(ended), prompts)
-            _exhaust(role.answer(batch))
-            commits = [requests.commit(i) for i in begun]
+        if requests.begun:
+            prompts = tuple(VerifyItem(i, requests.live[i][0].prompt_len) for i in requests.begun)
+            batch = VerifyBatch(round_number, requests.admits(), requests.commits, tuple(requests.ended), prompts)
+            list(role.answer(batch))
+            requests.begin()
         length = lengths[round_number % len(lengths)]
         items = tuple(VerifyItem(i, 1, requests.right_draft(i, length)) for i in requests.live)
-        _start(rank.clock)
+        rank.clock.pop_seconds()
         started = now()
-        (verdicts,) = role.answer(VerifyBatch(round_number, commits=tuple(commits), items=items))
+        (verdicts,) = role.answer(VerifyBatch(round_number, commits=requests.commits, items=items))
         result.add([TimedPass(verdicts.num_tokens, False, now() - started)], rank.clock)
         result.num_rounds += 1
         path = tuple(range(1, round_number % (length + 1) + 1))
-        commits = [requests.commit(i, path) for i in requests.live]
-        ended, begun = requests.replace_ended()
-        commits = [commit for commit in commits if commit.request_id not in ended]
-    admitted = (*ended, *(i for i in requests.live if i not in begun))
-    _exhaust(role.answer(VerifyBatch(result.num_rounds, releases=admitted)))
+        requests.finish_round([requests.commit(i, path) for i in requests.live])
+    list(role.answer(VerifyBatch(result.num_rounds, releases=requests.admitted())))
     return result
-
-
-def _exhaust(answers: Iterator[object]) -> None:
-    for _ in answers:
-        pass
-
-
-def _start(clock: PassClock | None) -> None:
-    """Forget what the clock counted so far."""
-    if clock is not None:
-        clock.pop_seconds()

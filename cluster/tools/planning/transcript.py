@@ -69,9 +69,6 @@ class TranscriptText:
     def token(self, position: int) -> int:
         return self._prompt[position] if position < len(self._prompt) else self._tokens[self._index(position)].token
 
-    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        return tuple(map(self.token, range(start, stop)))
-
     def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:
         """The recorded choices; where a worse drafter errs, the first two change places."""
         index = self._index(position)

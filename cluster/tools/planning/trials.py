@@ -8,11 +8,11 @@ from statistics import median
 
 from actors.protocol.messages import SamplingParams
 from cluster.config.schema import LaunchConfig
-from cluster.engine import Engine, EngineError
+from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.observability.report import decode_ms_per_token, figures
 from cluster.observability.results import Run
-from cluster.run_prompts import serve_prompts
+from cluster.run_prompts import all_completed, serve_prompts
 from cluster.tools.planning.layouts import Layout
 from cluster.tools.planning.prediction import Prediction
 from cluster.tools.planning.rounds import KnownText
@@ -99,8 +99,5 @@ def _warm_up(engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams
 
 def _serve(engine: Engine, prompts: Sequence[Prompt], sampling: SamplingParams, batch: int) -> Run:
     run = serve_prompts(engine, prompts, sampling, speculate=True, concurrency=batch)
-    if run.interrupted:
-        raise KeyboardInterrupt
-    if run.failed:
-        raise EngineError(f"prompt {run.failed[0].index + 1}: {run.failed[0].error}")
+    all_completed(run)
     return run

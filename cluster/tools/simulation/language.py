@@ -11,7 +11,9 @@ import random
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from actors.ranges import Range, Section, require
 
 STRATA = 512
 """Positions drawn at a time, stratified: short texts meet the given probabilities, which independent draws would miss
@@ -31,8 +33,6 @@ class RequestText(Protocol):
 
     def token(self, position: int) -> int: ...
 
-    def tokens(self, start: int, stop: int) -> tuple[int, ...]: ...
-
     def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:
         """The drafter's ranked choices `distance` tokens after the first open position, and their log-probabilities."""
         ...
@@ -45,33 +45,32 @@ class TextSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Language:
+class Language(Section):
     """Parameters of the synthetic language; all draws follow from `seed`."""
 
-    acceptance: tuple[float, ...] = (0.8,)
+    acceptance: Annotated[tuple[float, ...], Range(0, 1)] = (0.8,)
     """P(the drafter's first choice is the target's token), by distance from the committed text; the last one repeats.
     One value is the i.i.d. acceptance of the closed forms."""
-    runners_up: tuple[float, ...] = power_law(1.0)
+    runners_up: Annotated[tuple[float, ...], Range(0)] = power_law(1.0)
     """P(the token is the drafter's second, third, ... choice), given that it is not the first."""
-    unevenness: float = 0.0
+    unevenness: Annotated[float, Range(0)] = 0.0
     """0: the drafter is equally sure everywhere. Above: doubt gathers in few places, which the drafter knows, and its
     mean stays: 1 - acceptance is scaled by (1 + c) * u ** c, u uniform per position."""
     vocab_size: int = 32_000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        most = (1 - min(self.acceptance, default=0.0)) * (1 + self.unevenness)
-        bounds = (
-            ("acceptance", self.acceptance and all(0 <= p <= 1 for p in self.acceptance), "needs values in [0, 1]"),
-            ("runners_up", all(p >= 0 for p in self.runners_up), "needs values of 0 or above"),
-            ("runners_up", sum(self.runners_up) <= 1 + 1e-9, "must not sum to more than 1"),
-            ("unevenness", self.unevenness >= 0, "must be 0 or above"),
-            ("unevenness", self.unevenness == 0 or most <= 1, "leaves doubt above 1; lower it or raise acceptance"),
-            ("vocab_size", self.vocab_size > len(self.runners_up) + 1, "must exceed the number of ranked choices"),
-        )
-        for name, good, rule in bounds:
-            if not good:
-                raise ValueError(f"language.{name}={getattr(self, name)!r} {rule}")
+        self.check("language")
+
+    def check_fields(self, where: str) -> None:
+        require(bool(self.acceptance), f"{where}.acceptance", self.acceptance, "must have at least one value")
+        sums = sum(self.runners_up) <= 1 + 1e-9
+        require(sums, f"{where}.runners_up", self.runners_up, "must not sum to more than 1")
+        most = (1 - min(self.acceptance)) * (1 + self.unevenness)
+        remedy = "leaves doubt above 1; lower it or raise acceptance"
+        require(self.unevenness == 0 or most <= 1, f"{where}.unevenness", self.unevenness, remedy)
+        enough = self.vocab_size > len(self.runners_up) + 1
+        require(enough, f"{where}.vocab_size", self.vocab_size, "must exceed the number of ranked choices")
 
     def text(self, request_id: int, prompt: tuple[int, ...] = ()) -> SimulatedText:
         return SimulatedText(self, request_id, prompt)
@@ -91,10 +90,6 @@ class SimulatedText:
     def token(self, position: int) -> int:
         self._extend(position)
         return self._tokens[position]
-
-    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        self._extend(stop)
-        return tuple(self._tokens[start:stop])
 
     def children(self, position: int, distance: int, count: int) -> tuple[list[int], list[float]]:
         """The path in front is not looked at: choices on a wrong path are never compared with the text."""

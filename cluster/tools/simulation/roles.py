@@ -7,7 +7,7 @@ choices. The target answers with the text itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from actors.drafters.config import ModelOptions
@@ -47,12 +47,24 @@ class ScriptedOutput(NamedTuple):
     logits: list[ScriptedRow]
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedConfig:
+class ScriptedConfig(NamedTuple):
     """The part of a model's configuration that drafters read."""
 
     max_positions: int
     vocab_size: int | None = None
+
+
+@dataclass(slots=True)
+class _ScriptedSequence:
+    """The KV rows of one sequence; the first `exact_len` of the `cached_len` committed rows come from exact passes."""
+
+    cached_len: int = 0
+    exact_len: int = 0
+    pending: PendingRows = field(default_factory=PendingRows)
+    is_fuzzy: list[bool] = field(default_factory=list)
+    """Of the pending rows."""
+    root_depth: int = -1
+    """Depth of the root among the pending rows, -1 where it is cached."""
 
 
 class ScriptedRunner:
@@ -69,59 +81,53 @@ class ScriptedRunner:
         self._time = time
         self._cost = cost
         self._exact = exact
-        self._cached: dict[SeqId, int] = {}
-        self._exact_len: dict[SeqId, int] = {}
-        self._pending: dict[SeqId, PendingRows] = {}
-        self._is_fuzzy: dict[SeqId, list[bool]] = {}  # of the pending rows
-        self._root_depth: dict[SeqId, int] = {}  # depth of the root among the pending rows, -1 where it is cached
+        self._sequences: dict[SeqId, _ScriptedSequence] = {}
 
     def open(self, request_id: SeqId) -> None:
-        self._cached[request_id] = self._exact_len[request_id] = 0
-        self._pending[request_id], self._is_fuzzy[request_id] = PendingRows(), []
-        self._root_depth[request_id] = -1
+        self._sequences[request_id] = _ScriptedSequence()
 
     def close(self, request_id: SeqId) -> None:
-        for rows in (self._cached, self._exact_len, self._pending, self._is_fuzzy, self._root_depth):
-            del rows[request_id]
+        del self._sequences[request_id]
 
     def cached_len(self, request_id: SeqId) -> int:
-        return self._cached[request_id]
+        return self._sequences[request_id].cached_len
 
     def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  the signature of ModelRunner
         return True
 
     def commit(self, request_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
-        is_fuzzy = self._is_fuzzy[request_id]
+        sequence = self._sequences[request_id]
         for row in keep:
-            if not is_fuzzy[row] and self._exact_len[request_id] == self._cached[request_id]:
-                self._exact_len[request_id] += 1
-            self._cached[request_id] += 1
-        self._is_fuzzy[request_id] = [is_fuzzy[row] for row in retain]
-        self._pending[request_id] = self._pending[request_id].after_commit(keep, retain)
-        self._root_depth[request_id] = -1
+            sequence.exact_len += not sequence.is_fuzzy[row] and sequence.exact_len == sequence.cached_len
+            sequence.cached_len += 1
+        sequence.is_fuzzy = [sequence.is_fuzzy[row] for row in retain]
+        sequence.pending = sequence.pending.after_commit(keep, retain)
+        sequence.root_depth = -1
 
     def drop_fuzzy(self, request_id: SeqId) -> bool:
-        if self._exact_len[request_id] == self._cached[request_id]:
+        sequence = self._sequences[request_id]
+        if sequence.exact_len == sequence.cached_len:
             return False
-        self._cached[request_id] = self._exact_len[request_id]
-        self._pending[request_id], self._is_fuzzy[request_id] = PendingRows(), []
+        sequence.cached_len = sequence.exact_len
+        sequence.pending, sequence.is_fuzzy = PendingRows(), []
         return True
 
     def forward(self, spans: Sequence[Span], token_ids: Sequence[int], *, fuzzy: bool = False) -> ScriptedOutput:
         """`fuzzy` passes are over draft tokens, the others start with committed text whose last token is the root."""
-        after_fuzzy = any(self._exact_len[span.seq_id] < self._cached[span.seq_id] for span in spans)
+        sequences = [self._sequences[span.seq_id] for span in spans]
+        after_fuzzy = any(sequence.exact_len < sequence.cached_len for sequence in sequences)
         is_fuzzy = self._exact is not None and (fuzzy or after_fuzzy)
         cost = self._cost if self._exact is None or is_fuzzy else self._exact
         self._time.spend(cost(len(token_ids)))
         rows = []
-        for span in spans:
-            pending, text = self._pending[span.seq_id], self._text_of(span.seq_id)
+        for span, sequence in zip(spans, sequences, strict=True):
+            text, pending = self._text_of(span.seq_id), sequence.pending
             pending.append(span.num_tokens, span.parents)
-            self._is_fuzzy[span.seq_id] += [is_fuzzy] * span.num_tokens
+            sequence.is_fuzzy += [is_fuzzy] * span.num_tokens
             first = len(pending.depths) - span.num_logits
             if not fuzzy and span.num_logits:
-                self._root_depth[span.seq_id] = pending.depths[first]
-            start, root_depth = self._cached[span.seq_id] + 1, self._root_depth[span.seq_id]
+                sequence.root_depth = pending.depths[first]
+            start, root_depth = sequence.cached_len + 1, sequence.root_depth
             rows += [ScriptedRow(text, start + depth, depth - root_depth) for depth in pending.depths[first:]]
         return ScriptedOutput(rows)
 
@@ -200,8 +206,8 @@ class ScriptedTarget:
             assert (prefix_len, commit.epoch) == (request.prefix_len, request.epoch)
             request.cached_len = prefix_len + len(commit.path)
             request.prefix_len += len(commit.token_ids)
-            written = self._text_of(commit.request_id).tokens(prefix_len, request.prefix_len)
-            assert commit.token_ids == written, "a token was changed"
+            written = map(self._text_of(commit.request_id).token, range(prefix_len, request.prefix_len))
+            assert commit.token_ids == tuple(written), "a token was changed"
         num_rows = sum(item.num_tokens + _tree(item).num_draft_tokens for item in batch.items)
         if num_rows:
             self._time.spend(self._cost(num_rows))

@@ -6,10 +6,10 @@ randomness follows from the scenario's seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Annotated, Any
 
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
@@ -27,35 +27,28 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from cluster.tools.simulation.clock import (
-    ALARM,
-    ARRIVAL,
-    LaneClock,
-    RoleLane,
-    TimeShares,
-    VirtualClock,
-    split_time,
-)
+from actors.ranges import OneOf, Range, Section, require
+from cluster.tools.simulation.clock import ALARM, ARRIVAL, LaneClock, RoleLane, TimeShares, VirtualClock, split_time
 from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import Language, RequestText, TextSource
 from cluster.tools.simulation.roles import ScriptedRunner, ScriptedTarget, draft_role
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class Scenario(Section):
     """Hardware, language and policy of one run. Times in seconds; links are one way."""
 
-    pipeline: str
+    pipeline: Annotated[str, OneOf(tuple(PIPELINES))]
     verify: PassCost
     draft: PassCost = field(default_factory=lambda: PassCost.flat(0.0))
     drafter: ModelDrafterConfig = field(default_factory=ModelDrafterConfig)
     language: TextSource = field(default_factory=Language)
-    num_requests: int = 1
+    num_requests: Annotated[int, Range(1)] = 1
     max_tokens: int = 2000
-    prompt_len: int = 8
-    target_link_s: float = 0.0
-    draft_link_s: float = 0.0
-    coordinator_s: float = 0.0
+    prompt_len: Annotated[int, Range(1)] = 8
+    target_link_s: Annotated[float, Range(0)] = 0.0
+    draft_link_s: Annotated[float, Range(0)] = 0.0
+    coordinator_s: Annotated[float, Range(0)] = 0.0
     """Time the coordinator takes for every record."""
     exact: PassCost | None = None
     """Exact passes of a layer-parallel draft model, whose other passes cost `draft`; None for other models."""
@@ -65,23 +58,12 @@ class Scenario:
     """As `pipeline.min_draft_tokens`."""
 
     def __post_init__(self) -> None:
-        draft_len = self.drafter.num_draft_tokens
-        bounds = (
-            ("pipeline", self.pipeline in PIPELINES, f"is not one of {', '.join(PIPELINES)}"),
-            ("num_requests", self.num_requests >= 1, "must be at least 1"),
-            ("prompt_len", self.prompt_len >= 1, "must be at least 1"),
-            ("max_tokens", self.max_tokens > 2 * draft_len + 2, f"must exceed two proposals of {draft_len} tokens"),
-            ("target_link_s", self.target_link_s >= 0, "must be 0 or above"),
-            ("draft_link_s", self.draft_link_s >= 0, "must be 0 or above"),
-            ("coordinator_s", self.coordinator_s >= 0, "must be 0 or above"),
-        )
-        for name, good, rule in bounds:
-            if not good:
-                raise ValueError(f"scenario.{name}={getattr(self, name)!r} {rule}")
+        self.check("scenario")
 
-    @property
-    def speculates(self) -> bool:
-        return self.pipeline != "plain"
+    def check_fields(self, where: str) -> None:
+        draft_len = self.drafter.num_draft_tokens
+        remedy = f"must exceed two proposals of {draft_len} tokens"
+        require(self.max_tokens > 2 * draft_len + 2, f"{where}.max_tokens", self.max_tokens, remedy)
 
     def make_policy(self) -> Policy:
         longest = self.drafter.num_draft_tokens
@@ -148,15 +130,14 @@ class _Simulation:
         self._scenario = scenario
         self._text_of = cache(scenario.text)
         self._clock = VirtualClock()
-        self._target = self._target_lane()
-        self._draft = self._draft_lane()
+        self._target, self._draft = self._target_lane(), self._draft_lane()
         self._coordinator = Coordinator(
             Scheduler(SchedulerConfig(max_num_seqs=scenario.num_requests), Capacity(1 << 40, 1 << 40)),
             policy,
             (),
-            drafts=scenario.speculates,
+            drafts=scenario.pipeline != "plain",
         )
-        self._free_at = 0.0  # when the coordinator has worked off the records it has
+        self._free_at = 0.0  # when the coordinator has handled every record received so far
         self._tokens: dict[int, list[int]] = {i: [] for i in range(scenario.num_requests)}
         self._num_verdicts = 0  # since the window opened
         self._opened: float | None = None  # the measured window
@@ -168,7 +149,7 @@ class _Simulation:
             sampling = SamplingParams(max_tokens=scenario.max_tokens)
             self._arrive(Request(request_id, scenario.prompt(request_id), sampling), 0.0)
         self._clock.run()
-        assert self._coordinator.num_requests == 0, "a request was left waiting"
+        assert self._coordinator.num_requests == 0, "a request did not end"
         return self._summary()
 
     # --- wiring -------------------------------------------------------------------------------------------------------
@@ -176,19 +157,17 @@ class _Simulation:
     def _target_lane(self) -> RoleLane:
         scenario, time = self._scenario, LaneClock()
         role = ScriptedTarget(self._text_of, time, scenario.verify)
-        return RoleLane(self._clock, time, role.answer, self._link(scenario.target_link_s))
+        return RoleLane(self._clock, time, role.answer, partial(self._arrive, delay_s=scenario.target_link_s))
 
     def _draft_lane(self) -> RoleLane:
         scenario, time = self._scenario, LaneClock()
         longest = scenario.prompt_len + scenario.max_tokens
         runner = ScriptedRunner(self._text_of, time, scenario.draft, longest, scenario.exact)
         role = draft_role(scenario.pipeline, scenario.drafter, runner, time, adapts=scenario.adaptive)
-        return RoleLane(self._clock, time, role.answer, self._link(scenario.draft_link_s), role)
+        send = partial(self._arrive, delay_s=scenario.draft_link_s)
+        return RoleLane(self._clock, time, role.answer, send, role)
 
-    def _link(self, delay_s: float) -> Callable[[Any, float], None]:
-        return lambda record, sent: self._arrive(record, sent + delay_s)
-
-    def _arrive(self, record: Any, at: float) -> None:
+    def _arrive(self, record: Any, sent: float, delay_s: float = 0.0) -> None:
         """At the coordinator, which serves one record after the other."""
 
         def serve() -> None:
@@ -200,7 +179,7 @@ class _Simulation:
                 self._num_verdicts += len(record.verdicts)
             self._send(self._coordinator.on(record, self._clock.now))
 
-        self._clock.at(at, ARRIVAL, serve)
+        self._clock.at(sent + delay_s, ARRIVAL, serve)
 
     def _send(self, answers: Iterable[Any]) -> None:
         scenario, now = self._scenario, self._clock.now

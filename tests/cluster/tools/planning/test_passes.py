@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.tools.planning.passes import Sharing, measure_passes
+from cluster.tools.planning.passes import PassTask, Sharing, measure_passes
 from parallel.model.families.registry import read_config
 
 SHAPE = {
@@ -21,8 +21,8 @@ SINGLE, TENSOR, LAYER = Sharing(), Sharing(2), Sharing(2, 2, "tensor")
 
 @pytest.fixture(scope="module")
 def times():
-    sharings = [SINGLE, TENSOR, LAYER, Sharing(1, 2)]
-    return measure_passes(read_config(SHAPE), sharings, num_rows=(1, 3), context=8, repeats=3)
+    sharings = (SINGLE, TENSOR, LAYER, Sharing(1, 2))
+    return measure_passes(PassTask(read_config(SHAPE), sharings, num_rows=(1, 3), context=8, repeats=3))
 
 
 def test_every_sharing_is_measured_in_every_kind_of_pass(times):
