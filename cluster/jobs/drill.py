@@ -50,7 +50,11 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             write_json(run_dir / "drill.json", {**summary, **counters, **facts})
     load = drill.load
     columns = ("process", "signal", "faults", "noticed s", "max", "replaced s", "max", "without tokens s", "max")
-    terminal.table("Faults", columns, [_row(kind) for kind in summary["kinds"]])
+    rows = []
+    for kind in summary["kinds"]:
+        times = [figure(kind[name][which], 3) for name in TIMES for which in ("median", "max")]
+        rows.append([kind["kind"], kind["signal"], str(kind["num_faults"]), *times])
+    terminal.table("Faults", columns, rows)
     differ = f"{len(load.unequal)} with other tokens, {len(load.failed)} failed"
     terminal.line(f"{load.num_requests} requests, {load.num_tokens} tokens while it went on: {differ}")
     terminal.line(f"results: {run_dir}")
@@ -74,17 +78,14 @@ def _summary(faults: list[Fault], load: DrillLoad) -> dict[str, Any]:
         "num_failed": len(load.failed),
         "num_unequal_requests": len(load.unequal),
         "faults": entries,
-        "kinds": [_kind(kind, signal, members) for (kind, signal), members in sorted(kinds.items())],
+        "kinds": [
+            {"kind": kind, "signal": signal, "num_faults": len(members)}
+            | {name: _middle(members, name) for name in TIMES}
+            for (kind, signal), members in sorted(kinds.items())
+        ],
     }
 
 
-def _kind(kind: str, signal: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds over all faults of a kind."""
-    times = {name: [entry[name] for entry in entries] for name in TIMES}
-    summary = {name: {"median": median(values), "max": max(values)} for name, values in times.items()}
-    return {"kind": kind, "signal": signal, "num_faults": len(entries), **summary}
-
-
-def _row(kind: dict[str, Any]) -> list[str]:
-    times = [figure(kind[name][which], 3) for name in TIMES for which in ("median", "max")]
-    return [kind["kind"], kind["signal"], str(kind["num_faults"]), *times]
+def _middle(entries: list[dict[str, Any]], name: str) -> dict[str, float]:
+    seconds = [entry[name] for entry in entries]
+    return {"median": median(seconds), "max": max(seconds)}

@@ -1,4 +1,4 @@
-"""The drill: constant load, faults of one process or two, and the time each takes to recover from.
+"""The drill: constant load, faults of one process or of two at once, and the seconds until the engine recovered.
 
 Every request that runs meanwhile must end with the tokens of plain decoding, which the same engine gave before the
 first fault. Uses an engine from outside: its processes, their ids, and what its clients receive. This machine only.
@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.protocol.messages import SamplingParams
@@ -149,7 +149,7 @@ class Drill:
         while time.monotonic() < deadline and not self.load.failed:
             with self._lock:
                 live = [completion.last_token_at or 0.0 for completion in self._live.values()]
-                gap.update(max(self._ended_token_at, *live, 0.0))
+                gap.update(max([self._ended_token_at, *live]))
             if (at := happened_at()) is not None:
                 return at
             time.sleep(_POLL_S)
@@ -157,9 +157,9 @@ class Drill:
         struck = " and ".join(f"{name} to {identity}" for identity, name in strikes)
         raise EngineError(f"job=drill: {struck}: {why}")
 
-    def _replaced_at(self, identities: Sequence[str], before: Mapping[str, int]) -> float | None:
-        now = self.engine.pids()
-        replaced = all(now.get(identity, before[identity]) != before[identity] for identity in identities)
+    def _replaced_at(self, identities: Sequence[str], before: dict[str, int]) -> float | None:
+        now = before | self.engine.pids()
+        replaced = all(now[identity] != before[identity] for identity in identities)
         return time.monotonic() if replaced else None
 
 

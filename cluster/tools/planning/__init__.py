@@ -7,9 +7,9 @@ rounds       rounds of one role along known text, timed
 measuring    pass costs from such rounds
 transcript   recorded text as a language of the simulator
 passes       one pass of a draft model in every way to share it: attention, MLPs, communication
-fidelity     acceptance of layer-parallel drafting, and how near its passes are to exact ones
+fidelity     acceptance of layer-parallel drafting, and the distance of its passes from exact ones
 prediction   the speed of every layout, by the simulator
-trials       real runs beside the predictions
+trials       real runs to compare with the predictions
 tables       rows for the terminal and the CSV
 plots        the figures
 """

@@ -1,6 +1,6 @@
-"""What a plan rests on: seconds of a pass by role and ranks, hops, acceptance; read from a file or measured.
+"""The costs that predictions use: seconds of a pass by role and ranks, seconds of a message, acceptance.
 
-A file describes a cluster that need not be at hand; a plan that measured writes its costs in the same form.
+A file may describe a cluster other than this one; a plan that measured writes its costs in the same form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TargetCost:
     beside: bool | None = None
     """Measured while the drafter computed too (true) or not (false); None fits both."""
     shape: Shape | None = None
-    """Of the drafter it was measured with; None: alone, which fits any."""
+    """Of the drafter it was measured with; None: measured alone, which fits any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DraftCost:
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Everything a prediction needs. Times in seconds; `link_s` is one way."""
+    """The inputs of a prediction. Times in seconds; `link_s` is one way."""
 
     num_devices: int
     target: tuple[TargetCost, ...]
@@ -69,8 +69,7 @@ class PassCosts:
     def of_target(self, ranks: int, shape: Shape | None, cores: int, *, beside: bool) -> TargetCost | None:
         """Measured with this drafter if there is such a cost, else alone; None if unknown."""
         fitting = [cost for cost in self.target if cost.ranks == ranks and _fits(cost, cores, beside)]
-        close = [cost for cost in fitting if cost.shape == shape] or [cost for cost in fitting if cost.shape is None]
-        return close[0] if close else None
+        return next((cost for wanted in (shape, None) for cost in fitting if cost.shape == wanted), None)
 
     def of_drafter(self, shape: Shape, target_ranks: int, cores: int, *, beside: bool) -> DraftCost | None:
         """None if unknown."""
@@ -111,13 +110,13 @@ def write_costs(path: Path, costs: PassCosts) -> None:
 
 
 def _entry(record: TargetCost | DraftCost | Shape, keys: Sequence[str]) -> dict[str, Any]:
-    """Without what was not measured."""
+    """The keys of a record in the file; a value that was not measured is left out."""
     values = {key: getattr(record, _FIELDS.get(key, key)) for key in keys}
     return {key: _plain(value) for key, value in values.items() if value or value is False}
 
 
 def _plain(value: Any) -> Any:
-    """In the types of YAML."""
+    """A value of a record in the types of YAML."""
     if isinstance(value, PassCost):
         return {rows: round(seconds * 1e3, 4) for rows, seconds in value.points}
     if isinstance(value, Shape):
@@ -144,12 +143,12 @@ def read_costs(path: Path) -> PassCosts:
 
 
 def _read(entry: Any, where: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Field -> value of what an entry has of `keys`; passes must be there."""
+    """Field -> value of the `keys` that an entry has; `pass_ms` is required."""
+    name = where or "the file"
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{where or 'the file'}: must be a mapping of keys to values")
-    for key in entry:
-        if key not in keys:
-            raise ValueError(f"{where or 'the file'} has the unknown key {key}; choose from {', '.join(keys)}")
+        raise ValueError(f"{name}: must be a mapping of keys to values")
+    if unknown := [str(key) for key in entry if key not in keys]:
+        raise ValueError(f"{name} has the unknown key {unknown[0]}; choose from {', '.join(keys)}")
     return {
         _FIELDS.get(key, key): _READERS[key](entry.get(key), f"{where}.{key}".removeprefix("."))
         for key in keys
@@ -176,9 +175,14 @@ def _shape_of(fields: dict[str, Any]) -> Shape:
     return Shape(**{"parallel": parallel, "layer_group": max(fields.get("partition", ()), default=1)} | fields)
 
 
+def _need(good: bool, where: str, rule: str, value: Any) -> None:
+    if not good:
+        raise ValueError(f"{where}: must be {rule}, not {value}")
+
+
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"{where}: must be a number of 0 or above, not {value}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _need(is_number and value >= 0, where, "a number of 0 or above", value)
     return float(value)
 
 
@@ -192,15 +196,13 @@ def _whole(value: Any, where: str) -> int:
 
 def _count(value: Any, where: str) -> int:
     number = _number(value, where)
-    if number < 1 or number != int(number):
-        raise ValueError(f"{where}: must be a whole number of at least 1, not {value}")
+    _need(number >= 1 and number == int(number), where, "a whole number of at least 1", value)
     return int(number)
 
 
 def _probabilities(value: Any, where: str) -> tuple[float, ...]:
-    numbers = tuple(_number(one, where) for one in (value if isinstance(value, list) else [value]))
-    if not numbers or any(number > 1 for number in numbers):
-        raise ValueError(f"{where}: must be numbers from 0 to 1, not {value}")
+    numbers = tuple(_number(number, where) for number in (value if isinstance(value, list) else [value]))
+    _need(bool(numbers) and max(numbers) <= 1, where, "numbers from 0 to 1", value)
     return numbers
 
 
@@ -216,15 +218,13 @@ def _passes(value: Any, where: str) -> PassCost:
 
 
 def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: must be true or false, not {value}")
+    _need(isinstance(value, bool), where, "true or false", value)
     return value
 
 
 def _one_of(*choices: str) -> Callable[[Any, str], str]:
     def read(value: Any, where: str) -> str:
-        if value not in choices:
-            raise ValueError(f"{where}: must be {', '.join(choices[:-1])} or {choices[-1]}, not {value}")
+        _need(value in choices, where, f"{', '.join(choices[:-1])} or {choices[-1]}", value)
         return value
 
     return read
@@ -232,8 +232,7 @@ def _one_of(*choices: str) -> Callable[[Any, str], str]:
 
 def _list_of(what: str, read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple[Any, ...]]:
     def read_all(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: must be a list of {what}, not {value}")
+        _need(isinstance(value, list), where, f"a list of {what}", value)
         return tuple(read(entry, f"{where}[{i}]") for i, entry in enumerate(value))
 
     return read_all

@@ -1,8 +1,8 @@
-"""What layer-parallel drafting costs in quality: how near fuzzy passes are to exact ones, and their acceptance.
+"""The loss of quality in layer-parallel drafting: the acceptance, and the distance of fuzzy passes from exact ones.
 
 By layers side by side and by how often the KV is calibrated. Runs on one rank, which computes the same as many.
-Acceptance is that of the drafter along the target's text; nearness compares as many fuzzy rows as gather between two
-calibrations.
+Acceptance is that of the drafter along the target's text; the distance is measured over as many fuzzy rows as gather
+between two calibrations.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from parallel.runtime.layer_parallel_runner import LayerParallelRunner, open_lay
 
 WIDTHS = (1, 2, 3, 4)
 """Layers side by side."""
-
-
 INTERVALS = (1, 2, 4, 0)
 """Rounds between calibrations that an ablation compares, 0 = never; the first is the engine's default."""
 
@@ -81,7 +79,7 @@ def engine_sizes(num_layers: int, width: int) -> list[int]:
 
 
 def full_sizes(num_layers: int, width: int) -> list[int]:
-    """The same with as many hyper-layers of `width` as there are layers for, where the engine evens them out."""
+    """As `engine_sizes`, but with as many hyper-layers of exactly `width` as fit, where the engine evens them out."""
     sizes = engine_sizes(num_layers, width)
     if max(sizes) >= width:
         return sizes
@@ -199,16 +197,8 @@ def compare(
             acceptance, accepted = measure_acceptance(config, sizes, every, texts, sampling, device)
             exact_accepted = exact_accepted or accepted
             run = max(1, round(every * (accepted + 1)) if every != 1 else config.num_draft_tokens - 1)
-            found.append(
-                Fidelity(
-                    width,
-                    sizes,
-                    describe_interval(every) if width > 1 else "exact",
-                    acceptance,
-                    accepted + 1,
-                    (accepted + 1) / (exact_accepted + 1),
-                    accepted / exact_accepted if exact_accepted else 1.0,
-                    *nearness(runner, texts, run if every else 0),
-                )
-            )
+            calibration = describe_interval(every) if width > 1 else "exact"
+            kept = (accepted + 1) / (exact_accepted + 1), accepted / exact_accepted if exact_accepted else 1.0
+            near = nearness(runner, texts, run if every else 0)
+            found.append(Fidelity(width, sizes, calibration, acceptance, accepted + 1, *kept, *near))
     return found

@@ -1,4 +1,4 @@
-"""Which layouts are worth a prediction: ranks of each role, how they share the drafter, placement and pipeline.
+"""Enumerates the layouts to predict: ranks of each role, how they share the drafter, placement and pipeline.
 
 Pure: numbers of ranks -> layouts; a layout -> overrides of the command line, or a configuration. Knows no costs.
 """
@@ -97,10 +97,8 @@ class Layout:
         if shape.threads:
             options["num_threads"] = shape.threads
         if shape.parallel == Parallel.layer:
-            if shape.has_own_partition:
-                options["layer_partition"] = list(shape.partition)
-            else:
-                options["layer_group"] = shape.layer_group
+            own = shape.has_own_partition
+            options |= {"layer_partition": list(shape.partition)} if own else {"layer_group": shape.layer_group}
             options["mlp_parallel"] = MlpParallel(shape.mlp)
         return options | {"num_draft_tokens": num_draft_tokens}
 
@@ -133,12 +131,9 @@ def described_layouts(
     target_ranks: Sequence[int], shapes: Sequence[Shape], num_devices: int, job: PlanConfig
 ) -> list[Layout]:
     """Layouts of the passes that a file describes, within the job's axes."""
-    ranks = [ranks for ranks in dict.fromkeys(target_ranks) if not job.target_ranks or ranks in job.target_ranks]
-    wanted = [
-        shape
-        for shape in dict.fromkeys(shapes)
-        if shape.parallel in job.parallels and (not job.draft_ranks or shape.ranks in job.draft_ranks)
-    ]
+    ranks = [ranks for ranks in dict.fromkeys(target_ranks) if ranks in (job.target_ranks or [ranks])]
+    wanted = [shape for shape in dict.fromkeys(shapes) if shape.parallel in job.parallels]
+    wanted = [shape for shape in wanted if shape.ranks in (job.draft_ranks or [shape.ranks])]
     return list(enumerate_layouts(ranks, wanted, num_devices, job.pipelines, job.batch))
 
 
@@ -146,7 +141,7 @@ def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = Fal
     """Layouts that the models allow on so many devices, within the job's axes; `threads`: devices are cores, and a
     drafter may also use only one of several."""
     job: PlanConfig = config.job
-    sizes = [1 << i for i in range(num_devices.bit_length()) if 1 << i <= num_devices]
+    sizes = [1 << i for i in range(num_devices.bit_length())]
     target = read_config(Path(config.target.path))
     options = draft_model(config)
     drafter = read_config(Path(options.path))
@@ -162,13 +157,9 @@ def local_layouts(config: LaunchConfig, num_devices: int, *, threads: bool = Fal
         shapes += [Shape("layer", size, width, mlp, partition) for width, partition in fitting for mlp in mlps]
     layouts = list(enumerate_layouts(ranks, shapes, num_devices, job.pipelines, job.batch))
     if threads:
-        one_thread = Shape(threads=1)
-        layouts += [
-            replace(layout, shape=one_thread)
-            for layout in layouts
-            if layout.shape == Shape()
-            and num_devices // (1 if layout.placement == "colocated" else layout.target_ranks + 1) > 1
-        ]
+        single = [layout for layout in layouts if layout.shape == Shape()]
+        sharing = [(layout, 1 if layout.placement == "colocated" else layout.target_ranks + 1) for layout in single]
+        layouts += [replace(layout, shape=Shape(threads=1)) for layout, ranks in sharing if num_devices // ranks > 1]
     return layouts
 
 

@@ -1,6 +1,6 @@
-"""Measures what passes cost on this machine, in every shape that the layouts under consideration need.
+"""Measures the seconds of passes on this machine, in every shape that the given layouts need.
 
-Two roles are measured together, in turn or at the same time as their pipeline has it: waiting threads, cold caches and
+Two roles are measured together, in turn or at the same time as in their pipeline: waiting threads, cold caches and
 sleeping cores are part of the cost of a pass. Derives `PassCosts` and predicts nothing.
 """
 
@@ -57,7 +57,7 @@ Acceptance = Mapping[tuple[int, ...], tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RolePair:
-    """What is measured at once: both roles, in turn or overlapping, or the target alone."""
+    """The ranks measured together: of both roles, in turn or overlapping, or of the target alone."""
 
     target: tuple[RankPlacement, ...]
     draft: tuple[RankPlacement, ...] = ()
@@ -86,7 +86,7 @@ class RoleTimings:
 
 @dataclass(frozen=True, slots=True)
 class PairTimings:
-    """What the lead ranks measured."""
+    """The measurements of the lead ranks."""
 
     pair: RolePair
     target: RoleTimings
@@ -100,7 +100,7 @@ def find_devices(config: LaunchConfig) -> Devices:
 
 
 def role_pair(layout: Layout, config: LaunchConfig, devices: Devices) -> RolePair:
-    """What to measure for a layout. Raises ValueError where it does not fit."""
+    """The ranks to measure for a layout. Raises ValueError where it does not fit."""
     places = lay_out(layout.configure(config, 1), devices)
     target, draft = (tuple(place for place in places if place.role == role) for role in ("target", "draft"))
     return RolePair(target, draft, layout.shape, layout.overlaps)
@@ -113,7 +113,7 @@ def measure_all(
     sampling: SamplingParams,
     progress: Callable[[str], None],
 ) -> tuple[list[PairTimings], dict[str, str]]:
-    """The measurements, each once, and what could not be measured: its description -> the reason."""
+    """The measurements, each once, and the pairs that could not be measured: description -> reason."""
     measured, refused = [], {}
     pairs = list(dict.fromkeys(pairs))
     for number, pair in enumerate(pairs, 1):
@@ -149,8 +149,8 @@ def _measure_role(
     group: Group,
     sync: RankSync,
 ) -> RoleTimings:
-    """Replay twice: for the time of passes, then shorter, with every layer timed, which slows passes down, for how it
-    divides. Then the group's collectives with nothing between them."""
+    """Replay for the time of passes; again, shorter, with every layer timed, which slows passes down, for the parts of
+    that time. Then time the group's collectives by themselves."""
     clock = PassClock(place.device)
     built, _ = build_role(rank_spec(config, place, "", LOOPBACK, eos_token_ids), TimedGroup(group, clock))
     role: Any = built
@@ -215,7 +215,7 @@ def derive_costs(measured: Sequence[PairTimings], num_devices: int, hop_s: float
 
 
 def parts_of(measured: Sequence[PairTimings]) -> list[dict[str, Any]]:
-    """How the time of a mean pass divides, by role pair and role; one block of attention, one MLP, one collective."""
+    """Milliseconds of a mean pass, its parts, one attention block, one MLP and one collective, by pair and role."""
     return [
         {
             "role": role,
@@ -237,8 +237,8 @@ def parts_of(measured: Sequence[PairTimings]) -> list[dict[str, Any]]:
 
 
 def pass_cost(passes: Sequence[TimedPass]) -> PassCost:
-    """Means by rows: slow passes are part of a round. Where passes of so many rows are few, one slow one would decide:
-    there the median, and the excess of the slow ones is spread over all such passes."""
+    """Mean seconds by rows: slow passes are part of a round. With few passes of a number of rows, one slow pass would
+    decide the mean: these use medians, scaled by the ratio of means to medians over all such passes."""
     by_rows: dict[int, list[float]] = defaultdict(list)
     for one in passes[int(len(passes) * SETTLING) :]:
         by_rows[one.rows].append(one.seconds)

@@ -1,6 +1,6 @@
-"""How fast every layout would be: the engine's own coordinator and drafters in the simulator, on given pass costs.
+"""Predicts the speed of every layout: the engine's own coordinator and drafters in the simulator, on given pass costs.
 
-Knows nothing of where costs come from; a layout whose costs are unknown is left out.
+Must not know where costs come from; a layout whose costs are unknown is left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rounds of one role without the other: it receives the records that the coordinator would send, along known text.
 
-The texts are what the target wrote, so every verdict is known in advance: drafts are accepted where they are right.
-All ranks of a role replay the same rounds. Measures passes with the host's work around them, as the engine has it.
+The target wrote the texts, so every verdict is known in advance: drafts are accepted as far as they equal the text.
+All ranks of a role replay the same rounds. The time of a pass includes the host's work around it, as in the engine.
 """
 
 from __future__ import annotations

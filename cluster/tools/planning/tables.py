@@ -17,18 +17,6 @@ SHOWN = 12
 CLOSE = 0.15
 """Relative error of a predicted round time above which it is marked."""
 
-CSV_COLUMNS = (
-    "layout",
-    "num_draft_tokens",
-    "tokens_per_s",
-    "over_plain",
-    "round_ms",
-    "tokens_per_round",
-    "branch_hit_rate",
-    "target_busy",
-    "draft_busy",
-    "binding",
-)
 TRIAL_COLUMNS = (
     "tokens_per_s",
     "tokens_per_s_off",
@@ -128,7 +116,7 @@ def write_csv(path: Path, entries: Sequence[Entry]) -> None:
     rows = []
     for entry in entries:
         measured = entry["measured"] or {}
-        row = {name: entry[name] for name in CSV_COLUMNS}
+        row = {name: value for name, value in entry.items() if name not in ("overrides", "measured")}
         row |= {f"measured {name}": measured.get(name) for name in TRIAL_COLUMNS}
         rows.append(row | {"overrides": " ".join(entry["overrides"])})
     _write_rows(path, rows)

@@ -1,8 +1,8 @@
-"""Recorded text as a language of the simulator: what the target wrote, and the drafter's ranked choices for each token.
+"""Recorded text as a language of the simulator: the target's text and the drafter's ranked choices for each token.
 
 The synthetic language draws from probabilities; this one plays back a measurement, so that runs of easy and hard
-tokens are as long as they really are. Given the true text in front, a draft model's choices do not depend on how
-drafts are made: one pass of the model over each text records them.
+tokens keep their measured lengths. After the true text, a draft model's choices do not depend on how drafts are made:
+one pass of the model over each text records them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STRIDE = 61
 
 @dataclass(frozen=True, slots=True)
 class RecordedToken:
-    """A token of the target, and the drafter's ranked choices for its position, given the true text in front."""
+    """A token of the target, and the drafter's ranked choices for its position, given the true text before it."""
 
     token: int
     choices: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Runs the engine: a probe for what cannot be measured in parts, and trials to compare with predictions."""
+"""Runs the engine: a probe for the texts and the seconds of a message, and trials to compare with predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOPS = 4
 
 @dataclass(frozen=True, slots=True)
 class ProbeRun:
-    """What the target wrote for the prompts, and seconds of a message, the coordinator's part included."""
+    """The target's texts for the prompts, and seconds of a message, the coordinator's time included."""
 
     texts: tuple[KnownText, ...]
     hop_s: float

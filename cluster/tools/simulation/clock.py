@@ -1,7 +1,7 @@
-"""Virtual time: an event queue, one lane per role that serves records as the real loop does, and where time went.
+"""Virtual time: an event queue, one lane per role that serves records as the real loop does, and shares of time.
 
-A lane runs ahead of the event queue by as much as its passes cost, and reads what arrived meanwhile when it is done.
-Lanes deliver records without reading them.
+A lane's own time runs ahead of the event queue by the cost of its passes; records that arrive meanwhile are served
+after them. Lanes deliver records without reading them.
 """
 
 from __future__ import annotations
@@ -50,9 +50,6 @@ class LaneClock:
 
     def __call__(self) -> float:
         return self.now
-
-    def spend(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class RoleLane:
@@ -145,7 +142,7 @@ def split_time(target: Sequence[Interval], draft: Sequence[Interval], start: flo
 
 def _busy_until(intervals: Sequence[Interval], times: np.ndarray | Sequence[float]) -> np.ndarray:
     """Seconds that a lane was busy before each of `times`."""
-    edges = np.concatenate([[0.0], np.ravel(intervals)])  # start, end, start, end, ... behind the start of time
+    edges = np.concatenate([[0.0], np.ravel(intervals)])  # 0, start, end, start, end, ...
     spans = np.diff(edges)
     spans[::2] = 0.0  # from an end to the next start
     return np.asarray(np.interp(times, edges, np.concatenate([[0.0], np.cumsum(spans)])))

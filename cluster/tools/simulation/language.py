@@ -54,8 +54,8 @@ class Language(Section):
     runners_up: Annotated[tuple[float, ...], Range(0)] = power_law(1.0)
     """P(the token is the drafter's second, third, ... choice), given that it is not the first."""
     unevenness: Annotated[float, Range(0)] = 0.0
-    """0: the drafter is equally sure everywhere. Above: doubt gathers in few places, which the drafter knows, and its
-    mean stays: 1 - acceptance is scaled by (1 + c) * u ** c, u uniform per position."""
+    """0: the drafter is equally sure everywhere. Above: its doubt, 1 - acceptance, is scaled per position by
+    (1 + c) * u ** c, u uniform: it gathers in few positions, shows in the probabilities and keeps its mean."""
     vocab_size: int = 32_000
     seed: int = 0
 

@@ -1,4 +1,4 @@
-"""The two roles with scripted passes: the engine's draft role and drafters on a runner that only knows the language.
+"""The two roles with scripted passes: the engine's draft role and drafters over a runner that computes nothing.
 
 A pass costs what the scenario gives, and its "logits" are positions of the text, from which the drafter reads ranked
 choices. The target answers with the text itself.
@@ -118,7 +118,7 @@ class ScriptedRunner:
         after_fuzzy = any(sequence.exact_len < sequence.cached_len for sequence in sequences)
         is_fuzzy = self._exact is not None and (fuzzy or after_fuzzy)
         cost = self._cost if self._exact is None or is_fuzzy else self._exact
-        self._time.spend(cost(len(token_ids)))
+        self._time.now += cost(len(token_ids))
         rows = []
         for span, sequence in zip(spans, sequences, strict=True):
             text, pending = self._text_of(span.seq_id), sequence.pending
@@ -179,7 +179,7 @@ def draft_role(
 
 @dataclass(slots=True)
 class _TargetRequest:
-    """What the target knows of a request; `cached_len` tokens have KV."""
+    """The target's state of one request; `cached_len` tokens have KV."""
 
     epoch: int
     prefix_len: int
@@ -210,7 +210,7 @@ class ScriptedTarget:
             assert commit.token_ids == tuple(written), "a token was changed"
         num_rows = sum(item.num_tokens + _tree(item).num_draft_tokens for item in batch.items)
         if num_rows:
-            self._time.spend(self._cost(num_rows))
+            self._time.now += self._cost(num_rows)
         verdicts = tuple(verdict for item in batch.items if (verdict := self._verify(item)) is not None)
         yield VerdictBatch(batch.round, verdicts, started, self._time.now, num_rows)
 
