@@ -105,7 +105,7 @@ def run_drill(
     silence_s: float = 2.0,
     **sections: object,
 ) -> Drill:
-    """A drill on an engine with a Ray of its own; checks what it leaves behind.
+    """A drill on an engine with a Ray of its own; checks that it leaves no process, port or shared memory.
 
     The pool is a little too small for the four requests at the end: they fill it to the last slot, and a target that
     had lost one would fail.

@@ -54,7 +54,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert read_costs(tmp_path / "costs.yaml") == costs
 
 
-def test_costs_belong_to_cores_and_company():
+def test_costs_depend_on_cores_and_on_the_other_role():
     alone, beside, wide, paired = (
         TargetCost(1, PassCost.flat(seconds), cores, busy, shape)
         for seconds, cores, busy, shape in (
@@ -69,7 +69,7 @@ def test_costs_belong_to_cores_and_company():
     assert costs.of_target(1, None, 1, beside=False) is alone and costs.of_target(1, None, 1, beside=True) is beside
     assert costs.of_target(1, None, 2, beside=False) is wide and costs.of_target(1, None, 2, beside=True) is None
     assert costs.of_target(1, Shape(), 1, beside=False) is paired
-    assert costs.of_target(1, Shape("tensor", 2), 1, beside=False) is alone, "by itself stands for any company"
+    assert costs.of_target(1, Shape("tensor", 2), 1, beside=False) is alone, "measured alone, it fits any drafter"
     assert costs.of_drafter(Shape(), 2, 1, beside=False) is draft
     assert costs.of_drafter(Shape(), 1, 1, beside=False) is None
 
@@ -99,6 +99,6 @@ def test_the_examples_are_costs(path: Path):
         ("target: 3", "target: must be a list"),
     ],
 )
-def test_nonsense_is_refused_in_one_line(write, text: str, complaint: str):
+def test_invalid_costs_are_refused_in_one_line(write, text: str, complaint: str):
     with pytest.raises(ValueError, match=f"^job.costs=.*costs.yaml: {complaint}.*see docs/planning.md$"):
         read_costs(write(text))

@@ -1,4 +1,4 @@
-"""Which layouts there are, and that their overrides say what they are."""
+"""The layouts that are enumerated, and the overrides that select each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_layers_are_shared_as_the_drafter_allows_and_in_each_way_once(tiny_check
     whole = {shape.mlp for shape in layer_shapes([*pair(6), "drafter.calibration=broadcast"], 2)}
     assert whole == {"replicated"}, "one rank makes the exact rows and needs whole MLPs"
     four = {(shape.layer_group, shape.partition) for shape in layer_shapes(pair(5), 4)}
-    assert four == {(2, (1, 1, 2, 1)), (3, (1, 3, 1))}, "4 side by side are the 3 that there are"
+    assert four == {(2, (1, 1, 2, 1)), (3, (1, 3, 1))}, "a width of 4 is limited to the 3 inner layers"
     six = layer_shapes([*pair(8), "job.layer_groups=[3,4,6]"], 8)
     assert {(shape.layer_group, shape.partition) for shape in six} == {(3, (1, 3, 3, 1)), (6, (1, 6, 1))}
     own = layer_shapes([*pair(6), "drafter.parallel=layer", "drafter.layer_partition=[[0,1],[2,3],[4],[5]]"], 2)

@@ -1,4 +1,4 @@
-"""From timed passes to costs and to what is worth a real run."""
+"""Timed passes become costs; predictions are chosen for trials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.tools.planning.trials import worth_trying
 
 
 def passes(seconds: dict[int, list[float]]) -> list[TimedPass]:
-    """Behind others that do not count."""
+    """Preceded by passes of the settling time, which do not count."""
     found = [TimedPass(rows, False, one) for rows, times in seconds.items() for one in times]
     settling: list[TimedPass] = []
     while int(SETTLING * (len(settling) + len(found))) > len(settling):
@@ -33,7 +33,7 @@ def test_slow_passes_are_in_the_costs(count: int):
 def test_one_slow_pass_does_not_decide_where_passes_are_few():
     cost = pass_cost(passes({1: [1.0] * ENOUGH, 2: [2.0] * 5, 4: [4.0] * 4 + [24.0], 6: [6.0] * 2}))
     assert cost(1) == 1.0 and cost(2) == pytest.approx(2 * 50 / 30) and cost(4) == pytest.approx(4 * 50 / 30)
-    assert [rows for rows, _ in cost.points] == [1, 2, 4], "two passes say nothing"
+    assert [rows for rows, _ in cost.points] == [1, 2, 4], "two passes are left out"
 
 
 def test_every_way_to_share_the_drafter_is_tried():

@@ -1,4 +1,4 @@
-"""The stopwatch for draft passes, on a model so small that only its bookkeeping is tested."""
+"""Times of draft passes, on a model so small that only the bookkeeping is tested."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_recorded_text_is_played_back():
     assert found.tokens_per_round == pytest.approx(3.0, rel=0.01)
     worse = replace(Transcript(text), kept=(1.0, 0.0))
     halved = predict(SYNC, 3, COSTS, Workload(ModelDrafterConfig(), 1, worse))
-    assert 1.0 < halved.tokens_per_round < 2.0, "behind the first token nothing is right any more"
+    assert 1.0 < halved.tokens_per_round < 2.0, "no draft token after the first is accepted"
 
 
 def test_the_published_layout_of_swiftspec_comes_out_best():

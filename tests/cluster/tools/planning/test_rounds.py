@@ -79,7 +79,7 @@ def test_drafts_are_accepted_as_often_as_in_the_engine(pair):
         for kept, offered in zip(counters["num_accepted_per_pos"], counters["num_drafted_per_pos"], strict=True)
     ]
     assert measured == pytest.approx(engine, abs=0.15) and 0.05 < measured[0] < 0.98
-    assert {one.rows for one in played.passes} == {1, 2}, "one token, or two behind a draft that was all right"
+    assert {one.rows for one in played.passes} == {1, 2}, "one token, or two after a draft that was all accepted"
     assert len(played.passes) == LENGTH * played.num_rounds and all(one.seconds > 0 for one in played.passes)
 
 
@@ -91,12 +91,12 @@ def test_a_drafter_ahead_works_between_its_rounds(pair):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_target_is_shown_drafts_of_every_length(pair, batch: int):
+def test_the_target_verifies_drafts_of_every_length(pair, batch: int):
     config, texts, _ = pair
     role, verdicts = role_of(config, "target"), []
     answer = role.answer
 
-    def overheard(record):
+    def recording(record):
         for given in answer(record):
             verdicts.extend(
                 (len(verdict.path), item.proposal.tree.num_draft_tokens)
@@ -105,10 +105,10 @@ def test_the_target_is_shown_drafts_of_every_length(pair, batch: int):
             )
             yield given
 
-    role.answer = overheard
+    role.answer = recording
     played = replay_verdicts(role, replace(script(texts, batch), lengths=(1, LENGTH)), ReplayRank())
     assert {one.rows for one in played.passes} == {batch, 2 * batch, (LENGTH + 1) * batch}
-    assert verdicts and all(accepted == drafted for accepted, drafted in verdicts), "they were the target's own words"
+    assert verdicts and all(accepted == drafted for accepted, drafted in verdicts), "each is the target's text"
 
 
 def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
@@ -119,7 +119,7 @@ def test_costs_and_text_predict_the_acceptance_of_the_engine(pair):
     assert 1 + accepted == pytest.approx(engine_length(counters), rel=0.15)
     measured = measure(todo, config, texts, SAMPLING)
     rounds = [one.num_rounds for one in (measured.target.watched, measured.draft.watched)]
-    assert min(rounds) > 0 and max(rounds) - min(rounds) <= 1, "also watched they take turns"
+    assert min(rounds) > 0 and max(rounds) - min(rounds) <= 1, "they take turns when watched too"
     for part, one in zip(parts_of([measured]), (measured.target, measured.draft), strict=True):
         assert {"attention", "mlp", "rest"} <= set(part["parts_ms"]) and min(part["parts_ms"].values()) > 0
         assert sum(part["parts_ms"].values()) == pytest.approx(part["watched_ms"]), "a pass and nothing else"
@@ -166,7 +166,7 @@ def roles_on_two_ranks(config, work) -> list[RoleWork]:
     return [RoleWork(tuple(place for place in places if place.role == role), work) for role in ("target", "draft")]
 
 
-def test_ranks_of_both_roles_meet_in_groups_of_their_own(tiny_launch, one_free_thread):
+def test_each_role_has_its_own_group(tiny_launch, one_free_thread):
     roles = roles_on_two_ranks(tiny_launch(PlanConfig()), add_ranks)
     assert run_on_ranks(roles, as_threads=True) == [(3.0, "target"), (3.0, "draft")]
 

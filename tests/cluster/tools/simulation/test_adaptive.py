@@ -79,7 +79,7 @@ def test_a_drafter_at_some_distance_is_waited_for():
 
 
 def test_a_text_that_becomes_easy_is_speculated_for_again():
-    """The first requests are hopeless, the later ones easy; one policy sees both."""
+    """The first requests are hopeless, the later ones easy; one policy serves both."""
     hard = replace(scenario("sync", (0.05, 1.5e-3, 10e-3, 0.2e-3, 1)), adaptive=True)
     easy = replace(hard, language=Language((0.9,), power_law(0.8)), max_tokens=1500)
     policy = hard.make_policy()

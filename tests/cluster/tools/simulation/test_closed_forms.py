@@ -126,7 +126,7 @@ def test_enumerated_outcomes_at_their_own_hit_rate(alpha, redraft):
 
 
 def test_hits_follow_from_the_outcomes_that_fit_the_width():
-    """Thirteen outcomes are known behind three draft tokens; a width that holds them all hits whatever is ranked."""
+    """Three draft tokens have thirteen outcomes; a width that holds them all hits whatever the ranks are."""
     case = scenario("branches", 0.9, BRANCHES)
     first, others = frequency(case), sum(frequency(case, rank) for rank in (1, 2, 3))
     hits = others * (1 + first + first**2) + (others + first) * first**3
