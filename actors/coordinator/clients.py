@@ -1,4 +1,4 @@
-"""Which client asked for which request, and which clients are gone.
+"""Which client submitted which request, and which clients are gone.
 
 A client has two links to the hub: it receives on `client` or `client:NAME` and sends on the same name with `/out`, so
 that threads which submit do not wait for the one that receives. `client` is the owner of the engine, which ends the
@@ -32,8 +32,8 @@ class Clients:
         names = self._hub.identities()
         return [name for name in names if name.partition(":")[0] == CLIENT and not name.endswith(OUT)]
 
-    def asked(self, link: str, record: Request | ReportOrder) -> None:
-        """Answer this record to the client of this link from now on."""
+    def record_origin(self, link: str, record: Request | ReportOrder) -> None:
+        """Send answers to this record to the client of this link from now on."""
         client = link.removesuffix(OUT)
         if isinstance(record, Request):
             self._client_of[record.request_id] = client
@@ -41,7 +41,7 @@ class Clients:
             self._report_to = client
 
     def client_of(self, answer: Tokens | Report) -> str:
-        """The client that asked for what this record answers; a request's last tokens end its entry."""
+        """The client to send this answer to; the last tokens of a request end its entry."""
         if isinstance(answer, Report):
             return self._report_to
         if answer.finish_reason is not None:

@@ -95,8 +95,8 @@ class CoordinatorService:
         self._watches = watches
         self._event_log = EventLog()
         self._store = store
-        self._published_at = self._beat_at = time.monotonic()
-        self._awake_s = 0.0  # time that this process ran; while it was suspended, no rank was silent
+        self._published_at = self._heartbeat_sent_at = time.monotonic()
+        self._awake_s = 0.0  # seconds that this process ran; a suspension of it is not a silence of the ranks
         self._sent_at: dict[str, tuple[int, float]] = {}  # role -> round of the unanswered batch, and when it left
         first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
         self._memberships = {role: RoleMembership(role, size, first_epoch) for role, size in spec.sizes.items()}
@@ -128,7 +128,7 @@ class CoordinatorService:
             else:
                 self._dispatch(*received)
             now = time.monotonic()
-            if now - self._beat_at >= HEARTBEAT_S:
+            if now - self._heartbeat_sent_at >= HEARTBEAT_S:
                 self._send_heartbeat(now)
             if now - self._published_at >= 1.0:
                 self._publish_snapshot()
@@ -150,19 +150,19 @@ class CoordinatorService:
             watch(snapshot)
 
     def _send_heartbeat(self, now: float) -> None:
-        """What happens at regular times, without a record: heartbeat, clients and ranks that fell silent."""
-        self._awake_s += min(now - self._beat_at, 2 * HEARTBEAT_S)
-        self._beat_at = now
+        """Send a heartbeat; abort the requests of absent clients; report ranks that hang."""
+        self._awake_s += min(now - self._heartbeat_sent_at, 2 * HEARTBEAT_S)
+        self._heartbeat_sent_at = now
         is_waiting = self._coordinator is None
-        alive = Alive("coordinator", 0, self._spec.incarnation, os.getpid(), waiting=is_waiting, at_change=False)
+        alive = Alive("coordinator", 0, self._spec.incarnation, os.getpid(), waiting=is_waiting, off_schedule=False)
         self._hub.send(self._clients.connected(), alive)
         for request_id in self._clients.abandoned(now):
             self._apply_record(Abort(request_id))
         limit_s = self._spec.silence_s
         for role, membership in self._memberships.items():
             round_limit_s = self._round_timeouts[role].limit_s if limit_s else math.inf
-            for silent in membership.silent(limit_s, self._awake_s, round_limit_s):
-                self._hub.send([CLIENT], silent)
+            for report in membership.find_hanging(limit_s, self._awake_s, round_limit_s):
+                self._hub.send([CLIENT], report)
             self._follow(membership)
 
     # --- records ------------------------------------------------------------------------------------------------------
@@ -179,17 +179,17 @@ class CoordinatorService:
         self._event_log.received(record)
         match record:
             case Request() | ReportOrder():
-                self._clients.asked(link, record)
+                self._clients.record_origin(link, record)
                 self._apply_record(record)
             case Abort():
                 self._apply_record(record)
             case Alive() if record.role in self._memberships:
                 self._receive_heartbeat(record)
             case Ready() if record.role in self._memberships:
-                self._memberships[record.role].joined(record)
+                self._memberships[record.role].record_ready(record)
                 self._follow(self._memberships[record.role])
             case RankLost() if record.role in self._memberships:
-                self._memberships[record.role].lose(record.rank, record.incarnation, self._awake_s)
+                self._memberships[record.role].mark_lost(record.rank, record.incarnation, self._awake_s)
                 self._follow(self._memberships[record.role])
             case Hello():
                 self._has_client = True
@@ -217,18 +217,18 @@ class CoordinatorService:
 
     def _receive_heartbeat(self, alive: Alive) -> None:
         membership, coordinator = self._memberships[alive.role], self._coordinator
-        if not membership.beat(alive, self._awake_s):
+        if not membership.record_heartbeat(alive, self._awake_s):
             return
         awaited = None
         if coordinator is not None and alive.role in LEAD_ROLES and coordinator.awaits(alive.role):
             awaited = coordinator.last_round(alive.role)
-        if membership.has_missed(alive, awaited) and coordinator is not None:
+        if membership.suspects_missed_batch(alive, awaited) and coordinator is not None:
             coordinator.stats.num_lost_records += 1
             membership.start_new_epoch(self._awake_s)
         self._follow(membership)
 
     def _apply_record(self, record: object) -> None:
-        """By the state machine; before there is one, records of clients are dropped, and clients repeat them."""
+        """Pass a record to the state machine. Before there is one the record is dropped; clients send theirs again."""
         if self._coordinator is not None:
             if isinstance(record, ReportOrder):
                 self._coordinator.stats.num_unreadable = self._hub.num_unreadable
@@ -258,7 +258,7 @@ class CoordinatorService:
     # --- roles that are lost and return -------------------------------------------------------------------------------
 
     def _follow(self, membership: RoleMembership) -> None:
-        """Send the ranks their orders, and the state machine whether the role is complete."""
+        """Send the orders that are due, and notify the neighbours if the role became complete or incomplete."""
         role = membership.role
         for ranks, order in membership.orders(self._last_round(role), self._store, self._awake_s):
             self._hub.send(membership.links(ranks), order)
@@ -280,7 +280,7 @@ class CoordinatorService:
         return self._coordinator.last_round(role)
 
     def _notify_neighbours(self, role: str) -> None:
-        """A role became complete or was lost: tell the state machine or the level above, and see to the level below."""
+        """A role became complete or was lost: notify its parent or the state machine, and synchronise its child."""
         if role in LEAD_ROLES:
             self._apply_record(self._state_of(role))
         else:
@@ -288,14 +288,14 @@ class CoordinatorService:
         child = None if role == "target" else self._memberships.get(child_role(role))
         if child is None:
             return
-        if self._is_complete[role]:  # its ranks may be new, and do not know whether the level below is complete
+        if self._is_complete[role]:  # new ranks do not know whether the child level is complete
             self._hub.send(self._memberships[role].links(), self._state_of(child.role))
-        elif child.serving:  # its requests are those of the level that was lost
+        elif child.serving:  # the child holds requests of the lost level: start it anew
             child.start_new_epoch(self._awake_s)
             self._follow(child)
 
     def _send_to_parent(self, level: str, record: ProposalBatch | RoleBack | RoleLost) -> None:
-        """To the role that this level of a cascade drafts for."""
+        """Send a record to the role that this level of a cascade drafts for."""
         parent = parent_role(level)
         assert parent is not None
         self._hub.send(self._memberships[parent].links(), record)

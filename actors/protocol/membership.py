@@ -37,8 +37,8 @@ class Alive:
     waiting: bool = True
     round: int = 0
     busy: bool = False
-    at_change: bool = False
-    """Sent because the state changed, not at the interval."""
+    off_schedule: bool = False
+    """Sent at a change of state, between two regular heartbeats; not counted where heartbeats measure time."""
 
     @property
     def identity(self) -> str:

@@ -23,9 +23,9 @@ class RankStatus:
     taken: int = 0
     busy: bool = False
 
-    def alive(self, *, at_change: bool = False) -> Alive:
+    def alive(self, *, off_schedule: bool = False) -> Alive:
         state = self.epoch, self.waiting, self.taken, self.busy
-        return Alive(self.role, self.rank, self.incarnation, self.pid, *state, at_change)
+        return Alive(self.role, self.rank, self.incarnation, self.pid, *state, off_schedule)
 
 
 class Heartbeat:

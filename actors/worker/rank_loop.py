@@ -113,7 +113,7 @@ class RankLoop:
 
     def _await_join(self) -> Join | None:
         """The next epoch, or None to end."""
-        self._link.send(self._status.alive(at_change=True))
+        self._link.send(self._status.alive(off_schedule=True))
         self._observe("waiting for its role")
         while not self._cancelled():
             record = self._link.receive(timeout_s=CHECK_S)

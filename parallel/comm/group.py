@@ -51,15 +51,32 @@ class Group:
 SINGLE = Group()
 
 
-class GlooGroup(Group):
+class _ConnectedGroup(Group):
+    """Ranks that a process group of torch connects; it is dropped by `close` and replaced by `adopt`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend: Backend | None = backend
+        self.rank = backend.rank()
+        self.size = backend.size()
+
+    def adopt(self, successor: Group) -> None:
+        assert isinstance(successor, type(self))
+        self._backend = successor._backend
+        self.generation += 1
+
+    def _connected(self) -> Backend:
+        if self._backend is None:
+            raise PeerLost("this rank has closed the group")
+        return self._backend
+
+
+class GlooGroup(_ConnectedGroup):
     """CPU ranks. Collectives are stars around rank 0 over point-to-point transfers. For a pass's small tensors their
     latency is a fraction of that of gloo's ring, and sums in rank order give the same bits in every run."""
 
     def __init__(self, backend: Backend, timeout_s: float) -> None:
-        self._backend: Backend | None = backend
+        super().__init__(backend)
         self._timeout = timedelta(seconds=timeout_s)
-        self.rank = backend.rank()
-        self.size = backend.size()
         self._others = range(1, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -95,18 +112,12 @@ class GlooGroup(Group):
             self._transfer(receives=[(tensor, src)])
         return tensor
 
-    def adopt(self, successor: Group) -> None:
-        assert isinstance(successor, GlooGroup)
-        self._backend = successor._backend
-
     def close(self) -> None:
         """Dropping the last reference closes the sockets; gloo's `abort` would leave peers blocked."""
         self._backend = None
 
     def _transfer(self, sends: Iterable[tuple[Tensor, int]] = (), receives: Iterable[tuple[Tensor, int]] = ()) -> None:
-        backend = self._backend
-        if backend is None:
-            raise PeerLost("this rank has closed the group")
+        backend = self._connected()
         try:
             # post all before waiting for the first, and keep references: gloo cancels a work whose object is dropped
             works = [backend.recv([tensor], rank, 0) for tensor, rank in receives]
@@ -117,13 +128,8 @@ class GlooGroup(Group):
             raise PeerLost(str(error).strip().splitlines()[0]) from error
 
 
-class NcclGroup(Group):
+class NcclGroup(_ConnectedGroup):
     """CUDA ranks, one device each; collectives are enqueued on the current stream and may be captured in a graph."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend: Backend | None = backend
-        self.rank = backend.rank()
-        self.size = backend.size()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._connected().allreduce([tensor]).wait()
@@ -142,18 +148,8 @@ class NcclGroup(Group):
         self._connected().broadcast([tensor], options).wait()
         return tensor
 
-    def adopt(self, successor: Group) -> None:
-        assert isinstance(successor, NcclGroup)
-        self._backend = successor._backend
-        self.generation += 1
-
     def close(self) -> None:
         """Abort rather than destroy: destroying would wait for ranks that may be dead."""
         if self._backend is not None:
             self._backend.abort()
             self._backend = None
-
-    def _connected(self) -> Backend:
-        if self._backend is None:
-            raise PeerLost("this rank has closed the group")
-        return self._backend
