@@ -298,11 +298,7 @@ class Client:
 
 
 def connect(
-    address: str,
-    *,
-    sampling: SamplingParams | None = None,
-    checkpoint: Path | None = None,
-    timeout_s: float = 30.0,
+    address: str, *, sampling: SamplingParams | None = None, checkpoint: Path | None = None, timeout_s: float = 30.0
 ) -> Client:
     """A client of the engine whose coordinator listens at `address` (`Engine.address`), ready to `submit`.
 

@@ -36,11 +36,7 @@ class Completion:
     """Grows while it is generated. Times are CLOCK_MONOTONIC seconds, None until they happened."""
 
     def __init__(
-        self,
-        request: Request,
-        prompt: str | Sequence[int],
-        tokenizer: Tokenizer,
-        abort: Callable[[int], None],
+        self, request: Request, prompt: str | Sequence[int], tokenizer: Tokenizer, abort: Callable[[int], None]
     ) -> None:
         self.request_id = request.request_id
         self.prompt = prompt

@@ -79,11 +79,7 @@ class Engine(Client):
         self.startup.mark("processes")
         connection = Connection(address, CLIENT)
         self.supervisor = Supervisor(
-            self._backend,
-            config.cluster,
-            on_lost=connection.send,
-            on_moved=connection.move,
-            on_final=self._fail,
+            self._backend, config.cluster, on_lost=connection.send, on_moved=connection.move, on_final=self._fail
         )
         super().__init__(connection, tokenizer, sampling)
         self.supervisor.start()

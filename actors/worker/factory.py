@@ -42,9 +42,7 @@ MEETING_S = 5.0
 
 
 def serve(
-    spec: RankSpec,
-    observe: Callable[[str], None] = lambda _: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    spec: RankSpec, observe: Callable[[str], None] = lambda _: None, cancelled: Callable[[], bool] = lambda: False
 ) -> None:
     """Serve one rank until `Stop`, or until `cancelled`, which is called about twice a second, returns True."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)

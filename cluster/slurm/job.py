@@ -83,11 +83,7 @@ def plan_for(allocation: Allocation, overrides: Sequence[str], run_dir: Path) ->
     cluster = config.cluster if config is not None else ClusterConfig()
     known = parse_nodes(_output("scontrol", "-o", "show", "node", ",".join(allocation.nodes)))
     facts = {node: known.get(node, NodeFacts(node, 0)) for node in allocation.nodes}
-    whole = all(
-        facts[node].num_cpus == cpus
-        for component in allocation.components
-        for node, cpus in zip(component.nodes, component.cpus, strict=True)
-    )
+    whole = all(facts[node].num_cpus == cpus for part in allocation.components for node, cpus in part.items())
     ray = find_spec("ray")  # does not import it
     assert ray is not None
     assert ray.origin is not None

@@ -12,16 +12,11 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 SYMMETRIC, EXPLICIT = "symmetric", "explicit"
-SBATCH_OPTIONS = (
-    "SLURM_GPUS",
-    "SLURM_GPUS_PER_NODE",
-    "SLURM_GPUS_PER_TASK",
-    "SLURM_GPUS_PER_SOCKET",
-    "SLURM_NTASKS_PER_GPU",
-)
-SBATCH_OPTIONS += ("SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU")
+SBATCH_OPTIONS = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET")
+SBATCH_OPTIONS += ("SLURM_NTASKS_PER_GPU", "SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_GPU")
 """The options of `sbatch`, which `srun` would otherwise request again for a step on one node."""
 STOP = signal.SIGUSR2
 """Stops Ray on a node: one of the signals that `srun` forwards to its step."""
@@ -38,20 +33,12 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
-    """The nodes of one component of a heterogeneous job; other jobs have one component."""
-
-    nodes: tuple[str, ...]
-    cpus: tuple[int, ...]
-    """CPUs of this job on each node."""
-
-
-@dataclass(frozen=True, slots=True)
 class Allocation:
-    """The nodes and CPUs of this job."""
+    """The nodes of this job. Each of the `components` of a heterogeneous job maps nodes to the CPUs that it has there;
+    other jobs have one component."""
 
     job_id: int
-    components: tuple[Component, ...]
+    components: tuple[dict[str, int], ...]
     array_task: str = ""
     """ARRAY_TASK in a job array, where the job's number alone may also mean the whole array."""
 
@@ -62,7 +49,7 @@ class Allocation:
 
     @property
     def nodes(self) -> list[str]:
-        return [node for component in self.components for node in component.nodes]
+        return [node for component in self.components for node in component]
 
     @property
     def head(self) -> str:
@@ -75,29 +62,19 @@ class Allocation:
         if "SLURM_JOB_ID" not in environment:
             raise ValueError("SLURM_JOB_ID: not set, so this is no Slurm job; submit it with `sbatch launch.sh`")
         size = int(environment.get("SLURM_HET_SIZE", "0"))
-        suffixes = [f"_HET_GROUP_{index}" for index in range(size)] or [""]
         components = []
-        for suffix in suffixes:
+        for suffix in [f"_HET_GROUP_{index}" for index in range(size)] or [""]:
             nodes = expand_hostlist(environment[f"SLURM_JOB_NODELIST{suffix}"])
             counts = expand_counts(environment.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", f"1(x{len(nodes)})"))
-            components.append(Component(tuple(nodes), tuple(counts)))
+            components.append(dict(zip(nodes, counts, strict=True)))
         task = "_".join(environment.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK")).strip("_")
         return Allocation(int(environment["SLURM_JOB_ID"]), tuple(components), task)
 
 
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """TCP ports of this job's Ray."""
-
-    head: int
-    dashboard: int
-    agent: int
-    client: int
-
-    @staticmethod
-    def of(job_id: int) -> Ports:
-        first = _FIRST_PORT + _PORTS_PER_JOB * (job_id % _NUM_BLOCKS)
-        return Ports(*range(first, first + 4))
+def ports_of(job_id: int) -> range:
+    """TCP ports of this job's Ray: of its head, its dashboard, the dashboard's agents and Ray's client server."""
+    first = _FIRST_PORT + _PORTS_PER_JOB * (job_id % _NUM_BLOCKS)
+    return range(first, first + 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +90,9 @@ class JobPlan:
 
     def describe(self) -> str:
         """As a shell script."""
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        lines += [
-            f"unset {' '.join(SBATCH_OPTIONS)}",
-            *(f"{shlex.join(command)} &" for command in self.rays.values()),
-        ]
-        return "\n".join([*lines, shlex.join(self.launch)])
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        rays = [f"{shlex.join(command)} &" for command in self.rays.values()]
+        return "\n".join([*exports, f"unset {' '.join(SBATCH_OPTIONS)}", *rays, shlex.join(self.launch)])
 
 
 def choose_bootstrap(wanted: str, allocation: Allocation, *, has_symmetric: bool, whole_nodes: bool) -> str:
@@ -153,8 +127,8 @@ def make_plan(
 
     `devices` are the generic resources of the job on each node, which a step there has to request (`parse_devices`).
     """
-    ports, folder = Ports.of(allocation.job_id), f"{tmp}/specdec-{allocation.job_id}"
-    head_address = f"{addresses[allocation.head]}:{ports.head}"
+    head_port, dashboard_port, agent_port, client_port = ports_of(allocation.job_id)
+    folder, head_address = f"{tmp}/specdec-{allocation.job_id}", f"{addresses[allocation.head]}:{head_port}"
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": f"{run_dir}/ray-token",
@@ -166,19 +140,13 @@ def make_plan(
     options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must come first
     overrides = [word for word in overrides if _is_override(word)]
     launch = [python, "-P", "-m", "cluster.launch", *options, "cluster=slurm", f"cluster.address={head_address}"]
-    launch += [
-        f"cluster.nodes={len(allocation.nodes)}",
-        f"hydra.run.dir={run_dir}",
-        f"hydra.sweep.dir={run_dir}",
-    ]
-    launch += ["job.resume=true"] * resumes
-    launch += _nodes_of_roles(allocation, addresses, overrides)
-    launch += overrides
-    ray = python.rpartition("/")[0] + "/ray" if "/" in python else "ray"
-    options = [f"--dashboard-agent-listen-port={ports.agent}", "--min-worker-port=0", "--max-worker-port=0"]
+    launch += [f"cluster.nodes={len(allocation.nodes)}", f"hydra.run.dir={run_dir}", f"hydra.sweep.dir={run_dir}"]
+    launch += ["job.resume=true"] * resumes + _nodes_of_roles(allocation, addresses, overrides) + overrides
+    ray = str(PurePath(python).with_name("ray"))
+    options = [f"--dashboard-agent-listen-port={agent_port}", "--min-worker-port=0", "--max-worker-port=0"]
     options += ["--disable-usage-stats"]
-    of_head = [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={ports.dashboard}"]
-    of_head += [f"--ray-client-server-port={ports.client}"]
+    of_head = [f"--include-dashboard={str(dashboard).lower()}", f"--dashboard-port={dashboard_port}"]
+    of_head += [f"--ray-client-server-port={client_port}"]
     if bootstrap == SYMMETRIC:
         count = len(allocation.nodes)
         step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
@@ -187,11 +155,10 @@ def make_plan(
         return JobPlan(environment, {SYMMETRIC: [*step, "--label", "bash", "-c", script]}, launch)
     rays = {}
     for index, component in enumerate(allocation.components):
-        for node, cpus in zip(component.nodes, component.cpus, strict=True):
+        for node, cpus in component.items():
             here = [f"--node-ip-address={addresses[node]}", f"--num-cpus={cpus}", f"--temp-dir={folder}", *options]
             if node == allocation.head:
-                start = [ray, "start", "--head", f"--port={ports.head}", *here, *of_head, "--block"]
-                step = []
+                start, step = [ray, "start", "--head", f"--port={head_port}", *here, *of_head, "--block"], []
             else:
                 start = [ray, "start", f"--address={head_address}", *here, "--block"]
                 step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", f"--nodelist={node}"]
@@ -231,7 +198,7 @@ def _nodes_of_roles(allocation: Allocation, addresses: Mapping[str, str], overri
     """In a job of two components the target runs on the first and the drafter on the second."""
     if len(allocation.components) != 2 or any(part.startswith("placement.nodes") for part in overrides):
         return []
-    target, draft = (",".join(addresses[node] for node in part.nodes) for part in allocation.components)
+    target, draft = (",".join(addresses[node] for node in part) for part in allocation.components)
     return [f"placement.nodes={{target:[{target}],draft:[{draft}]}}"]
 
 
@@ -272,8 +239,5 @@ def _expand_range(text: str) -> list[str]:
 
 def expand_counts(text: str) -> list[int]:
     """`4(x2),1` -> 4, 4, 1."""
-    counts = []
-    for item in text.split(","):
-        count, _, times = item.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts
+    items = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in items for _ in range(int(times or 1))]

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,18 @@ from cluster.slurm.plan import (
     STOP,
     SYMMETRIC,
     Allocation,
-    Component,
-    Ports,
     choose_bootstrap,
     expand_counts,
     expand_hostlist,
     make_plan,
     parse_devices,
     parse_nodes,
+    ports_of,
 )
 
 ROOT = Path(__file__).parents[3]
-TWO = Allocation(4711, (Component(("n1", "n2"), (8, 4)),))
-PARTS = Allocation(4711, (Component(("big1", "big2"), (64, 64)), Component(("cheap",), (16,))))
+TWO = Allocation(4711, ({"n1": 8, "n2": 4},))
+PARTS = Allocation(4711, ({"big1": 64, "big2": 64}, {"cheap": 16}))
 ADDRESSES = {"n1": "10.0.0.1", "n2": "10.0.0.2", "big1": "10.0.1.1", "big2": "10.0.1.2", "cheap": "10.0.2.1"}
 
 
@@ -91,15 +89,15 @@ def test_a_step_asks_for_all_devices_the_job_has_on_its_node():
 
 
 def test_jobs_that_follow_each_other_share_no_port():
-    taken = [port for job in range(4700, 4800) for port in astuple(Ports.of(job))]
-    assert len(set(taken)) == len(taken) and min(taken) >= 20000 and max(Ports.of(1595).client, *taken) < 32768
+    taken = [port for job in range(4700, 4800) for port in ports_of(job)]
+    assert len(set(taken)) == len(taken) and min(taken) >= 20000 and max(*ports_of(1595), *taken) < 32768
 
 
 def test_ray_is_started_on_every_node_and_the_launch_once_on_the_head():
     plan = plan_of(TWO, "target.tp=4", resumes=True)
     head, second = plan.rays["n1"], plan.rays["n2"]
     assert head[:2] == ["bash", "-c"] and second[0] == "srun" and "--nodelist=n2" in second and "--overlap" in second
-    port = Ports.of(4711).head
+    port = ports_of(4711)[0]
     assert f"/env/bin/ray start --head --port={port} --node-ip-address=10.0.0.1 --num-cpus=8" in head[-1]
     assert f"/env/bin/ray start --address=10.0.0.1:{port} --node-ip-address=10.0.0.2 --num-cpus=4" in second[-1]
     for command in (head, second):
@@ -177,7 +175,7 @@ def test_options_of_the_command_line_stand_before_all_overrides():
         ("auto", TWO, False, True, EXPLICIT),
         ("auto", TWO, True, False, EXPLICIT),
         ("auto", PARTS, True, True, EXPLICIT),
-        ("auto", Allocation(1, (Component(("n1",), (8,)),)), True, True, EXPLICIT),
+        ("auto", Allocation(1, ({"n1": 8},)), True, True, EXPLICIT),
         (EXPLICIT, TWO, True, True, EXPLICIT),
         (SYMMETRIC, TWO, True, False, SYMMETRIC),
     ],
