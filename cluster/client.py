@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -46,8 +45,7 @@ class Connection:
     def __init__(self, address: str, name: str) -> None:
         self.address = address
         self._name = name
-        self._receiver = self._greet(address)
-        self._receiver_address = address
+        self._greet()
         self._sender: Link | None = Link(address, name + OUT)
         self._lock = threading.Lock()
 
@@ -61,8 +59,7 @@ class Connection:
         """The next record, or None after `timeout_s`. Call it from one thread, and go on: it also flushes `send`."""
         if self._receiver_address != self.address:
             self._receiver.close()
-            self._receiver_address = self.address
-            self._receiver = self._greet(self._receiver_address)
+            self._greet()
         record = self._receiver.receive(timeout_s)
         with self._lock:
             if self._sender is not None and self._sender.is_waiting:
@@ -85,10 +82,10 @@ class Connection:
                 self._sender.close()
                 self._sender = None
 
-    def _greet(self, address: str) -> Link:
-        link = Link(address, self._name)
-        link.send(Hello())
-        return link
+    def _greet(self) -> None:
+        self._receiver_address = self.address
+        self._receiver = Link(self._receiver_address, self._name)
+        self._receiver.send(Hello())
 
 
 class Client:
@@ -162,17 +159,17 @@ class Client:
         Raises the EngineError of the first that failed, once the others have ended too.
         """
         completions = [self.submit(prompt, sampling, speculate=speculate) for prompt in prompts]
-        failures: list[EngineError] = []
+        failure: EngineError | None = None
         for completion in completions:
             try:
                 completion.result()
             except EngineError as error:
-                failures.append(error)
-                continue
-            if on_finished is not None:
-                on_finished(completion)
-        if failures:
-            raise failures[0]
+                failure = failure or error
+            else:
+                if on_finished is not None:
+                    on_finished(completion)
+        if failure is not None:
+            raise failure
         return completions
 
     def report(self, *, reset: bool = False, phase: str = "") -> Report:
@@ -206,9 +203,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _stop_reader(self) -> None:
@@ -315,13 +310,9 @@ def connect(
         connection.close()
         raise
     # The coordinator knows requests by number alone, so every client counts in a range of its own.
+    facts, first_id = {_LEAD: ready}, number << 24
     return Client(
-        connection,
-        tokenizer,
-        sampling or SamplingParams(),
-        first_id=number << 24,
-        ready={_LEAD: ready},
-        silence_s=timeout_s,
+        connection, tokenizer, sampling or SamplingParams(), first_id=first_id, ready=facts, silence_s=timeout_s
     )
 
 

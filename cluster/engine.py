@@ -30,9 +30,8 @@ from cluster.io.text import check_same_vocabulary, load_tokenizer, read_eos_toke
 from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints
 from cluster.placement.ranks import RankPlacement
-from cluster.runtime.backend import make_backend
-from cluster.runtime.specs import coordinator_spec
-from cluster.runtime.supervisor import Supervisor, process_id
+from cluster.runtime.backend import coordinator_spec, make_backend
+from cluster.runtime.supervisor import Supervisor
 
 __all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "connect"]
 
@@ -98,7 +97,7 @@ class Engine(Client):
 
     def pids(self) -> dict[str, int]:
         """Process ids of the coordinator and the ranks, by identity, as far as they are known and ready."""
-        return self.supervisor.coordinator_pid() | {name: process_id(ready) for name, ready in self.ready.items()}
+        return self.supervisor.coordinator_pid() | {name: ready.facts["pid"] for name, ready in self.ready.items()}
 
     def publish(self, file: Path) -> None:
         """Copy `file` to the Logs page of the dashboard, where the cluster outlives this engine."""
@@ -136,10 +135,8 @@ class Engine(Client):
             while len(self.ready) < len(places) and self._error is None:
                 if time.monotonic() > deadline:
                     missing = ", ".join(place.identity for place in places if place.identity not in self.ready)
-                    raise EngineError(
-                        f"cluster.startup_timeout_s: {missing} not ready after {timeout_s} s; raise it or look at the "
-                        "actors' logs"
-                    )
+                    remedy = "raise it or look at the actors' logs"
+                    raise EngineError(f"cluster.startup_timeout_s: {missing} not ready after {timeout_s} s; {remedy}")
                 self._changed.wait(timeout=_POLL_S)
                 progress(f"loading ({len(self.ready)} of {len(places)} ranks)")
             self._check_alive()

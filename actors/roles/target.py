@@ -32,8 +32,6 @@ class TargetContext:
 class TargetRole:
     """Answers each `VerifyBatch` with a `VerdictBatch`; has no work between batches."""
 
-    wants_work = False
-
     def __init__(self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, is_lead: bool) -> None:
         self.runner = runner
         self._verifier = Verifier(runner, rule, eos_token_ids)

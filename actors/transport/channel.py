@@ -17,45 +17,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.protocol import membership, messages
+from actors.transport import framing
 from actors.transport.codec import Codec, CodecError
-from actors.transport.framing import (
-    LONGEST_FRAME,
-    ConnectionClosed,
-    MalformedFrame,
-    Poller,
-    Stream,
-    accept,
-    address_of,
-    connect,
-    framed,
-    listen,
-    resolve,
-)
+from actors.transport.framing import ConnectionClosed, MalformedFrame, Poller, Stream, framed
 
-CODEC = Codec(
-    (
-        messages.Request,
-        messages.Abort,
-        messages.Tokens,
-        messages.DraftBatch,
-        messages.ProposalBatch,
-        messages.DraftPreviewBatch,
-        messages.VerifyBatch,
-        messages.VerdictBatch,
-        membership.Alive,
-        membership.Recall,
-        membership.Join,
-        membership.RankLost,
-        membership.Silent,
-        membership.Hello,
-        membership.Ready,
-        messages.ReportOrder,
-        messages.Report,
-        membership.Stop,
-        membership.RoleLost,
-        membership.RoleBack,
-    )
-)
+_REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportOrder, messages.Report)
+_DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBatch)
+_VERDICTS = (messages.VerifyBatch, messages.VerdictBatch)
+_PROCESSES = (membership.Alive, membership.RankLost, membership.Silent, membership.Hello, membership.Stop)
+_EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
+CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS)
 LINGER_S = 0.2
 """How long `close` may still deliver: enough for a last record, too short to delay an exit."""
 RECONNECT_S = 0.02
@@ -140,14 +111,14 @@ class Hub(_Endpoint):
         deadline = time.monotonic() + bind_wait_s
         while True:
             try:
-                self._listener = listen(address, HUB_GIVE_UP_S)
+                self._listener = framing.listen(address, HUB_GIVE_UP_S)
                 break
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise ValueError(f"cannot listen on {address}: {error.strerror}; choose a free port") from error
             time.sleep(RECONNECT_S)
         super().__init__()
-        self.address = address_of(self._listener)
+        self.address = framing.address_of(self._listener)
         self._poller.watch(self._listener.fileno())
         self._streams: dict[int, Stream] = {}  # by descriptor; those without a name have not greeted
         self._stream_of: dict[str, Stream] = {}
@@ -185,7 +156,7 @@ class Hub(_Endpoint):
     def _serve(self, timeout_s: float | None) -> None:
         for descriptor in self._poller.wait(timeout_s):
             if descriptor == self._listener.fileno():
-                while (stream := accept(self._listener, _LONGEST_GREETING)) is not None:
+                while (stream := framing.accept(self._listener, _LONGEST_GREETING)) is not None:
                     self._admit(stream)
             elif (stream := self._streams.get(descriptor)) is not None:
                 if stream.is_waiting:
@@ -227,7 +198,7 @@ class Hub(_Endpoint):
             stream.name = frame.removeprefix(GREETING).decode()
         except UnicodeDecodeError as error:
             raise MalformedFrame from error
-        stream.longest = LONGEST_FRAME
+        stream.longest = framing.LONGEST_FRAME
         self._stream_of[stream.name] = stream
 
     def _drop(self, stream: Stream) -> None:
@@ -248,7 +219,7 @@ class Link(_Endpoint):
     def __init__(self, address: str, identity: str, *, keeps: str = "all") -> None:
         super().__init__()
         self.identity = identity
-        self._hub = resolve(address)
+        self._hub = framing.resolve(address)
         self._greeting = framed(GREETING + identity.encode())
         self._keeps = keeps
         self._outgoing: deque[bytes] = deque()
@@ -266,8 +237,8 @@ class Link(_Endpoint):
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
         """The next record, or None after `timeout_s`."""
-        received = self._next(timeout_s)
-        return None if received is None else received[1]
+        _, record = self._next(timeout_s) or ("", None)
+        return record
 
     def close(self) -> None:
         self._linger()
@@ -317,7 +288,7 @@ class Link(_Endpoint):
         self._retry_at = time.monotonic() + RECONNECT_S
 
     def _connect(self) -> None:
-        connection = connect(self._hub, LINK_GIVE_UP_S)
+        connection = framing.connect(self._hub, LINK_GIVE_UP_S)
         self._retry_at = time.monotonic() + (RECONNECT_S if connection is None else CONNECT_S)
         if connection is not None:
             self._stream = Stream(connection, self._outgoing, preface=self._greeting)

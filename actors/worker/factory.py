@@ -26,7 +26,7 @@ from actors.roles.target import TargetRole
 from actors.topology import level_roles
 from actors.transport.channel import Link, link_name
 from actors.worker import openmp
-from actors.worker.heartbeat import Heartbeat, RankStatus
+from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
@@ -53,17 +53,8 @@ def serve(
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     name = link_name(spec.identity, spec.incarnation)
     link = Mailbox(Link(spec.hub_address, name))
-    status = RankStatus(spec.role, spec.rank, spec.incarnation, os.getpid())
-    heartbeat = Heartbeat(lambda: Link(spec.hub_address, f"{name}/heart", keeps="newest"), status)
-    loop = RankLoop(
-        link,
-        status,
-        lambda order: _join_group(spec, order),
-        lambda group: build_role(spec, group, link),
-        spec.device,
-        observe=observe,
-        cancelled=cancelled,
-    )
+    loop = RankLoop(spec, link, _join_group, build_role, observe, cancelled)
+    heartbeat = Heartbeat(Link(spec.hub_address, f"{name}/heart", keeps="newest"), loop.status)
     try:
         loop.serve()
         log_event(logger, "stopped")
@@ -80,16 +71,8 @@ def _join_group(spec: RankSpec, order: Join) -> Group:
     if spec.size > 1:
         assert order.store is not None
         store = connect_store(*order.store, timeout_s=MEETING_S / 2)  # it tries twice
-    return join(
-        store,
-        spec.role,
-        order.epoch,
-        spec.rank,
-        spec.size,
-        torch.device(spec.device),
-        host=spec.host,
-        meeting_s=MEETING_S,
-    )
+    device = torch.device(spec.device)
+    return join(store, spec.role, order.epoch, spec.rank, spec.size, device, host=spec.host, meeting_s=MEETING_S)
 
 
 def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> tuple[RankRole, dict[str, object]]:

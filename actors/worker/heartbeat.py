@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.protocol.membership import HEARTBEAT_S, Alive
@@ -29,10 +28,10 @@ class RankStatus:
 
 
 class Heartbeat:
-    """Sends every `HEARTBEAT_S` from construction to `stop`."""
+    """Sends every `HEARTBEAT_S` from construction to `stop`, which closes the link."""
 
-    def __init__(self, open_link: Callable[[], Link], status: RankStatus) -> None:
-        self._open_link = open_link
+    def __init__(self, link: Link, status: RankStatus) -> None:
+        self._link = link
         self._status = status
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heart-{status.role}-{status.rank}", daemon=True)
@@ -43,7 +42,6 @@ class Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
-        link = self._open_link()
         while not self._stopped.wait(HEARTBEAT_S):
-            link.send(self._status.alive())
-        link.close()
+            self._link.send(self._status.alive())
+        self._link.close()

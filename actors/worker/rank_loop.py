@@ -8,15 +8,20 @@ is known to the role.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from actors.drafters.cascade.remote_child import Mailbox
 from actors.logs import log_event, logger_of
-from actors.protocol.membership import Join, Ready, Recall, Stop, identity_of
-from actors.protocol.messages import DraftBatch, DraftPreviewBatch, VerifyBatch
+from actors.protocol.membership import Join, Ready, Recall, Stop
+from actors.protocol.messages import DraftBatch, VerifyBatch
+from actors.roles.draft import DraftRole
 from actors.worker.heartbeat import RankStatus
+from actors.worker.spec import RankSpec
 from parallel.comm.group import Group, PeerLost
 
 CHECK_S = 0.5
@@ -35,59 +40,24 @@ class RankRole(Protocol):
         ...
 
 
-@runtime_checkable
-class WorksAhead(RankRole, Protocol):
-    """A role that works between two batches."""
-
-    @property
-    def wants_work(self) -> bool: ...
-
-    def width(self) -> int:
-        """Argument of the next step of work; the lead's is used by all ranks."""
-        ...
-
-    def work(self, width: int) -> None: ...
-
-    def pause_s(self) -> float:
-        """Seconds to wait for a record before the next step of work."""
-        ...
-
-    def preview(self, *, last: bool) -> DraftPreviewBatch | None:
-        """What work has prepared, if it is worth sending now; `last` if no step follows before the next record."""
-        ...
-
-
-class RankLink(Protocol):
-    """Records to and from the coordinator."""
-
-    def send(self, record: Any) -> None: ...
-
-    def receive(self, timeout_s: float) -> Any | None: ...
-
-
+@dataclass(eq=False)
 class RankLoop:
-    """`join_group` makes the process group of an epoch; `build`, called once, makes the role on it and its facts."""
+    """`join_group` makes the process group of an epoch; `build`, called once, makes the role on it and its facts.
 
-    def __init__(
-        self,
-        link: RankLink,
-        status: RankStatus,
-        join_group: Callable[[Join], Group],
-        build: Callable[[Group], tuple[RankRole, dict[str, object]]],
-        device: str,
-        *,
-        observe: Callable[[str], None],
-        cancelled: Callable[[], bool],
-    ) -> None:
-        self._link = link
-        self._status = status
-        self._is_lead = status.rank == 0
-        self._join_group = join_group
-        self._build = build
-        self._device = device
-        self._observe = observe
-        self._cancelled = cancelled
-        self._logger = logger_of(identity_of(status.role, status.rank))
+    `observe` receives a line for each change of state; `cancelled` ends the loop, as `Stop` does.
+    """
+
+    spec: RankSpec
+    link: Mailbox
+    join_group: Callable[[RankSpec, Join], Group]
+    build: Callable[[RankSpec, Group, Mailbox], tuple[RankRole, dict[str, object]]]
+    observe: Callable[[str], None]
+    cancelled: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.status = RankStatus(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
+        self._is_lead = self.spec.rank == 0
+        self._logger = logger_of(self.spec.identity)
         self._group: Group | None = None
         self._role: RankRole | None = None
         self._facts: dict[str, Any] = {}
@@ -106,56 +76,56 @@ class RankLoop:
                 self._leave()
             if isinstance(following, Stop):
                 return
-            self._status.waiting = True
+            self.status.waiting = True
             join = following if following is not None else self._await_join()
 
     # --- from epoch to epoch ------------------------------------------------------------------------------------------
 
     def _await_join(self) -> Join | None:
         """The next epoch, or None to end."""
-        self._link.send(self._status.alive(off_schedule=True))
-        self._observe("waiting for its role")
-        while not self._cancelled():
-            record = self._link.receive(timeout_s=CHECK_S)
+        self.link.send(self.status.alive(off_schedule=True))
+        self.observe("waiting for its role")
+        while not self.cancelled():
+            record = self.link.receive(timeout_s=CHECK_S)
             if isinstance(record, Stop):
                 return None
-            if isinstance(record, Join) and record.epoch > self._status.epoch:
+            if isinstance(record, Join) and record.epoch > self.status.epoch:
                 return record
         return None
 
     def _join(self, join: Join) -> tuple[Group, RankRole]:
-        status = self._status
+        status = self.status
         status.epoch, status.taken, status.busy, status.waiting = join.epoch, join.round, False, False
-        group = self._join_group(join)
+        group = self.join_group(self.spec, join)
         if self._group is None:
             self._group = group
         else:
             self._group.adopt(group)
         if self._role is None:
-            self._role, self._facts = self._build(self._group)
+            self._role, self._facts = self.build(self.spec, self._group, self.link)
         self._send_ready()
         log_event(self._logger, "ready", epoch=join.epoch, **self._facts)
-        self._observe(f"epoch {join.epoch}")
+        self.observe(f"epoch {join.epoch}")
         return self._group, self._role
 
     def _leave(self) -> None:
-        self._status.busy = False
+        self.status.busy = False
         if self._group is not None:
             self._group.close()
         if self._role is not None:
             self._role.forget()
 
     def _send_ready(self) -> None:
-        status = self._status
-        self._link.send(Ready(status.role, status.rank, self._facts, status.epoch, status.incarnation))
+        status = self.status
+        self.link.send(Ready(status.role, status.rank, self._facts, status.epoch, status.incarnation))
 
     # --- within an epoch ----------------------------------------------------------------------------------------------
 
     def _answer_batches(self, group: Group, role: RankRole) -> Join | Stop | None:
         """Until this epoch is over: the record of the next one or of the end, None if neither has come yet."""
-        status, ahead = self._status, role if isinstance(role, WorksAhead) else None
+        status = self.status
         while True:
-            record = self._work_until_record(group, ahead)
+            record = self._work_until_record(group, role)
             if isinstance(record, Join | Stop):
                 return record
             if isinstance(record, Recall):
@@ -166,9 +136,9 @@ class RankLoop:
             status.busy, status.taken = True, record.round
             for answer in role.answer(record):
                 if self._is_lead:
-                    self._link.send(answer)
+                    self.link.send(answer)
             status.busy = False
-            self._observe(f"round {record.round}")
+            self.observe(f"round {record.round}")
             if self._logger.isEnabledFor(logging.INFO):
                 self._log_batch(record)
 
@@ -180,18 +150,16 @@ class RankLoop:
             requests = [row.request_id for row in rows]
             log_event(self._logger, "round", level=logging.DEBUG, round=batch.round, requests=requests)
 
-    def _work_until_record(
-        self, group: Group, role: WorksAhead | None
-    ) -> Join | Recall | Stop | VerifyBatch | DraftBatch:
-        """The next record; until it arrives the role may work. All ranks of a group take the same number of steps."""
+    def _work_until_record(self, group: Group, role: RankRole) -> Join | Recall | Stop | VerifyBatch | DraftBatch:
+        """The next record; until it arrives a drafter may work. All ranks of a group take the same number of steps."""
         record = None
-        while record is None and role is not None and role.wants_work:
+        while record is None and isinstance(role, DraftRole) and role.wants_work:
             if self._is_lead:
                 pause_s = role.pause_s()
                 self._send_preview(role, last=pause_s > 0)
                 record = self._receive(pause_s)
             width = role.width() if self._is_lead and record is None else _RECORD
-            step = torch.tensor([width], dtype=torch.int64, device=self._device)
+            step = torch.tensor([width], dtype=torch.int64, device=self.spec.device)
             if (width := int(group.broadcast(step).item())) == _RECORD:
                 break
             role.work(width)
@@ -201,24 +169,24 @@ class RankLoop:
             record = self._receive(CHECK_S)
         return record
 
-    def _send_preview(self, role: WorksAhead, *, last: bool) -> None:
+    def _send_preview(self, role: DraftRole, *, last: bool) -> None:
         if (preview := role.preview(last=last)) is not None:
-            self._link.send(preview)
+            self.link.send(preview)
 
     def _receive(self, timeout_s: float) -> Join | Recall | Stop | VerifyBatch | DraftBatch | None:
         """The next record that is not outdated, or None after `timeout_s`; `Stop` if the rank is cancelled."""
         while True:
-            record = self._link.receive(timeout_s=timeout_s)
+            record = self.link.receive(timeout_s=timeout_s)
             match record:
                 case None:
-                    return Stop() if self._cancelled() else None
-                case Join() if record.epoch == self._status.epoch:
+                    return Stop() if self.cancelled() else None
+                case Join() if record.epoch == self.status.epoch:
                     self._send_ready()  # the first one was lost on the way
                 case Join() | Recall():
-                    if record.epoch > self._status.epoch:
+                    if record.epoch > self.status.epoch:
                         return record
                 case VerifyBatch() | DraftBatch():
-                    if record.round > self._status.taken:
+                    if record.round > self.status.taken:
                         return record
                 case Stop():
                     return record

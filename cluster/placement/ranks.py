@@ -132,11 +132,9 @@ def _place(
     share /= -(-total // available)  # more ranks than cores take turns
     places = []
     for rank in range(size):
-        if kind == "cuda":
-            places.append(RankPlacement(role, rank, size, f"cuda:{taken + rank}", (), 1, share))
-        else:
-            cores = _slice(devices.cores, taken + rank, total)
-            places.append(RankPlacement(role, rank, size, "cpu", cores, len(cores), share))
+        cores = () if kind == "cuda" else _slice(devices.cores, taken + rank, total)
+        device = f"cuda:{taken + rank}" if kind == "cuda" else "cpu"
+        places.append(RankPlacement(role, rank, size, device, cores, len(cores) or 1, share))
     return places
 
 

@@ -7,7 +7,8 @@ started. Whether a process is replaced is decided by the supervisor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from actors.coordinator.service import CoordinatorSpec
@@ -16,7 +17,6 @@ from actors.worker.spec import RankSpec
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.delay_proxy import Relay
-from cluster.runtime.specs import rank_spec
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = f"tcp://{LOOPBACK}:*"
@@ -96,3 +96,45 @@ def make_backend(config: LaunchConfig, log_dir: Path | None, progress: Callable[
     from cluster.runtime.ray_backend import RayBackend
 
     return RayBackend(config, log_dir, progress)
+
+
+def coordinator_spec(
+    config: LaunchConfig, places: Sequence[RankPlacement], eos_token_ids: tuple[int, ...]
+) -> CoordinatorSpec:
+    """What the coordinator needs before it starts."""
+    sizes = Counter(place.role for place in places)
+    return CoordinatorSpec(
+        pipeline=config.pipeline.name,
+        num_draft_tokens=config.drafter.num_draft_tokens,
+        target_ranks=sizes.pop("target"),
+        draft_ranks=sizes.pop("draft", 0),
+        eos_token_ids=eos_token_ids,
+        limits=config.scheduler,
+        level_ranks=tuple(sizes.values()),
+        silence_s=config.cluster.silence_s,
+        adaptive=config.pipeline.adaptive,
+        min_draft_tokens=config.pipeline.min_draft_tokens,
+    )
+
+
+def rank_spec(
+    config: LaunchConfig, place: RankPlacement, hub_address: str, host: str, eos_token_ids: tuple[int, ...]
+) -> RankSpec:
+    """What a rank needs before it starts."""
+    return RankSpec(
+        role=place.role,
+        rank=place.rank,
+        size=place.size,
+        device=place.device,
+        num_threads=place.num_threads,
+        cores=place.bound_to,
+        hub_address=hub_address,
+        host=host,
+        eos_token_ids=eos_token_ids,
+        target=config.target,
+        drafter=config.drafter,
+        verify=config.verify,
+        pipeline=str(config.pipeline.name),
+        scheduler=config.scheduler,
+        adaptive=config.pipeline.adaptive,
+    )

@@ -10,18 +10,9 @@ import threading
 import time
 from collections import deque
 
+from actors.transport import framing
 from actors.transport.channel import HUB_GIVE_UP_S
-from actors.transport.framing import (
-    ConnectionClosed,
-    Poller,
-    Stream,
-    accept,
-    address_of,
-    connect,
-    framed,
-    listen,
-    resolve,
-)
+from actors.transport.framing import ConnectionClosed, Poller, Stream
 
 _CHECK_S = 0.2
 
@@ -30,10 +21,10 @@ class Relay:
     """`address` is where links connect instead of the hub's. A thread, until `close`."""
 
     def __init__(self, hub_address: str, delay_s: float, bind: str) -> None:
-        self._hub = resolve(hub_address)
+        self._hub = framing.resolve(hub_address)
         self._delay_s = delay_s
-        self._listener = listen(bind, HUB_GIVE_UP_S)
-        self.address = address_of(self._listener)
+        self._listener = framing.listen(bind, HUB_GIVE_UP_S)
+        self.address = framing.address_of(self._listener)
         self._poller = Poller()
         self._streams: dict[int, Stream] = {}
         self._other_end: dict[Stream, Stream] = {}
@@ -66,10 +57,9 @@ class Relay:
         self._poller.close()
 
     def _admit(self) -> None:
-        link = accept(self._listener)
-        if link is None:
+        if (link := framing.accept(self._listener)) is None:
             return
-        connection = connect(self._hub, HUB_GIVE_UP_S)
+        connection = framing.connect(self._hub, HUB_GIVE_UP_S)
         if connection is None:
             link.close()
             return
@@ -84,7 +74,7 @@ class Relay:
         try:
             self._poller.flush(stream)
             if stream.fill():
-                self._held.extend((due, self._other_end[stream], framed(frame)) for frame in stream.frames())
+                self._held.extend((due, self._other_end[stream], framing.framed(frame)) for frame in stream.frames())
         except ConnectionClosed:
             self._held.append((due, self._other_end[stream], None))
             self._drop(stream)

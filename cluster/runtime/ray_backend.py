@@ -34,6 +34,14 @@ from cluster.runtime.backend import LOOPBACK, Backend
 from cluster.runtime.ray_nodes import await_head, await_layout, free_nodes, living_hosts
 from cluster.runtime.ray_reservation import Reservation, on_node
 
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine stall a round
+    "RAY_metrics_report_interval_ms": "2000",  # Ray's 10 s are long beside a short run
+}
+"""For variables that the user has not set: Ray's own defaults depend on what ran before on this host."""
 _PORT_PATIENCE_S = 10.0
 """How long the port of a dead coordinator may stay taken."""
 _RESERVE_S = 5.0
@@ -53,6 +61,7 @@ class RayBackend(Backend):
         self._logs = LogSpec(config.cluster.log_level, (str(log_dir.absolute()),) if log_dir is not None else ())
         self._is_local = config.cluster.name == "local"
         self._host = LOOPBACK if self._is_local else ""
+        self._watches: list[Callable[[], Watch]] = [partial(make_ray_watch, metric_labels(config))]
         self._actors = ActorGroup()
         self._reservation = Reservation()
         self._owns_ray = False
@@ -60,10 +69,25 @@ class RayBackend(Backend):
         self._coordinator_host = ""
 
     def connect(self) -> None:
-        """Start or join Ray."""
-        if not ray.is_initialized():
-            self._init()
-            self._owns_ray = True
+        """Start or join Ray, unless this process has done so. Raises ValueError if that fails."""
+        if ray.is_initialized():
+            return
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        cluster, before = self._config.cluster, signal.getsignal(signal.SIGTERM)
+        options: dict[str, Any] = {"address": cluster.address}
+        if self._is_local:
+            num_cpus = cluster.num_cpus or len(os.sched_getaffinity(0))
+            options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": cluster.dashboard}
+        options |= {"namespace": cluster.namespace, "log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray's handler would end the process before its results are written
+        self._owns_ray = True
 
     def place(self) -> list[RankPlacement]:
         if not self._is_local:
@@ -143,42 +167,9 @@ class RayBackend(Backend):
         else:
             self._reservation.release()
 
-    def _init(self) -> None:
-        # Ray's defaults depend on what ran before on this host.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine stall a round
-        os.environ.setdefault("RAY_metrics_report_interval_ms", "2000")  # Ray's 10 s are long beside a short run
-        before = signal.getsignal(signal.SIGTERM)
-        self._connect()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray's handler would end the process before its results are written
-
-    def _connect(self) -> None:
-        cluster = self._config.cluster
-        common = {"namespace": cluster.namespace, "log_to_driver": False, "logging_level": "ERROR"}
-        try:
-            if self._is_local:
-                ray.init(
-                    address="local",
-                    num_cpus=cluster.num_cpus or len(os.sched_getaffinity(0)),
-                    include_dashboard=cluster.dashboard,
-                    **common,
-                )
-            else:
-                ray.init(address=cluster.address, **common)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            line = str(error).strip().splitlines()[0]
-            raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
-
     @property
     def _needs_store(self) -> bool:
         return any(place.size > 1 for place in self._placements.values())
-
-    @property
-    def _watches(self) -> list[Callable[[], Watch]]:
-        return [partial(make_ray_watch, metric_labels(self._config))]
 
     def _create_coordinator(self, incarnation: int) -> Any:
         """On the node of the target's lead, where two of a round's four records stay; so is every successor."""

@@ -25,10 +25,9 @@ _CONNECT_S = 0.1
 
 def free_nodes() -> list[Node]:
     """Live nodes and their free devices: the head first, then by address."""
-    free = available_resources_per_node()
+    free, nodes = available_resources_per_node(), []
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: (HEAD not in node["Resources"], ip_address(node["NodeManagerAddress"])))
-    nodes = []
     for node in alive:
         resources = free.get(node["NodeID"], {})
         cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
@@ -56,7 +55,10 @@ def await_layout(
     while True:
         nodes = find_nodes()
         try:
-            _check_count(config.cluster.nodes, nodes)
+            if len(nodes) < (wanted := config.cluster.nodes):
+                joined = ", ".join(f"{node.name} ({node.host})" for node in nodes)
+                remedy = "look at the logs of Ray on the others"
+                raise ValueError(f"cluster.nodes={wanted}: only {len(nodes)} joined: {joined}; {remedy}")
             return over_nodes(config, nodes)
         except ValueError as error:
             missing = str(error)
@@ -90,11 +92,3 @@ def await_head(
             reported = now
             progress(f"waiting for {now - started:.0f} s: no Ray at {address} yet")
         time.sleep(_CONNECT_S)
-
-
-def _check_count(wanted: int, nodes: list[Node]) -> None:
-    if len(nodes) < wanted:
-        joined = ", ".join(f"{node.name} ({node.host})" for node in nodes)
-        raise ValueError(
-            f"cluster.nodes={wanted}: only {len(nodes)} joined: {joined}; look at the logs of Ray on the others"
-        )

@@ -61,10 +61,6 @@ class ProcessState:
     is_left_out: bool = False
     replaced_at: list[float] = field(default_factory=list)
 
-    def begin_incarnation(self) -> None:
-        self.incarnation += 1
-        self.was_killed = False
-
 
 class Supervisor:
     """A thread from `start` to `stop`; before `begin_replacing`, every death is final.
@@ -120,7 +116,7 @@ class Supervisor:
         return {} if last is None or last.waiting else {last.identity: last.pid}
 
     def observe(self, record: object) -> None:
-        """Take what a record of the coordinator says about processes; others change nothing."""
+        """Update the processes from a record of the coordinator; records of other kinds change nothing."""
         match record:
             case Alive():
                 state = self._processes[COORDINATOR]
@@ -132,8 +128,7 @@ class Supervisor:
             case Ready():
                 state = self._processes[identity_of(record.role, record.rank)]
                 if record.incarnation == state.incarnation:
-                    state.pid = process_id(record)
-                    state.pending = None
+                    state.pid, state.pending = record.facts["pid"], None
             case Silent(role, rank, None):
                 self._kill_unheard(identity_of(role, rank))
             case Silent(role, rank, int(incarnation), pid):
@@ -202,7 +197,7 @@ class Supervisor:
             else:
                 self._on_final(f"{death}; {times}", death.trace)
             return
-        self.incidents.append(Incident(identity, state.incarnation, cause, now))
+        self._note(identity, cause)
         log.warning("%s: %s; replaced (%d of %d)", identity, cause, count + 1, limit)
         state.replaced_at.append(now)
         self._replace(identity, str(death), death.trace)
@@ -211,21 +206,24 @@ class Supervisor:
         """Start no successor: from now on decoding is plain, or the level above drafts by itself."""
         state = self._processes[identity]
         state.is_left_out, state.pending = True, None
-        self.incidents.append(Incident(identity, state.incarnation, cause, time.monotonic(), replaced=False))
+        self._note(identity, cause, replaced=False)
         log.warning("%s: %s; left out from now on", identity, cause)
         self._report_lost(identity, state.incarnation)
 
     def _replace_stranded(self, identity: str) -> None:
         """Restart a successor that was to start on a node that is gone; this does not count as a death."""
-        incarnation = self._processes[identity].incarnation
-        self.incidents.append(Incident(identity, incarnation, "its node is gone", time.monotonic()))
+        self._note(identity, "its node is gone")
         self._replace(identity, f"{identity}: its node is gone")
+
+    def _note(self, identity: str, cause: str, *, replaced: bool = True) -> None:
+        incarnation = self._processes[identity].incarnation
+        self.incidents.append(Incident(identity, incarnation, cause, time.monotonic(), replaced))
 
     def _replace(self, identity: str, reason: str, trace: str = "") -> None:
         state = self._processes[identity]
         lost = state.incarnation
         pending = state.pending = PendingStart(time.monotonic())
-        state.begin_incarnation()
+        state.incarnation, state.was_killed = lost + 1, False
         self._report_lost(identity, lost)
         self._start_successor(identity, pending, reason, trace)
 
@@ -288,10 +286,8 @@ class Supervisor:
         if pending.obstacle and waited_s > self._limits.wait_s:
             return f"{pending.obstacle} (waited {waited_s:.0f} s for it; cluster.wait_s sets how long)"
         if waited_s > self._limits.startup_timeout_s:
-            return (
-                f"{identity}: not ready again after {waited_s:.0f} s; look at its log, or raise "
-                "cluster.startup_timeout_s"
-            )
+            remedy = "look at its log, or raise cluster.startup_timeout_s"
+            return f"{identity}: not ready again after {waited_s:.0f} s; {remedy}"
         return ""
 
     def _report_lost(self, identity: str, incarnation: int) -> None:
@@ -300,9 +296,3 @@ class Supervisor:
         else:
             role, _, rank = identity.partition("-")
             self._on_lost(RankLost(role, int(rank), incarnation))
-
-
-def process_id(ready: Ready) -> int:
-    pid = ready.facts["pid"]
-    assert isinstance(pid, int)
-    return pid

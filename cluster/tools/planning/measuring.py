@@ -22,8 +22,7 @@ from actors.worker.factory import build_role
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.io.text import read_eos_token_ids
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
-from cluster.runtime.backend import LOOPBACK
-from cluster.runtime.specs import rank_spec
+from cluster.runtime.backend import LOOPBACK, rank_spec
 from cluster.tools.planning.costs import DraftCost, PassCosts, RankCores, TargetCost
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.ranks import RankSync, RoleWork, run_on_ranks

@@ -21,7 +21,7 @@ from cluster.config.jobs import PlanConfig
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import Engine
 from cluster.placement.ranks import Devices, lay_out
-from cluster.runtime.specs import rank_spec
+from cluster.runtime.backend import rank_spec
 from cluster.tools.planning.fidelity import measure_acceptance
 from cluster.tools.planning.layouts import Layout, Shape
 from cluster.tools.planning.measuring import derive_costs, measure, parts_of, role_pair, time_collectives
