@@ -30,10 +30,10 @@ def test_an_event_is_one_line_of_keys_and_values(opened):
     opened("target-0", LogSpec(), stream)
     log_event(logger_of("target-0"), "ready", epoch=0, load_s=0.41234, cores=(0, 1), why='two "words"\nhere', phase="")
     (line,) = stream.getvalue().splitlines()
-    moment, level, identity, *told = line.split(" ", 4)
-    assert (level, identity, told[0]) == ("INFO", "target-0", f"pid={os.getpid()}")
+    moment, level, identity, *facts = line.split(" ", 4)
+    assert (level, identity, facts[0]) == ("INFO", "target-0", f"pid={os.getpid()}")
     assert moment[10] == "T" and len(moment) == 23
-    assert told[1] == r'event=ready epoch=0 load_s=0.412 cores=[0,1] why="two \"words\"\nhere" phase=""'
+    assert facts[1] == r'event=ready epoch=0 load_s=0.412 cores=[0,1] why="two \"words\"\nhere" phase=""'
 
 
 def test_a_traceback_stays_in_its_line(opened):

@@ -18,7 +18,7 @@ from tests.cluster.hosts import Host, network
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
 WAIT_S = 200
 # proctrack/pgid signals what Slurm itself started and little else, as proctrack/cgroup does and proctrack/linuxproc
-# does not, and at the end of a job it leaves alone what left its process group: nobody clears up behind us.
+# does not. At the end of a job, processes that left its process group go on: the job has to end them itself.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=switch({switch})

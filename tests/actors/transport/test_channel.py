@@ -108,8 +108,8 @@ def test_records_to_an_unknown_identity_are_lost_and_block_nothing(hub, open_lin
     hub.send(["unknown-0"], Stop())
     link = open_link("target-0")
     greet(hub, link)
-    hub.send(["unknown-0", "target-0"], Stop("heard"))
-    assert link.receive(5.0) == Stop("heard")
+    hub.send(["unknown-0", "target-0"], Stop("arrived"))
+    assert link.receive(5.0) == Stop("arrived")
 
 
 def test_a_link_without_a_hub_blocks_neither_on_sending_nor_on_closing():
@@ -139,30 +139,30 @@ def test_a_slow_reader_loses_nothing(hub, open_link):
     for request_id in range(count):
         link.send(Request(request_id, padding, SAMPLING))
     assert link.is_waiting
-    heard = []
-    while len(heard) < count:
-        heard += [record.request_id for _, record in iter(lambda: hub.receive(0.0), None)]
+    arrived = []
+    while len(arrived) < count:
+        arrived += [record.request_id for _, record in iter(lambda: hub.receive(0.0), None)]
         link.receive(0.0)
-    assert heard == list(range(count)) and not link.is_waiting
+    assert arrived == list(range(count)) and not link.is_waiting
     for position in range(count):
         hub.send(["client"], Tokens(1, position, padding))
-    heard = []
-    while len(heard) < count:
-        heard += [record.position for record in iter(lambda: link.receive(0.0), None)]
+    arrived = []
+    while len(arrived) < count:
+        arrived += [record.position for record in iter(lambda: link.receive(0.0), None)]
         hub.receive(0.0)
-    assert heard == list(range(count))
+    assert arrived == list(range(count))
 
 
 def test_a_record_may_have_megabytes(hub, open_link):
     report = Report({}, tuple(("target", "verify", float(number), 1.0, {"round": number}) for number in range(50_000)))
-    link, heard = open_link("client"), []
+    link, arrived = open_link("client"), []
     greet(hub, link)
-    thread = threading.Thread(target=lambda: heard.append(link.receive(10.0)))
+    thread = threading.Thread(target=lambda: arrived.append(link.receive(10.0)))
     thread.start()
     hub.send(["client"], report)
     assert hub.receive(0.5) is None  # the rest goes out in here
     thread.join()
-    assert heard == [report] and len(pack(report)) > 2_000_000
+    assert arrived == [report] and len(pack(report)) > 2_000_000
 
 
 def test_a_link_finds_a_hub_that_opens_after_it():
@@ -180,14 +180,14 @@ def test_a_link_finds_a_hub_that_opens_after_it():
 
 def test_a_hub_delivers_pending_records_before_it_closes(open_link):
     hub = Hub(ANY_PORT)
-    link, heard, record = Link(hub.address, "client"), [], Report({"x": "y" * 20_000_000}, ())
+    link, arrived, record = Link(hub.address, "client"), [], Report({"x": "y" * 20_000_000}, ())
     greet(hub, link)
-    thread = threading.Thread(target=lambda: heard.append(link.receive(10.0)))
+    thread = threading.Thread(target=lambda: arrived.append(link.receive(10.0)))
     thread.start()
     hub.send(["client"], record)
     hub.close()
     thread.join()
-    assert heard == [record]
+    assert arrived == [record]
     link.close()
 
 
@@ -203,8 +203,8 @@ def test_a_link_skips_what_it_cannot_read(hub, open_link):
     link = open_link("target-0")
     greet(hub, link)
     hub._post(["target-0"], b"torn")
-    hub.send(["target-0"], Stop("heard"))
-    assert link.receive(5.0) == Stop("heard") and link.num_unreadable == 1
+    hub.send(["target-0"], Stop("arrived"))
+    assert link.receive(5.0) == Stop("arrived") and link.num_unreadable == 1
 
 
 def test_a_link_finds_the_successor_of_its_hub_at_the_same_port():
@@ -219,8 +219,8 @@ def test_a_link_finds_the_successor_of_its_hub_at_the_same_port():
         beats.send(Recall(round_))
     successor = Hub(hub.address, bind_wait_s=5.0)
     assert link.receive(0.1) is None and beats.receive(0.1) is None  # a link is served inside its calls only
-    heard = [successor.receive(5.0), successor.receive(5.0)]
-    assert ("target-0", Abort(1)) in heard and ("target-0/heart", Recall(49)) in heard, "only the last beat matters"
+    arrived = [successor.receive(5.0), successor.receive(5.0)]
+    assert ("target-0", Abort(1)) in arrived and ("target-0/heart", Recall(49)) in arrived, "only the last beat matters"
     assert successor.receive(0.0) is None
     successor.send(["target-0"], Stop("again"))
     assert link.receive(5.0) == Stop("again")
@@ -239,12 +239,12 @@ def test_a_record_that_a_dying_hub_had_half_of_is_sent_to_its_successor_whole():
     assert link.is_waiting and beats.is_waiting
     hub.close()
     successor = Hub(hub.address, bind_wait_s=5.0)
-    heard = {"client": [], "client/heart": []}
-    while len(heard["client"]) < 3 or len(heard["client/heart"]) < 2:
+    arrived = {"client": [], "client/heart": []}
+    while len(arrived["client"]) < 3 or len(arrived["client/heart"]) < 2:
         assert link.receive(0.0) is None and beats.receive(0.0) is None
         if (received := successor.receive(0.001)) is not None:
-            heard[received[0]].append(received[1])
-    assert heard == {"client": [large, Abort(1), Abort(2)], "client/heart": [large, Abort(2)]}
+            arrived[received[0]].append(received[1])
+    assert arrived == {"client": [large, Abort(1), Abort(2)], "client/heart": [large, Abort(2)]}
     for end in (link, beats, successor):
         end.close()
 
@@ -262,12 +262,12 @@ def test_a_fraction_of_a_millisecond_is_waited_as_such(hub, open_link):
 def test_waiting_ends_with_the_time_or_with_a_record(hub, open_link):
     link = open_link("client")
     assert hub.receive(0.01) is None and link.receive(0.01) is None
-    heard = []
-    thread = threading.Thread(target=lambda: heard.append(hub.receive()))
+    arrived = []
+    thread = threading.Thread(target=lambda: arrived.append(hub.receive()))
     thread.start()
     link.send(Hello())
     thread.join(5.0)
-    assert heard == [("client", Hello())]
+    assert arrived == [("client", Hello())]
 
 
 def test_a_port_in_use_is_one_clear_line():

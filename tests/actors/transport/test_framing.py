@@ -44,11 +44,11 @@ def test_frames_come_whole_and_in_order_however_the_bytes_do(pair, step):
     stream, far = pair
     sent = [b"", b"a", b"bcd" * 30, b"", b"x" * 300]
     line = b"".join(framed(payload) for payload in sent)
-    heard = []
+    frames_read = []
     for begin in range(0, len(line), step):
         far.sendall(line[begin : begin + step])
-        heard += received(stream)
-    assert heard == sent
+        frames_read += received(stream)
+    assert frames_read == sent
 
 
 def test_frames_before_the_end_are_read_before_it(pair):

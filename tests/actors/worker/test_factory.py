@@ -72,11 +72,11 @@ class Served:
 
     def wait_for(self, count, **state) -> None:
         """Until so many ranks have sent a heartbeat with this state."""
-        heard = set()
-        while len(heard) < count:
+        ranks_seen = set()
+        while len(ranks_seen) < count:
             alive = self.receive(heartbeats=True)
             if isinstance(alive, Alive) and all(getattr(alive, name) == value for name, value in state.items()):
-                heard.add(alive.rank)
+                ranks_seen.add(alive.rank)
 
     def join(self, epoch=1, last_round=0):
         """Send `Join` once all ranks wait; returns their `Ready`s."""
@@ -213,7 +213,7 @@ def test_a_rank_that_missed_a_batch_waits_to_be_called_anew(open_ranks, spec):
 
 
 def test_a_rank_called_twice_answers_twice_and_one_called_on_goes_there(open_ranks, spec):
-    """What it said the first time, or what it was told meanwhile, may have been lost."""
+    """The first `Ready`, or a `Join` sent meanwhile, may have been lost."""
     ranks = open_ranks(spec)
     ranks.join()
     ranks.send(Join(1, 0))
@@ -223,13 +223,13 @@ def test_a_rank_called_twice_answers_twice_and_one_called_on_goes_there(open_ran
 
 
 def test_ranks_called_to_a_coordinator_that_is_gone_come_back_and_follow_its_successor(open_ranks, spec, monkeypatch):
-    """It died between its call and their meeting; the store, which it hosts, died with it."""
+    """The coordinator died between `Join` and the forming of the group; the store, which it hosts, died with it."""
     monkeypatch.setattr(factory, "MEETING_S", 0.5)
     ranks = open_ranks(*(replace(spec, rank=rank, size=2) for rank in range(2)))
     ranks.join()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        nobody = server.getsockname()
-    ranks.send(Join(2, 7, nobody))
+        unused_address = server.getsockname()
+    ranks.send(Join(2, 7, unused_address))
     ranks.wait_for(2, epoch=2, waiting=True)
     readies = ranks.join(epoch=3, last_round=7)
     assert [ready.epoch for ready in readies] == [3, 3] and not ranks.errors

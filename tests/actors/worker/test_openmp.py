@@ -41,7 +41,7 @@ def test_too_late_is_not_done(unset):
 
 
 def test_a_rank_settles_it_before_pytorch_loads(unset):
-    """libgomp says itself what it read, and reads it once."""
+    """libgomp prints which settings it read; it reads them once."""
     code = "import actors.worker.ray_actors, sys; actors.worker.ray_actors.RankWorker('target-0', share=1.0)"
     environment = os.environ | {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(

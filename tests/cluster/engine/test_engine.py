@@ -109,7 +109,7 @@ def test_greedy_tokens_are_those_of_transformers_in_any_layout(open_layout, expe
     may_be_none = LAYOUTS[layout]["drafter"] == "ngram" or layout == "branches"  # a miss may not be worth the wait
     assert counters["num_accepted_tokens"] > 0 or may_be_none, "the test shows nothing"
     assert counters["num_tokens"] == sum(map(len, expected_tokens))
-    assert counters["num_stale"] == 0 or layout == "branches", "only where nobody waits do answers come too late"
+    assert counters["num_stale"] == 0 or layout == "branches", "answers are late only where the target does not wait"
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,9 @@ class TestText:
         assert completion.token_ids == whole.token_ids[: len(completion.token_ids)], "a beginning of the same tokens"
         assert len(completion.token_ids) in (length, length + 1), "a character may wait for what follows it"
         assert completion.stats.num_spec_steps > 0 or not speculate
-        assert engine.report().counters["num_tokens"] < LONG.max_tokens, "the coordinator was told, and went no further"
+        assert engine.report().counters["num_tokens"] < LONG.max_tokens, (
+            "the coordinator received the abort"
+        )
 
     def test_tokens_can_be_given_instead_of_text(self, open_engine):
         engine = open_engine("ngram")
@@ -212,7 +214,7 @@ class TestRefusals:
         engine = open_engine("ngram")
         with pytest.raises(ValueError, match=f"^{field}"):
             engine.submit(prompt, sampling)
-        assert engine.generate(["x"], GREEDY)[0].finish_reason, "and nobody else is hurt"
+        assert engine.generate(["x"], GREEDY)[0].finish_reason, "other requests are not affected"
 
     def test_a_drafter_of_another_vocabulary_is_refused_before_anything_starts(self, open_engine, tiny_checkpoint):
         before = threading.enumerate()
@@ -278,7 +280,7 @@ def test_two_engines_side_by_side(open_engine):
 
 
 def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_engine):
-    """Well before the engine would ask for it again: while nobody listens, the line keeps it."""
+    """Well before the engine would ask for it again: while no process listens, the link keeps it."""
     engine = open_engine("none")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

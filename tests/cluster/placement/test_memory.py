@@ -1,4 +1,4 @@
-"""What is told before loading is what the ranks then report."""
+"""The memory that is printed before loading is the memory that the ranks then report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts over several nodes: roles stay whole, keep apart or together as told, and what is missing is named."""
+"""Layouts over several nodes: roles stay whole, are separate or together as configured; errors name what is missing."""
 
 from __future__ import annotations
 

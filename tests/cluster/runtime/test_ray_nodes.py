@@ -20,12 +20,12 @@ class Waiting:
 
     def __init__(self, joins_at: float, **cluster: object) -> None:
         self.now = 0.0
-        self.said: list[str] = []
+        self.reported: list[str] = []
         self._joins_at = joins_at
         self._config = replace(CONFIG, cluster=replace(CONFIG.cluster, **cluster))
 
     def place(self):
-        return await_layout(self._config, self.said.append, self.look, lambda: self.now, self.sleep)
+        return await_layout(self._config, self.reported.append, self.look, lambda: self.now, self.sleep)
 
     def look(self) -> list[Node]:
         return [ONE, TWO] if self.now >= self._joins_at else [ONE]
@@ -38,22 +38,22 @@ class Waiting:
 def test_waits_for_nodes_and_says_what_is_missing(nodes):
     waiting = Waiting(joins_at=12.0, nodes=nodes)
     assert [place.host for place in waiting.place()] == ["10.0.0.1", "10.0.0.2"]
-    assert waiting.now == 12.0 and len(waiting.said) == 2
+    assert waiting.now == 12.0 and len(waiting.reported) == 2
     missing = "cluster.nodes=2: only 1 joined: n1 (10.0.0.1)" if nodes else "target.tp: 2 ranks need 2 cores, 1 here"
-    assert waiting.said[0].startswith(f"waiting for 5 s: {missing}")
+    assert waiting.reported[0].startswith(f"waiting for 5 s: {missing}")
 
 
 def test_gives_up_with_the_reason():
     waiting = Waiting(joins_at=100.0, nodes=2, wait_s=30.0)
     with pytest.raises(ValueError, match=r"^cluster\.nodes=2: only 1 joined: n1 .*\(waited 30 s for it; "):
         waiting.place()
-    assert len(waiting.said) == 5
+    assert len(waiting.reported) == 5
 
 
 def test_nodes_that_are_enough_are_not_waited_for():
     waiting = Waiting(joins_at=0.0)
     waiting.place()
-    assert waiting.now == 0.0 and not waiting.said
+    assert waiting.now == 0.0 and not waiting.reported
 
 
 def test_a_head_that_comes_late_is_waited_for_and_one_that_never_comes_is_named():

@@ -80,8 +80,8 @@ def test_all_devices_or_none(made, layout, separately):
 
 
 def test_says_what_it_waits_for(made, layout):
-    said, times = [], iter(range(0, 100, 5))
+    reported, times = [], iter(range(0, 100, 5))
     Group.left = 0
     with pytest.raises(ValueError, match=r"^cluster: "):
-        Reservation().reserve(layout, 30.0, said.append, lambda: float(next(times)))
-    assert len(said) > 1 and said[0].startswith("waiting for 10 s: 1 GPU on 10.0.0.1, ")
+        Reservation().reserve(layout, 30.0, reported.append, lambda: float(next(times)))
+    assert len(reported) > 1 and reported[0].startswith("waiting for 10 s: 1 GPU on 10.0.0.1, ")

@@ -32,7 +32,7 @@ def test_ray_leaves_sigterm_to_the_launch():
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
         except KeyboardInterrupt:
-            print("told")
+            print("terminated")
         finally:
             __import__("ray").shutdown()
     """
@@ -46,4 +46,4 @@ def test_ray_leaves_sigterm_to_the_launch():
         timeout=120,
         check=False,
     )
-    assert (result.returncode, result.stdout.strip()) == (0, "told"), result.stderr[-2000:]
+    assert (result.returncode, result.stdout.strip()) == (0, "terminated"), result.stderr[-2000:]

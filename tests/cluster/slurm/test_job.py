@@ -138,12 +138,12 @@ def test_ray_symmetric_run_on_whole_nodes(cluster: Slurm, overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", ["", "layout"], ids=["starting", "loading"])
-def test_a_job_that_is_cancelled_before_its_first_token_leaves_nothing(cluster: Slurm, overrides, said):
-    """Told twice, as by somebody impatient."""
+@pytest.mark.parametrize("printed", ["", "layout"], ids=["starting", "loading"])
+def test_a_job_that_is_cancelled_before_its_first_token_leaves_nothing(cluster: Slurm, overrides, printed):
+    """SIGTERM arrives twice."""
     job = cluster.submit("--nodes=2", "--cpus-per-task=1", LAUNCH, *overrides, "target.stretch=60")
     token = cluster.directory / "outputs" / "slurm" / str(job) / "ray-token"
-    cluster.wait_for(job, lambda: token.exists() and said in cluster.output(job))
+    cluster.wait_for(job, lambda: token.exists() and printed in cluster.output(job))
     cluster.ask("scancel", "--batch", "--signal=TERM", job)
     cluster.ask("scancel", job)
     finished(cluster, job)
@@ -190,8 +190,8 @@ def test_a_sweep_inside_one_job_runs_its_points_in_turn(cluster: Slurm, override
 
 @pytest.mark.slow
 def test_a_dry_run_in_an_allocation_prints_every_command(cluster: Slurm, overrides):
-    said = cluster.ask("salloc", "--quiet", "--nodes=2", "--cpus-per-task=1", LAUNCH, "--dry-run", *overrides)
-    lines = said.splitlines()
+    output = cluster.ask("salloc", "--quiet", "--nodes=2", "--cpus-per-task=1", LAUNCH, "--dry-run", *overrides)
+    lines = output.splitlines()
     assert "ray start --head" in lines[-3] and lines[-2].startswith("srun --overlap") and "cluster=slurm" in lines[-1]
 
 

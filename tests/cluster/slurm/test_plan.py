@@ -74,15 +74,19 @@ def test_an_allocation_is_read_from_the_environment():
 
 
 def test_what_scontrol_says_of_nodes():
-    said = "NodeName=n1 Arch=x86_64 CPUAlloc=0 CPUTot=8 NodeAddr=10.0.0.1 State=IDLE\nNodeName=n2 CPUTot=4 State=IDLE\n"
-    known = parse_nodes(said)
+    text = (
+        "NodeName=n1 Arch=x86_64 CPUAlloc=0 CPUTot=8 NodeAddr=10.0.0.1 State=IDLE\nNodeName=n2 CPUTot=4 State=IDLE\n"
+    )
+    known = parse_nodes(text)
     assert (known["n1"].address, known["n1"].num_cpus) == ("10.0.0.1", 8)
     assert (known["n2"].address, known["n2"].num_cpus) == ("n2", 4)
 
 
 def test_a_step_asks_for_all_devices_the_job_has_on_its_node():
-    said = "JobId=4711\n NodeList=n[1-3]\n Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n Nodes=n[2-3] CPU_IDs=0-1 Mem=0 "
-    devices = parse_devices(f"{said}GRES=gpu:a100:3(IDX:0-1,3),nic:1(CNT:1)\n   MinCPUsNode=1")
+    text = (
+        "JobId=4711\n NodeList=n[1-3]\n Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n Nodes=n[2-3] CPU_IDs=0-1 Mem=0 "
+    )
+    devices = parse_devices(f"{text}GRES=gpu:a100:3(IDX:0-1,3),nic:1(CNT:1)\n   MinCPUsNode=1")
     assert devices == {"n1": "gpu:1"} | dict.fromkeys(["n2", "n3"], "gpu:a100:3,nic:1")
     assert parse_devices("Nodes=n1 CPU_IDs=0 Mem=0 GRES=\n   MinCPUsNode=1") == {}
     assert "--gres=gpu:a100:3,nic:1" in plan_of(devices=devices).rays["n2"]
@@ -129,31 +133,31 @@ def test_symmetric_run_holds_ray_in_one_step_and_the_launch_is_the_same():
 FAKE_RAY = """
 import pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[0]).parent
-told = lambda number, frame: sys.exit((folder / "stopped").touch())
+stop = lambda number, frame: sys.exit((folder / "stopped").touch())
 if sys.argv[1] == "stop":
     (folder / "stopped").touch()
 else:
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, stop)
     (folder / "job" / "specdec-4711").mkdir(parents=True)
-    (folder / "told").write_text(" ".join(sys.argv[1:]))
+    (folder / "arguments").write_text(" ".join(sys.argv[1:]))
     time.sleep(300)
 """
 
-
+    """As with `proctrack/cgroup`, signals reach only what Slurm itself started. SIGTERM ends the launch, not Ray."""
 @pytest.mark.parametrize("bootstrap", [EXPLICIT, SYMMETRIC])
 @pytest.mark.parametrize("node", [0, 1])
 def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_told(tmp_path, bootstrap, node):
-    """As `proctrack/cgroup` does it: signals reach what Slurm itself started. SIGTERM is for the launch to hear."""
-    ray, folder, told = tmp_path / "ray", tmp_path / "job" / "specdec-4711", tmp_path / "told"
+    """As with `proctrack/cgroup`: signals reach only what Slurm itself started. Ray ignores SIGTERM, which ends the launch."""
+    ray, folder, arguments = tmp_path / "ray", tmp_path / "job" / "specdec-4711", tmp_path / "arguments"
     ray.write_text(f"#!{sys.executable}{FAKE_RAY}")
     ray.chmod(0o755)
     plan = plan_of(bootstrap=bootstrap, python=f"{tmp_path}/python", tmp=f"{tmp_path}/job")
     command = list(plan.rays.values())[-1 if bootstrap == SYMMETRIC else node]
     shell = subprocess.Popen(command[command.index("bash") :], env={**os.environ, "SLURM_PROCID": str(node)})
-    while not told.exists() or not told.read_text():
+    while not arguments.exists() or not arguments.read_text():
         assert shell.poll() is None
         time.sleep(0.01)
-    assert ("--include-dashboard=true" in told.read_text()) == (node == 0), "the others refuse that"
+    assert ("--include-dashboard=true" in arguments.read_text()) == (node == 0), "the others refuse that"
     shell.terminate()
     with pytest.raises(subprocess.TimeoutExpired):
         shell.wait(0.2)
@@ -215,7 +219,7 @@ def run_script(*arguments, **environment):
         (["cluster=local", "drafter=ngram"], {"SLURM_JOB_ID": "7"}),
         (["drafter=ngram", "sampling.stop=[a b]"], {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}),
     ],
-    ids=["on this machine", "as told", "inside a step"],
+    ids=["on this machine", "as chosen", "inside a step"],
 )
 def test_the_script_stays_on_one_machine_unless_it_is_a_job(overrides, environment):
     done = run_script(*overrides, "--dry-run", **environment)
