@@ -74,18 +74,14 @@ def test_an_allocation_is_read_from_the_environment():
 
 
 def test_what_scontrol_says_of_nodes():
-    text = (
-        "NodeName=n1 Arch=x86_64 CPUAlloc=0 CPUTot=8 NodeAddr=10.0.0.1 State=IDLE\nNodeName=n2 CPUTot=4 State=IDLE\n"
-    )
+    text = "NodeName=n1 Arch=x86_64 CPUAlloc=0 CPUTot=8 NodeAddr=10.0.0.1 State=IDLE\nNodeName=n2 CPUTot=4 State=IDLE\n"
     known = parse_nodes(text)
     assert (known["n1"].address, known["n1"].num_cpus) == ("10.0.0.1", 8)
     assert (known["n2"].address, known["n2"].num_cpus) == ("n2", 4)
 
 
 def test_a_step_asks_for_all_devices_the_job_has_on_its_node():
-    text = (
-        "JobId=4711\n NodeList=n[1-3]\n Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n Nodes=n[2-3] CPU_IDs=0-1 Mem=0 "
-    )
+    text = "JobId=4711\n NodeList=n[1-3]\n Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)\n Nodes=n[2-3] CPU_IDs=0-1 Mem=0 "
     devices = parse_devices(f"{text}GRES=gpu:a100:3(IDX:0-1,3),nic:1(CNT:1)\n   MinCPUsNode=1")
     assert devices == {"n1": "gpu:1"} | dict.fromkeys(["n2", "n3"], "gpu:a100:3,nic:1")
     assert parse_devices("Nodes=n1 CPU_IDs=0 Mem=0 GRES=\n   MinCPUsNode=1") == {}
@@ -143,11 +139,11 @@ else:
     time.sleep(300)
 """
 
-    """As with `proctrack/cgroup`, signals reach only what Slurm itself started. SIGTERM ends the launch, not Ray."""
+
 @pytest.mark.parametrize("bootstrap", [EXPLICIT, SYMMETRIC])
 @pytest.mark.parametrize("node", [0, 1])
 def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_told(tmp_path, bootstrap, node):
-    """As with `proctrack/cgroup`: signals reach only what Slurm itself started. Ray ignores SIGTERM, which ends the launch."""
+    """As with `proctrack/cgroup`, signals reach only what Slurm itself started. SIGTERM ends the launch, not Ray."""
     ray, folder, arguments = tmp_path / "ray", tmp_path / "job" / "specdec-4711", tmp_path / "arguments"
     ray.write_text(f"#!{sys.executable}{FAKE_RAY}")
     ray.chmod(0o755)
