@@ -130,7 +130,7 @@ class Supervisor:
                 if record.incarnation == state.incarnation:
                     state.pid, state.pending = record.facts["pid"], None
             case Silent(role, rank, None):
-                self._kill_unheard(identity_of(role, rank))
+                self._kill_silent(identity_of(role, rank))
             case Silent(role, rank, int(incarnation), pid):
                 self._kill(identity_of(role, rank), incarnation, pid)
 
@@ -143,8 +143,8 @@ class Supervisor:
             state.was_killed = True
             self._backend.kill(identity, pid)
 
-    def _kill_unheard(self, identity: str) -> None:
-        """No process of this identity sends heartbeats: the last one hangs, unless it is still starting."""
+    def _kill_silent(self, identity: str) -> None:
+        """End the last process of this identity, which sends no heartbeats, unless it is still starting."""
         state = self._processes[identity]
         if self._facts is None or not self._silence_s or state.is_left_out:
             return
@@ -269,7 +269,7 @@ class Supervisor:
             elif identity in stranded:
                 self._replace_stranded(identity)
         if self._processes[COORDINATOR].pending is not None and self._heartbeat is None:
-            self._kill_unheard(COORDINATOR)
+            self._kill_silent(COORDINATOR)
         for identity, pending in self._pending().items():
             if reason := self._reason_to_give_up(identity, pending):
                 self._processes[identity].pending = None
