@@ -1,4 +1,4 @@
-"""The coordinator's view of the drafter role: what it knows, what it was ordered, and what it answered.
+"""The coordinator's view of the drafter role: the requests it holds, its pending order, and its answers.
 
 Bookkeeping around one `Outbox`. The policy says how long drafts are and for how many requests to order at a time; this
 file knows which requests can have a draft now. It neither starts a target pass nor decides to wait for a draft.
@@ -47,7 +47,7 @@ class DrafterSession:
         self._last_read = first_round  # the last round whose batch held text to read
 
     def lose(self, sequences: Collection[Sequence]) -> None:
-        """The drafter and what it knew are gone; drafts that arrived are still good."""
+        """The drafter and its state are lost; drafts that arrived before remain valid."""
         self.is_present, self.pending, self._outbox = False, None, Outbox()
         for sequence in sequences:
             sequence.draft = DraftState(proposal=sequence.draft.proposal)
@@ -56,15 +56,15 @@ class DrafterSession:
     def may_draft(self, sequence: Sequence) -> bool:
         return self.is_present and sequence.request.speculate
 
-    # --- what the drafter has to know ---------------------------------------------------------------------------------
+    # --- state of the drafter -----------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> None:
-        """The request is about to run. Where waiting is weighed, its text is sent when the drafter has time."""
+        """The request is about to run. Where waiting is weighed, its text is sent later, while the drafter is idle."""
         if self.may_draft(sequence) and not self._policy.weighs_waiting:
             self._outbox.admit(sequence)
 
     def commit(self, sequence: Sequence, commit: Commit) -> None:
-        """The prefix grew: the draft for the old one is used up, and a preview may hold one for the new prefix."""
+        """The prefix grew: its draft is obsolete, and a preview may hold a draft for the new prefix."""
         self._outbox.commit(commit)
         preview, sequence.preview = sequence.preview, None
         sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)

@@ -1,6 +1,6 @@
 """Records that one role has yet to be sent: requests admitted, tokens committed, requests released.
 
-Bookkeeping of records; it neither sends them nor knows when they are due.
+It neither sends records nor decides when.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Only `commit` changes the text. Knows nothing of models, drafters or sockets.
 from __future__ import annotations
 
 from collections.abc import Sequence as Series
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import (
@@ -180,8 +180,9 @@ class Sequence:
         self.num_preemptions += 1
 
     def stats(self) -> RequestStats:
-        counts = asdict(self.counts) | {"acceptance_histogram": tuple(self.counts.acceptance_histogram)}
-        return RequestStats(**counts, num_preemptions=self.num_preemptions)
+        counts, histogram = self.counts, tuple(self.counts.acceptance_histogram)
+        drafted, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
+        return RequestStats(counts.num_spec_steps, drafted, accepted, histogram, self.num_preemptions)
 
     def _cut(self, tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
         sampling = self.request.sampling

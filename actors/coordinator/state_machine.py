@@ -14,7 +14,7 @@ target works, a `DraftPreviewBatch` may bring what draft-ahead prepared: a verdi
 without an exchange with the drafter.
 
 A role may be lost at any time. Without a drafter, decoding goes on plainly; without a target, requests wait with their
-committed tokens. A role that is back knows no request and is sent every one again. A late drafter is waited for until
+committed tokens. A role that returns holds no request; each is sent to it again. A late drafter is waited for until
 `wait_until`; then the caller, which has the clock, calls `stop_waiting`.
 """
 
@@ -120,7 +120,7 @@ class Coordinator:
             case ReportOrder():
                 return [self._report(record, now)]
             case _:
-                raise TypeError(f"the coordinator has no use for {type(record).__name__}")
+                raise TypeError(f"not a record for the coordinator: {type(record).__name__}")
         batches = self._advance(now)
         if not self._sequences:
             self.count_active_time(now)
@@ -136,7 +136,7 @@ class Coordinator:
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float, *, may_wait: bool = True) -> list[VerifyBatch | DraftBatch]:
-        """Draft, then verify: order missing drafts, and start a target pass unless drafts are worth waiting for."""
+        """Draft, then verify: order missing drafts, and start a target pass unless waiting for drafts is faster."""
         self.wait_until = None
         round_, drafter, running = self._round, self._drafter, self._scheduler.running
         if round_.verifying is not None or not self._has_target:
@@ -304,7 +304,7 @@ class Coordinator:
     # --- roles --------------------------------------------------------------------------------------------------------
 
     def _lose(self, role: str, now: float) -> None:
-        """The role will answer nothing that it was sent, and has to be sent everything again."""
+        """The role lost its state: none of its batches will be answered, and every request must be sent to it again."""
         self.stats.num_role_losses[role] = self.stats.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
         if role == "draft":
@@ -323,7 +323,7 @@ class Coordinator:
             self._resume(role, now)
 
     def _resume(self, role: str, now: float) -> None:
-        """The role answered, or is back and has nothing to answer: if it was lost, the outage ends here."""
+        """End the outage of a lost role: it answered, or it returned while there are no requests."""
         if role in self._lost_at and (self._has_target if role == "target" else self._drafter.is_present):
             self.stats.add_outage(role, now - self._lost_at.pop(role))
 

@@ -68,16 +68,13 @@ def help_text(key: str) -> str:
         for title, summary, options in _tables(key):
             parts += [f"== {title} ==\n{summary}" if title != key else summary, *map(str, options)]
         return "\n\n".join(parts)
+    known = [(option, title) for section in SECTIONS for title, _, options in _tables(section) for option in options]
     entries: dict[str, list[str]] = {}
-    known: set[str] = set(SECTIONS)
-    for section in SECTIONS:
-        for title, _, options in _tables(section):
-            known |= {option.key for option in options}
-            for option in options:
-                if option.key == key:
-                    entries.setdefault(str(option), []).append(title)
+    for option, title in known:
+        if option.key == key:
+            entries.setdefault(str(option), []).append(title)
     if not entries:
-        ends = {name: name.rpartition(".")[2] for name in sorted(known)}
+        ends = {name: name.rpartition(".")[2] for name in sorted({*SECTIONS, *(option.key for option, _ in known)})}
         close = [name for name, end in ends.items() if end == key] or get_close_matches(key, ends, n=3, cutoff=0.7)
         close = close or [name for name, end in ends.items() if end in get_close_matches(key, ends.values(), n=1)]
         remedy = f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(SECTIONS)}, or a key"

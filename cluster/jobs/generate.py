@@ -246,12 +246,12 @@ def _summarise(terminal: Terminal, report: GenerateReport, run_dir: Path) -> Non
 
 
 def finding(report: GenerateReport) -> str:
-    """The one thing about a run that most deserves a look."""
+    """The most important result of a run, in one phrase."""
     return next(_findings(report))
 
 
 def _findings(report: GenerateReport) -> Iterator[str]:
-    """The gravest first; the last is always there."""
+    """In order of importance; the last one always applies."""
     losses, speedup = report["role_losses"] or {}, report["speedup_vs_ar"]
     if report["num_failed"]:
         yield f"{report['num_failed']} requests failed"
