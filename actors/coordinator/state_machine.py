@@ -211,7 +211,7 @@ class Coordinator:
         stats.switch = policy.switch
         for outcome in seen.outcomes:
             if outcome.request_id not in self._sequences:
-                policy.forget(outcome.request_id)
+                policy.release(outcome.request_id)
 
     def _order_drafts(self, now: float) -> list[DraftBatch]:
         verifying = self._round.verifying
@@ -295,7 +295,7 @@ class Coordinator:
         self.stats.add_request(sequence, now)
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        self._policy.forget(sequence.request_id)
+        self._policy.release(sequence.request_id)
         if self._round.verifying is not None:
             self._round.verifying.pop(sequence.request_id, None)
         self._target.release(sequence.request_id)

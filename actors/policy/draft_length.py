@@ -64,7 +64,7 @@ class DraftLengths:
             return int(retry.rounds >= retry.wait)
         return self._by_request.get(request_id, self._length)
 
-    def forget(self, request_id: int) -> None:
+    def release(self, request_id: int) -> None:
         self._acceptance.pop(request_id, None)
         self._by_request.pop(request_id, None)
         self._retries.pop(request_id, None)

@@ -55,8 +55,8 @@ class DraftWait:
         """Seconds from an order to the first part of its answer, or from that to the rest of it."""
         (self._rest_s if is_rest else self._first_s).append(seconds)
 
-    def forget_delays(self) -> None:
-        """Drafts are tried again after a while: the cause of old delays may be gone."""
+    def clear_delays(self) -> None:
+        """Drop the delays measured before a pause of speculation: their cause may be gone."""
         self._first_s.clear()
         self._rest_s.clear()
 

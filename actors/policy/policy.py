@@ -112,7 +112,7 @@ class Policy:
     def caught_up(self) -> None:
         """The drafter has read the committed text that it missed."""
 
-    def forget(self, request_id: int) -> None:
+    def release(self, request_id: int) -> None:
         """The request ended."""
 
 
@@ -201,10 +201,10 @@ class AdaptivePolicy(Policy):
 
     def caught_up(self) -> None:
         if self._load.switch.caught_up():
-            self.wait.forget_delays()
+            self.wait.clear_delays()
 
-    def forget(self, request_id: int) -> None:
-        self._lengths.forget(request_id)
+    def release(self, request_id: int) -> None:
+        self._lengths.release(request_id)
 
     def _nearest(self, kind: tuple[int, int]) -> _LoadEstimate:
         """The load of this kind, or of the nearest one; a context of twice the length is a longer way."""
@@ -219,5 +219,5 @@ def _kind_of_load(num_running: int, mean_len: float) -> tuple[int, int]:
 
 
 def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool) -> Policy:
-    """As configured; without draft tokens there is nothing to adapt."""
+    """The policy of a pipeline; without draft tokens it is not adaptive, because nothing can be adapted."""
     return AdaptivePolicy(pipeline, shortest, longest) if adaptive and longest else Policy(pipeline, longest)

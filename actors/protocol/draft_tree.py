@@ -94,13 +94,13 @@ class DraftTree:
         for child in self.nodes[node].children:
             self._shift(child, change)
 
-    def forget_rows(self) -> None:
+    def clear_rows(self) -> None:
         """The KV rows were dropped; the nodes stay."""
         for hypothesis in self.nodes:
             hypothesis.row = -1
 
-    def worth_feeding_again(self, width: int) -> list[int]:
-        """Nodes to feed in the first pass after `forget_rows`: the proposal, and the likeliest that had been fed."""
+    def nodes_to_refresh(self, width: int) -> list[int]:
+        """Nodes to feed in the first pass after `clear_rows`: the proposal, and the likeliest that had been fed."""
         offered = [i for i, node in enumerate(self.nodes) if i and node.offered]
         fed = [i for i, node in enumerate(self.nodes) if i and node.expanded and not node.offered]
         fed.sort(key=lambda i: (-self.nodes[i].value, i))  # a parent comes before its child

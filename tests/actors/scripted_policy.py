@@ -42,5 +42,5 @@ class MoodyPolicy(Policy):
         if self._mode is Mode.catch_up:
             self._mode = Mode.trial
 
-    def forget(self, request_id: int) -> None:
+    def release(self, request_id: int) -> None:
         self._lengths.pop(request_id, None)

@@ -101,7 +101,7 @@ class AheadDrafter(ModelDrafter):
             self.runner.commit(context.request_id, keep + rows, retain)
         due = self._calibration.is_due(context.request_id, rejected=len(commit.path) < offered)
         if due and self.runner.drop_fuzzy(context.request_id):
-            fresh.forget_rows()
+            fresh.clear_rows()
             retain = []
         self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
 
@@ -202,7 +202,7 @@ class AheadDrafter(ModelDrafter):
             self._prefill(context, leave=self._options.prefill_chunk)
             suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
             room = self.runner.config.max_positions - len(context.token_ids)
-            nodes = [i for i in future.tree.worth_feeding_again(width) if hypotheses[i].depth <= room]
+            nodes = [i for i in future.tree.nodes_to_refresh(width) if hypotheses[i].depth <= room]
             num_rows = len(suffix) + len(nodes)
             if not self.runner.can_reserve(len(token_ids) + num_rows):
                 future.in_flight = False

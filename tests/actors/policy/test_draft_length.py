@@ -128,7 +128,7 @@ def test_nothing_is_kept_of_requests_that_ended():
         ids = range(first, first + 4)
         Rounds(policy, {request_id: 0.2 + 0.2 * (request_id % 4) for request_id in ids}).run(10)
         for request_id in ids:
-            policy.forget(request_id)
+            policy.release(request_id)
     kept = [
         len(value) for value in [*vars(policy).values(), *vars(policy._lengths).values()] if isinstance(value, dict)
     ]

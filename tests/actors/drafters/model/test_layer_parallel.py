@@ -216,10 +216,10 @@ class TestTree:
         tree.expand(3, [6], [-0.1])
         tree.offer([1])
         tree.nodes[1].row = 0
-        tree.forget_rows()
+        tree.clear_rows()
         assert all(node.row < 0 for node in tree.nodes)
-        assert tree.worth_feeding_again(1) == [1]
-        assert tree.worth_feeding_again(2) == [1, 3] and tree.worth_feeding_again(9) == [1, 2, 3]
+        assert tree.nodes_to_refresh(1) == [1]
+        assert tree.nodes_to_refresh(2) == [1, 3] and tree.nodes_to_refresh(9) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("worth, makes_passes", [(0.0, True), (1e9, False)])
