@@ -13,7 +13,7 @@ import torch
 
 from cluster.config.jobs import PassesConfig
 from cluster.config.schema import LaunchConfig
-from cluster.io.console import Terminal, figure, percent
+from cluster.io.console import Table, Terminal, figure, percent
 from cluster.observability.report import versions, write_json
 from cluster.tools.bench.machine import machine
 from cluster.tools.planning.layouts import draft_model
@@ -101,7 +101,7 @@ def _entry(one: PassTime, single: PassTime) -> dict[str, Any]:
     }
 
 
-def _table(entries: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def _table(entries: list[dict[str, Any]]) -> Table:
     columns = ["shared", "pass", "rows", "ms", "over single", "fastest tenth, ms", "over single", "communication"]
     rows = [
         [

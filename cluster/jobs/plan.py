@@ -14,7 +14,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
 from cluster.io.prompts import read_prompts
 from cluster.io.text import read_eos_token_ids
-from cluster.observability.report import notes, versions, write_json
+from cluster.observability.report import notes, versions, write_csv, write_json
 from cluster.tools.bench.machine import machine
 from cluster.tools.planning.costs import PassCosts, RankCores, read_costs, write_costs
 from cluster.tools.planning.fidelity import INTERVALS, compare, input_similarity
@@ -24,12 +24,12 @@ from cluster.tools.planning.plots import draw_fidelity, draw_plan
 from cluster.tools.planning.prediction import Prediction, Workload, predict_all
 from cluster.tools.planning.tables import (
     Entry,
+    fidelity_rows,
     fidelity_table,
+    layout_rows,
     parts_table,
     plan_table,
     trial_table,
-    write_csv,
-    write_fidelity,
 )
 from cluster.tools.planning.transcript import record
 from cluster.tools.planning.trials import probe, try_out, worth_trying
@@ -144,10 +144,10 @@ def _write(run_dir: Path, config: LaunchConfig, plan: LayoutPlan, entries: list[
     }
     write_json(run_dir / "plan.json", report)
     write_costs(run_dir / "costs.yaml", plan.costs)
-    write_csv(run_dir / "plan.csv", entries)
+    write_csv(run_dir / "plan.csv", layout_rows(entries))
     draw_plan(run_dir / "plan.png", entries)
     if len(plan.fidelity) > 1:
-        write_fidelity(run_dir / "fidelity.csv", plan.fidelity)
+        write_csv(run_dir / "fidelity.csv", fidelity_rows(plan.fidelity))
         draw_fidelity(run_dir / "fidelity.png", plan.fidelity)
 
 

@@ -1,17 +1,13 @@
-"""A plan as rows: for the terminal and for `plan.csv`. Pure; reads the entries of `plan.json`."""
+"""A plan as rows: for the terminal and for the CSV files. Pure; reads the entries of `plan.json`."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from cluster.io.console import ABSENT, figure, percent
+from cluster.io.console import ABSENT, Table, figure, percent
 
 Entry = Mapping[str, Any]
-Table = tuple[list[str], list[list[str]]]
-"""Columns and rows."""
 
 SHOWN = 12
 CLOSE = 0.15
@@ -111,29 +107,22 @@ def fidelity_table(found: Sequence[Entry]) -> Table:
     return columns, rows if len(rows) > 1 else []
 
 
-def write_csv(path: Path, entries: Sequence[Entry]) -> None:
-    """All layouts; measurements in columns of their own."""
+def layout_rows(entries: Sequence[Entry]) -> list[Entry]:
+    """Rows of `plan.csv`: all layouts; measurements in columns of their own."""
     rows = []
     for entry in entries:
         measured = entry["measured"] or {}
         row = {name: value for name, value in entry.items() if name not in ("overrides", "measured")}
         row |= {f"measured {name}": measured.get(name) for name in TRIAL_COLUMNS}
         rows.append(row | {"overrides": " ".join(entry["overrides"])})
-    _write_rows(path, rows)
+    return rows
 
 
-def write_fidelity(path: Path, found: Sequence[Entry]) -> None:
-    """One row per partition and calibration; acceptance by distance in columns of its own."""
+def fidelity_rows(found: Sequence[Entry]) -> list[Entry]:
+    """Rows of `fidelity.csv`: one per partition and calibration; acceptance by distance in columns of its own."""
     rows = []
     for one in found:
         row = {name: value for name, value in one.items() if name != "acceptance"}
         row["partition"] = " ".join(map(str, one["partition"]))
         rows.append(row | {f"acceptance {i}": rate for i, rate in enumerate(one["acceptance"], 1)})
-    _write_rows(path, rows)
-
-
-def _write_rows(path: Path, rows: Sequence[Entry]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+    return rows

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,26 +52,19 @@ class LaneClock:
         return self.now
 
 
+@dataclass(slots=True)
 class RoleLane:
     """Serves one role: records in order of arrival and, for a draft role, steps of draft-ahead between them."""
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        time: LaneClock,
-        answer: Callable[[Any], Iterator[Any]],
-        send: Callable[[Any, float], None],
-        ahead: DraftRole | None = None,
-    ) -> None:
-        self.busy: list[Interval] = []
-        self._clock = clock
-        self._time = time
-        self._answer = answer
-        self._send = send
-        self._ahead = ahead
-        self._inbox: deque[Any] = deque()
-        self._resting = True
-        self._num_pauses = 0  # a record ends a pause too: a wake-up with an older count is ignored
+    _clock: VirtualClock
+    _time: LaneClock
+    _answer: Callable[[Any], Iterator[Any]]
+    _send: Callable[[Any, float], None]
+    _ahead: DraftRole | None = None
+    busy: list[Interval] = field(default_factory=list)
+    _inbox: deque[Any] = field(default_factory=deque)
+    _resting: bool = True
+    _num_pauses: int = 0  # a record ends a pause too: a wake-up with an older count is ignored
 
     def receive(self, record: Any) -> None:
         self._inbox.append(record)

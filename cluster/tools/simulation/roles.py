@@ -186,14 +186,14 @@ class _TargetRequest:
     cached_len: int = 0
 
 
+@dataclass(slots=True)
 class ScriptedTarget:
     """Answers each `VerifyBatch` after the time its rows cost, and checks every committed token."""
 
-    def __init__(self, text_of: TextOf, time: LaneClock, cost: PassCost) -> None:
-        self._text_of = text_of
-        self._time = time
-        self._cost = cost
-        self._requests: dict[int, _TargetRequest] = {}
+    _text_of: TextOf
+    _time: LaneClock
+    _cost: PassCost
+    _requests: dict[int, _TargetRequest] = field(default_factory=dict)
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = self._time.now

@@ -131,12 +131,8 @@ class _Simulation:
         self._text_of = cache(scenario.text)
         self._clock = VirtualClock()
         self._target, self._draft = self._target_lane(), self._draft_lane()
-        self._coordinator = Coordinator(
-            Scheduler(SchedulerConfig(max_num_seqs=scenario.num_requests), Capacity(1 << 40, 1 << 40)),
-            policy,
-            (),
-            drafts=scenario.pipeline != "plain",
-        )
+        scheduler = Scheduler(SchedulerConfig(max_num_seqs=scenario.num_requests), Capacity(1 << 40, 1 << 40))
+        self._coordinator = Coordinator(scheduler, policy, (), drafts=scenario.pipeline != "plain")
         self._free_at = 0.0  # when the coordinator has handled every record received so far
         self._tokens: dict[int, list[int]] = {i: [] for i in range(scenario.num_requests)}
         self._num_verdicts = 0  # since the window opened
