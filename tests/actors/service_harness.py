@@ -1,4 +1,4 @@
-"""A conductor in its thread, with a link for every part around it."""
+"""A coordinator service in its thread, and a link for each of its ranks and its client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_S = 10.0
 
 
 class Stage:
-    """A conductor in its thread, and a link for every part around it, spoken from the test."""
+    """A coordinator service in its thread; the test plays its ranks and its client over their links."""
 
     def __init__(self, target_ranks=1, draft_ranks=1, watches=(), **options) -> None:
         pipeline = "sync" if draft_ranks else "plain"
@@ -25,51 +25,51 @@ class Stage:
         self.links = {name: Link(self.hub.address, f"{name}#0") for name in self.ranks}
         self.links[CLIENT] = Link(self.hub.address, CLIENT)
         self.ended: list[object] = []
-        self.thread = threading.Thread(target=self.conduct, args=(CoordinatorService(spec, self.hub, watches),))
+        self.thread = threading.Thread(target=self.run_service, args=(CoordinatorService(spec, self.hub, watches),))
         self.thread.start()
 
-    def conduct(self, conductor) -> None:
+    def run_service(self, service) -> None:
         try:
-            self.ended.append(conductor.run())
+            self.ended.append(service.run())
         except Exception as error:
             self.ended.append(error)
 
-    def say(self, name, record) -> None:
+    def send(self, name, record) -> None:
         self.links[name].send(record)
 
-    def hear(self, name, timeout_s=WAIT_S, *, vitals=False):
-        """The next record; heartbeats of the coordinator only if `vitals`."""
+    def receive(self, name, timeout_s=WAIT_S, *, heartbeats=False):
+        """The next record; heartbeats of the coordinator only with `heartbeats`."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             record = self.links[name].receive(left)
-            if vitals or not isinstance(record, Alive):
+            if heartbeats or not isinstance(record, Alive):
                 return record
 
-    def beat(self, name, **state) -> None:
+    def send_heartbeat(self, name, **state) -> None:
         role, _, rank = name.partition("-")
-        self.say(name, Alive(role, int(rank), **{"incarnation": 0, "pid": 7} | state))
+        self.send(name, Alive(role, int(rank), **{"incarnation": 0, "pid": 7} | state))
 
     def join(self, *names) -> int:
-        """Play ranks that come together; returns the epoch."""
+        """Play ranks that join an epoch; returns the epoch."""
         for name in names:
-            self.beat(name)
+            self.send_heartbeat(name)
         for name in names:
-            call = self.hear(name)
-            assert isinstance(call, Join)
+            order = self.receive(name)
+            assert isinstance(order, Join)
             role, _, rank = name.partition("-")
-            self.say(name, Ready(role, int(rank), FACTS, call.epoch))
-        return call.epoch
+            self.send(name, Ready(role, int(rank), FACTS, order.epoch))
+        return order.epoch
 
     def get_ready(self) -> list[Ready]:
         for role in ("target", "draft"):
             if members := [name for name in self.ranks if name.startswith(role)]:
                 self.join(*members)
-        self.say(CLIENT, Hello())
-        return [self.hear(CLIENT) for _ in self.ranks]
+        self.send(CLIENT, Hello())
+        return [self.receive(CLIENT) for _ in self.ranks]
 
     def stop(self) -> None:
         if self.thread.is_alive():
-            self.say(CLIENT, Stop("the test is over"))
+            self.send(CLIENT, Stop("the test is over"))
         self.thread.join(WAIT_S)
         for link in self.links.values():
             link.close()

@@ -171,11 +171,11 @@ def test_the_loop_tells_when_time_is_up():
     stage = Stage(adaptive=True)
     try:
         stage.get_ready()
-        stage.say("client", Request(1, (3, 4), SamplingParams(max_tokens=20)))
-        first, reading = stage.hear("target-0"), stage.hear("draft-0")
-        stage.say("draft-0", ProposalBatch(reading.round, (), 0.0, 0.0))
-        stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.001, 2))
-        assert stage.hear("draft-0").orders[0].num_draft_tokens == 4
-        assert stage.hear("target-0").items[0].proposal is None
+        stage.send("client", Request(1, (3, 4), SamplingParams(max_tokens=20)))
+        first, reading = stage.receive("target-0"), stage.receive("draft-0")
+        stage.send("draft-0", ProposalBatch(reading.round, (), 0.0, 0.0))
+        stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.001, 2))
+        assert stage.receive("draft-0").orders[0].num_draft_tokens == 4
+        assert stage.receive("target-0").items[0].proposal is None
     finally:
         stage.stop()

@@ -29,15 +29,15 @@ from tests.actors.service_harness import FACTS, WAIT_S
 
 def test_the_client_hears_of_all_ranks_once_the_last_is_there(open_stage):
     stage = open_stage(target_ranks=2)
-    stage.say(CLIENT, Hello())
+    stage.send(CLIENT, Hello())
     stage.join("draft-0")
-    stage.beat("target-0")
-    assert stage.hear(CLIENT, 0.1) is None and stage.hear("target-0", 0.1) is None, "nobody is called before all wait"
-    stage.beat("target-1")
+    stage.send_heartbeat("target-0")
+    assert stage.receive(CLIENT, 0.1) is None and stage.receive("target-0", 0.1) is None, "not all wait"
+    stage.send_heartbeat("target-1")
     for rank in range(2):
-        call = stage.hear(f"target-{rank}")
-        stage.say(f"target-{rank}", Ready("target", rank, FACTS, call.epoch))
-    assert {(ready.role, ready.rank) for ready in (stage.hear(CLIENT) for _ in range(3))} == {
+        order = stage.receive(f"target-{rank}")
+        stage.send(f"target-{rank}", Ready("target", rank, FACTS, order.epoch))
+    assert {(ready.role, ready.rank) for ready in (stage.receive(CLIENT) for _ in range(3))} == {
         ("target", 0),
         ("target", 1),
         ("draft", 0),
@@ -47,15 +47,15 @@ def test_the_client_hears_of_all_ranks_once_the_last_is_there(open_stage):
 def test_every_rank_of_a_role_gets_its_records_and_the_client_the_tokens(open_stage):
     stage = open_stage(target_ranks=2)
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=2)))
-    first, second = stage.hear("target-0"), stage.hear("target-1")
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=2)))
+    first, second = stage.receive("target-0"), stage.receive("target-1")
     assert isinstance(first, VerifyBatch) and first == second
-    drafts = stage.hear("draft-0")
+    drafts = stage.receive("draft-0")
     assert isinstance(drafts, DraftBatch)
     assert [admit.token_ids for admit in drafts.admits] == [admit.token_ids for admit in first.admits] == [(3, 4)]
-    stage.say("draft-0", ProposalBatch(drafts.round, (), 0.0, 0.0))
-    stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.hear(CLIENT) == Tokens(1, 0, (7,))
+    stage.send("draft-0", ProposalBatch(drafts.round, (), 0.0, 0.0))
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
+    assert stage.receive(CLIENT) == Tokens(1, 0, (7,))
 
 
 def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stage):
@@ -63,147 +63,147 @@ def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stag
     stage = open_stage(level_ranks=(1,))
     first = stage.join("draft2-0")
     stage.join("draft-0")
-    assert stage.hear("draft-0") == RoleBack("draft2", first)
-    stage.say("draft-0", DraftBatch(1, epoch=first))
-    assert stage.hear("draft2-0") == DraftBatch(1, epoch=first)
-    stage.beat("draft2-0", epoch=first)
-    while (news := stage.hear("draft-0")) == RoleBack("draft2", first):
-        pass  # told to whoever is there, and again to a role that has come together
-    assert news == RoleLost("draft2")
+    assert stage.receive("draft-0") == RoleBack("draft2", first)
+    stage.send("draft-0", DraftBatch(1, epoch=first))
+    assert stage.receive("draft2-0") == DraftBatch(1, epoch=first)
+    stage.send_heartbeat("draft2-0", epoch=first)
+    while (record := stage.receive("draft-0")) == RoleBack("draft2", first):
+        pass  # sent to the ranks that are there, and again once the role is complete
+    assert record == RoleLost("draft2")
     second = stage.join("draft2-0")
-    assert second > first and stage.hear("draft-0") == RoleBack("draft2", second)
-    stage.say("draft-0", DraftBatch(2, epoch=first))
-    stage.say("draft-0", DraftBatch(3, epoch=second))
-    assert stage.hear("draft2-0") == DraftBatch(3, epoch=second)
+    assert second > first and stage.receive("draft-0") == RoleBack("draft2", second)
+    stage.send("draft-0", DraftBatch(2, epoch=first))
+    stage.send("draft-0", DraftBatch(3, epoch=second))
+    assert stage.receive("draft2-0") == DraftBatch(3, epoch=second)
 
 
 def test_the_scheduler_is_sized_by_what_the_target_measured(open_stage):
     stage = open_stage(draft_ranks=0)
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3,) * FACTS["max_model_len"]))
-    assert "context of 50" in stage.hear(CLIENT).error
+    stage.send(CLIENT, Request(1, (3,) * FACTS["max_model_len"]))
+    assert "context of 50" in stage.receive(CLIENT).error
 
 
 def test_a_second_hello_is_answered_and_forgets_no_request(open_stage):
     stage = open_stage(draft_ranks=0)
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
-    batch = stage.hear("target-0")
-    stage.say(CLIENT, Hello())
-    assert isinstance(stage.hear(CLIENT), Ready)
-    stage.say("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.hear(CLIENT).token_ids == (7,)
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
+    batch = stage.receive("target-0")
+    stage.send(CLIENT, Hello())
+    assert isinstance(stage.receive(CLIENT), Ready)
+    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
+    assert stage.receive(CLIENT).token_ids == (7,)
 
 
 def test_reports_reach_the_client(open_stage):
     stage = open_stage()
     stage.get_ready()
-    stage.say(CLIENT, ReportOrder())
-    assert isinstance(stage.hear(CLIENT), Report)
+    stage.send(CLIENT, ReportOrder())
+    assert isinstance(stage.receive(CLIENT), Report)
 
 
 def test_without_its_drafter_the_target_goes_on_and_a_successor_is_told_everything(open_stage):
     stage = open_stage()
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
-    first = stage.hear("target-0")
-    stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.hear(CLIENT) == Tokens(1, 0, (7,))
-    stage.say(CLIENT, RankLost("draft", 0, 0))
-    second = stage.hear("target-0")
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    first = stage.receive("target-0")
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.0, 2))
+    assert stage.receive(CLIENT) == Tokens(1, 0, (7,))
+    stage.send(CLIENT, RankLost("draft", 0, 0))
+    second = stage.receive("target-0")
     assert second.items[0].proposal is None and second.after == first.round
     stage.links["draft-0"].close()
     stage.links["draft-0"] = Link(stage.hub.address, "draft-0#1")
-    stage.beat("draft-0", incarnation=1)
-    call = stage.hear("draft-0")
-    assert call == Join(2, first.round)
-    stage.say("draft-0", Ready("draft", 0, FACTS, call.epoch))
-    stage.hear(CLIENT)
-    stage.say("target-0", VerdictBatch(second.round, (Verdict(1, 0, 3, (), 8),), 0.0, 0.0, 1))
-    drafts = stage.hear("draft-0")
+    stage.send_heartbeat("draft-0", incarnation=1)
+    order = stage.receive("draft-0")
+    assert order == Join(2, first.round)
+    stage.send("draft-0", Ready("draft", 0, FACTS, order.epoch))
+    stage.receive(CLIENT)
+    stage.send("target-0", VerdictBatch(second.round, (Verdict(1, 0, 3, (), 8),), 0.0, 0.0, 1))
+    drafts = stage.receive("draft-0")
     (admit,) = drafts.admits
     tokens = [*admit.token_ids, *(token for commit in drafts.commits for token in commit.token_ids)]
-    assert tokens == [3, 4, 7, 8] and drafts.after == call.round
+    assert tokens == [3, 4, 7, 8] and drafts.after == order.round
 
 
 def test_what_a_replaced_process_still_says_is_nobodys_word(open_stage):
     stage = open_stage(draft_ranks=0)
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
-    batch = stage.hear("target-0")
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    batch = stage.receive("target-0")
     late = stage.links["target-0"]
     stage.links["target-0"] = Link(stage.hub.address, "target-0#1")
-    stage.beat("target-0", incarnation=1)
-    call = stage.hear("target-0")
-    stage.say("target-0", Ready("target", 0, FACTS, call.epoch))
-    assert isinstance(stage.hear(CLIENT), Ready)
-    again = stage.hear("target-0")
+    stage.send_heartbeat("target-0", incarnation=1)
+    order = stage.receive("target-0")
+    stage.send("target-0", Ready("target", 0, FACTS, order.epoch))
+    assert isinstance(stage.receive(CLIENT), Ready)
+    again = stage.receive("target-0")
     assert again.admits[0].epoch == 1 and again.round > batch.round
     late.send(VerdictBatch(again.round, (Verdict(1, 1, 2, (), 8),), 0.0, 0.0, 2))
     late.send(Alive("target", 0, 0, 7))
-    assert stage.hear(CLIENT, 0.2) is None
+    assert stage.receive(CLIENT, 0.2) is None
     late.close()
-    stage.say("target-0", VerdictBatch(again.round, (Verdict(1, 1, 2, (), 7),), 0.0, 0.0, 2))
-    assert stage.hear(CLIENT).token_ids == (7,)
+    stage.send("target-0", VerdictBatch(again.round, (Verdict(1, 1, 2, (), 7),), 0.0, 0.0, 2))
+    assert stage.receive(CLIENT).token_ids == (7,)
 
 
 def test_a_successor_gathers_whom_it_hears_and_serves_without_a_drafter(open_stage):
     stage = open_stage(incarnation=1)
-    stage.say(CLIENT, Hello())
-    stage.beat("target-0", epoch=3, waiting=False)
-    recall = stage.hear("target-0")
+    stage.send(CLIENT, Hello())
+    stage.send_heartbeat("target-0", epoch=3, waiting=False)
+    recall = stage.receive("target-0")
     assert isinstance(recall, Recall) and recall.epoch > 3
-    stage.beat("target-0", epoch=3)
-    call = stage.hear("target-0")
-    assert call.epoch == recall.epoch and call.round > 0
-    stage.say("target-0", Ready("target", 0, FACTS, call.epoch))
-    assert isinstance(stage.hear(CLIENT), Ready)
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9), generated=(5, 6)))
-    batch = stage.hear("target-0")
+    stage.send_heartbeat("target-0", epoch=3)
+    order = stage.receive("target-0")
+    assert order.epoch == recall.epoch and order.round > 0
+    stage.send("target-0", Ready("target", 0, FACTS, order.epoch))
+    assert isinstance(stage.receive(CLIENT), Ready)
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9), generated=(5, 6)))
+    batch = stage.receive("target-0")
     (admit,) = batch.admits
-    assert admit.token_ids == (3, 4, 5, 6) and admit.prompt_len == 2 and batch.after == call.round
-    stage.say("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 4, (), 7),), 0.0, 0.0, 4))
-    assert stage.hear(CLIENT) == Tokens(1, 2, (7,))
+    assert admit.token_ids == (3, 4, 5, 6) and admit.prompt_len == 2 and batch.after == order.round
+    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 4, (), 7),), 0.0, 0.0, 4))
+    assert stage.receive(CLIENT) == Tokens(1, 2, (7,))
 
 
 def test_stop_ends_everyone(open_stage):
     stage = open_stage(target_ranks=2)
     stage.get_ready()
-    stage.say(CLIENT, Stop("closed"))
-    assert [stage.hear(name) for name in (*stage.ranks, CLIENT)] == [Stop("closed")] * 4
+    stage.send(CLIENT, Stop("closed"))
+    assert [stage.receive(name) for name in (*stage.ranks, CLIENT)] == [Stop("closed")] * 4
     stage.thread.join(WAIT_S)
     assert stage.ended == ["closed"]
 
 
-def test_a_conductor_that_breaks_leaves_the_ranks_to_its_successor(open_stage, monkeypatch):
+def test_a_service_that_raises_leaves_the_ranks_to_its_successor(open_stage, monkeypatch):
     stage = open_stage()
     stage.get_ready()
     monkeypatch.setattr(Coordinator, "on", lambda *_: 1 / 0)
-    stage.say(CLIENT, ReportOrder())
+    stage.send(CLIENT, ReportOrder())
     stage.thread.join(WAIT_S)
     (error,) = stage.ended
     assert isinstance(error, ZeroDivisionError)
-    assert [stage.hear(name, 0.05) for name in stage.ranks] == [None, None]
+    assert [stage.receive(name, 0.05) for name in stage.ranks] == [None, None]
 
 
 def test_what_makes_no_sense_here_stops_nobody(open_stage):
     stage = open_stage()
     stage.get_ready()
-    for record in (Tokens(1, 0, ()), Alive("nobody", 0, 0, 1), Ready("nobody", 3, {}), RankLost("nobody", 1, 1)):
-        stage.say(CLIENT, record)
-    stage.say(CLIENT, ReportOrder())
-    assert isinstance(stage.hear(CLIENT), Report)
+    for record in (Tokens(1, 0, ()), Alive("unknown", 0, 0, 1), Ready("unknown", 3, {}), RankLost("unknown", 1, 1)):
+        stage.send(CLIENT, record)
+    stage.send(CLIENT, ReportOrder())
+    assert isinstance(stage.receive(CLIENT), Report)
 
 
 def test_the_watch_sees_the_tally_about_once_a_second(open_stage):
     seen = []
     stage = open_stage(draft_ranks=0, watches=[lambda snapshot: seen.append(snapshot.stats.num_prompt_tokens)])
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4, 5)))
-    assert isinstance(stage.hear("target-0"), VerifyBatch)
+    stage.send(CLIENT, Request(1, (3, 4, 5)))
+    assert isinstance(stage.receive("target-0"), VerifyBatch)
     for _ in range(100):
         if not seen:
-            stage.say(CLIENT, Abort(99))
+            stage.send(CLIENT, Abort(99))
             time.sleep(0.1)
     assert seen and seen[-1] == 3
 
@@ -214,8 +214,8 @@ def test_a_watch_misses_no_window(open_stage):
     stage = open_stage(draft_ranks=0, watches=[lambda snapshot: seen.append((snapshot.stats.phase, snapshot.load))])
     stage.get_ready()
     for phase in ("first", "second", "third"):
-        stage.say(CLIENT, ReportOrder(reset=True, phase=phase))
-        assert isinstance(stage.hear(CLIENT), Report)
+        stage.send(CLIENT, ReportOrder(reset=True, phase=phase))
+        assert isinstance(stage.receive(CLIENT), Report)
     stage.stop()
     assert list(dict.fromkeys(phase for phase, _ in seen)) == ["", "first", "second", "third"]
     assert seen[-1][1] == Load(num_running=0, num_waiting=0, kv_slots_used=0, kv_slots=FACTS["kv_slots"])
@@ -224,13 +224,13 @@ def test_a_watch_misses_no_window(open_stage):
 def test_link_time_is_the_time_away_beside_the_pass(open_stage):
     stage = open_stage(draft_ranks=0)
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
-    batch = stage.hear("target-0")
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
+    batch = stage.receive("target-0")
     time.sleep(0.1)
-    stage.say("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 1.0, 1.06, 2))
-    assert stage.hear(CLIENT).token_ids == (7,)
-    stage.say(CLIENT, ReportOrder())
-    counters = stage.hear(CLIENT).counters
+    stage.send("target-0", VerdictBatch(batch.round, (Verdict(1, 0, 2, (), 7),), 1.0, 1.06, 2))
+    assert stage.receive(CLIENT).token_ids == (7,)
+    stage.send(CLIENT, ReportOrder())
+    counters = stage.receive(CLIENT).counters
     assert counters["num_link_trips"] == {"target": 1} and counters["link_s"]["target"] >= 0.04
 
 
@@ -238,11 +238,11 @@ def test_link_time_is_the_time_away_beside_the_pass(open_stage):
 def test_an_order_that_waited_for_a_pass_does_not_measure_the_line(open_stage, idle_s, trips):
     stage = open_stage()
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
-    batch = stage.hear("draft-0")
-    stage.say("draft-0", ProposalBatch(batch.round, (), 2.0, 2.1, ahead=((1.0, 2.0 - idle_s, False),)))
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=1)))
+    batch = stage.receive("draft-0")
+    stage.send("draft-0", ProposalBatch(batch.round, (), 2.0, 2.1, ahead=((1.0, 2.0 - idle_s, False),)))
     counters = {"draft_busy_s": 0.0}
-    while not counters["draft_busy_s"]:  # two links: what was said first need not arrive first
-        stage.say(CLIENT, ReportOrder())
-        counters = stage.hear(CLIENT).counters
+    while not counters["draft_busy_s"]:  # two links: records may arrive in another order
+        stage.send(CLIENT, ReportOrder())
+        counters = stage.receive(CLIENT).counters
     assert counters["num_link_trips"] == trips

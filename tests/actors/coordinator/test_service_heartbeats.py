@@ -14,14 +14,14 @@ from tests.actors.service_harness import WAIT_S
 def test_a_lost_order_is_noticed_by_heartbeats_and_a_long_pass_is_not_mistaken_for_one(open_stage):
     stage = open_stage(draft_ranks=0)
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
-    batch = stage.hear("target-0")
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    batch = stage.receive("target-0")
     for _ in range(10):
-        stage.beat("target-0", epoch=1, waiting=False, round=batch.round, busy=True)
-    assert stage.hear("target-0", 0.2) is None, "it is at work"
+        stage.send_heartbeat("target-0", epoch=1, waiting=False, round=batch.round, busy=True)
+    assert stage.receive("target-0", 0.2) is None, "it is at work"
     for _ in range(3):
-        stage.beat("target-0", epoch=1, waiting=False, round=batch.round - 1, busy=False)
-    assert stage.hear("target-0") == Recall(2)
+        stage.send_heartbeat("target-0", epoch=1, waiting=False, round=batch.round - 1, busy=False)
+    assert stage.receive("target-0") == Recall(2)
 
 
 def test_a_silent_rank_is_told_of_and_its_role_goes_on_without_it(open_stage):
@@ -30,8 +30,8 @@ def test_a_silent_rank_is_told_of_and_its_role_goes_on_without_it(open_stage):
     started = time.monotonic()
     heard = []
     while len(heard) < 2 and time.monotonic() - started < WAIT_S:
-        stage.beat("target-0", epoch=1, waiting=False)
-        if isinstance(record := stage.hear(CLIENT, 0.1), Silent):
+        stage.send_heartbeat("target-0", epoch=1, waiting=False)
+        if isinstance(record := stage.receive(CLIENT, 0.1), Silent):
             heard.append(record)
             break
     assert heard == [Silent("draft", 0, 0, 7)] and 0.7 < time.monotonic() - started < 5
@@ -41,8 +41,8 @@ def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_told_of_again_
     stage = open_stage(silence_s=1.0, incarnation=1)
     heard, started = [], time.monotonic()
     while len(heard) < 2 and time.monotonic() - started < WAIT_S:
-        stage.beat("target-0")
-        record = stage.hear(CLIENT, 0.1)
+        stage.send_heartbeat("target-0")
+        record = stage.receive(CLIENT, 0.1)
         heard += [record] if isinstance(record, Silent) else []
     assert heard == [Silent("draft", 0)] * 2
 
@@ -51,22 +51,22 @@ def test_a_rank_whose_pass_never_ends_is_told_of(open_stage):
     """Its heart beats, from a thread of its own."""
     stage = open_stage(draft_ranks=0, silence_s=1000.0)
     stage.get_ready()
-    stage.say(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
-    first = stage.hear("target-0")
-    stage.say("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.1, 2))
-    second = stage.hear("target-0")
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    first = stage.receive("target-0")
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.1, 2))
+    second = stage.receive("target-0")
     for _ in range(int((FLOOR_S + FACTOR * 0.1) / HEARTBEAT_S) + 2):
-        stage.beat("target-0", epoch=1, waiting=False, round=second.round, busy=True)
-    while not isinstance(record := stage.hear(CLIENT), Silent):
+        stage.send_heartbeat("target-0", epoch=1, waiting=False, round=second.round, busy=True)
+    while not isinstance(record := stage.receive(CLIENT), Silent):
         assert record is not None
     assert record == Silent("target", 0, 0, 7)
 
 
 def test_the_client_hears_the_heart_of_the_coordinator(open_stage):
     stage = open_stage(draft_ranks=0)
-    stage.say(CLIENT, Hello())
-    before = stage.hear(CLIENT, vitals=True)
+    stage.send(CLIENT, Hello())
+    before = stage.receive(CLIENT, heartbeats=True)
     assert (before.identity, before.waiting) == ("coordinator", True)
     stage.get_ready()
-    beats = [stage.hear(CLIENT, vitals=True) for _ in range(3)]
+    beats = [stage.receive(CLIENT, heartbeats=True) for _ in range(3)]
     assert any(isinstance(beat, Alive) and not beat.waiting for beat in beats)
