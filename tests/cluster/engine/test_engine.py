@@ -174,9 +174,7 @@ class TestText:
         assert completion.token_ids == whole.token_ids[: len(completion.token_ids)], "a beginning of the same tokens"
         assert len(completion.token_ids) in (length, length + 1), "a character may wait for what follows it"
         assert completion.stats.num_spec_steps > 0 or not speculate
-        assert engine.report().counters["num_tokens"] < LONG.max_tokens, (
-            "the coordinator received the abort"
-        )
+        assert engine.report().counters["num_tokens"] < LONG.max_tokens, "the coordinator received the abort"
 
     def test_tokens_can_be_given_instead_of_text(self, open_engine):
         engine = open_engine("ngram")
