@@ -109,7 +109,6 @@ class NoDrafterConfig(DrafterConfig):
     """No drafter: every proposal is empty."""
 
     name: str = "none"
-    """Set by the choice `drafter=`."""
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return set()

@@ -73,11 +73,6 @@ class Context:
         return self.token_ids[: self.prompt_len]
 
     @property
-    def output(self) -> list[int]:
-        """Tokens after the prompt, a copy."""
-        return self.token_ids[self.prompt_len :]
-
-    @property
     def num_readmitted(self) -> int:
         """In `open`: tokens of a request that had generated some before, as after a preemption; else 0."""
         return len(self.token_ids) if len(self.token_ids) > self.prompt_len else 0

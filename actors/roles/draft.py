@@ -1,4 +1,4 @@
-"""The draft role: keeps the committed text and its digest, and asks one drafter for proposals.
+"""The draft role: keeps the committed text and its digest, and turns the drafts of one drafter into proposals.
 
 Every rank of the role receives the same records and runs the same drafter, so their state agrees without messages.
 Knows the contract of drafters; must not know a pipeline or a socket.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
 from actors.drafters.draft_ahead.width import WidthChooser
-from actors.drafters.interface import Context, Draft, Drafter
+from actors.drafters.interface import Context, Drafter
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch
 
 CHILD_WAIT_S = 0.5
@@ -148,7 +148,20 @@ class DraftRole:
             return ()
         contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
         drafts = self.drafter.propose(contexts, budgets)
-        return tuple(_proposal(context, draft, prepared) for context, draft in zip(contexts, drafts, strict=True))
+        return tuple(
+            Proposal(
+                context.request_id,
+                context.epoch,
+                len(context.token_ids),
+                context.prefix_hash,
+                draft.tree,
+                tuple(int(kind) for kind in draft.sampling_kinds),
+                draft.distributions,
+                prepared,
+                draft.parts,
+            )
+            for context, draft in zip(contexts, drafts, strict=True)
+        )
 
     def _batch(
         self,
@@ -160,17 +173,3 @@ class DraftRole:
     ) -> ProposalBatch:
         levels = self._can.has_levels.level_stats() if self._can.has_levels is not None else ()
         return ProposalBatch(round, proposals, started, self.clock(), num_missing, steps, levels)
-
-
-def _proposal(context: Context, draft: Draft, prepared: bool | None) -> Proposal:
-    return Proposal(
-        context.request_id,
-        context.epoch,
-        len(context.token_ids),
-        context.prefix_hash,
-        draft.tree,
-        tuple(int(kind) for kind in draft.sampling_kinds),
-        draft.distributions,
-        prepared,
-        draft.parts,
-    )

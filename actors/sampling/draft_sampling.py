@@ -8,7 +8,7 @@ verification require. Knows no model and no tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,14 +40,7 @@ def draw_without_replacement(
     keys = [
         noise_key(p.seed, NoiseStream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=True)
     ]
-    log_weights, token_ids, noise = _race(scores, keys, 1, top_m)
-    drawn = []
-    for row, p in enumerate(params):
-        distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
-        m = len(distribution.token_ids)
-        order = np.argsort(-(log_weights[row, :m] + noise[row, 0, :m]), kind="stable")[:width]
-        drawn.append(DrawnChildren(tuple(distribution.token_ids[i] for i in order), distribution))
-    return drawn
+    return _race(scores, params, keys, top_m, lambda raced: np.argsort(-raced[0], kind="stable")[:width])
 
 
 def draw_iid(
@@ -59,14 +52,7 @@ def draw_iid(
         for p, step, node in zip(params, steps, nodes, strict=True)
         for draw in range(width)
     ]
-    log_weights, token_ids, noise = _race(scores, keys, width, top_m)
-    drawn = []
-    for row, p in enumerate(params):
-        distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
-        m = len(distribution.token_ids)
-        winners = np.argmax(log_weights[row, :m] + noise[row, :, :m], axis=-1)
-        drawn.append(DrawnChildren(tuple(distribution.token_ids[i] for i in winners), distribution))
-    return drawn
+    return _race(scores, params, keys, top_m, lambda raced: np.argmax(raced, axis=-1))
 
 
 def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:
@@ -75,15 +61,25 @@ def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) ->
     return _distribution(log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy(), is_greedy(params))
 
 
-def _race(scores: Tensor, keys: list[int], races: int, top_m: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Candidates of every row, best first: logits [n, m] (float64), ids [n, m], Gumbel noise [n, races, m]."""
+def _race(
+    scores: Tensor,
+    params: Sequence[SamplingParams],
+    keys: list[int],
+    top_m: int,
+    winners: Callable[[np.ndarray], np.ndarray],
+) -> list[DrawnChildren]:
+    """Children of every row: `winners` of its perturbed logits [races, m], where a row has as many races as keys."""
     log_weights, token_ids = scores.topk(min(top_m, scores.shape[-1]), dim=-1)
-    noise = gumbel(keys, token_ids.repeat_interleave(races, dim=0))
-    return (
-        log_weights.to("cpu", torch.float64).numpy(),
-        token_ids.cpu().numpy(),
-        noise.to("cpu", torch.float64).numpy().reshape(len(scores), races, -1),
-    )
+    noise = gumbel(keys, token_ids.repeat_interleave(len(keys) // len(scores), dim=0))
+    noise = noise.to("cpu", torch.float64).numpy().reshape(len(scores), -1, log_weights.shape[-1])
+    log_weights, token_ids = log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy()
+    drawn = []
+    for row, p in enumerate(params):
+        distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
+        m = len(distribution.token_ids)
+        order = winners(log_weights[row, :m] + noise[row, :, :m])
+        drawn.append(DrawnChildren(tuple(distribution.token_ids[i] for i in order), distribution))
+    return drawn
 
 
 def _distribution(log_weights: np.ndarray, token_ids: np.ndarray, greedy: bool) -> SparseDistribution:

@@ -75,25 +75,17 @@ def _truncates(params: SamplingParams) -> bool:
 # --- logit processors ------------------------------------------------------------------------------------------------
 
 
-def process_logits(
-    logits: Tensor,
-    params: SamplingParams,
-    eos_token_ids: Sequence[int],
-    prompt_len: int,
-    token_ids: Sequence[int],
-    tree: TokenTree,
-    nodes: Sequence[int] | None = None,
-) -> Tensor:
-    """Processed logits [n, V]; the history of row i is the committed tokens and the path to node `nodes[i]`.
+def process_logits(logits: Tensor, rows: LogitRows, eos_token_ids: Sequence[int]) -> Tensor:
+    """Processed logits [n, V]; the history of row i is the committed tokens and the path to its node.
 
     Order of vLLM: logit bias, bad words, min tokens, repetition, presence and frequency penalty, temperature, min-p,
     top-k, top-p. Bad words and the repetition penalty look at prompt and output, as in transformers; presence and
     frequency at the output only. Tokens that tie with the last kept one are kept too. Returns `logits` itself if
     nothing applies, else a tensor of its own; banned tokens hold -inf.
     """
+    params, prompt_len, token_ids = rows.params, rows.prompt_len, rows.token_ids
     if _edits(params):
-        rows = range(len(tree.parents)) if nodes is None else nodes
-        paths = [[tree.token_ids[i] for i in tree.path_to(node)] for node in rows]
+        paths = [[rows.tree.token_ids[i] for i in rows.tree.path_to(node)] for node in rows.row_nodes()]
         logits = logits.clone()
         _bias_(logits, params)
         _ban_words_(logits, params, token_ids, paths)
@@ -218,7 +210,7 @@ def _indices(values: Sequence, like: Tensor) -> Tensor:
 def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
     """`process_logits` for the rows of many sequences, flat in `logits` [N, V]; plain sequences share one division."""
     if len(batch) == 1:
-        return _process_rows(logits, batch[0], eos_token_ids)
+        return process_logits(logits, batch[0], eos_token_ids)
     divisors, touched, start = [], [], 0
     for rows in batch:
         num_rows, plain = len(rows.row_nodes()), is_plain(rows.params)
@@ -231,12 +223,8 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
     if touched and scores is logits:
         scores = logits.clone()
     for rows, where in touched:
-        scores[where] = _process_rows(logits[where], rows, eos_token_ids)
+        scores[where] = process_logits(logits[where], rows, eos_token_ids)
     return scores
-
-
-def _process_rows(logits: Tensor, rows: LogitRows, eos_token_ids: Sequence[int]) -> Tensor:
-    return process_logits(logits, rows.params, eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree, rows.nodes)
 
 
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:

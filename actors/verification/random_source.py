@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ from actors.sampling.noise import NoiseStream, noise_key, uniform
 
 
 class RandomSource(Protocol):
-    """`node` tells the decisions of one verification apart; a rule makes each decision at a node at most once."""
+    """`node` distinguishes the decisions of one verification; a rule makes each decision at a node at most once."""
 
     def accept(self, probability: float, node: int) -> bool:
         """True with this probability."""
@@ -21,6 +22,7 @@ class RandomSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class HashRandomSource:
     """Random numbers of one verification, keyed by (seed, stream, step, node); `step` is the committed length.
 
@@ -28,16 +30,15 @@ class HashRandomSource:
     another: rules that condition on everything they tested (block, traversal) are biased by any reuse.
     """
 
-    def __init__(self, seed: int, step: int) -> None:
-        self._seed = seed
-        self._step = step
+    seed: int
+    step: int
 
     def accept(self, probability: float, node: int) -> bool:
         """Never for probability 0, always for 1: the uniform is in [0, 1)."""
-        return uniform(noise_key(self._seed, NoiseStream.ACCEPT, self._step, node)) < probability
+        return uniform(noise_key(self.seed, NoiseStream.ACCEPT, self.step, node)) < probability
 
     def sample(self, weights: np.ndarray, node: int) -> int:
         """An index in proportion to `weights` [V], never one of weight 0."""
         cumulative = np.cumsum(weights)
-        mark = uniform(noise_key(self._seed, NoiseStream.RESIDUAL, self._step, node)) * cumulative[-1]
+        mark = uniform(noise_key(self.seed, NoiseStream.RESIDUAL, self.step, node)) * cumulative[-1]
         return int(np.searchsorted(cumulative, mark, side="right"))  # the mark stays below the total, even rounded

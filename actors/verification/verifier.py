@@ -1,4 +1,4 @@
-"""A verifying pass: one model reads committed text and the proposals behind it, and one rule accepts nodes.
+"""A verifying pass: one model reads committed text and the proposals after it, and one rule accepts nodes.
 
 The target verifies with this, and so does every level of a cascade that has a child level. A `Verifier` keeps no text
 and commits nothing; the caller does both. Knows one runner and one rule, not the drafter.
@@ -49,6 +49,10 @@ class VerifyResult:
     distributions: tuple[SparseDistribution, ...] = ()
 
 
+def _random_source(verified: VerifyInput) -> RandomSource:
+    return HashRandomSource(verified.sampling.seed, len(verified.token_ids))
+
+
 class Verifier:
     """`law_size` cuts the model's distributions to their likeliest tokens, for a model whose tokens another one tests
     by ratio; None: they are whole."""
@@ -89,7 +93,7 @@ class Verifier:
         self,
         inputs: Sequence[VerifyInput],
         logits: Tensor,
-        make_random_source: Callable[[VerifyInput], RandomSource] | None = None,
+        make_random_source: Callable[[VerifyInput], RandomSource] = _random_source,
     ) -> list[VerifyResult]:
         """Results of inputs whose root was reached; `make_random_source` gives a ratio rule its randomness."""
         rows = [LogitRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in inputs]
@@ -102,15 +106,14 @@ class Verifier:
             if coupled:
                 results.append(VerifyResult(*verify_coupled(logit_rows.tree, choices[where])))
                 continue
-            random_source = (make_random_source or _random_source)(verified)
-            results.append(self._verify_by_ratio(verified, logit_rows, logits[where], random_source))
+            results.append(self._verify_by_ratio(verified, logit_rows, logits[where], make_random_source(verified)))
         return results
 
     def _verify_by_ratio(
         self, verified: VerifyInput, rows: LogitRows, logits: Tensor, random_source: RandomSource
     ) -> VerifyResult:
         """Ratio tests against the distributions that the proposal was drawn from."""
-        scores = process_logits(logits, rows.params, self._eos_token_ids, rows.prompt_len, rows.token_ids, rows.tree)
+        scores = process_logits(logits, rows, self._eos_token_ids)
         cut: dict[int, SparseDistribution] = {}
 
         def target_row(node: int) -> np.ndarray:  # on demand: most rules visit few nodes of a tree
@@ -128,7 +131,3 @@ class Verifier:
         )
         path, next_token = RULES[self._rule](rows.tree, sampling_kinds, distributions, target_row, random_source)
         return VerifyResult(path, next_token, tuple(cut[node] for node in (0, *path)) if cut else ())
-
-
-def _random_source(verified: VerifyInput) -> RandomSource:
-    return HashRandomSource(verified.sampling.seed, len(verified.token_ids))

@@ -9,7 +9,7 @@ import torch
 
 from actors.drafters.cascade.child import ChildLevel, ChildPort, LocalChild
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
-from actors.drafters.cascade.draft_lengths import FixedLengths, LengthControl
+from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
@@ -58,12 +58,12 @@ def build_levels(
     return drafter, {**facts, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
 
 
-def _lengths(config: CascadeDrafterConfig, group: Group, device: str) -> FixedLengths | LengthControl:
+def _lengths(config: CascadeDrafterConfig, group: Group, device: str) -> PassedLengths:
     """One object for all levels; chosen lengths are those of rank 0, whose clock decides."""
     passed = [one.num_draft_tokens + config.tail(level) for level, one in enumerate(config.levels[:-1])]
     bounds = (*passed, config.num_draft_tokens if config.levels[-1].num_draft_tokens else 0)
     if config.lengths is LevelLengths.fixed:
-        return FixedLengths(bounds)
+        return PassedLengths(bounds)
 
     def agree(lengths: tuple[int, ...]) -> tuple[int, ...]:
         if group.size == 1:
@@ -73,4 +73,4 @@ def _lengths(config: CascadeDrafterConfig, group: Group, device: str) -> FixedLe
     names = [config.level_name(level) for level in range(len(config.levels))]
     bounds = tuple(min(bound, config.num_draft_tokens) for bound in bounds)
     drafts_at_once = not isinstance(config.levels[0], ModelDrafterConfig)
-    return LengthControl(names, bounds, drafts_at_once=drafts_at_once, agree=agree)
+    return LengthControl(bounds, names, drafts_at_once=drafts_at_once, agree=agree)

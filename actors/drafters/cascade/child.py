@@ -1,8 +1,8 @@
-"""The child level of a cascade level, as its parent sees it: kept up to date, asked for drafts, and counted.
+"""The child level of a cascade level, as its parent sees it: its text, the orders sent to it, and its work.
 
 Parent and child exchange the records that the coordinator exchanges with a drafter, so a child in the same process and
 one on ranks of its own differ only in the `ChildPort` that carries them. The text of the child is provisional: the
-parent takes text back by a `Commit` whose prefix is shorter than the text the child knows. Knows no model and no rule.
+parent takes text back by a `Commit` whose prefix is shorter than the child's text. Knows no model and no rule.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChildPort(Protocol):
 
 
 class LocalChild:
-    """The child level runs in this process and drafts when it is asked."""
+    """The child level runs in this process and drafts on demand."""
 
     epoch = 0
     is_remote = False

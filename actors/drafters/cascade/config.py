@@ -36,7 +36,6 @@ class CascadeDrafterConfig(DrafterConfig):
     """Drafters that draft for each other: every level verifies the drafts of the one before it."""
 
     name: str = "cascade"
-    """Set by the choice `drafter=`."""
     levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
     """The cheapest first; each a drafter's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
     first may be any drafter, the others are models. `num_draft_tokens`: tokens that a level passes to the next at a
@@ -69,7 +68,7 @@ class CascadeDrafterConfig(DrafterConfig):
         return self.levels[-1].device
 
     def tail(self, level: int) -> int:
-        """Unverified tokens that level number `level` passes on behind its own."""
+        """Unverified tokens that level number `level` passes on after its own."""
         return self.tails[level] if self.tails else 0
 
     def level_name(self, level: int) -> str:

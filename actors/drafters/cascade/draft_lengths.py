@@ -31,8 +31,9 @@ _LEAST_VARIANCE = 1.0
 """Of the tokens accepted of a draft: acceptance comes in runs, so a few equal outcomes are no certainty."""
 
 
-class Lengths:
-    """Tokens that each level passes up at a time; a level's tail is part of them."""
+@dataclass
+class PassedLengths:
+    """Tokens that each level passes up at a time, the cheapest level first; a level's tail is part of them."""
 
     lengths: tuple[int, ...]
 
@@ -44,13 +45,6 @@ class Lengths:
         """Tokens that this level receives at a time, at most."""
         source = self.source(level)
         return 0 if source is None else self.lengths[source]
-
-
-@dataclass(frozen=True, slots=True)
-class FixedLengths(Lengths):
-    """As configured."""
-
-    lengths: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -101,18 +95,17 @@ class _Acceptance:
 
 
 @dataclass(slots=True)
-class LengthControl(Lengths):
-    """`names` and `bounds` of the levels, the cheapest first; `drafts_at_once`: the first is a lookup.
+class LengthControl(PassedLengths):
+    """Chooses lengths within the given ones; `names` of the levels, and `drafts_at_once`: the first is a lookup.
 
     `agree` returns rank 0's choice on every rank.
     """
 
     names: Sequence[str]
-    bounds: tuple[int, ...]
     drafts_at_once: bool
     agree: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda lengths: lengths
     clock: Callable[[], float] = time.monotonic
-    lengths: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = field(init=False)
     _costs: defaultdict[tuple[int, bool], _PassCost] = field(default_factory=lambda: defaultdict(_PassCost))
     _acceptance: defaultdict[tuple[int, int], _Acceptance] = field(default_factory=lambda: defaultdict(_Acceptance))
     _target_s: LinearFit = field(default_factory=LinearFit)  # from sending drafts to the next orders, by draft length
@@ -123,7 +116,7 @@ class LengthControl(Lengths):
     _drafts: defaultdict[int, list[tuple[int, int, TokenTree]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        self.lengths = self.bounds
+        self.bounds = self.lengths
 
     def request_opened(self) -> None:
         """A request arrived: the time until the next order may be idle time, so it is not measured."""

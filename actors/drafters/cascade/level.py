@@ -3,10 +3,10 @@
     target  <-  CascadeDrafter(model)  <-  CascadeDrafter(smaller model)  <-  n-gram
 
 Vertically a level orders drafts from its child level, verifies them, adds a token of its own and orders again, until it
-has the draft tokens that its parent ordered; horizontally the child adds a `tail` behind the level's own tokens. To its
+has the draft tokens that its parent ordered; horizontally the child adds a `tail` after the level's own tokens. To its
 child a level is a target whose text may be taken back, to its parent an ordinary drafter, so levels nest to any depth.
 A level whose child is lost drafts by itself, token by token. A level of length 0 forwards its child's drafts, as a tail
-behind no tokens of its own.
+after no tokens of its own.
 
 Under the coupled rule nothing more is needed. Under a ratio rule a token that was accepted, recovered or added follows
 this level's own distribution m, whatever the child drew from; m, cut to its likeliest tokens and verified against
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from actors.drafters.cascade.child import ChildLevel
-from actors.drafters.cascade.draft_lengths import FixedLengths, LengthControl
+from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level_stats import LevelStatsRecorder
 from actors.drafters.cascade.request_state import RequestState
 from actors.drafters.cascade.tree_merge import merge_trees
@@ -47,7 +47,7 @@ class LevelSpec:
     number: int
     name: str
     tail: int = 0
-    """Unverified tokens of the child behind the level's own."""
+    """Unverified tokens of the child after the level's own."""
     merge: int = 0
     """Nodes of the child's first draft that are added beside the level's own tokens, where the two differ."""
     is_last: bool = True
@@ -64,7 +64,7 @@ class CascadeDrafter:
         child: ChildLevel,
         spec: LevelSpec,
         options: ModelOptions,
-        lengths: FixedLengths | LengthControl,
+        lengths: PassedLengths,
         make_random_source: Callable[[int, int], RandomSource] = HashRandomSource,
     ) -> None:
         self.runner = runner
@@ -182,7 +182,7 @@ class CascadeDrafter:
     def work(self, width: int = 0) -> Step:
         """Order from the child, or review what it has sent."""
         if not self._child.is_awaited:
-            # Wanted are the proposal, the token that the target adds, and one more proposal behind them.
+            # Wanted are the proposal, the token that the target adds, and one more proposal after them.
             wanted = [
                 (state, state.num_offered + state.num_tail + 1 + state.share)
                 for state in self._states.values()
@@ -279,7 +279,7 @@ class CascadeDrafter:
     # --- the proposal -------------------------------------------------------------------------------------------------
 
     def _order_tails(self, orders: list[tuple[RequestState, int]]) -> dict[int, Proposal]:
-        """The child's unverified tokens behind this level's own."""
+        """The child's unverified tokens after this level's own."""
         for state, budget in orders:
             most = self._spec.tail if state.share else self._lengths.longest(self._spec.number)
             state.num_ordered = max(0, min(most, budget - state.num_drafted))

@@ -7,6 +7,7 @@ it does the counting. Knows no model and no rule.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from actors.drafters.cascade.draft_lengths import TARGET, LengthControl
 from actors.drafters.cascade.request_state import RequestState
@@ -17,31 +18,31 @@ Parts = tuple[tuple[str, int], ...]
 """Names of levels and how many nodes of a proposal, in order, each has drafted."""
 
 
+@dataclass(slots=True)
 class LevelStatsRecorder:
     """Of level number `level`; `control` learns acceptance from the same counts."""
 
-    def __init__(self, name: str, level: int, child_name: str, control: LengthControl | None) -> None:
-        self._name = name
-        self._level = level
-        self._child_name = child_name
-        self._control = control
-        self._work: list[LevelWork] = []
+    name: str
+    level: int
+    child_name: str
+    control: LengthControl | None
+    _work: list[LevelWork] = field(default_factory=list)
 
     def record_pass(self, seconds: float) -> None:
         """One pass of this level's model."""
-        self._work.append(LevelWork(self._name, 1, seconds))
+        self._work.append(LevelWork(self.name, 1, seconds))
 
     def parts_of(self, proposal: Proposal) -> Parts:
         """The levels that drafted a proposal of the child."""
-        return proposal.parts or ((self._child_name, proposal.tree.num_draft_tokens),)
+        return proposal.parts or ((self.child_name, proposal.tree.num_draft_tokens),)
 
     def record_review(self, verified: VerifyInput, source: int | None, num_ordered: int, path: Sequence[int]) -> None:
         """This level accepted `path` of what it ordered from level `source`."""
         if verified.proposal is not None and verified.tree.num_draft_tokens:
             self._work += _accepted_parts(self.parts_of(verified.proposal), path)
-        if self._control is not None and source is not None and num_ordered:
-            self._control.record_acceptance(source, self._level, num_ordered, len(path))
-            self._control.record_draft(verified.seq_id, len(verified.token_ids), source, num_ordered, verified.tree)
+        if self.control is not None and source is not None and num_ordered:
+            self.control.record_acceptance(source, self.level, num_ordered, len(path))
+            self.control.record_draft(verified.seq_id, len(verified.token_ids), source, num_ordered, verified.tree)
 
     def record_verdict(
         self, state: RequestState, source: int | None, path: Sequence[int], token_ids: Sequence[int]
@@ -55,13 +56,13 @@ class LevelStatsRecorder:
         self._work += _accepted_parts(state.parts, path)
         if state.num_merged:
             kept = sum(node > beside for node in path)
-            self._work.append(LevelWork(self._child_name, 0, 0.0, 1, state.num_merged, kept))
-        if self._control is not None:
-            level, num_tokens = (self._level, own) if own else (source, state.num_ordered)
+            self._work.append(LevelWork(self.child_name, 0, 0.0, 1, state.num_merged, kept))
+        if self.control is not None:
+            level, num_tokens = (self.level, own) if own else (source, state.num_ordered)
             if level is not None and num_tokens:
                 num_accepted = sum(node <= (own or beside) for node in path)
-                self._control.record_acceptance(level, TARGET, num_tokens, num_accepted)
-                self._control.record_commit(state.request_id, token_ids)
+                self.control.record_acceptance(level, TARGET, num_tokens, num_accepted)
+                self.control.record_commit(state.request_id, token_ids)
         state.parts, state.num_merged, state.num_ordered = (), 0, 0
 
     def flush(self, child_work: Iterable[LevelWork]) -> tuple[LevelWork, ...]:
@@ -71,7 +72,7 @@ class LevelStatsRecorder:
 
 
 def _accepted_parts(parts: Parts, path: Sequence[int]) -> Iterator[LevelWork]:
-    """Drafted and accepted tokens of each part; parts behind a rejected token were not verified and do not count."""
+    """Drafted and accepted tokens of each part; parts after a rejected token were not verified and do not count."""
     start = 1
     for name, num_tokens in parts:
         kept = sum(start <= node < start + num_tokens for node in path)

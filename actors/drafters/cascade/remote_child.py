@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from actors.protocol.membership import Recall, RoleBack, RoleLost, Stop
 from actors.protocol.messages import DraftBatch, ProposalBatch
+from actors.transport.channel import Link
 from parallel.comm.group import Group
 
 ANSWER_S = 1.0
@@ -22,20 +23,10 @@ _NO_ANSWER = -1
 """Broadcast of rank 0 while there is no answer; else the number of records of the answer, 0 if the child is lost."""
 
 
-class RecordLink(Protocol):
-    """The part of `channel.Link` that a mailbox uses."""
-
-    def send(self, record: Any) -> None: ...
-
-    def receive(self, timeout_s: float | None = None) -> Any | None: ...
-
-    def close(self) -> None: ...
-
-
 class Mailbox:
     """Sorts the records of one link into those for the rank and those from its child level."""
 
-    def __init__(self, link: RecordLink) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
         self._for_rank: deque[Any] = deque()
         self._from_child: deque[Any] = deque()

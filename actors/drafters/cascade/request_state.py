@@ -33,7 +33,7 @@ class RequestState:
 
     @property
     def num_drafted(self) -> int:
-        """Drafted tokens behind the context's text."""
+        """Drafted tokens after the context's text."""
         return len(self.text) - len(self.context.token_ids)
 
     @property

@@ -1,9 +1,9 @@
 """`drafter=maxgram`: copies from the longest match, and goes on by bigrams where the match ends.
 
 Of the latest places where the last token stands, those survive whose preceding tokens agree furthest with the text's
-end; the draft copies from the leftmost survivor. Behind the end of the text it goes on by bigrams: what last followed
+end; the draft copies from the leftmost survivor. After the end of the text it goes on by bigrams: what last followed
 each token in this request, or else in finished ones. A chain per token links its places, and candidates are compared in
-strides, so a proposal costs the same behind any text, periodic ones too. No model. This is the base drafter of Cascade
+strides, so a proposal costs the same after any text, periodic ones too. No model. This is the base drafter of Cascade
 Speculative Drafting (arXiv 2312.11462), whose bigrams come from a corpus instead.
 """
 
@@ -30,7 +30,6 @@ class MaxgramDrafterConfig(DrafterConfig):
     """What followed the longest match of the text's end, then bigrams: it nearly always drafts. Base of cascades."""
 
     name: str = "maxgram"
-    """Set by the choice `drafter=`."""
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
     max_places: Annotated[int, Range(1)] = 64

@@ -23,7 +23,6 @@ class NgramDrafterConfig(DrafterConfig):
     """Prompt lookup: what followed the last occurrence of the current n-gram."""
 
     name: str = "ngram"
-    """Set by the choice `drafter=`."""
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
     max_ngram: Annotated[int, Range(1, cap=64)] = 4
@@ -59,7 +58,7 @@ class _NgramTable:
                     self.ends[ngram] = end
 
     def truncate(self, length: int) -> None:
-        """Undo the entries behind the first `length` tokens of the text, the latest first."""
+        """Undo the entries after the first `length` tokens of the text, the latest first."""
         while (end := len(self._token_ids)) >= max(1, length):
             for size in reversed(self.sizes):
                 if size <= end:

@@ -1,8 +1,8 @@
 """`drafter=suffix`: the draft is what followed the longest suffix of the text that occurred before.
 
 No model, no device. Sources are the request's own text, the answers of finished requests and an optional corpus. Each
-is a suffix automaton, and a match follows the text in it token by token, so a proposal costs the same behind ten tokens
-and behind ten thousand. The longer the match, the longer the draft; a draft ends early where followers disagree. The
+is a suffix automaton, and a match follows the text in it token by token, so a proposal costs the same after ten tokens
+and after ten thousand. The longer the match, the longer the draft; a draft ends early where followers disagree. The
 source with the most expected tokens drafts (SuffixDecoding, arXiv 2411.04975).
 """
 
@@ -33,7 +33,6 @@ class SuffixDrafterConfig(DrafterConfig):
     """Suffix lookup: what followed the longest match in this request's text, in others' answers and in a corpus."""
 
     name: str = "suffix"
-    """Set by the choice `drafter=`."""
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 8
     """Draft tokens a round, at most."""
     min_match: Annotated[int, Range(1)] = 2
@@ -62,8 +61,7 @@ class SuffixDrafterConfig(DrafterConfig):
         from actors.drafters.lookup.corpus import read_corpus  # loads the tokenizers library
 
         corpus = read_corpus(Path(self.corpus), Path(self.tokenizer)) if self.corpus else ()
-        drafter = SuffixDrafter(self, corpus)
-        return drafter, drafter.facts()
+        return SuffixDrafter(self, corpus), {"corpus_tokens": sum(map(len, corpus))}
 
 
 @dataclass(slots=True)
@@ -144,10 +142,6 @@ class SuffixDrafter:
         settled = text.context.token_ids[: text.context.settled_len]
         if len(settled) > text.shared_len:
             self._history.add(settled[max(0, text.shared_len - _REACH) :])
-
-    def facts(self) -> dict[str, object]:
-        """What the role reports of this drafter."""
-        return {"corpus_tokens": self._corpus.num_tokens}
 
     def _propose(self, context: Context, budget: int) -> Draft:
         config, text = self._config, self._follow(context)

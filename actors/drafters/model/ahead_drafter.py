@@ -22,19 +22,19 @@ from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, redraft
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.model.drafter import ModelDrafter, logit_rows
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
 from actors.sampling.logits import LogitRows, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
 MAX_ROWS_AHEAD = 192
-"""Pending rows that one request may hold; what more would add for one verdict is negligible."""
+"""Pending rows of one request, at most; further rows would hardly add to the tokens accepted by one verdict."""
 
 
 @dataclass(slots=True)
 class _Future:
-    """The draft tree of one request; its nodes' KV rows are pending behind `num_suffix` rows of committed text."""
+    """The draft tree of one request; its nodes' KV rows are pending after `num_suffix` rows of committed text."""
 
     context: Context
     tree: DraftTree
@@ -64,8 +64,7 @@ class AheadDrafter(ModelDrafter):
         self._futures: dict[int, _Future] = {}
         self._confidence = ConfidenceCalibration()
 
-    def open(self, context: Context) -> None:
-        self.runner.open(context.request_id)
+    def _restart(self, context: Context) -> None:
         self._futures[context.request_id] = _Future(context, DraftTree(context.token_ids[-1]))
 
     def prepared(self, context: Context) -> bool:
@@ -129,14 +128,9 @@ class AheadDrafter(ModelDrafter):
         future = self._futures[context.request_id]
         self._await_verdict(future, future.tree.places(tree), budget)
 
-    def truncate(self, context: Context) -> None:
-        self._truncate_rows(context)
-        self._futures[context.request_id] = _Future(context, DraftTree(context.token_ids[-1]))
-
     def release(self, request_id: int) -> None:
         del self._futures[request_id]
-        self._calibration.release(request_id)
-        self.runner.close(request_id)
+        super().release(request_id)
 
     @property
     def wants_work(self) -> bool:
@@ -176,13 +170,14 @@ class AheadDrafter(ModelDrafter):
 
     def _draft(self, futures: list[_Future], budgets: list[int]) -> None:
         """Draft for trees whose root was not expected, as far as it is worth the time for which the target waits."""
-        self._feed_roots([future for future in futures if not future.tree.root.expanded])
+        unfed: list[tuple[_Future, list[int]]] = [(future, []) for future in futures if not future.tree.root.expanded]
+        if unfed:
+            self._feed(unfed, after_text=True)
         depths = [min(budget, self._growth.depth) for budget in budgets]
         while True:
             chosen = []
             for future, depth in zip(futures, depths, strict=True):
-                nodes = redraft(future.tree, self._redraft_width, depth)
-                if nodes:
+                if nodes := redraft(future.tree, self._redraft_width, depth):
                     chosen.append((future, nodes))
             if not chosen:
                 return
@@ -196,56 +191,42 @@ class AheadDrafter(ModelDrafter):
     def _feed_again(self, futures: list[_Future], width: int) -> int:
         """Calibrate: an exact pass over the tokens without rows and then over the trees' best nodes; returns its
         rows."""
-        spans, token_ids, fed = [], [], []
+        fed, num_rows = [], 0
         for future in futures:
-            context, hypotheses = future.context, future.tree.nodes
+            context, tree = future.context, future.tree
             self._prefill(context, leave=self._options.prefill_chunk)
-            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
             room = self.runner.config.max_positions - len(context.token_ids)
-            nodes = [i for i in future.tree.nodes_to_refresh(width) if hypotheses[i].depth <= room]
-            num_rows = len(suffix) + len(nodes)
-            if not self.runner.can_reserve(len(token_ids) + num_rows):
+            nodes = [node for node in tree.nodes_to_refresh(width) if tree.nodes[node].depth <= room]
+            needed = len(context.token_ids) - self.runner.cached_len(context.request_id) + len(nodes)
+            if self.runner.can_reserve(num_rows + needed):
+                fed.append((future, nodes))
+                num_rows += needed
+            else:
                 future.in_flight = False
-                continue
-            future.num_suffix, future.num_rows = len(suffix), num_rows
-            for row, node in enumerate(nodes, len(suffix)):
-                hypotheses[node].row = row
-            parents = [*range(-1, len(suffix) - 1), *(self._parent_row(future, node) for node in nodes)]
-            spans.append(Span(context.request_id, num_rows, parents, 1 + len(nodes)))
-            token_ids += [*suffix, *(hypotheses[node].token for node in nodes)]
-            fed.append((future, [0, *nodes]))
         if fed:
-            self._expand(self.runner.forward(spans, token_ids).logits, fed)
-        return len(token_ids)
+            self._feed(fed, after_text=True)
+        return num_rows
 
-    def _parent_row(self, future: _Future, node: int) -> int:
-        parent = future.tree.nodes[node].parent
-        return future.tree.nodes[parent].row if parent else future.num_suffix - 1
-
-    def _feed_roots(self, futures: list[_Future]) -> None:
-        if not futures:
-            return
-        spans, token_ids = [], []
-        for future in futures:
-            context = future.context
-            suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
-            spans.append(Span(context.request_id, len(suffix)))
-            token_ids += suffix
-            future.num_suffix = future.num_rows = len(suffix)
-        logits = self.runner.forward(spans, token_ids).logits
-        self._expand(logits, [(future, [0]) for future in futures])
-
-    def _feed(self, chosen: list[tuple[_Future, list[int]]]) -> None:
+    def _feed(self, chosen: list[tuple[_Future, list[int]]], *, after_text: bool = False) -> None:
+        """One pass over nodes; with `after_text` an exact one, over the uncached text and then the nodes."""
         spans, token_ids = [], []
         for future, nodes in chosen:
-            hypotheses = future.tree.nodes
-            parents = [self._parent_row(future, node) for node in nodes]
+            request_id, hypotheses = future.context.request_id, future.tree.nodes
+            text: list[int] = []
+            if after_text:
+                text = future.context.token_ids[self.runner.cached_len(request_id) :]
+                future.num_suffix = future.num_rows = len(text)
+            parents = list(range(-1, len(text) - 1))
             for node in nodes:
+                parent = hypotheses[node].parent
+                parents.append(hypotheses[parent].row if parent else future.num_suffix - 1)
                 hypotheses[node].row = future.num_rows
                 future.num_rows += 1
-                token_ids.append(hypotheses[node].token)
-            spans.append(Span(future.context.request_id, len(nodes), parents, len(nodes)))
-        self._expand(self.runner.forward(spans, token_ids, fuzzy=True).logits, chosen)
+            num_logits = len(nodes) + after_text
+            spans.append(Span(request_id, len(parents), parents if nodes else None, num_logits))
+            token_ids += [*text, *(hypotheses[node].token for node in nodes)]
+        logits = self.runner.forward(spans, token_ids, fuzzy=not after_text).logits
+        self._expand(logits, [(future, [0, *nodes]) for future, nodes in chosen] if after_text else chosen)
 
     def _expand(self, logits: Tensor, fed: list[tuple[_Future, list[int]]]) -> None:
         """Children of every node that was fed; `logits` has one row per node, in order."""
@@ -282,10 +263,9 @@ class AheadDrafter(ModelDrafter):
         """The nodes' histories for the logit processors; without any processor the root stands for every node."""
         context, hypotheses = future.context, future.tree.nodes
         if is_plain(context.sampling):
-            tree, nodes = TokenTree.root(hypotheses[0].token), [0] * len(nodes)
-        else:
-            tree = TokenTree(tuple(node.token for node in hypotheses), tuple(node.parent for node in hypotheses))
-        return LogitRows(context.sampling, context.prompt_len, context.token_ids, tree, nodes)
+            return logit_rows(context, TokenTree.root(hypotheses[0].token), [0] * len(nodes))
+        tree = TokenTree(tuple(node.token for node in hypotheses), tuple(node.parent for node in hypotheses))
+        return logit_rows(context, tree, nodes)
 
     def _offer(self, context: Context, budget: int) -> Draft:
         """The best proposal of the tree; its verdict is awaited from now on."""

@@ -62,7 +62,6 @@ class ModelDrafterConfig(DrafterConfig):
     """A separate, smaller model with the target's vocabulary."""
 
     name: str = "model"
-    """Set by the choice `drafter=`."""
     path: str = "pocket"
     """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
     ranks: Annotated[int, Range(1, cap=MAX_RANKS, remedy="for none write drafter=none")] = 1

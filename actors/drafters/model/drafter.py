@@ -57,7 +57,7 @@ class ModelDrafter:
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
-        self._rows[context.request_id] = _Rows()
+        self._restart(context)
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:
@@ -89,18 +89,19 @@ class ModelDrafter:
         self._rows[context.request_id] = _Rows()
 
     def truncate(self, context: Context) -> None:
-        self._truncate_rows(context)
-        self._rows[context.request_id] = _Rows()
+        cached_len = self.runner.cached_len(context.request_id)
+        kept = max(0, min(cached_len, len(context.token_ids) - 1))  # the row of the new root is computed again
+        self.runner.truncate(context.request_id, kept)
+        self._restart(context)
 
     def release(self, request_id: int) -> None:
-        del self._rows[request_id]
+        self._rows.pop(request_id, None)
         self._calibration.release(request_id)
         self.runner.close(request_id)
 
-    def _truncate_rows(self, context: Context) -> None:
-        """Drop the rows of tokens that were taken back, and the root's."""
-        cached_len = self.runner.cached_len(context.request_id)
-        self.runner.truncate(context.request_id, max(0, min(cached_len, len(context.token_ids) - 1)))
+    def _restart(self, context: Context) -> None:
+        """No draft is pending for this request."""
+        self._rows[context.request_id] = _Rows()
 
     def _make_growth(self, config: ModelDrafterConfig) -> Growth:
         match config.strategy:
@@ -161,7 +162,7 @@ class ModelDrafter:
         live = list(range(len(contexts)))
         columns: list[tuple[list[int], Tensor]] = []
         for depth in range(max(budgets)):
-            rows = [_root_rows(contexts[i]) for i in live]
+            rows = [logit_rows(contexts[i], TokenTree.root(contexts[i].token_ids[-1])) for i in live]
             scores = process_batch(logits, rows, self._options.eos_token_ids)
             params = [contexts[i].sampling for i in live]
             chosen = choose(scores, params, [len(contexts[i].token_ids) + depth for i in live])
@@ -180,13 +181,9 @@ class ModelDrafter:
         drawn = torch.cat([column for _, column in columns]).tolist()  # the one host sync of the draft
         for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):
             tokens[i].append(token)
-        return {
-            context.request_id: self._chain(context, draft) for context, draft in zip(contexts, tokens, strict=True)
-        }
-
-    def _chain(self, context: Context, draft: list[int]) -> Draft:
-        tree = TokenTree.chain(context.token_ids[-1], draft)
-        return Draft(tree) if self._coupled else Draft.chosen(tree)
+        trees = (TokenTree.chain(one.token_ids[-1], draft) for one, draft in zip(contexts, tokens, strict=True))
+        drafts = map(Draft if self._coupled else Draft.chosen, trees)
+        return {context.request_id: draft for context, draft in zip(contexts, drafts, strict=True)}
 
     # --- trees: one level after the other -----------------------------------------------------------------------------
 
@@ -244,13 +241,7 @@ class ModelDrafter:
         """Children for every frontier node, in the order they were drawn. Fills `distributions` for nodes drawn at
         random."""
         batch = [
-            LogitRows(
-                context.sampling,
-                context.prompt_len,
-                context.token_ids,
-                TokenTree(tuple(tree.token_ids), tuple(tree.parents)),
-                nodes,
-            )
+            logit_rows(context, TokenTree(tuple(tree.token_ids), tuple(tree.parents)), nodes)
             for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
         ]
         scores = process_batch(logits, batch, self._options.eos_token_ids)
@@ -281,24 +272,18 @@ class ModelDrafter:
         if sampled:
             draw = draw_iid if self._kind is SamplingKind.IID else draw_without_replacement
             params = [row_of[i][0].params for i in sampled]
-            nodes = [row_of[i][1] for i in sampled]
-            steps = [steps[i] for i in sampled]
-            drawn = dict(
-                zip(sampled, draw(scores[sampled], params, steps, nodes, width, self._options.law_size), strict=True)
-            )
+            nodes, steps = [row_of[i][1] for i in sampled], [steps[i] for i in sampled]
+            children = draw(scores[sampled], params, steps, nodes, width, self._options.law_size)
+            drawn = dict(zip(sampled, children, strict=True))
         params = [self._drawing_params(rows.params) for rows, _ in row_of]
         positions = [position for rows in batch for position in rows.positions()]
-        token_ids, log_probs = (values.tolist() for values in self._likeliest(scores, params, positions, width))
+        likeliest = top_children(scores, params, positions, width, given_noise=self._is_dynamic)
+        token_ids, log_probs = (values.tolist() for values in likeliest)
         for i in range(len(row_of)):
             if i in drawn:
                 yield drawn[i].token_ids, [0.0] * len(drawn[i].token_ids), drawn[i].distribution
             else:
                 yield token_ids[i], log_probs[i], None
-
-    def _likeliest(
-        self, scores: Tensor, params: list[SamplingParams], positions: list[int], width: int
-    ) -> tuple[Tensor, Tensor]:
-        return top_children(scores, params, positions, width, given_noise=self._is_dynamic)
 
     def _samples(self, params: SamplingParams) -> bool:
         """Whether children are drawn at random from a distribution that travels with them, rather than chosen."""
@@ -322,5 +307,6 @@ class ModelDrafter:
         return Draft(grown, sampling_kinds, tuple(distributions.get(node) for node in kept))
 
 
-def _root_rows(context: Context) -> LogitRows:
-    return LogitRows(context.sampling, context.prompt_len, context.token_ids, TokenTree.root(context.token_ids[-1]))
+def logit_rows(context: Context, tree: TokenTree, nodes: Sequence[int] | None = None) -> LogitRows:
+    """The rows of `nodes`, None: all nodes, of a tree after the context's text."""
+    return LogitRows(context.sampling, context.prompt_len, context.token_ids, tree, nodes)

@@ -46,10 +46,8 @@ class GrowingTree:
 class Growth(ABC):
     """A growth policy. This base treats every tree of a batch by itself."""
 
-    @property
-    @abstractmethod
-    def depth(self) -> int:
-        """Levels of nodes, at most."""
+    depth: int
+    """Levels of nodes, at most."""
 
     @abstractmethod
     def width(self, level: int) -> int:
@@ -82,11 +80,8 @@ class StaticGrowth(Growth):
     """
 
     def __init__(self, branching: Sequence[int]) -> None:
+        self.depth = len(branching)
         self._branching = branching
-
-    @property
-    def depth(self) -> int:
-        return len(self._branching)
 
     def width(self, level: int) -> int:
         return self._branching[level]
@@ -107,12 +102,8 @@ class BestFirstGrowth(Growth):
     """
 
     def __init__(self, depth: int, width: int) -> None:
-        self._depth = depth
+        self.depth = depth
         self._width = width
-
-    @property
-    def depth(self) -> int:
-        return self._depth
 
     def width(self, level: int) -> int:
         return self._width

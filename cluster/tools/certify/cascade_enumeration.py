@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from actors.drafters.cascade.child import ChildLevel, LocalChild
-from actors.drafters.cascade.draft_lengths import FixedLengths
+from actors.drafters.cascade.draft_lengths import PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft, Drafter
@@ -150,7 +150,7 @@ def toy_level(
         ChildLevel(LocalChild(child), str(number - 1), max(lengths[:number])),
         LevelSpec(number, str(number), tail=tail, works_ahead=works_ahead),
         ModelOptions(rule, law_size, (), _LONGEST),
-        FixedLengths(lengths),
+        PassedLengths(lengths),
         make_random_source or (lambda _seed, _step: source_of(tape, runner)),
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.protocol.messages import Proposal, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import draw_iid, draw_without_replacement, truncate_distribution
-from actors.sampling.logits import probabilities, process_logits, top_children
+from actors.sampling.logits import LogitRows, probabilities, process_logits, top_children
 from actors.verification.random_source import HashRandomSource
 from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
 from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution, fit_share
@@ -135,7 +135,7 @@ class VerifiedText:
     def _scores(self, logits: Tensor, starts: Sequence[int]) -> Tensor:
         tree = TokenTree((self.token_ids[-1], *starts), (-1, *[0] * len(starts)))
         length = len(self.token_ids)
-        return process_logits(logits, self.params, self._eos_token_ids, length, self.token_ids, tree).clone()
+        return process_logits(logits, LogitRows(self.params, length, self.token_ids, tree), self._eos_token_ids).clone()
 
 
 def _draft_logits(logits: Tensor, draft: TextReader | None, vocab_size: int) -> Tensor:

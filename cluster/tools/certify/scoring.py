@@ -16,7 +16,7 @@ from torch import Tensor
 
 from actors.options import VerifyRule
 from actors.protocol.messages import TokenTree
-from actors.sampling.logits import is_greedy, probabilities, process_logits
+from actors.sampling.logits import LogitRows, is_greedy, probabilities, process_logits
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
 from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution
 from cluster.tools.certify.identity import OutputPair
@@ -137,7 +137,7 @@ class OutputScorer:
         prompt = output.prompt_ids
         logits = self._reader.in_one_pass([*prompt, *token_ids], len(prompt))
         tree = TokenTree.chain(prompt[-1], list(token_ids[:-1]))
-        return process_logits(logits, output.sampling, self._eos_token_ids, len(prompt), prompt, tree)
+        return process_logits(logits, LogitRows(output.sampling, len(prompt), prompt, tree), self._eos_token_ids)
 
     def has_ties(self, output: OutputPair) -> bool:
         """Whether the tokens are arg-maxes, with or without noise; a draw by inversion has no second best."""

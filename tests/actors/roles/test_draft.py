@@ -1,4 +1,4 @@
-"""The draft role: it keeps the text for its drafter, and says for which prefix every proposal was made."""
+"""The draft role: it keeps the text for its drafter, and names the prefix of every proposal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from actors.roles.draft import DraftRole
 
 
 class Recorder:
-    """A drafter that writes down what it is asked, and proposes the tokens 7, 8, ..."""
+    """A drafter that records its calls, and proposes the tokens 7, 8, ..."""
 
     def __init__(self, vocab_size=None) -> None:
         self.capabilities = Capabilities(vocab_size, prefills=self)

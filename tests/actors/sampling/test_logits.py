@@ -62,7 +62,7 @@ def random_logits(rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Te
 
 
 def processed(logits: torch.Tensor, params: SamplingParams, tree: TokenTree = TREE, nodes=None) -> torch.Tensor:
-    return process_logits(logits, params, EOS, len(PROMPT), PROMPT + OUTPUT, tree, nodes)
+    return process_logits(logits, LogitRows(params, len(PROMPT), PROMPT + OUTPUT, tree, nodes), EOS)
 
 
 def transformers_row(logits: torch.Tensor, params: SamplingParams, history: list[int]) -> torch.Tensor:
@@ -160,13 +160,17 @@ def test_a_node_is_processed_as_if_its_path_were_committed(seed):
         (committed[-1], *rng.choices(range(6), k=size - 1)), (-1, *(rng.randrange(i) for i in range(1, size)))
     )
     logits = random_logits(size, seed=seed)
-    together = process_logits(logits, params, EOS, prompt_len, committed, tree)
+    together = process_logits(logits, LogitRows(params, prompt_len, committed, tree), EOS)
     for node in range(size):
         line = committed + [tree.token_ids[i] for i in tree.path_to(node)]
-        alone = process_logits(logits[node : node + 1], params, EOS, prompt_len, line, TokenTree.root(line[-1]))
+        alone = process_logits(
+            logits[node : node + 1], LogitRows(params, prompt_len, line, TokenTree.root(line[-1])), EOS
+        )
         assert torch.equal(together[node], alone[0])
     some = rng.sample(range(size), k=rng.randrange(1, size + 1))
-    assert torch.equal(process_logits(logits[some], params, EOS, prompt_len, committed, tree, some), together[some])
+    assert torch.equal(
+        process_logits(logits[some], LogitRows(params, prompt_len, committed, tree, some), EOS), together[some]
+    )
 
 
 @pytest.mark.parametrize("case", HF_CASES)
@@ -193,18 +197,18 @@ def test_plain_logits_pass_through_untouched():
 def test_a_nucleus_wider_than_the_first_ranked_tokens(top_k, widest):
     logits = torch.cat([random_logits(2, 3000) * 0.1, random_logits(1, 3000)])  # two flat rows and a peaked one
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.9)
-    ours = process_logits(logits, params, EOS, 1, [0], TokenTree.chain(0, (1, 2)))
+    ours = process_logits(logits, LogitRows(params, 1, [0], TokenTree.chain(0, (1, 2))), EOS)
     assert torch.isfinite(ours[0]).sum() > widest > torch.isfinite(ours[2]).sum()
     for row in range(3):
         torch.testing.assert_close(ours[row], transformers_row(logits[row], params, [0]))
-    alone = process_logits(logits[2:], params, EOS, 1, [0], TokenTree.root(0))
+    alone = process_logits(logits[2:], LogitRows(params, 1, [0], TokenTree.root(0)), EOS)
     assert torch.equal(ours[2:], alone)
 
 
 def test_tokens_that_tie_with_the_last_kept_one_are_kept():
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
     for params in (SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.8)):
-        kept = torch.isfinite(process_logits(logits, params, EOS, 1, [0], TokenTree.root(0)))
+        kept = torch.isfinite(process_logits(logits, LogitRows(params, 1, [0], TokenTree.root(0)), EOS))
         assert kept.tolist() == [[True, True, True, False]]
 
 
@@ -223,7 +227,7 @@ def test_choices_follow_the_processed_law():
     n = 20_000
     params = SamplingParams(temperature=0.7, top_k=4, min_p=0.05)
     logits = torch.tensor([[1.0, 0.2, -0.5, 0.8, 0.1, -3.0]])
-    scores = process_logits(logits, params, EOS, 1, [0], TokenTree.root(0))
+    scores = process_logits(logits, LogitRows(params, 1, [0], TokenTree.root(0)), EOS)
     distribution = probabilities(scores, params)[0].numpy()
     per_seed = [replace(params, seed=seed) for seed in range(n)]
     first = choose(scores.expand(n, -1), per_seed, [100] * n).numpy()

@@ -1,4 +1,4 @@
-"""The coupled rule: exact for any tree, and the same tokens as plain decoding, whoever drafts."""
+"""The coupled rule: exact for any tree, and the same tokens as plain decoding, with any drafter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_path_is_the_longest_that_agrees_with_the_target():
 @pytest.mark.parametrize("kind", [SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT])
 @pytest.mark.parametrize("pruned", [False, True])
 def test_the_emitted_law_is_exact_for_any_tree_even_one_pruned_after_the_draw(random_law, kind, pruned):
-    """Marginalised over the noise: the draws behind nodes of one context agree, others are independent."""
+    """Marginalised over the noise: the draws after nodes of one context agree, others are independent."""
     p, q = random_law(3, seed=1), random_law(3, seed=2)
     joint: dict[tuple[int, ...], float] = defaultdict(float)
     for draft in enumerate_drafts(q, [(kind, kind), (kind,)]):
@@ -127,7 +127,7 @@ def coupled_chain(params: SamplingParams, blur: float, shift: int = 0):
                 toy_logits(tokens)[None]
                 + blur * torch.from_numpy(np.random.default_rng([99, *tokens[-3:]]).normal(size=(1, VOCAB))).float()
             )
-            scores = process_logits(logits, params, EOS, 3, tokens, TokenTree.root(tokens[-1]))
+            scores = process_logits(logits, LogitRows(params, 3, tokens, TokenTree.root(tokens[-1])), EOS)
             ids, _ = top_children(scores, [params], [len(tokens) + shift], 1)
             tokens.append(int(ids))
         return TokenTree.chain(context[-1], tokens[len(context) :])

@@ -194,7 +194,7 @@ def test_traversal_is_never_shorter_and_equal_on_one_level(random_law, kind, wid
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kinds", [(DET, DET), (COUPLED, COUPLED), (IID, IID), (WOR, WOR), (IID, DET), (DET, WOR)])
 def test_the_table_tells_exact_pairs_from_biased_ones(random_law, rule, kinds):
-    """Exact where `ALLOWED` says so; off by more than a percent wherever it forbids."""
+    """Exact where `ALLOWED` says so; off by more than a percent everywhere else."""
     worst = max(
         check(RULES[rule], random_law(3, seed), random_law(3, seed + 30), [kinds, kinds[:1]], 3) for seed in range(4)
     )
@@ -246,20 +246,20 @@ def test_the_empty_proposal_is_plain_decoding(rule):
 @pytest.mark.parametrize("rule", ["rejection", "kseq"])
 def test_top_down_rules_ask_only_for_rows_of_visited_nodes(rule):
     tree = TokenTree((7, 2, 1, 0, 0), (-1, 0, 0, 1, 2))
-    asked = []
+    visited = []
     path, _ = RULES[rule](
-        tree, (ROOT, IID, IID, IID, IID), (Q, Q, Q, None, None), lambda n: asked.append(n) or P, _Scripted(0, 1, 1)
+        tree, (ROOT, IID, IID, IID, IID), (Q, Q, Q, None, None), lambda n: visited.append(n) or P, _Scripted(0, 1, 1)
     )
     assert path == (2, 4)
-    assert asked == [0, 2, 4]
+    assert visited == [0, 2, 4]
 
 
 def test_traversal_does_not_descend_into_what_cannot_be_reached():
     tree = TokenTree((7, 2, 1), (-1, 0, 1))
-    asked = []
+    visited = []
     row = np.array([0.5, 0.5, 0.0])
-    RULES["traversal"](tree, (ROOT, DET, DET), (None,) * 3, lambda n: asked.append(n) or row, _Scripted(True))
-    assert asked == [0]
+    RULES["traversal"](tree, (ROOT, DET, DET), (None,) * 3, lambda n: visited.append(n) or row, _Scripted(True))
+    assert visited == [0]
 
 
 def test_acceptance_probabilities_of_the_second_sibling():

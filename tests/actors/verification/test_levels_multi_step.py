@@ -1,6 +1,6 @@
 """Several rounds of a cascade with the production coins, as enumeration cannot see them: no coin is met twice.
 
-Told of a request again, in the same epoch, a level starts afresh; what it draws then must not be what it drew before.
+A request that is admitted again in the same epoch starts without state, and its noise must differ from before.
 Both ways of meeting a coin twice are made on purpose too, and must be found.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import Sequence
 from actors.drafters.cascade.child import ChildLevel, LocalChild
-from actors.drafters.cascade.draft_lengths import FixedLengths
+from actors.drafters.cascade.draft_lengths import PassedLengths
 from actors.drafters.cascade.level import CascadeDrafter, LevelSpec
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
@@ -31,7 +31,7 @@ TARGET, LEVEL = np.array([0.5, 0.5]), np.array([0.4, 0.6])
 
 
 class Lookup:
-    """Says the same token again and again."""
+    """Drafts the same token every time."""
 
     capabilities = Capabilities()
 
@@ -54,14 +54,14 @@ def role(rule: str, make_random_source: Callable[[int, int], RandomSource]) -> D
         ChildLevel(LocalChild(Lookup()), "0", 1),
         LevelSpec(1, "1"),
         ModelOptions(rule, VOCAB, (), 99),
-        FixedLengths((1, 2)),
+        PassedLengths((1, 2)),
         make_random_source,
     )
     return DraftRole(level)
 
 
 def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_random_source) -> tuple[int, ...]:
-    """The first tokens of one request; a role that `forgets` is told of it again before every round."""
+    """The first tokens of one request; with `forgets` the role admits it again before every round."""
     request = Request(1, (0,), SamplingParams(temperature=1.0, seed=seed, max_tokens=99))
     sequence, outbox, draft = Sequence.start(request, 999), Outbox(), role(rule, make_random_source)
     outbox.admit(sequence)
@@ -110,7 +110,7 @@ def test_coins_that_come_back_when_a_request_is_told_again_are_found():
 
 
 def test_a_level_beneath_that_came_back_draws_anew():
-    """The upper level tells it of the same text in the same epoch, and the coordinator of a request it knew."""
+    """The upper level admits the same text again in the same epoch, and the coordinator the same request."""
     steps = {
         Context(1, 0, [0, 0], 1, SamplingParams(), admission=admission, num_cuts=cuts).step
         for admission in range(4)

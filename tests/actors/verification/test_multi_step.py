@@ -59,7 +59,7 @@ def grow(roots, seeds, lengths, widths, kind, q_scores, by_position):
 
 
 def emitted(rule, kind, widths, p, q, n, reuse=None) -> np.ndarray:
-    """First tokens [n, LENGTH] of n sequences that start behind token 0; row i of p and q is the law behind token i."""
+    """First tokens [n, LENGTH] of n sequences that start after token 0; row i of p and q is for the token after i."""
     q_scores = torch.log(torch.tensor(q, dtype=torch.float32))
     sequences = [[0] for _ in range(n)]
     live = list(range(n))

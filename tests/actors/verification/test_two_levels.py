@@ -94,7 +94,7 @@ def test_a_lookup_beneath_changes_nothing(random_law):
 
 
 def test_what_was_drafted_ahead_follows_its_law_too(random_law):
-    """After a hit, the tokens that nobody was offered yet are as good as new ones."""
+    """After a hit, tokens that were not offered yet follow the same distribution as new ones."""
     m, s = random_law(VOCAB, 2), random_law(VOCAB, 3)
     followed: dict[tuple[int, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
 
@@ -127,7 +127,7 @@ def test_what_was_drafted_ahead_follows_its_law_too(random_law):
 
 @pytest.mark.parametrize("rule, keeps", [("coupled", True), ("traversal", False)])
 def test_what_a_ratio_rule_has_seen_is_not_offered_again(random_law, rule, keeps):
-    """Even where the target's own token is the one it was offered: a bottom-up rule has looked at all behind it."""
+    """Even where the target's own token equals the offered one: a bottom-up rule has tested everything after it."""
     m = random_law(VOCAB, 2)
     drafter = toy_level(m, ToyChild(m, Tape([])), Tape([]), (1, 3), 1, rule)
     context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))

@@ -95,7 +95,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     assert sorted(work) == [f"{i}-{level.name}" for i, level in enumerate(config.levels) if level.num_draft_tokens]
     assert all(count["num_passes"] and count["num_drafts"] for count in work.values())
     assert all(count["num_accepted_tokens"] <= count["num_draft_tokens"] for count in work.values())
-    # The verdict that ends a request is not told to its drafter.
+    # The verdict that ends a request is not sent to its drafter.
     assert 0 < work[max(work)]["num_accepted_tokens"] <= room.stats.num_accepted_tokens
 
 
@@ -138,7 +138,7 @@ def test_ratio_rules_serve_sampled_requests(open_room, make_requests, rule):
 
 
 def test_the_target_as_a_level_is_always_right(open_room, make_requests, models):
-    """A level takes what the one beneath says only where it agrees: a perfect upper level hides any lower one."""
+    """A level accepts its child's tokens only where they agree with its own: a perfect upper level hides any child."""
     requests = make_requests(2, max_tokens=25)
     room = open_room(cascade(model("tiny", 3), model("drafter", 4)), path=models["target"]).serve(requests)
     histogram = room.stats.acceptance_histogram
@@ -146,7 +146,7 @@ def test_the_target_as_a_level_is_always_right(open_room, make_requests, models)
 
 
 def test_a_better_base_saves_passes(open_room, make_requests, models):
-    """With a perfect level beneath, the level above reviews once per draft instead of once per token."""
+    """With a perfect child, the level reviews once per draft instead of once per token."""
     requests = make_requests(2, max_tokens=40)
     passes = {}
     useless = NgramDrafterConfig(num_draft_tokens=5, max_ngram=9, min_ngram=9)
@@ -157,7 +157,7 @@ def test_a_better_base_saves_passes(open_room, make_requests, models):
 
 
 def test_merged_guesses_are_accepted_where_the_last_level_was_wrong(open_room, make_requests, models):
-    """The useless level on top hides the target itself beneath it; merged, the target's own guess shines through."""
+    """A useless last level rejects the guesses of its child, the target's model; merged, they reach the target."""
     requests = make_requests(3, max_tokens=30)
     lengths = {}
     for merge in (0, 4):

@@ -26,7 +26,7 @@ class World:
         self.now, self.rates, self.pass_s, self.verify_s = 0.0, dict(rates), pass_s, verify_s
         self.num_tokens = 0
         self.used = Counter()
-        self.control = LengthControl(["0", "1", "2"], BOUNDS, drafts_at_once=True, clock=lambda: self.now)
+        self.control = LengthControl(BOUNDS, ["0", "1", "2"], drafts_at_once=True, clock=lambda: self.now)
         self._chance = random.Random(0)
 
     def run(self, seconds: float) -> float:
@@ -126,7 +126,7 @@ def test_idle_time_is_not_the_targets():
 def test_what_the_target_says_shows_what_a_level_beneath_would_have_been_worth(monkeypatch):
     """A lookup that was only ever asked below a model is known to the control as well as the model is."""
     monkeypatch.setattr(draft_lengths, "WINDOW", 99)
-    control = LengthControl(["0", "1"], (3, 5), drafts_at_once=True)
+    control = LengthControl((3, 5), ["0", "1"], drafts_at_once=True)
     control.drafts_ordered({7: 20})
     control.record_draft(7, 20, 0, 3, TokenTree.chain(1, (4, 5, 6)))
     control.record_draft(7, 22, 0, 3, TokenTree.chain(1, (4, 5, 6)))  # behind the model's own tokens

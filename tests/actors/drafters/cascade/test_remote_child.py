@@ -79,7 +79,7 @@ class Loop:
         if timeout_s == 0 and self._chance.random() < 0.5:
             return None
         if not self.arrived:
-            assert timeout_s == 0 or (timeout_s and self.gives_up), "nobody would ever answer"
+            assert timeout_s == 0 or (timeout_s and self.gives_up), "no answer would ever come"
             return None
         return self.arrived.popleft()
 
@@ -88,19 +88,19 @@ def proposals(round, num_missing=0):
     return ProposalBatch(round, (), 0.0, 0.0, num_missing)
 
 
-def test_an_answer_in_parts_is_waited_for_and_an_old_one_is_nobodys():
+def test_an_answer_in_parts_is_awaited_and_an_old_one_is_dropped():
     line = Loop()
     line.arrived += [proposals(1), proposals(2, 1), Stop("later"), proposals(2)]
     mailbox = Mailbox(line)
     port = RemoteChild(mailbox, SINGLE)
     port.post(DraftBatch(2))
-    assert port.collect(2, wait=True) is None, "the rank is called away"
+    assert port.collect(2, wait=True) is None, "a record for the rank ends the wait"
     assert mailbox.receive() == Stop("later")
     assert [batch.num_missing for batch in port.collect(2, wait=True)] == [1, 0]
 
 
-class Told(Group):
-    """A rank beside the lead, which tells it these numbers."""
+class ScriptedGroup(Group):
+    """Rank 1 of 2; rank 0 broadcasts these numbers."""
 
     rank, size = 1, 2
 
@@ -111,29 +111,29 @@ class Told(Group):
         return tensor.fill_(self._codes.popleft())
 
 
-def test_only_the_lead_speaks():
+def test_only_rank_0_sends():
     line = Loop()
-    RemoteChild(Mailbox(line), Told()).post(DraftBatch(1))
+    RemoteChild(Mailbox(line), ScriptedGroup()).post(DraftBatch(1))
     assert not line.sent
 
 
-def test_the_ranks_of_a_level_act_on_what_the_lead_has_heard():
-    """One has the answer already, or not yet, or has heard of a loss that the lead has not: none acts on its own."""
+def test_the_ranks_of_a_level_act_on_what_rank_0_received():
+    """A rank has the answer already, or not yet, or a loss that rank 0 has not received: it acts as rank 0."""
     line = Loop()
-    port = RemoteChild(Mailbox(line), Told(-1, 2, 0, 1))
+    port = RemoteChild(Mailbox(line), ScriptedGroup(-1, 2, 0, 1))
     port.post(DraftBatch(1))
     line.arrived += [proposals(1, 1), proposals(1)]
-    assert port.collect(1, wait=False) is None, "the lead has nothing yet"
+    assert port.collect(1, wait=False) is None, "rank 0 has received nothing yet"
     assert [batch.num_missing for batch in port.collect(1, wait=False)] == [1, 0]
     port.post(DraftBatch(2))
-    assert port.collect(2, wait=True) == [], "the lead has heard of a loss"
+    assert port.collect(2, wait=True) == [], "rank 0 has received a loss"
     line.arrived += [RoleLost("draft2"), RoleBack("draft2", 9), proposals(3)]
-    port.poll()  # the lead has long asked, and the answer is here
+    port.poll()  # rank 0 has posted long ago, and the answer is here
     port.post(DraftBatch(3))
     assert port.collect(3, wait=False) == [proposals(3)]
 
 
-def test_a_batch_says_which_one_it_follows_and_an_answer_that_was_lost_is_silence():
+def test_a_batch_names_its_predecessor_and_a_lost_answer_is_no_answer():
     line = Loop()
     port = RemoteChild(Mailbox(line), SINGLE)
     line.gives_up = True
@@ -152,16 +152,16 @@ def test_a_batch_says_which_one_it_follows_and_an_answer_that_was_lost_is_silenc
     ]
 
 
-def test_the_line_wakes_a_rank_that_listens_when_the_level_beneath_says_something():
+def test_a_record_of_the_child_ends_the_wait_for_the_next_record():
     line = Loop()
     line.arrived += [proposals(1), Stop("later")]
     mailbox = Mailbox(line)
     assert not mailbox.has_child_records
     assert mailbox.receive(timeout_s=9) is None and mailbox.has_child_records
-    assert mailbox.receive(timeout_s=9) == Stop("later"), "the letter was told of once"
+    assert mailbox.receive(timeout_s=9) == Stop("later"), "a record of the child ends one wait"
 
 
-def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
+def test_a_lost_level_sends_nothing_until_it_is_back_without_state():
     line = Loop()
     port = RemoteChild(Mailbox(line), SINGLE)
     line.arrived.append(RoleLost("draft2"))
@@ -174,12 +174,12 @@ def test_a_lost_level_is_silent_until_it_is_back_and_then_knows_nothing():
     port.post(DraftBatch(3))
     assert line.sent == [DraftBatch(3, epoch=7)]
     line.arrived.append(RoleBack("draft2", 8))
-    assert port.collect(3, wait=True) == [], "what was asked of the one before is answered by nobody"
+    assert port.collect(3, wait=True) == [], "an order to the lost child is never answered"
 
 
 @pytest.fixture
 def open_pair(open_room, models):
-    """A room whose drafter's lower level is behind a line."""
+    """A room whose drafter's child level is behind a connection."""
 
     def open_(pipeline, **line_options):
         lower = model(str(models["small"]), 3)

@@ -1,4 +1,4 @@
-"""What a drafter says of its first choices, and what the target makes of them."""
+"""Confidence calibration: probabilities of first choices against the share that the target keeps."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import pytest
 from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
 
 
-@pytest.mark.parametrize("says, keeps", [(0.4, 0.8), (0.9, 0.6), (0.5, 0.5)])
-def test_what_is_expected_comes_to_what_is_kept(says, keeps):
-    trust, choose = ConfidenceCalibration(), random.Random(0)
+@pytest.mark.parametrize("drafted, keeps", [(0.4, 0.8), (0.9, 0.6), (0.5, 0.5)])
+def test_expected_acceptance_approaches_the_share_kept(drafted, keeps):
+    calibration, choose = ConfidenceCalibration(), random.Random(0)
     seen = []
     for _ in range(2000):
-        expected = math.exp(trust.adjust([math.log(says), math.log((1 - says) / 2)])[0])
-        trust.update(expected, kept=choose.random() < keeps)
+        expected = math.exp(calibration.adjust([math.log(drafted), math.log((1 - drafted) / 2)])[0])
+        calibration.update(expected, kept=choose.random() < keeps)
         seen.append(expected)
     assert sum(seen[500:]) / 1500 == pytest.approx(keeps, abs=0.03)
 
 
 def test_the_other_children_share_what_is_left():
-    trust = ConfidenceCalibration()
-    assert trust.adjust([math.log(0.6), math.log(0.3), math.log(0.1)]) == pytest.approx(
+    calibration = ConfidenceCalibration()
+    assert calibration.adjust([math.log(0.6), math.log(0.3), math.log(0.1)]) == pytest.approx(
         [math.log(0.6), math.log(0.3), math.log(0.1)]
-    ), "before anything was learned the drafter is believed"
-    trust.shift = 1.5
-    first, *others = (math.exp(value) for value in trust.adjust([math.log(0.6), math.log(0.3), math.log(0.1)]))
+    ), "without verdicts the drafter's probabilities stay"
+    calibration.shift = 1.5
+    first, *others = (math.exp(value) for value in calibration.adjust([math.log(0.6), math.log(0.3), math.log(0.1)]))
     assert first > 0.8 and first + sum(others) == pytest.approx(1.0) and others[0] == pytest.approx(3 * others[1])
 
 
 def test_certainty_stays_finite_and_forgettable():
-    trust = ConfidenceCalibration()
+    calibration = ConfidenceCalibration()
     for _ in range(10_000):
-        trust.update(0.0, kept=True)
-    values = trust.adjust([0.0, -40.0, -math.inf])
+        calibration.update(0.0, kept=True)
+    values = calibration.adjust([0.0, -40.0, -math.inf])
     assert -1e-6 < values[0] <= 0.0 and values[2] == -math.inf
     for _ in range(200):
-        trust.update(1.0, kept=False)
-    assert trust.shift < -5
+        calibration.update(1.0, kept=False)
+    assert calibration.shift < -5

@@ -53,19 +53,19 @@ def test_nothing_is_expected_before_anything_was_answered():
     assert timing.pause_s(4.0) == 0
 
 
-def test_what_is_prepared_is_told_before_the_last_step_and_earlier_where_that_was_too_late():
+def test_previews_leave_before_the_last_step_and_earlier_where_that_was_too_late():
     timing = DraftAheadTiming()
 
-    def first_told(rounds, told):
+    def first_preview(rounds, outcome):
         for _ in range(rounds):
             timing.record_answer(0.0)
             timing.record_pass(0.0, 1.0)
-            told()
+            outcome()
             timing.record_arrival(20.0)
         timing.record_answer(0.0)
         return next(at for at in range(40) if timing.is_preview_due(at + 0.5))
 
-    assert first_told(1, lambda: None) == 19
-    assert first_told(5, timing.preview_missed) == 14
-    assert first_told(100, timing.preview_missed) == 0, "not before there is anything to tell"
-    assert first_told(200, timing.preview_used) == 19
+    assert first_preview(1, lambda: None) == 19
+    assert first_preview(5, timing.preview_missed) == 14
+    assert first_preview(100, timing.preview_missed) == 0, "not before an answer"
+    assert first_preview(200, timing.preview_used) == 19

@@ -91,16 +91,16 @@ def bushy():
 
 
 def test_what_is_written_down_is_read_off_like_the_original():
-    """Every proposal that could be made behind an outcome can be made by who was only told of the tree."""
+    """Every proposal after an outcome can be read off the written tree."""
     tree = bushy()
     for num_leaves in (1, 3):
-        told = DraftTree.read(*tree.written(num_leaves))
+        copy = DraftTree.read(*tree.written(num_leaves))
         for outcome in ([1], [2]):
-            ours, theirs = (one.reroot(one.find(outcome))[0] for one in (tree, told))
+            ours, theirs = (one.reroot(one.find(outcome))[0] for one in (tree, copy))
             assert ours.proposal(ours.best_chain(4)) == theirs.proposal(theirs.best_chain(4))
             if num_leaves == 3:
                 assert ours.proposal(ours.best_nodes(2)) == theirs.proposal(theirs.best_nodes(2))
-        assert (told.find([3]) is None) == (num_leaves == 1), "an outcome behind which nothing is prepared"
+        assert (copy.find([3]) is None) == (num_leaves == 1), "an outcome after which nothing is prepared"
 
 
 def test_what_was_taken_is_found_again():

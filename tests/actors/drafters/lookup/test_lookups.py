@@ -1,4 +1,4 @@
-"""What all lookup drafters owe a cascade: text that was tried out and taken back leaves no trace, nor a bill."""
+"""Lookup drafters in a cascade: provisional text that was taken back changes no later draft and costs little."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOOKUPS = {
 
 
 def draft(drafter, token_ids, budget=6):
-    """Of a drafter that sees the whole text at once."""
+    """The draft of a drafter that receives the whole text at once."""
     context = Context(9, 0, list(token_ids), len(token_ids), SamplingParams())
     drafter.open(context)
     (proposed,) = drafter.propose([context], [budget])
@@ -112,12 +112,12 @@ def test_a_proposal_costs_the_same_behind_a_long_periodic_text(name, depth):
 # --- what requests share ----------------------------------------------------------------------------------------------
 
 
-def log_event(role, *commits, admits=(), releases=()):
+def answer(role, *commits, admits=(), releases=()):
     list(role.answer(DraftBatch(1, tuple(admits), tuple(commits), tuple(releases))))
 
 
-def admitted(prompt, said=()):
-    return Admit(1, 0, (*prompt, *said), len(prompt), SamplingParams())
+def admitted(prompt, output=()):
+    return Admit(1, 0, (*prompt, *output), len(prompt), SamplingParams())
 
 
 @pytest.fixture
@@ -130,28 +130,28 @@ def shared(monkeypatch):
 
 @pytest.mark.parametrize("name", ["maxgram", "suffix"])
 def test_only_text_that_stays_is_shared(name):
-    """The end of what a level above tells may never be said."""
+    """Provisional text of the level above is not shared: the target may reject it."""
     role = DraftRole(LOOKUPS[name]())
-    log_event(role, admits=[admitted([1, 2])])
-    log_event(role, Commit(1, 0, 2, (), (3, 4), settled_len=2))
-    log_event(role, Commit(1, 0, 2, (), (5, 6, 7, 8), settled_len=4))
-    log_event(role, releases=[1])
+    answer(role, admits=[admitted([1, 2])])
+    answer(role, Commit(1, 0, 2, (), (3, 4), settled_len=2))
+    answer(role, Commit(1, 0, 2, (), (5, 6, 7, 8), settled_len=4))
+    answer(role, releases=[1])
     expected = {(9, 1, 2): (5, 6), (9, 5): (6,), (9, 6): (), (9, 3): ()}
     assert {text: draft(role.drafter, text).tree.token_ids[1:] for text in expected} == expected
 
 
-def test_a_request_that_comes_back_shares_what_it_says_once(shared):
+def test_a_request_that_comes_back_shares_its_output_once(shared):
     role = DraftRole(LOOKUPS["suffix"]())
-    log_event(role, admits=[admitted([1, 2])])
-    log_event(role, Commit(1, 0, 2, (), (3, 4)))
-    log_event(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
-    log_event(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
-    log_event(role, Commit(1, 0, 4, (), (5,)))
-    log_event(role, releases=[1])
-    assert shared == [[1, 2, 3, 4], [1, 2, 3, 4, 5]], "behind the text before it, for matches to begin in"
+    answer(role, admits=[admitted([1, 2])])
+    answer(role, Commit(1, 0, 2, (), (3, 4)))
+    answer(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
+    answer(role, admits=[admitted([1, 2], [3, 4])], releases=[1])
+    answer(role, Commit(1, 0, 4, (), (5,)))
+    answer(role, releases=[1])
+    assert shared == [[1, 2, 3, 4], [1, 2, 3, 4, 5]], "new tokens follow the text before them, where matches begin"
 
 
-def test_under_a_level_nothing_is_shared_that_the_target_never_said(open_room, make_requests, shared):
+def test_under_a_level_only_tokens_of_the_target_are_shared(open_room, make_requests, shared):
     levels = (SuffixDrafterConfig(num_draft_tokens=1), ModelDrafterConfig(path="small", num_draft_tokens=6))
     requests = make_requests(6, max_tokens=24, temperature=1.0)
     room = open_room(CascadeDrafterConfig(levels=levels, tails=(0, 0), num_draft_tokens=6)).serve(requests)
@@ -159,7 +159,7 @@ def test_under_a_level_nothing_is_shared_that_the_target_never_said(open_room, m
     assert shared and all(any(str(text)[1:-1] in answer for answer in answers) for text in shared)
 
 
-def test_bigrams_are_not_shared_if_told_so():
+def test_bigrams_are_not_shared_if_switched_off():
     drafter = MaxgramDrafter(MaxgramDrafterConfig(shared_bigrams=False))
     draft(drafter, [1, 2, 3])
     drafter.release(9)

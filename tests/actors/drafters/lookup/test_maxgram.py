@@ -1,4 +1,4 @@
-"""Max-gram: the longest match wherever it is, the leftmost of equals, bigrams behind it; text may be taken back."""
+"""Max-gram: the longest match wherever it is, the leftmost of equals, bigrams after it; text may be taken back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_place_is_the_one_found_by_trying_all(seed):
 def test_bigrams_of_any_text_go_on_where_the_copy_ends():
     drafter = MaxgramDrafter(MaxgramDrafterConfig())
     draft(drafter, open_text(drafter, [5, 6, 7, 8], request_id=1))
-    assert draft(drafter, open_text(drafter, [1, 5], request_id=2)) == [], "a running request is nobody's else"
+    assert draft(drafter, open_text(drafter, [1, 5], request_id=2)) == [], "a running request shares nothing"
     drafter.release(1)
     assert draft(drafter, open_text(drafter, [1, 5], request_id=2)) == [6, 7, 8]
     assert draft(drafter, open_text(drafter, [1, 9], request_id=3)) == []

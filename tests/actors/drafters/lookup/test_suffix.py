@@ -32,7 +32,7 @@ def drafted(drafter, token_ids, budget=8, request_id=1):
 
 
 def answer(drafter, token_ids, request_id=50):
-    """A request that says all but the first of these, and ends."""
+    """A request whose answer is all but the first of these tokens, and that ends."""
     context = context_of(token_ids[:1], request_id)
     drafter.open(context)
     context.extend(token_ids[1:])

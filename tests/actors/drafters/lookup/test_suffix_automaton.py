@@ -48,12 +48,12 @@ def test_counts_and_likeliest_followers_are_those_of_a_search(seed):
     for string in map(list, strings):
         state = state_of(automaton, string)
         assert automaton.count(state) == sum(len(places(text, string)) for text in texts)
-        behind = Counter(
+        after = Counter(
             text[i + len(string)] for text in texts for i in places(text, string) if i + len(string) < len(text)
         )
-        if behind:
+        if after:
             shares = {token: share for share, token, _ in automaton.followers(state, width=9)}
-            assert shares == {token: count / automaton.count(state) for token, count in behind.items()}
+            assert shares == {token: count / automaton.count(state) for token, count in after.items()}
             assert next(iter(shares.values())) == max(shares.values()), "the likeliest comes first"
 
 

@@ -111,7 +111,7 @@ def test_the_price_is_a_pass_over_a_round():
 
 
 def test_idleness_and_pauses_do_not_make_passes_cheap():
-    """Rounds take 10 s, and before some of them nobody asks for a minute."""
+    """Rounds take 10 s, and some of them follow an idle minute."""
     now = 0.0
     price = PassPrice(clock=lambda: now)
     for number in range(30):

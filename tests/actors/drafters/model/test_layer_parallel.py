@@ -36,7 +36,7 @@ POLICIES = {
 
 @pytest.fixture(scope="module")
 def check_rows(models):
-    """Assert that the rows said to be exact are; returns how far the fuzzy ones of the committed text are off."""
+    """Assert that rows marked exact are exact; returns the largest error of the fuzzy rows of committed text."""
     plain = open_model(models["deep"], num_slots=256)
 
     def check(runner, request_id, token_ids) -> float:
@@ -172,7 +172,7 @@ def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch
     passes = []
     run = runner.run
     runner.run = lambda plan, tokens, taps=(): (passes.append((plan.fuzzy, list(tokens))), run(plan, tokens, taps))[1]
-    assert drafter.work().refreshed, "it says that it refreshed rows"
+    assert drafter.work().refreshed, "the step reports that it refreshed rows"
     ((fuzzy, fed),) = passes
     known = context.token_ids[9:] + list(draft.tree.token_ids[1:])
     future = drafter._futures[1]
@@ -186,8 +186,8 @@ def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch
 
 def test_rounds_are_counted_by_request():
     schedule = CalibrationSchedule(replace(CHAIN, calibrate_every=2))
-    asked = [1, 2, 1, 1, 2]
-    assert [schedule.is_due(request_id, rejected=False) for request_id in asked] == [False, False, True, False, True]
+    rounds = [1, 2, 1, 1, 2]
+    assert [schedule.is_due(request_id, rejected=False) for request_id in rounds] == [False, False, True, False, True]
     schedule.release(1)
     assert not schedule.is_due(1, rejected=True), "a request that comes back starts anew"
 
@@ -208,7 +208,7 @@ class TestTree:
         assert tree.root.children[2] == 1 and [node.token for node in tree.nodes] == [0, 1, 2, 3, 4, 9]
         assert tree.nodes[3].value == pytest.approx(-0.9) and tree.nodes[1].value == pytest.approx(-0.7)
         tree.expand(0, [7], [-0.1])
-        assert [tree.nodes[child].token for child in tree.root.children] == [7, 2, 9, 1], "the rest stays, behind"
+        assert [tree.nodes[child].token for child in tree.root.children] == [7, 2, 9, 1], "the rest stays, after them"
 
     def test_the_proposal_is_fed_again_and_the_likeliest_of_the_rest(self):
         tree = self.grown()

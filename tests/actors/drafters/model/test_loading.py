@@ -108,7 +108,7 @@ def test_the_facts_of_a_layer_parallel_drafter(models):
 )
 def test_mlps_are_measured_over_the_rows_they_will_mostly_see(models, monkeypatch, pipeline, strategy, rows):
     measured = []
-    monkeypatch.setattr(loading, "faster_mlp", lambda *asked: measured.append(asked[-1]) or "replicated")
+    monkeypatch.setattr(loading, "faster_mlp", lambda *args: measured.append(args[-1]) or "replicated")
     config = config_of(path=str(models["deep"]), layer_group=2, strategy=strategy, width=3, ahead_width=7)
     config.build(DraftSetup(VerifyConfig(), pipeline, SchedulerConfig(), SINGLE, "cpu", ()))
     assert measured == [rows]
