@@ -118,13 +118,13 @@ def test_the_draft_depends_on_the_text_alone(trigger_len):
                 drafter.truncate(context)
             elif kind == 1:
                 drafter.release(0)
-                context = opened(drafter, prompt, context.output)
+                context = opened(drafter, prompt, context.token_ids[context.prompt_len :])
             else:
                 draft = proposed(drafter, context)
                 context.extend([*draft[: choose.randrange(11)], choose.randrange(5)])
             draft = proposed(drafter, context)
             fresh = CopyDrafter(trigger_len)
-            assert draft == proposed(fresh, opened(fresh, prompt, context.output))
+            assert draft == proposed(fresh, opened(fresh, prompt, context.token_ids[context.prompt_len :]))
             num_drafted += len(draft)
     assert num_drafted > 1000
 
