@@ -60,7 +60,7 @@ def role(rule: str, make_random_source: Callable[[int, int], RandomSource]) -> D
     return DraftRole(level)
 
 
-def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_random_source) -> tuple[int, ...]:
+def text(seed: int, rule: str, *, forgets: bool, keyed_by_admission: bool, make_random_source) -> tuple[int, ...]:
     """The first tokens of one request; with `forgets` the role admits it again before every round."""
     request = Request(1, (0,), SamplingParams(temperature=1.0, seed=seed, max_tokens=99))
     sequence, outbox, draft = Sequence.start(request, 999), Outbox(), role(rule, make_random_source)
@@ -71,7 +71,7 @@ def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_random_s
             outbox = Outbox()
             outbox.admit(sequence)
         admits, commits, releases = outbox.flush()
-        if not told_apart:
+        if not keyed_by_admission:
             admits = tuple(replace(admit, admission=0) for admit in admits)
         (answer,) = draft.answer(DraftBatch(round_, admits, commits, releases, (DraftOrder(1, 2),)))
         (proposal,) = answer.proposals
@@ -86,9 +86,11 @@ def text(seed: int, rule: str, *, forgets: bool, told_apart: bool, make_random_s
     return tuple(sequence.token_ids[1 : LENGTH + 1])
 
 
-def excess(rule: str, *, forgets: bool = False, told_apart: bool = True, make_random_source=HashRandomSource) -> float:
+def excess(
+    rule: str, *, forgets: bool = False, keyed_by_admission: bool = True, make_random_source=HashRandomSource
+) -> float:
     """Chi-square of the joint of all tokens, in standard deviations above its mean."""
-    options = dict(forgets=forgets, told_apart=told_apart, make_random_source=make_random_source)
+    options = dict(forgets=forgets, keyed_by_admission=keyed_by_admission, make_random_source=make_random_source)
     counts = Counter(text(seed, rule, **options) for seed in range(COUNT))
     cells, expected = VOCAB**LENGTH, COUNT / VOCAB**LENGTH
     missed = (cells - len(counts)) * expected
@@ -105,11 +107,11 @@ def test_coins_that_every_review_meets_again_are_found():
     assert excess("traversal", make_random_source=lambda seed, step: HashRandomSource(seed, 0)) > 6
 
 
-def test_coins_that_come_back_when_a_request_is_told_again_are_found():
-    assert excess("traversal", forgets=True, told_apart=False) > 6
+def test_noise_that_repeats_when_a_request_is_admitted_again_is_found():
+    assert excess("traversal", forgets=True, keyed_by_admission=False) > 6
 
 
-def test_a_level_beneath_that_came_back_draws_anew():
+def test_a_child_level_that_came_back_draws_with_new_noise():
     """The upper level admits the same text again in the same epoch, and the coordinator the same request."""
     steps = {
         Context(1, 0, [0, 0], 1, SamplingParams(), admission=admission, num_cuts=cuts).step

@@ -42,7 +42,7 @@ def test_two_levels_are_exact(random_law, rule, lengths, tail):
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("lengths", [(2, 0), (1, 0, 2), (1, 2, 0), (2, 0, 0)])
-def test_a_level_that_passes_on_what_is_beneath_it_is_exact(random_law, rule, lengths):
+def test_a_level_that_forwards_the_drafts_of_its_child_is_exact(random_law, rule, lengths):
     """At any place of a cascade: the law of what it hands up is that of the level which drafted it."""
     p, *distributions = (random_law(VOCAB, seed) for seed in range(1, len(lengths) + 2))
     proposed = enumerate_proposals(distributions, lengths, rule)
@@ -82,7 +82,7 @@ def test_zeros_and_disjoint_supports(random_law, style):
         assert distance(p, enumerate_proposals([s, m], (1, 2), "rejection"), "rejection") < EXACT
 
 
-def test_a_lookup_beneath_changes_nothing(random_law):
+def test_a_lookup_as_child_changes_nothing(random_law):
     """A level that drafts deterministically is a point mass to the one above, whose tokens follow its own law."""
     p, m = random_law(VOCAB, 1), random_law(VOCAB, 2)
     fixed = {(): 1, (1,): 2}
@@ -154,7 +154,7 @@ def own_law_after_a_rejection(monkeypatch, models):
     return enumerate_proposals(models, (1, 2), "rejection")
 
 
-def law_of_the_level_beneath(monkeypatch, models):
+def law_of_the_child_level(monkeypatch, models):
     """The law that travels up is the one the tokens were first drawn from."""
     s, _ = models
     return [
@@ -207,7 +207,7 @@ def nucleus_acceptance(monkeypatch, models):
 
 
 @pytest.mark.parametrize(
-    "variant", [own_law_after_a_rejection, law_of_the_level_beneath, drop_unlikely_tokens, nucleus_acceptance]
+    "variant", [own_law_after_a_rejection, law_of_the_child_level, drop_unlikely_tokens, nucleus_acceptance]
 )
 def test_wrong_variants_are_found(random_law, variant):
     found = []

@@ -123,7 +123,7 @@ def test_idle_time_is_not_the_targets():
     assert world.control._target_s.mean_y < 1.1 * world.verify_s
 
 
-def test_what_the_target_says_shows_what_a_level_beneath_would_have_been_worth(monkeypatch):
+def test_tokens_of_the_target_measure_the_acceptance_of_every_level(monkeypatch):
     """A lookup that was only ever asked below a model is known to the control as well as the model is."""
     monkeypatch.setattr(draft_lengths, "WINDOW", 99)
     control = LengthControl((3, 5), ["0", "1"], drafts_at_once=True)

@@ -95,7 +95,7 @@ def test_finished_requests_are_drafted_from_and_running_ones_are_not():
     assert drafted(drafter, [8, 8, 1, 2], request_id=3) == [3, 4, 5, 6]
 
 
-def test_requests_share_nothing_if_told_so():
+def test_requests_share_nothing_if_switched_off():
     drafter = make(shared_tokens=0)
     answer(drafter, [1, 2, 3, 4])
     assert drafted(drafter, [8, 1, 2], request_id=2) == []
