@@ -127,7 +127,7 @@ def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
     levels = [ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=k, device="cpu") for k in (2, 3, 4)]
     cascade = CascadeDrafterConfig(levels=levels, num_draft_tokens=4, placement=LevelsPlacement.separate)
     engine = open_engine(cascade, pipeline=PipelineConfig(pipeline, adaptive=False))
-    break_at(owner, "_with_room", 6, only=lambda drafter: level is None or drafter._level == level)
+    break_at(owner, "_with_room", 6, only=lambda drafter: level is None or drafter._spec.number == level)
     assert [one.token_ids for one in engine.generate(PROMPTS, LONG)] == plain[0.0]
     for _ in range(10):  # its successor may join during any of them
         engine.report(reset=True)
