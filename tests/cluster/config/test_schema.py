@@ -28,7 +28,7 @@ from cluster.observability.report import Circumstances, RunFigures
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
-    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "cascade"},
+    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "cascade"},
     "verify": {"coupled", "rejection", "traversal", "kseq"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
@@ -245,7 +245,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, path"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of cascade, maxgram, model"),
+        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of cascade, copy, maxgram, model"),
         (["drafter=4"], "a group takes the name of one of its choices"),
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (

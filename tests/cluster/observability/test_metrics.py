@@ -17,11 +17,11 @@ from cluster.observability.results import Run
 
 LABELS = dict.fromkeys(ENGINE_LABELS, "x")
 LOAD = Load(num_running=2, num_waiting=1, kv_slots_used=30, kv_slots=120)
-READY = {"target-0": Ready("target", 0, {"weight_bytes": 70, "kv_bytes": 8}), "draft-0": Ready("draft", 0, {})}
+READY = [Ready("target", 0, {"weight_bytes": 70, "kv_bytes": 8}), Ready("draft", 0, {})]
 
 
 class Registry:
-    """Keeps what it is told, and refuses what Ray's would: unknown labels, and counters that grow by nothing."""
+    """Keeps values; refuses, as Ray does, unknown labels and counters that grow by nothing."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, ...], float] = defaultdict(float)
