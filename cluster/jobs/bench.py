@@ -17,7 +17,7 @@ from cluster.io.prompts import read_prompts
 from cluster.observability.report import layout, notes, versions, write_csv, write_json
 from cluster.tools.bench.figures import BASELINES, BenchEntry, drafting_figures, summarise
 from cluster.tools.bench.machine import machine
-from cluster.tools.bench.peers import Peer, check_peers
+from cluster.tools.bench.peers import Transformers, check_peers
 from cluster.tools.bench.plan import expand, setting_names
 from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
 from cluster.tools.bench.tables import (
@@ -92,7 +92,7 @@ def _write(
     run_dir: Path,
     config: LaunchConfig,
     entries: list[BenchEntry],
-    peers: dict[str, Peer],
+    peers: dict[str, Transformers],
     remarks: list[str],
     *,
     is_complete: bool,

@@ -1,4 +1,4 @@
-"""The `train` job: runs the stages that make a pocket pair and reports what they came to. Knows no model code."""
+"""The `train` job: runs the stages that make a pocket pair and writes the report. Knows no model code."""
 
 from __future__ import annotations
 
@@ -16,21 +16,11 @@ from cluster.tools.training.corpus import load_corpus
 
 
 def run(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
-    """Run the chosen stages in order.
+    """Run the chosen stages in order; return the report of the `report` stage, or the records of the others.
 
     Writes `target/`, `drafter/`, `prompts.jsonl`, `README.md`, `loss.png` and `report.json` into `config.out` or, by
-    default, the run directory, so that the bundled pair is only replaced on request.
-
-    Args:
-        config: what to train and how.
-        run_dir: existing or not; receives everything for which `config` names no other folder.
-
-    Returns:
-        The report, as written when the `report` stage runs; otherwise what the chosen stages recorded.
-
-    Raises:
-        ValueError: an unknown stage, or a setting out of range.
-        FileNotFoundError: a stage needs what an earlier one, not chosen now, has not left in the folders.
+    default, the run directory, so that the bundled pair is only replaced on request. Raises ValueError for an unknown
+    stage or a setting out of range, FileNotFoundError for the missing output of an earlier stage that was not chosen.
     """
     config.check("job")
     if config.threads > 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,22 +30,6 @@ _CARRIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max
 """Sampling parameters of equal meaning there; `stop_token_ids` and `ignore_eos` are passed as end-of-text ids."""
 
 
-class Peer(Protocol):
-    """Another engine."""
-
-    def sides(self, task: BenchTask) -> dict[str, object]:
-        """The sides that it can complete this task as, each with a key; sides with equal keys need only one run."""
-        ...
-
-    def complete(self, side: str, task: BenchTask) -> Run:
-        """One timed run."""
-        ...
-
-    def describe(self) -> dict[str, object]:
-        """Its dtype, device and batch, for the report."""
-        ...
-
-
 class Transformers:
     """`generate` of the transformers library; assisted by the same draft model, or by prompt lookup for `ngram`."""
 
@@ -60,9 +44,11 @@ class Transformers:
         self._assistants: dict[str, Any] = {}
 
     def describe(self) -> dict[str, object]:
+        """Its dtype, device and batch, for the report."""
         return {"dtype": self._dtype, "device": self._device, "batch": 1, "num_threads": "as the target role has"}
 
     def sides(self, task: BenchTask) -> dict[str, object]:
+        """The sides that it can complete this task as, each with a key; sides with equal keys need only one run."""
         setting = task.setting
         if setting.batch != 1:
             return {}
@@ -76,6 +62,7 @@ class Transformers:
         return sides
 
     def complete(self, side: str, task: BenchTask) -> Run:
+        """One timed run."""
         torch.set_num_threads(task.num_threads)
         self._model.generation_config = self._generation_config(task.sampling)
         speculation = self._speculation(task) if side == ASSISTED else {}
@@ -161,12 +148,12 @@ def silence_layers(model: Any, first: int) -> None:
                     parameter.zero_()
 
 
-def _transformers(engine: Engine) -> Peer:
+def _transformers(engine: Engine) -> Transformers:
     facts = engine.ready["target-0"].facts
     return Transformers(engine.config.target, str(facts["dtype"]), str(facts["device"]))
 
 
-PEERS: dict[str, Callable[[Engine], Peer]] = {"transformers": _transformers}
+PEERS: dict[str, Callable[[Engine], Transformers]] = {"transformers": _transformers}
 """Values of `job.peers`."""
 
 

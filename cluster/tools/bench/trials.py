@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.engine import Engine
@@ -22,14 +24,16 @@ from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
 from cluster.run_prompts import all_completed, serve_prompts
 from cluster.tools.bench.machine import resident_bytes
-from cluster.tools.bench.peers import PEERS, Peer
+from cluster.tools.bench.peers import PEERS, Transformers
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.tasks import PLAIN, SPECULATIVE, BenchTask, Trial, make_task
 
 
 def may_share(config: LaunchConfig) -> bool:
     """Whether several engines of this configuration can be open at a time."""
-    devices = (config.target.device, getattr(config.drafter, "device", "cpu"))
+    devices = [config.target.device]
+    if isinstance(config.drafter, ModelDrafterConfig | CascadeDrafterConfig):
+        devices.append(config.drafter.device)
     on_gpu = "cuda" in devices or ("auto" in devices and torch.cuda.is_available())
     return config.cluster.name == ClusterName.inprocess and not on_gpu
 
@@ -88,7 +92,7 @@ class TrialRunner:
 
     def __init__(self, config: LaunchConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         self.measured: list[SettingTrials] = []
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, Transformers] = {}
         self._config = config
         self._prompts = prompts
 

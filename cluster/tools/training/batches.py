@@ -22,8 +22,7 @@ class StreamBatches:
     def draw(self, size: int, length: int) -> torch.Tensor:
         """Return `[size, length + 1]` tokens: `length` inputs and their successors.
 
-        Raises:
-            ValueError: the stream is shorter than two sequences.
+        ValueError if the stream is shorter than two sequences.
         """
         if len(self._stream) < 2 * (length + 1):
             raise ValueError(f"a stream of {len(self._stream)} tokens is too short for sequences of {length}")

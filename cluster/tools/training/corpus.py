@@ -98,19 +98,10 @@ def library_paths(root: Path) -> list[str]:
 
 
 def load_corpus(seed: int, test_megabytes: float = TEST_MEGABYTES, root: Path | None = None) -> Corpus:
-    """Read the corpus.
+    """Read the corpus from `root`, by default the running interpreter's library; equal arguments give equal corpora.
 
-    Args:
-        seed: decides which tests are kept and the order of the training sources.
-        test_megabytes: upper bound on the bytes (in 10^6) of test files kept.
-        root: a standard library; default the running interpreter's.
-
-    Returns:
-        The corpus; the same library and arguments always give the same one.
-
-    Raises:
-        FileNotFoundError: a held-out module is missing under `root`.
-        ValueError: a held-out module is empty or not UTF-8.
+    `seed` decides which tests are kept and the order of the training sources. Raises FileNotFoundError for a held-out
+    module that is missing, ValueError for one that is empty or not UTF-8.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     held_out = []

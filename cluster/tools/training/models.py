@@ -64,11 +64,7 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def load_model(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Read a model written by `save_model`, ready for inference.
-
-    Raises:
-        FileNotFoundError: `folder` holds no weights.
-    """
+    """Read a model written by `save_model`, ready for inference. FileNotFoundError if `folder` holds no weights."""
     if not (folder / "model.safetensors").exists():
         raise FileNotFoundError(f"no model.safetensors in {folder}; run the stage that trains it first")
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
@@ -88,18 +84,9 @@ def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def continue_greedily(model: LlamaForCausalLM, prompts: torch.Tensor, length: int) -> torch.Tensor:
-    """Continue prompts of equal length with the most likely token each time, past ends of text too.
+    """Continue int64 prompts `[prompts, prompt length]` with the most likely token each time, past ends of text too.
 
-    Args:
-        model: on any device.
-        prompts: int64 `[prompts, prompt length]`.
-        length: tokens per row of the result, prompt included.
-
-    Returns:
-        int64 `[prompts, length]` on the CPU.
-
-    Raises:
-        ValueError: the prompts leave no room for a continuation.
+    Return int64 `[prompts, length]` on the CPU. Raises ValueError if the prompts leave no room for a continuation.
     """
     if prompts.shape[1] >= length:
         raise ValueError(f"prompts of {prompts.shape[1]} tokens leave no room in {length}")

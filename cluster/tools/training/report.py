@@ -20,6 +20,7 @@ from cluster.tools.training.models import load_model
 from cluster.tools.training.stages import RECIPE, SHORT_FRACTION
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 
+TEMPLATE = Path(__file__).with_name("pair_readme.md")
 MAX_DRAFT_TOKENS = 8
 """Acceptance length is reported for 1 to this many draft tokens per round."""
 DRAFT_DEPTH = 5
@@ -29,13 +30,9 @@ START = 32
 
 
 def measure(config: TrainConfig, corpus: Corpus, out: Path) -> dict[str, Any]:
-    """Measure the pair in `out` on held-out text, in float32 from the written weights.
+    """Measure the pair in `out` on held-out text, in float32 from the written weights; losses in nats per token.
 
-    Returns:
-        Losses in nats per token, perplexities, agreement, and acceptance lengths by draft tokens per round.
-
-    Raises:
-        FileNotFoundError: a model or the prompts are missing.
+    FileNotFoundError without a model or the prompts.
     """
     tokenizer = load_tokenizer(out / "target")
     target, drafter = (load_model(out / role, config.device) for role in ("target", "drafter"))
@@ -100,96 +97,37 @@ def draw_losses(work: Path, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write_readme(config: TrainConfig, report: dict[str, Any], path: Path) -> None:
-    """Write the README of a pair from the numbers of `measure` and `describe_run`."""
-    path.write_text(_readme(config, report), encoding="utf-8")
-
-
 def _row(role: str, parameters: int, record: dict[str, Any]) -> str:
     speed = record["tokens"] / record["seconds"]
     spent = f"{record['steps']} | {record['tokens'] / 1e6:.1f} M | {record['seconds'] / 60:.0f} min | {speed:.0f}"
     return f"| {role} | {parameters / 1e6:.1f} M | {spent} | {record['final_loss']:.3f} |"
 
 
-def _readme(config: TrainConfig, report: dict[str, Any]) -> str:
+def write_readme(config: TrainConfig, report: dict[str, Any], path: Path) -> None:
+    """Fill `pair_readme.md` with the numbers of `measure` and `describe_run`."""
     lengths = report["acceptance_length"]
     runs = "\n".join(_row(role, report["parameters"][role], record) for role, record in report["training"].items())
     quality = "\n".join(
         f"| {role} | {loss:.3f} | {report['held_out_perplexity'][role]:.1f} |"
         for role, loss in report["held_out_loss"].items()
     )
-    depths = " | ".join(str(depth) for depth in lengths)
-    values = " | ".join(f"{length:.2f}" for length in lengths.values())
-    held_out = textwrap.fill(", ".join(f"`{name}`" for name in HELD_OUT), 116).replace("\n", "\n  ")
-    return f"""# The pocket pair
-
-A small code model (`target/`) and a smaller draft model distilled from it (`drafter/`), trained by `job=train` from
-the sources of Python's standard library. Both are Llama checkpoints that `transformers` loads unchanged; they share
-one byte-level BPE tokenizer of {config.vocab_size} entries. They exist so that the engine can be tried, tested and
-measured without a download; they are too small to write useful programs.
-
-Their context is 8192 tokens by configuration, but training used sequences of {config.sequence_length} at most: text
-gets worse beyond that.
-
-## Quality
-
-Measured on modules that are in no training set ({report["held_out_tokens"]} tokens):
-
-| model | held-out loss, nats/token | perplexity |
-|---|---|---|
-{quality}
-
-Both models' most likely next tokens are equal at {report["agreement_on_held_out_text"]:.1%} of the positions of that
-text, and at {report["agreement_on_continuations"]:.1%} of the tokens of the target's own greedy continuations. When
-sampling at temperature 1, a draft token is accepted with probability {report["acceptance_rate_when_sampling"]:.2f} on
-that text (mean of `sum(min(p, q))`).
-
-**Acceptance length {lengths[DRAFT_DEPTH]:.2f}** at {DRAFT_DEPTH} draft tokens per round: tokens emitted per round
-(accepted draft tokens plus the one the target adds), greedy decoding of {config.num_prompt_tokens} tokens or up to
-the end of text, over the {report["num_prompts"]} prompts of `prompts.jsonl`, in float32. All lengths of a chain:
-
-| draft tokens | {depths} |
-|---|{"---|" * len(lengths)}
-| acceptance length | {values} |
-
-The target's continuation is generated once; the drafter's choice at each of its positions then gives the rounds
-exactly, because a draft token only counts when all before it in its round were accepted. A target this small soon
-repeats itself when it decodes greedily, and repetition is easy to draft: over the first {START} tokens of each
-continuation the acceptance length at {DRAFT_DEPTH} draft tokens is {report["acceptance_length_at_start"]:.2f}.
-
-## Recipe
-
-| model | parameters | steps | tokens | wall time | tokens/s | final training loss |
-|---|---|---|---|---|---|---|
-{runs}
-
-![loss curves](loss.png)
-
-- Corpus: the `.py` files of the standard library of Python {report["python"]}, without installed packages,
-  `encodings`, `pydoc_data` and files that are broken on purpose; of test files at most {TEST_MEGABYTES:g} MB,
-  none above 100 kB. {report["corpus_files"]} files, {report["corpus_megabytes"]:.1f} MB,
-  {report["corpus_tokens"] / 1e6:.2f} M tokens, each file preceded by `<|endoftext|>`. SHA-256 of the files read:
-  `{report["corpus_sha256"]}`.
-- Held out, with their tests:
-  {held_out}.
-- Seed {report["seed"]}, PyTorch {report["torch"]}, bfloat16 autocast over float32 weights, about
-  {config.batch_tokens} tokens per step; the target in sequences of {config.sequence_length // 2} for the first
-  {SHORT_FRACTION:.0%} of the schedule and of {config.sequence_length} after it.
-- Muon at {RECIPE.matrix_learning_rate:g} for hidden matrices, AdamW at {RECIPE.other_learning_rate:g} for embeddings
-  and norms; {RECIPE.warmup_steps} steps of warm-up, linear decay to 0 over the last {RECIPE.decay_fraction:.0%}.
-- The target is trained by cross entropy, the drafter by distillation, KL(target || drafter) over the whole
-  vocabulary, on sequences of {config.sequence_length} throughout: {config.distillation_tokens / 1e6:g} M tokens of
-  training sources that are no tests, and the target's own greedy continuations, to {config.continuation_length} tokens,
-  of {config.continuation_prompts} prompts cut from them.
-- Written in bfloat16. Wall times are of device `{config.device}` on a machine of {report["cores"]} cores, and include
-  the load of other programs; a budget of minutes makes the number of steps, and so the weights, depend on the machine.
-
-`python -m cluster.launch job=train` repeats it into the run's folder. On Linux,
-`OMP_WAIT_POLICY=passive GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment saves page faults.
-
-## Licence
-
-The standard library is distributed under the PSF License Agreement. `prompts.jsonl` quotes it, and so may the models.
-Copyright (c) 2001 Python Software Foundation; All Rights Reserved. See https://docs.python.org/3/license.html;
-beside the bundled pair the licence is in `LICENSE-PSF.md`.
-"""
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        config=config,
+        report=report,
+        recipe=RECIPE,
+        quality=quality,
+        runs=runs,
+        depths=" | ".join(map(str, lengths)),
+        rules="---|" * len(lengths),
+        values=" | ".join(f"{length:.2f}" for length in lengths.values()),
+        length=lengths[DRAFT_DEPTH],
+        draft_depth=DRAFT_DEPTH,
+        start=START,
+        held_out=textwrap.fill(", ".join(f"`{name}`" for name in HELD_OUT), 116).replace("\n", "\n  "),
+        test_megabytes=TEST_MEGABYTES,
+        million_corpus_tokens=report["corpus_tokens"] / 1e6,
+        million_distillation_tokens=config.distillation_tokens / 1e6,
+        half_length=config.sequence_length // 2,
+        short_fraction=SHORT_FRACTION,
+    )
+    path.write_text(text, encoding="utf-8")

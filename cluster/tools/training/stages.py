@@ -95,8 +95,7 @@ def make_continuations(place: Workplace) -> int:
 def make_drafter(place: Workplace) -> TrainingRecord:
     """Distil the drafter from the target on sources and on the target's continuations; write it to `out/drafter`.
 
-    Raises:
-        FileNotFoundError: the target or its continuations are missing.
+    FileNotFoundError without the target or its continuations.
     """
     config = place.config
     if not (place.work / "continuations.pt").exists():

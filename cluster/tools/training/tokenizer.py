@@ -50,11 +50,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer that `save_tokenizer` wrote.
-
-    Raises:
-        FileNotFoundError: `folder` holds no `tokenizer.json`.
-    """
+    """Read the tokenizer that `save_tokenizer` wrote. FileNotFoundError if `folder` holds no `tokenizer.json`."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(f"no tokenizer.json in {folder}; run the tokenizer stage first")

@@ -58,8 +58,7 @@ class TrainingBudget:
     def __init__(self, minutes: float, steps: int = 0) -> None:
         """Start the clock. `minutes` of wall-clock time include compilation; 0 `steps` set no limit.
 
-        Raises:
-            ValueError: there is no positive limit.
+        ValueError without a positive limit.
         """
         if minutes <= 0 or steps < 0:
             raise ValueError(f"need minutes > 0 and steps >= 0, got {minutes} and {steps}")
@@ -137,17 +136,9 @@ def fit(
 ) -> TrainingRecord:
     """Train `model`, float32 weights on their device, in place until the budget is spent.
 
-    Args:
-        model: is compiled or not, as `loss_of` is.
-        draw: gives batches on the CPU.
-        loss_of: computes the loss; autocast is applied around it.
-        recipe: learning rates, clipping and intervals of log and checkpoints.
-        budget: when to stop.
-        work: receives `loss.jsonl`, `record.json` and the folder `checkpoint/`, overwritten every few minutes; its
-            name is the run's in the progress bar.
-
-    Raises:
-        FloatingPointError: the loss is not finite.
+    `draw` gives batches on the CPU; autocast is applied around `loss_of`. `work` receives `loss.jsonl`, `record.json`
+    and the folder `checkpoint/`, overwritten every few minutes; its name is the run's in the progress bar. Raises
+    FloatingPointError if the loss is not finite.
     """
     work.mkdir(parents=True, exist_ok=True)
     steppers = optimizers(model, recipe)
