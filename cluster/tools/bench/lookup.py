@@ -13,12 +13,11 @@ import sysconfig
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import cycle, islice
+from dataclasses import astuple, dataclass
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median, quantiles
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from actors.drafters.interface import Context
@@ -69,27 +68,23 @@ class LookupCost:
 
 def measure(make: Callable[[], Lookup], token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
     """`token_ids` holds `length` tokens of prompt, those of every round, and `TAKEN_BACK` provisional ones."""
+    prompt = list(token_ids[:length])
     tracemalloc.start()
-    drafter, context = make(), _context(token_ids, length)
-    before, _ = tracemalloc.get_traced_memory()
-    _enter(drafter, context)
-    held = tracemalloc.get_traced_memory()[0] - before
+    traced = _entered(make, prompt)
+    held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    drafter, context = make(), _context(token_ids, length)
-    entered_s = _enter(drafter, context)
-    times, revoked = [], []
-    for start in range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND):
-        context.token_ids += token_ids[start : start + TOKENS_PER_ROUND]
-        times.append(_seconds(lambda: drafter.propose([context], [NUM_DRAFT_TOKENS])))
-    drafter, context = make(), _context(token_ids, length)
-    _enter(drafter, context)
-    for start in range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND):
+    del traced
+    starts = range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND)
+    drafter, context, entered_s = _entered(make, prompt.copy())
+    times = [_propose(drafter, context, token_ids[start : start + TOKENS_PER_ROUND]) for start in starts]
+    drafter, context, _ = _entered(make, prompt)
+    revoked = []
+    for start in starts:
         context.token_ids += token_ids[start : start + TAKEN_BACK]
         spent = _seconds(lambda: drafter.prefill([context]))
         context.cut(start)
         spent += _seconds(lambda: drafter.truncate(context))
-        context.token_ids += token_ids[start : start + TOKENS_PER_ROUND]
-        revoked.append(spent + _seconds(lambda: drafter.propose([context], [NUM_DRAFT_TOKENS])))
+        revoked.append(spent + _propose(drafter, context, token_ids[start : start + TOKENS_PER_ROUND]))
     return LookupCost(
         propose_us=1e6 * median(times),
         propose_p99_us=1e6 * quantiles(times, n=100)[-1],
@@ -99,14 +94,17 @@ def measure(make: Callable[[], Lookup], token_ids: Sequence[int], length: int, n
     )
 
 
-def _context(token_ids: Sequence[int], length: int) -> Context:
-    return Context(1, 0, list(token_ids[:length]), length, SamplingParams())
-
-
-def _enter(drafter: Lookup, context: Context) -> float:
-    """Seconds to enter the prompt."""
+def _entered(make: Callable[[], Lookup], prompt: list[int]) -> tuple[Lookup, Context, float]:
+    """A drafter that has entered the prompt, its context, and the seconds to enter."""
+    drafter, context = make(), Context(1, 0, prompt, len(prompt), SamplingParams())
     drafter.open(context)
-    return _seconds(lambda: drafter.prefill([context]))
+    return drafter, context, _seconds(lambda: drafter.prefill([context]))
+
+
+def _propose(drafter: Lookup, context: Context, token_ids: Sequence[int]) -> float:
+    """Seconds of a proposal after these tokens are committed."""
+    context.token_ids += token_ids
+    return _seconds(lambda: drafter.propose([context], [NUM_DRAFT_TOKENS]))
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -134,7 +132,6 @@ TEXTS = {"library": library_tokens, "periodic": periodic_tokens}
 def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
     """Time per proposal against the context, a panel for each text; dashed as child of a cascade's level."""
     page = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
-    FigureCanvasAgg(page)
     for panel, text in zip(page.subplots(1, len(TEXTS), sharey=True), TEXTS, strict=False):
         for name in DRAFTERS:
             lengths = [length for drafter, of_text, length in costs if (drafter, of_text) == (name, text)]
@@ -149,28 +146,21 @@ def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m cluster.tools.bench.lookup", description="What lookup drafters cost."
-    )
+    parser = argparse.ArgumentParser("python -m cluster.tools.bench.lookup", description="Cost of lookup drafters.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times against the context as well")
     options = parser.parse_args(arguments)
     terminal = Terminal()
     longest = max(LENGTHS) + TOKENS_PER_ROUND * NUM_ROUNDS + TAKEN_BACK
+    texts = {text: read(longest) for text, read in TEXTS.items()}
     costs: dict[tuple[str, str, int], LookupCost] = {}
     with terminal.counting("looking up", len(TEXTS) * len(DRAFTERS) * len(LENGTHS)) as bar:
-        for text, read in TEXTS.items():
-            token_ids = read(longest)
-            for name, make in DRAFTERS.items():
-                for length in LENGTHS:
-                    costs[name, text, length] = measure(make, token_ids, length, NUM_ROUNDS)
-                    bar.advance()
+        for text, name, length in product(texts, DRAFTERS, LENGTHS):
+            costs[name, text, length] = measure(DRAFTERS[name], texts[text], length, NUM_ROUNDS)
+            bar.advance()
     rows = [
-        [
-            *(name, text, f"{length:,}"),
-            *(figure(us, 1) for us in (cost.propose_us, cost.propose_p99_us, cost.take_back_us)),
-            *(figure(cost.enter_us_per_token, 1), f"{cost.bytes_per_token:.0f}"),
-        ]
+        [name, text, f"{length:,}", *(figure(us, 1) for us in microseconds), f"{size:.0f}"]
         for (name, text, length), cost in costs.items()
+        for *microseconds, size in [astuple(cost)]
     ]
     terminal.table(f"Lookup, {NUM_DRAFT_TOKENS} draft tokens at most", COLUMNS, rows)
     if options.plot:

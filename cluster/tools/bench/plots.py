@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from cluster.tools.bench.figures import BenchEntry
@@ -82,7 +81,6 @@ def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
     )
     height = 0.8 + sum(0.6 + 0.26 * len(group) for group in groups)
     figure = Figure(figsize=(12, height), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(max(1, len(groups)), 3, sharey="row", sharex="col", squeeze=False)
     for line, group in zip(grid, groups, strict=False):
         names = [entry["name"] for entry in group]
@@ -103,8 +101,6 @@ def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

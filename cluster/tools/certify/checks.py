@@ -149,13 +149,9 @@ def schemes_of(verify: VerifyConfig, drafter: DrafterConfig, kinds: set[Sampling
 
     Under the coupled rule the tokens of a model share the target's noise.
     """
-    match drafter:
-        case ModelDrafterConfig(strategy=Strategy.chain):
-            width = 1
-        case ModelDrafterConfig(width=width) | SuffixDrafterConfig(width=width):
-            pass
-        case _:
-            width = 1
+    width = drafter.width if isinstance(drafter, ModelDrafterConfig | SuffixDrafterConfig) else 1
+    if isinstance(drafter, ModelDrafterConfig) and drafter.strategy is Strategy.chain:
+        width = 1
     drawn = sorted(kinds) or [SamplingKind.DETERMINISTIC]
     if verify.rule is VerifyRule.coupled:
         has_model = isinstance(drafter, ModelDrafterConfig | CascadeDrafterConfig)

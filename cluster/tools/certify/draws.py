@@ -119,15 +119,12 @@ class VerifiedText:
     ) -> list[Children]:
         """Children of every row, as drafters of this kind draw them; distributions only of random draws."""
         steps, law_size = [len(self.token_ids)] * len(params), self._scheme.law_size
-        match self._scheme.kind:
-            case SamplingKind.IID:
-                drawn = draw_iid(scores, params, steps, nodes, width, law_size)
-                return [(children.token_ids, children.distribution) for children in drawn]
-            case SamplingKind.WITHOUT_REPLACEMENT:
-                drawn = draw_without_replacement(scores, params, steps, nodes, width, law_size)
-                return [(children.token_ids, children.distribution) for children in drawn]
-            case SamplingKind.DETERMINISTIC:
-                params = [replace(sampling, temperature=0.0) for sampling in params]
+        if self._scheme.kind in (SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT):
+            draw = draw_iid if self._scheme.kind is SamplingKind.IID else draw_without_replacement
+            drawn = draw(scores, params, steps, nodes, width, law_size)
+            return [(children.token_ids, children.distribution) for children in drawn]
+        if self._scheme.kind is SamplingKind.DETERMINISTIC:
+            params = [replace(sampling, temperature=0.0) for sampling in params]
         width = min(width, len(self.starts))
         chosen, _ = top_children(scores, params, [step + depth for step in steps], width)
         return [(tuple(row), None) for row in chosen.tolist()]

@@ -5,7 +5,8 @@ Two broken variants of the same rule are enumerated too. If their bias does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -40,7 +41,39 @@ SHAPES = ((1, 1), (2, 1))
 """Children per level: a chain, and a tree that branches."""
 
 
-def check_exactness(rule: VerifyRule, kinds: Iterable[SamplingKind]) -> Check:
+@dataclass(frozen=True, slots=True)
+class Enumeration:
+    """Total variation of every enumeration under `rule`, and the largest of each broken variant by its name."""
+
+    rule: VerifyRule
+    kinds: Collection[SamplingKind]
+    distances: Sequence[float]
+    controls: Mapping[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return max(self.distances) < EXACT and min(self.controls.values()) > FOUND_OUT
+
+    @property
+    def findings(self) -> str:
+        return (
+            f"{self.rule}, {len(self.distances)} enumerations: largest distance {max(self.distances):.0e}; "
+            f"broken rules found out at {min(self.controls.values()):.2f} and above"
+        )
+
+    @property
+    def figures(self) -> dict[str, object]:
+        return {
+            "rule": str(self.rule),
+            "draws": [SamplingKind(kind).name for kind in sorted(self.kinds)],
+            "num_enumerations": len(self.distances),
+            "largest_distance": max(self.distances),
+            "allowed_distance": EXACT,
+            "broken_rules_found_at": self.controls,
+        }
+
+
+def check_exactness(rule: VerifyRule, kinds: Collection[SamplingKind]) -> Check:
     """Enumerate `rule` for drafts of these sampling kinds (deterministic if none is given)."""
     schemes = [
         [(kind,) * width for width in shape]
@@ -49,35 +82,13 @@ def check_exactness(rule: VerifyRule, kinds: Iterable[SamplingKind]) -> Check:
     ]
     # Looked up at the call, so that the check runs the function that the engine calls.
     in_use = coupled.verify_coupled if rule is VerifyRule.coupled else RULES[rule]
-    distance = _worst(rule, in_use, schemes)
-    controls = {name: _worst(rule, broken, schemes) for name, broken in _broken(rule).items()}
-    num_enumerations = len(schemes) * NUM_MODELS
-    return Check(
-        "exact enumeration",
-        distance < EXACT and min(controls.values()) > FOUND_OUT,
-        enumeration_findings(rule, num_enumerations, distance, controls),
-        {
-            "rule": str(rule),
-            "draws": [SamplingKind(kind).name for kind in sorted(kinds)],
-            "num_enumerations": num_enumerations,
-            "largest_distance": distance,
-            "allowed_distance": EXACT,
-            "broken_rules_found_at": controls,
-        },
-    )
+    controls = {name: max(_distances(rule, broken, schemes)) for name, broken in _broken(rule).items()}
+    found = Enumeration(rule, kinds, _distances(rule, in_use, schemes), controls)
+    return Check("exact enumeration", found.passed, found.findings, found.figures)
 
 
-def enumeration_findings(
-    rule: VerifyRule, num_enumerations: int, distance: float, controls: Mapping[str, float]
-) -> str:
-    return (
-        f"{rule}, {num_enumerations} enumerations: largest distance {distance:.0e}; "
-        f"broken rules found out at {min(controls.values()):.2f} and above"
-    )
-
-
-def _worst(rule: VerifyRule, function: Rule, schemes: Sequence[Sequence[Sequence[SamplingKind]]]) -> float:
-    """Largest total variation over toy models and schemes."""
+def _distances(rule: VerifyRule, function: Rule, schemes: Sequence[Sequence[Sequence[SamplingKind]]]) -> list[float]:
+    """Total variation for every scheme and toy model."""
     outcomes = coupled_outcomes if rule is VerifyRule.coupled else ratio_outcomes
     found = []
     for scheme in schemes:
@@ -86,7 +97,7 @@ def _worst(rule: VerifyRule, function: Rule, schemes: Sequence[Sequence[Sequence
             length = len(scheme) + 1
             emitted = emission(function, enumerate_drafts(q, scheme), p, length, outcomes)
             found.append(total_variation(emitted, p, length))
-    return max(found)
+    return found
 
 
 def toy_distribution(seed: int) -> ConditionalDistribution:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingParams
@@ -31,13 +32,8 @@ class OutputPair:
     @property
     def first_difference(self) -> int | None:
         """Index of the first generated token that differs, or is missing on one side."""
-        if self.plain == self.speculative:
-            return None
-        pairs = enumerate(zip(self.plain, self.speculative, strict=False))
-        return next(
-            (i for i, (plain, speculative) in pairs if plain != speculative),
-            min(len(self.plain), len(self.speculative)),
-        )
+        pairs = enumerate(zip_longest(self.plain, self.speculative))
+        return next((i for i, (plain, speculative) in pairs if plain != speculative), None)
 
 
 def must_be_equal(rule: VerifyRule, sampling: SamplingParams) -> bool:

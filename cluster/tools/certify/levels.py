@@ -43,7 +43,7 @@ from cluster.tools.certify.cascade_enumeration import (
     toy_level,
 )
 from cluster.tools.certify.certificate import Check
-from cluster.tools.certify.exact import EXACT, FOUND_OUT, enumeration_findings, toy_distribution
+from cluster.tools.certify.exact import Enumeration, toy_distribution
 from cluster.tools.certify.goodness import GoodnessOfFit, detectable_distance, fit_distribution
 from cluster.tools.certify.rule_enumeration import ConditionalDistribution, PatchedSource, Tape
 
@@ -83,21 +83,16 @@ def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: Sampling
         )
     ]
     controls = {name: _largest_distance(propose) for name, propose in _BROKEN.items()}
+    levels = Enumeration(rule, [kind], found, controls)
     rounds, repeating = fit_rounds(rule), fit_rounds(rule, repeats_every_verification)
-    exact = max(found) < EXACT and min(controls.values()) > FOUND_OUT
     return Check(
         "exact enumeration of levels",
-        exact and repeating.p_value < _SIGNIFICANCE < rounds.p_value,
-        f"{enumeration_findings(rule, len(found), max(found), controls)}; {rounds.num_draws} texts of several rounds: "
+        levels.passed and repeating.p_value < _SIGNIFICANCE < rounds.p_value,
+        f"{levels.findings}; {rounds.num_draws} texts of several rounds: "
         f"p-value {rounds.p_value:.2f}, {repeating.p_value:.0e} with repeated random numbers",
         {
-            "rule": str(rule),
+            **levels.figures,
             "num_levels": min(len(drafter.levels), _DEEPEST),
-            "draws": [SamplingKind(kind).name],
-            "num_enumerations": len(found),
-            "largest_distance": max(found),
-            "allowed_distance": EXACT,
-            "broken_rules_found_at": controls,
             "num_texts_of_rounds": rounds.num_draws,
             "p_value_of_rounds": rounds.p_value,
             "p_value_of_coins_met_twice": repeating.p_value,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from cluster.config.jobs import TrainConfig
 from cluster.tools.training.batches import spread_rows
@@ -79,22 +80,15 @@ def describe_run(config: TrainConfig, corpus: Corpus, out: Path, work: Path) -> 
 
 def draw_losses(work: Path, path: Path) -> None:
     """Draw the loss curves of both training runs into a PNG; runs without a log are left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), dpi=80)
+    figure = Figure(figsize=(8, 3), dpi=80, layout="tight")
     captions = {"target": "cross entropy", "drafter": "KL from target"}
-    for plot, (role, caption) in zip(axes, captions.items(), strict=True):
+    for plot, (role, caption) in zip(figure.subplots(1, 2), captions.items(), strict=True):
         log = work / role / "loss.jsonl"
         lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         plot.plot([line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines], linewidth=1)
         plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats/token", ylim=(0, None))
         plot.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
 
 
 def _row(role: str, parameters: int, record: dict[str, Any]) -> str:

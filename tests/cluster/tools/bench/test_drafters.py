@@ -1,4 +1,4 @@
-"""What drafts cost, what was predicted, and who would have been chosen, from runs and entries made by hand."""
+"""Measured and predicted costs of drafts, and the drafter chosen by them, from runs and entries made by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASCADE = CascadeDrafterConfig(levels=[NgramDrafterConfig(num_draft_tokens=2), M
 
 
 def run(levels: dict[str, dict[str, float]] | None = None, num_rounds: int = 10, accepted: int = 20) -> Run:
-    """Every round 4 draft tokens in 5 ms, verified in 18 ms; 2 ms are nobody's."""
+    """Every round 4 draft tokens in 5 ms, verified in 18 ms; 2 ms are overhead."""
     tokens = 1 + num_rounds + accepted
     served = Served(0, Prompt("x"), tuple(range(tokens)), ttft_s=0.1, latency_s=0.1 + 0.025 * num_rounds)
     counters = {
