@@ -73,7 +73,9 @@ def expand(config: LaunchConfig) -> list[Setting]:
     job: BenchConfig = config.job
     _check_axes(config)
     drafters = [_drafter(entry, config.drafter) for entry in job.drafters] or [config.drafter]
-    pipelines = [_pipeline(name, config.pipeline) for name in job.pipelines] or [config.pipeline]
+    for name in job.pipelines:
+        _known("pipeline", name)
+    pipelines = [replace(config.pipeline, name=PipelineName(name)) for name in job.pipelines] or [config.pipeline]
     if job.draft_lengths:  # an adaptive length could not be compared
         pipelines = [replace(pipeline, adaptive=False, min_draft_tokens=0) for pipeline in pipelines]
     combinations = product(
@@ -90,7 +92,8 @@ def expand(config: LaunchConfig) -> list[Setting]:
         job.workloads or [""],
     )
     settings = {str(setting): setting for setting in (Setting(*combination) for combination in combinations)}
-    return [_resolved(setting, config) for setting in settings.values()]
+    # With real paths, checked as configurations of their own.
+    return [replace(setting, drafter=checked(setting.configure(config)).drafter) for setting in settings.values()]
 
 
 def setting_names(settings: Sequence[Setting]) -> list[str]:
@@ -104,9 +107,8 @@ def setting_names(settings: Sequence[Setting]) -> list[str]:
 def _name(label: dict[str, object], differing: set[str]) -> str:
     sign = "<=" if label["adaptive"] else "="
     parts = [f"{label['drafter']}" + f" k{sign}{label['num_draft_tokens']}" * bool(label["num_draft_tokens"])]
-    written = {"parallel": "{}", "pipeline": "{}", "temperature": "T={}", "batch": "b={}", "context": "c={}"}
-    written["workload"] = "{}"
-    parts += [form.format(label[key]) for key, form in written.items() if key in differing]
+    prefixes = {"parallel": "", "pipeline": "", "temperature": "T=", "batch": "b=", "context": "c=", "workload": ""}
+    parts += [f"{prefix}{label[key]}" for key, prefix in prefixes.items() if key in differing]
     return " ".join(parts)
 
 
@@ -128,12 +130,6 @@ def _drafter(entry: Any, configured: DrafterConfig) -> DrafterConfig:
     if keys.get("name") not in DRAFTERS:
         raise ValueError(f"job.drafters={keys}: has no known name; choose from {', '.join(DRAFTERS)}")
     return drafter_record(keys, "job.drafters")
-
-
-def _pipeline(name: str, configured: PipelineConfig) -> PipelineConfig:
-    """The configured one under another name: their keys are the same."""
-    _known("pipeline", name)
-    return replace(configured, name=PipelineName(name))
 
 
 def _known(group: str, choice: str) -> Any:
@@ -162,11 +158,6 @@ def _with_lengths(drafter: DrafterConfig, lengths: Sequence[int]) -> list[Drafte
     if not lengths or not drafter.num_draft_tokens:
         return [drafter]
     return [replace(drafter, num_draft_tokens=length) for length in lengths]
-
-
-def _resolved(setting: Setting, config: LaunchConfig) -> Setting:
-    """With real paths, checked as a configuration of its own."""
-    return replace(setting, drafter=checked(setting.configure(config)).drafter)
 
 
 def _check_axes(config: LaunchConfig) -> None:

@@ -45,7 +45,7 @@ class Emission:
 
 
 def enumerate_drafts(q: ConditionalDistribution, scheme: Sequence[Sequence[SamplingKind]]) -> Iterator[WeightedDraft]:
-    """All trees in which every node of level i gets children drawn as `scheme[i]` says, in that order.
+    """All trees in which every node of level i gets children drawn by the kinds of `scheme[i]`, in that order.
 
     The j-th child without randomness of its own (DETERMINISTIC or COUPLED) is the j-th likeliest token of q. Without
     replacement, an exhausted distribution yields fewer children.

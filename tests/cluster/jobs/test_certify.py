@@ -119,8 +119,8 @@ def test_a_cascade_is_certified_level_by_level(run_certify, half_agreeing_drafte
     assert through["draws"] == ["DETERMINISTIC"] and through["num_levels"] == 2 and through["num_enumerations"] == 12
     assert check(certificate, EXACT)["draws"] == ["DETERMINISTIC", "IID"]
     page = (tmp_path / "certificate.md").read_text()
-    said = f"cascade of 2 levels (0: ngram, 5 draft tokens; 1: model {path} chain, 2 draft tokens), tails 0/2"
-    assert said in page and "- seeds: 0, 1" in page and "- sampling: ignore_eos=True" in page
+    described = f"cascade of 2 levels (0: ngram, 5 draft tokens; 1: model {path} chain, 2 draft tokens), tails 0/2"
+    assert described in page and "- seeds: 0, 1" in page and "- sampling: ignore_eos=True" in page
     assert "| exact enumeration of levels | passed |" in page
 
 
@@ -167,7 +167,7 @@ def test_a_rejection_rule_that_corrects_from_the_target_fails_by_its_law(run_cer
 
 
 def test_the_counted_draws_find_a_broken_rule_by_themselves(run_certify, monkeypatch):
-    """The enumeration looks at another function than the engine calls: only the samples can tell."""
+    """The enumeration runs another function than the engine calls: only the samples show the bias."""
     monkeypatch.setattr(actors.verification.verifier, "RULES", RULES | {"rejection": correct_from_the_target})
     certificate, _ = run_certify("rejection")
     assert failed(certificate) == {LAW}

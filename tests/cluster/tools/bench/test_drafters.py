@@ -51,7 +51,7 @@ def test_a_round_is_a_draft_a_verification_and_what_lies_between():
 
 
 def test_a_cascade_is_predicted_from_its_levels():
-    # One token a draft: its acceptance is a plain share, found every other time it was asked.
+    # One token a draft: its acceptance is a plain share, found in every other pass.
     lookup = {"num_passes": 20, "busy_s": 0.002, "num_drafts": 10, "num_draft_tokens": 10, "num_accepted_tokens": 8}
     model = {"num_passes": 25, "busy_s": 0.05, "num_drafts": 10, "num_draft_tokens": 10, "num_accepted_tokens": 7}
     levels = [replace(one, num_draft_tokens=1) for one in (NgramDrafterConfig(), MODEL)]
@@ -103,8 +103,8 @@ def entry(name: str, speed: float, predicted: float | None, workload: str = "age
 
 def test_the_choice_is_made_by_prediction_and_judged_by_measurement(tmp_path):
     entries = [entry("a", 100, 120), entry("b", 125, 110), entry("c", 90, None), entry("d", 10, 10, "editing")]
-    (said,) = choices(entries)  # of a single drafter there is nothing to choose
-    assert "chooses a" in said and "b is 25 % faster" in said
+    (remark,) = choices(entries)  # of a single drafter there is nothing to choose
+    assert "chooses a" in remark and "b is 25 % faster" in remark
     assert [len(group) for group in comparisons(entries)] == [3, 1]
     write_markdown(tmp_path / "bench.md", entries)
     lines = (tmp_path / "bench.md").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Counts against laws: known tails, real false-alarm rates, and power that is what it says."""
+"""Counts against laws: known tails, real false-alarm rates, and the power that is claimed."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def test_a_level_that_resamples_from_its_own_law_fails(monkeypatch):
 def test_a_wrong_law_that_travels_up_fails(monkeypatch):
     right = CascadeDrafter._offer
 
-    def offer(self, *asked):
-        draft = right(self, *asked)
+    def offer(self, *arguments):
+        draft = right(self, *arguments)
         flat = SparseDistribution((0, 1, 2), (1 / 3, 1 / 3, 1 / 3))
         return type(draft)(
             draft.tree, draft.sampling_kinds, tuple(distribution and flat for distribution in draft.distributions)

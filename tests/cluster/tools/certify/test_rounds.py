@@ -1,4 +1,4 @@
-"""Rounds of a cascade, counted: the engine's coins are met once, and both ways of meeting them twice are found."""
+"""Rounds of a cascade, counted: random numbers are used once, and both ways of using them twice are found."""
 
 from __future__ import annotations
 
