@@ -33,22 +33,22 @@ pytestmark = pytest.mark.xdist_group("certify")
 
 @pytest.fixture(scope="module")
 def distances():
-    """What was enumerated -> its distance: enumerations depend on the rule's function alone, which few tests change."""
+    """What was enumerated -> its distances: enumerations depend on the rule's function alone, which few tests change."""
     return {}
 
 
 @pytest.fixture(autouse=True)
 def enumerate_once(distances, monkeypatch):
-    worst = exact._worst
+    found = exact._distances
 
     def remembered(rule, function, schemes):
-        name = function.__qualname__ if function.__module__ == exact.__name__ else function
-        key = (RULES.get(rule), coupled.verify_coupled, name, json.dumps(schemes))
+        parts = function.args if isinstance(function, partial) else function
+        key = (RULES.get(rule), coupled.verify_coupled, parts, json.dumps(schemes))
         if key not in distances:
-            distances[key] = worst(rule, function, schemes)
+            distances[key] = found(rule, function, schemes)
         return distances[key]
 
-    monkeypatch.setattr(exact, "_worst", remembered)
+    monkeypatch.setattr(exact, "_distances", remembered)
 
 
 @pytest.fixture
