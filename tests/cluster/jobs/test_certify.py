@@ -33,7 +33,7 @@ pytestmark = pytest.mark.xdist_group("certify")
 
 @pytest.fixture(scope="module")
 def distances():
-    """What was enumerated -> its distances: enumerations depend on the rule's function alone, which few tests change."""
+    """What was enumerated -> its distances: enumerations depend on the function of the rule alone."""
     return {}
 
 
