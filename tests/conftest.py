@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(marker) for marker in ONE_AT_A_TIME):
             item.add_marker(pytest.mark.xdist_group("machine"))
+    # The longest chain of tests starts first, so that the run does not end with one busy worker.
+    items.sort(key=lambda item: not any(item.get_closest_marker(marker) for marker in ONE_AT_A_TIME))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = _missing(item)
     if reason:
         pytest.skip(reason)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # an engine in this process may have set more; beside other workers their barriers spin
+        torch.set_num_threads(1)
 
 
 def _missing(item: pytest.Item) -> str | None:
