@@ -56,7 +56,7 @@ class Connection:
                 self._sender.send(record)
 
     def receive(self, timeout_s: float) -> Any | None:
-        """The next record, or None after `timeout_s`. Call it from one thread, and go on: it also flushes `send`."""
+        """The next record, or None after `timeout_s`. Call it in a loop of one thread: it also sends what is queued."""
         if self._receiver_address != self.address:
             self._receiver.close()
             self._greet()

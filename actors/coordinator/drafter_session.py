@@ -20,8 +20,9 @@ from actors.protocol.messages import Commit, DraftBatch, DraftOrder, DraftPrevie
 class PendingOrder:
     """A batch that the drafter has not answered completely.
 
-    `prefixes` maps requests to the prefix length that their drafts assume. `asked_at` is when the batch left, or the
-    first part of its answer came, on the coordinator's clock; `left_at` likewise, but of the answer when it left.
+    `prefixes` maps requests to the prefix length that their drafts assume. `asked_at` is when the present wait began on
+    the coordinator's clock: the batch was sent, or the first part of the answer arrived. `left_at` is where the next
+    message of the timeline begins: the batch was sent, or the drafter finished the first part (its clock).
     """
 
     prefixes: dict[int, int]
@@ -81,7 +82,7 @@ class DrafterSession:
         """Keep previews for verdicts still to come; late ones assume an old prefix."""
         for preview in batch.previews:
             sequence = sequences.get(preview.request_id)
-            if sequence is not None and sequence.accepts(preview):
+            if sequence is not None and sequence.is_current(preview):
                 sequence.preview = PreviewTree.read(preview)
 
     def receive(self, batch: ProposalBatch, pending: PendingOrder, sequences: Mapping[int, Sequence]) -> int:
@@ -89,7 +90,7 @@ class DrafterSession:
         num_stale = 0
         for proposal in batch.proposals:
             sequence = sequences.get(proposal.request_id)
-            if sequence is not None and sequence.accepts(proposal):
+            if sequence is not None and sequence.is_current(proposal):
                 sequence.draft.proposal, sequence.draft.is_answered = proposal, True
             else:
                 num_stale += 1
@@ -114,7 +115,7 @@ class DrafterSession:
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
-    def expecting(self, running: Collection[Sequence], verifying: Collection[int]) -> list[tuple[Sequence, int]]:
+    def missing_drafts(self, running: Collection[Sequence], verifying: Collection[int]) -> list[tuple[Sequence, int]]:
         """Sequences that should get a draft before their next pass, and the draft tokens to order for each.
 
         Those that the target is `verifying` are not among them, nor those whose order was answered.
@@ -143,12 +144,12 @@ class DrafterSession:
         """
         if self.pending is not None:
             return []
-        chosen = self.expecting(running, verifying)[: self._policy.num_orders(len(running))]
+        chosen = self.missing_drafts(running, verifying)[: self._policy.num_orders(len(running))]
         reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
         if not chosen and not reading and not self._outbox.is_due:
             return []
         admits, commits, releases = self._outbox.flush()
-        orders = {sequence.request_id: self._order(sequence, length) for sequence, length in chosen}
+        orders = {sequence.request_id: self._take_preview_or_order(sequence, length) for sequence, length in chosen}
         for request_id in (*reading, *(admit.request_id for admit in admits)):
             orders.setdefault(request_id, DraftOrder(request_id, 0))
         prefixes = {s.request_id: s.prefix_len for s, _ in chosen if not s.draft.is_answered}
@@ -158,7 +159,7 @@ class DrafterSession:
         after, self.round = self.round, max(self.round + 1, least_round)
         return [DraftBatch(self.round, admits, commits, releases, tuple(orders.values()), after)]
 
-    def _order(self, sequence: Sequence, length: int) -> DraftOrder:
+    def _take_preview_or_order(self, sequence: Sequence, length: int) -> DraftOrder:
         """The order for one sequence; if a preview held its draft, the drafter only learns which draft was used."""
         draft = sequence.draft
         draft.num_ordered = length

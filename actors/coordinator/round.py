@@ -44,7 +44,7 @@ class Round:
         self._num_rows += 1 + num_drafted
 
     def observation(
-        self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_willing: int
+        self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_may_speculate: int
     ) -> RoundObservation:
         """The round that ends with this verdict, as the policy learns from it."""
         return RoundObservation(
@@ -53,7 +53,7 @@ class Round:
             self.waited_s,
             self.num_tokens,
             *load_of(running),
-            num_willing,
+            num_may_speculate,
             batch.num_tokens - self._num_rows,
             self.outcomes,
             self.skipped_drafts,

@@ -95,7 +95,7 @@ class Scheduler:
         used = sum([sequence.cached_len for sequence in self.running])
         return Load(len(self.running), len(self.waiting), used, self.capacity.kv_slots)
 
-    def _admit(self, plan: RoundPlan) -> None:
+    def _fill_batch(self, plan: RoundPlan) -> None:
         """Move waiting sequences into the batch while seats, rows and slots last."""
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
@@ -108,7 +108,7 @@ class Scheduler:
     def plan(self, held: Collection[int] = ()) -> RoundPlan:
         """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
         plan = RoundPlan()
-        self._admit(plan)
+        self._fill_batch(plan)
         demands = self._demands(held)
         self._fit(demands, plan)
         plan.rows = [demand for demand in demands if demand[1]]

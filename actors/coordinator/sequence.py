@@ -91,7 +91,7 @@ class DraftState:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable state of one admitted request."""
+    """Mutable state of one request, waiting or running."""
 
     request: Request
     max_len: int  # committed tokens at which the request ends: its own limit or the model's context
@@ -122,7 +122,9 @@ class Sequence:
         max_len = min(len(request.prompt) + request.sampling.max_tokens, max_model_len)
         sequence = Sequence(request, max_len, [*request.prompt, *request.generated])
         sequence.prefix_hash = extend_hash(HASH_SEED, sequence.token_ids)
-        sequence.num_admissions = len(request.generated) << 16  # unlike those of an earlier coordinator
+        sequence.num_admissions = (
+            len(request.generated) << 16
+        )  # an earlier coordinator counted from fewer generated tokens: no number repeats
         return sequence
 
     @property
@@ -143,7 +145,7 @@ class Sequence:
         """Tokens that the request may still get."""
         return self.max_len - len(self.token_ids)
 
-    def accepts(self, proposal: Proposal | DraftPreview) -> bool:
+    def is_current(self, proposal: Proposal | DraftPreview) -> bool:
         """Whether it assumes exactly the present prefix; if not, it is stale."""
         return (
             proposal.epoch == self.epoch

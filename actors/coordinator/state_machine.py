@@ -69,10 +69,12 @@ class Coordinator:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[int, Sequence] = {}
         self._has_target = True
-        self._target = Outbox()
+        self._target_outbox = Outbox()
         self._verify_round = first_round  # of the last batch to the target; both batches of one round have one number
         read_chunk = scheduler.limits.prefill_chunk
-        self._drafter = DrafterSession(policy, is_present=drafts, first_round=first_round, read_chunk=read_chunk)
+        self._drafter_session = DrafterSession(
+            policy, is_present=drafts, first_round=first_round, read_chunk=read_chunk
+        )
         self._round = Round(now)
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
         self._active_since: float | None = None
@@ -92,11 +94,11 @@ class Coordinator:
 
     def last_round(self, role: str) -> int:
         """Round of the last batch sent to this role."""
-        return self._verify_round if role == "target" else self._drafter.round
+        return self._verify_round if role == "target" else self._drafter_session.round
 
     def awaits(self, role: str) -> bool:
         """Whether this role has not answered its last batch yet."""
-        return (self._round.verifying if role == "target" else self._drafter.pending) is not None
+        return (self._round.verifying if role == "target" else self._drafter_session.pending) is not None
 
     def on(self, record: object, now: float) -> list[Answer]:
         """Process one record; return what to send, most urgent first. `now` is CLOCK_MONOTONIC seconds."""
@@ -107,7 +109,7 @@ class Coordinator:
             case ProposalBatch():
                 self._receive_proposals(record, now)
             case DraftPreviewBatch():
-                self._drafter.receive_previews(record, self._sequences)
+                self._drafter_session.receive_previews(record, self._sequences)
                 return []
             case Request():
                 emitted = self._submit(record, now)
@@ -138,17 +140,19 @@ class Coordinator:
     def _advance(self, now: float, *, may_wait: bool = True) -> list[VerifyBatch | DraftBatch]:
         """Draft, then verify: order missing drafts, and start a target pass unless waiting for drafts is faster."""
         self.wait_until = None
-        round_, drafter, running = self._round, self._drafter, self._scheduler.running
+        round_, drafter, running = self._round, self._drafter_session, self._scheduler.running
         if round_.verifying is not None or not self._has_target:
-            reads = self._policy.alternates or drafter.has_text_to_read(running, self._verify_round)
-            return [*self._order_drafts(now)] if reads else []
+            may_order = self._policy.alternates or drafter.has_text_to_read(running, self._verify_round)
+            return [*self._order_drafts(now)] if may_order else []
         orders = self._order_drafts(now)
-        expecting = drafter.expecting(running, ())
+        missing_drafts = drafter.missing_drafts(running, ())
         num_ready = sum([sequence.draft.proposal is not None for sequence in running])
-        held = {sequence.request_id for sequence, _ in expecting} if self._policy.alternates and num_ready else ()
+        held = {sequence.request_id for sequence, _ in missing_drafts} if self._policy.alternates and num_ready else ()
         pending = drafter.pending
-        if expecting and pending is not None:
-            wait_s = self._wait_s(len(expecting), num_ready, has_first_part=pending.has_first_part) if may_wait else 0.0
+        if missing_drafts and pending is not None:
+            wait_s = (
+                self._wait_s(len(missing_drafts), num_ready, has_first_part=pending.has_first_part) if may_wait else 0.0
+            )
             if wait_s:
                 self.wait_until = max(round_.started, pending.asked_at) + wait_s
                 return [*orders]
@@ -156,11 +160,11 @@ class Coordinator:
         round_.skipped_drafts = pending is not None and pending.is_skipped
         plan = self._scheduler.plan(held)
         for sequence in plan.preempted:
-            self._target.release(sequence.request_id)
+            self._target_outbox.release(sequence.request_id)
             drafter.release(sequence)
             self.stats.num_preemptions += 1
         if plan.admitted:
-            self._admit(plan.admitted, now)
+            self._open_at_roles(plan.admitted, now)
         verify = self._start_pass(plan, now)
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*verify, *orders, *self._order_drafts(now)]
@@ -171,7 +175,7 @@ class Coordinator:
         if round_.verifying is None or batch.round != self._verify_round:
             self.stats.num_stale += 1
             return []
-        self._resume("target", now)
+        self._end_outage("target", now)
         speculated = any(proposal is not None for proposal in round_.verifying.values())
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         verifying = round_.verifying
@@ -190,8 +194,8 @@ class Coordinator:
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
         round_.commit(commit, sequence.draft.num_ordered, proposal)
         self.stats.add_commit(proposal, commit)
-        self._target.commit(commit)
-        self._drafter.commit(sequence, commit)
+        self._target_outbox.commit(commit)
+        self._drafter_session.commit(sequence, commit)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
         stats = None
@@ -203,9 +207,11 @@ class Coordinator:
     def _update_policy(self, batch: VerdictBatch, now: float) -> None:
         """The policy learns from the round before the next drafts are ordered."""
         policy, running, stats = self._policy, self._scheduler.running, self.stats
-        num_willing = sum([sequence.request.speculate for sequence in running]) if self._drafter.is_present else 0
-        seen = self._round.observation(batch, now, running, num_willing)
-        if seen.outcomes and num_willing:
+        num_may_speculate = (
+            sum([sequence.request.speculate for sequence in running]) if self._drafter_session.is_present else 0
+        )
+        seen = self._round.observation(batch, now, running, num_may_speculate)
+        if seen.outcomes and num_may_speculate:
             stats.add_mode(policy.mode, seen.seconds, [outcome.num_ordered for outcome in seen.outcomes])
         policy.update(seen)
         stats.switch = policy.switch
@@ -216,7 +222,9 @@ class Coordinator:
     def _order_drafts(self, now: float) -> list[DraftBatch]:
         verifying = self._round.verifying
         least_round = self._verify_round + (verifying is None)
-        return self._drafter.order(self._scheduler.running, () if verifying is None else verifying, least_round, now)
+        return self._drafter_session.order(
+            self._scheduler.running, () if verifying is None else verifying, least_round, now
+        )
 
     def _wait_s(self, num_expecting: int, num_ready: int, *, has_first_part: bool) -> float:
         scheduler = self._scheduler
@@ -228,7 +236,7 @@ class Coordinator:
     def _start_pass(self, plan: RoundPlan, now: float) -> list[VerifyBatch]:
         if not plan.rows:
             return []
-        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter.round)
+        after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter_session.round)
         items, self._round.verifying, self._round.sent_at = [], {}, now
         for sequence, num_tokens, proposal in plan.rows:
             items.append(VerifyItem(sequence.request_id, num_tokens, proposal))
@@ -237,14 +245,14 @@ class Coordinator:
                 self._round.verifying[sequence.request_id] = proposal
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are
-        return [VerifyBatch(self._verify_round, *self._target.flush(), tuple(items), after)]
+        return [VerifyBatch(self._verify_round, *self._target_outbox.flush(), tuple(items), after)]
 
     def _receive_proposals(self, batch: ProposalBatch, now: float) -> None:
-        pending = self._drafter.pending
-        if pending is None or batch.round != self._drafter.round:
+        pending = self._drafter_session.pending
+        if pending is None or batch.round != self._drafter_session.round:
             self.stats.num_stale += 1
             return
-        self._resume("draft", now)
+        self._end_outage("draft", now)
         self.stats.add_drafts(batch, pending.left_at, now, 0 if batch.num_missing else pending.num_prefetched)
         pending.left_at = batch.finished
         if self._round.verifying is None:
@@ -252,7 +260,7 @@ class Coordinator:
         if pending.prefixes:
             self._policy.wait.update_delay(now - pending.asked_at, is_rest=pending.has_first_part)
             pending.asked_at = now
-        self.stats.num_stale += self._drafter.receive(batch, pending, self._sequences)
+        self.stats.num_stale += self._drafter_session.receive(batch, pending, self._sequences)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -276,12 +284,12 @@ class Coordinator:
                 self._round = Round(now)
         return []
 
-    def _admit(self, sequences: list[Sequence], now: float) -> None:
+    def _open_at_roles(self, sequences: list[Sequence], now: float) -> None:
         self._policy.expect_load(*load_of(self._scheduler.running))
         for sequence in sequences:
             sequence.admitted_at = now if sequence.admitted_at is None else sequence.admitted_at
-            self._target.admit(sequence)
-            self._drafter.admit(sequence)
+            self._target_outbox.admit(sequence)
+            self._drafter_session.admit(sequence)
 
     def _abort(self, record: Abort, now: float) -> list[Tokens]:
         sequence = self._sequences.get(record.request_id)
@@ -298,8 +306,8 @@ class Coordinator:
         self._policy.release(sequence.request_id)
         if self._round.verifying is not None:
             self._round.verifying.pop(sequence.request_id, None)
-        self._target.release(sequence.request_id)
-        self._drafter.release(sequence)
+        self._target_outbox.release(sequence.request_id)
+        self._drafter_session.release(sequence)
 
     # --- roles --------------------------------------------------------------------------------------------------------
 
@@ -308,23 +316,23 @@ class Coordinator:
         self.stats.num_role_losses[role] = self.stats.num_role_losses.get(role, 0) + 1
         self._lost_at.setdefault(role, now)
         if role == "draft":
-            self._drafter.lose(self._sequences.values())
+            self._drafter_session.lose(self._sequences.values())
             return
-        self._has_target, self._target, self._round.verifying = False, Outbox(), None
+        self._has_target, self._target_outbox, self._round.verifying = False, Outbox(), None
         for sequence in self._scheduler.preempt_all():
-            self._drafter.release(sequence)
+            self._drafter_session.release(sequence)
 
     def _regain(self, role: str, now: float) -> None:
         if role == "draft":
-            self._drafter.is_present = True
+            self._drafter_session.is_present = True
         else:
             self._has_target = True
         if not self._sequences:
-            self._resume(role, now)
+            self._end_outage(role, now)
 
-    def _resume(self, role: str, now: float) -> None:
+    def _end_outage(self, role: str, now: float) -> None:
         """End the outage of a lost role: it answered, or it returned while there are no requests."""
-        if role in self._lost_at and (self._has_target if role == "target" else self._drafter.is_present):
+        if role in self._lost_at and (self._has_target if role == "target" else self._drafter_session.is_present):
             self.stats.add_outage(role, now - self._lost_at.pop(role))
 
     def _report(self, order: ReportOrder, now: float) -> Report:

@@ -25,7 +25,7 @@ ENDED_LIMIT = 4096
 MESSAGES = "messages"
 """Timeline lane of the records between the roles."""
 
-Span = tuple[str, str, float, float, dict[str, Any]]
+TimelineSpan = tuple[str, str, float, float, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, LossCounter
     since: float = 0.0
     phase: str = ""
     levels: dict[str, dict[str, float]] = field(default_factory=dict)
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
+    spans: deque[TimelineSpan] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
 
     def add_commit(self, proposal: Proposal | None, commit: Commit) -> None:
         """One sequence got its verdict on `proposal`."""

@@ -1,13 +1,9 @@
-"""The contract of drafters: four required verbs, and the capabilities that a drafter may declare.
+"""The contract of drafters: four required methods, and the capabilities that a drafter may declare.
 
 A drafter continues committed text with a draft. Required are `open` (a request arrived), `propose` (draft), `observe`
 (the verdict on the last draft) and `release` (the request ended). Everything else is a capability: an object of a small
 protocol in the drafter's `Capabilities`, usually the drafter itself. A wrong, short or missing draft costs speed, never
 correctness.
-
-A capability that does not exist yet gets a field of `Capabilities` when its first reader is written: target features
-for a drafter that reads hidden states, target KV rows for one that attends to them, a `train` verb for one that learns
-while it serves, and their checkpoints in `DrafterConfig.models()`.
 """
 
 from __future__ import annotations
@@ -73,7 +69,7 @@ class Context:
         return self.token_ids[: self.prompt_len]
 
     @property
-    def num_readmitted(self) -> int:
+    def readmitted_len(self) -> int:
         """In `open`: tokens of a request that had generated some before, as after a preemption; else 0."""
         return len(self.token_ids) if len(self.token_ids) > self.prompt_len else 0
 
@@ -91,8 +87,8 @@ class Context:
     def extend(self, token_ids: tuple[int, ...] | list[int]) -> None:
         """Append tokens; the digest is of the tokens as they came, before they are clamped to the vocabulary.
 
-        Models of one family pad their vocabularies differently. After a token that the drafter lacks it proposes
-        nothing, since the root would be wrong; later drafts are a little worse.
+        Models of one family pad their vocabularies differently. A proposal whose root is such a
+        clamped token does not match the committed text and is dropped as stale; later drafts are a little worse.
         """
         last = self.vocab_size
         self.token_ids.extend(token_ids if last is None else [min(token, last - 1) for token in token_ids])

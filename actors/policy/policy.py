@@ -43,7 +43,7 @@ class RoundObservation:
     """A target pass and the time since the one before it.
 
     `outcomes` has one entry for each request that got a verdict. Of the `num_running` requests of the batch, whose mean
-    length is `mean_len`, `num_willing` allow speculation. The pass read `num_prompt_rows` of prompts besides.
+    length is `mean_len`, `num_may_speculate` allow speculation. The pass read `num_prompt_rows` of prompts besides.
     `skipped_drafts`: drafts had been ordered, but the pass did not wait for them.
     """
 
@@ -53,7 +53,7 @@ class RoundObservation:
     num_tokens: int
     num_running: int
     mean_len: float
-    num_willing: int
+    num_may_speculate: int
     num_prompt_rows: int
     outcomes: Sequence[DraftOutcome]
     skipped_drafts: bool = False
@@ -192,7 +192,7 @@ class AdaptivePolicy(Policy):
             seen.num_tokens,
             seen.seconds,
             speculated=longest > 0,
-            willing=seen.num_willing > 0,
+            willing=seen.num_may_speculate > 0,
             skipped_drafts=seen.skipped_drafts,
             num_prompt_rows=seen.num_prompt_rows,
         )

@@ -12,10 +12,15 @@ Glossary
     path            accepted node indices in order, root excluded
     accepted        draft tokens that were kept (the bonus is not one of them)
     next_token      the token that the target adds after the path: a correction or, after a full path, a bonus
+    draft           what a drafter returns: a token tree
+    proposal        a draft for one request, with the prefix it assumes
+    verdict         the target's answer to a proposal: the accepted path and next_token
+    preview         the drafter's whole tree, sent before the verdict
+    lead            rank 0 of a role; only the lead sends records of a round
     acceptance length   tokens a round emits = accepted + 1 (the convention of vLLM)
     uncached suffix committed tokens whose KV is missing, of any length; the root is always its last token
-    epoch           of a request: counts preemptions and re-admissions; records of an older epoch are stale
-    round           one draft and one verify
+    epoch           of a request: counts its preemptions, including those by a lost target; older records are stale
+    round           from one verdict of the target to the next; `round` in a record numbers the batches
 """
 
 from __future__ import annotations

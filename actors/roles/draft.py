@@ -29,7 +29,7 @@ class DraftRole:
         self.clock = clock
         self.contexts: dict[int, Context] = {}
         can = drafter.capabilities
-        self._can = can
+        self._capabilities = can
         self._works_ahead = can.works_ahead
         self._adapts = adapts
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
@@ -67,26 +67,26 @@ class DraftRole:
 
     def preview(self, *, last: bool) -> DraftPreviewBatch | None:
         """What was prepared since the last preview, if one is due; `last`: no step follows before the next record."""
-        if self._can.sends_previews is None or not (last or self._timing.is_preview_due(self.clock())):
+        if self._capabilities.sends_previews is None or not (last or self._timing.is_preview_due(self.clock())):
             return None
-        previews = self._can.sends_previews.previews()
+        previews = self._capabilities.sends_previews.previews()
         return DraftPreviewBatch(tuple(previews)) if previews else None
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         """Bring the contexts up to the batch and propose: one batch of prepared drafts, one of the others."""
         self._timing.record_arrival(self.clock())
-        yield from self._answers(batch)
+        yield from self._answer_in_parts(batch)
         if any(order.num_draft_tokens for order in batch.orders):
             self._timing.record_answer(self.clock())
 
-    def _answers(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
+    def _answer_in_parts(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         started, ahead = self.clock(), self._works_ahead
         orders = self._update_contexts(batch)
         hits = [(context, budget) for context, budget in orders if ahead is not None and ahead.prepared(context)]
         misses = [(context, budget) for context, budget in orders if ahead is None or not ahead.prepared(context)]
         steps, self._steps = tuple(self._steps), []
         if hits:
-            self._timing.preview_missed()
+            self._timing.preview_was_late()
         if hits or (misses and ahead is not None):
             proposals = self._propose(hits, prepared=True)
             yield self._batch(batch.round, proposals, started, len(misses), steps)
@@ -111,21 +111,21 @@ class DraftRole:
         for admit in batch.admits:
             if admit.request_id in self.contexts:  # a parent level that lost its answer admits again
                 self.drafter.release(admit.request_id)
-            self.contexts[admit.request_id] = Context.admitted(admit, self._can.vocab_size)
+            self.contexts[admit.request_id] = Context.admitted(admit, self._capabilities.vocab_size)
             self.drafter.open(self.contexts[admit.request_id])
         for commit in batch.commits:
             self._commit(commit)
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
-            if order.prefetched is not None and self._can.sends_previews is not None:
-                self._can.sends_previews.prefetched(context, order.num_draft_tokens, order.prefetched)
+            if order.prefetched is not None and self._capabilities.sends_previews is not None:
+                self._capabilities.sends_previews.prefetched(context, order.num_draft_tokens, order.prefetched)
                 self._timing.preview_used()
             else:
                 wanted.append((context, order.num_draft_tokens))
         idle = [context for context, budget in wanted if not budget]
-        if idle and self._can.prefills is not None:
-            self._can.prefills.prefill(idle)
+        if idle and self._capabilities.prefills is not None:
+            self._capabilities.prefills.prefill(idle)
         return [(context, budget) for context, budget in wanted if budget]
 
     def _commit(self, commit: Commit) -> None:
@@ -134,8 +134,8 @@ class DraftRole:
         assert commit.prefix_len <= len(context.token_ids)
         if commit.prefix_len < len(context.token_ids):
             context.cut(commit.prefix_len)
-            if self._can.truncates is not None:
-                self._can.truncates.truncate(context)
+            if self._capabilities.truncates is not None:
+                self._capabilities.truncates.truncate(context)
             else:
                 self.drafter.release(context.request_id)
                 self.drafter.open(context)
@@ -171,5 +171,5 @@ class DraftRole:
         num_missing: int,
         steps: tuple[tuple[float, float, bool], ...],
     ) -> ProposalBatch:
-        levels = self._can.has_levels.level_stats() if self._can.has_levels is not None else ()
+        levels = self._capabilities.has_levels.level_stats() if self._capabilities.has_levels is not None else ()
         return ProposalBatch(round, proposals, started, self.clock(), num_missing, steps, levels)

@@ -54,8 +54,8 @@ def _random_source(verified: VerifyInput) -> RandomSource:
 
 
 class Verifier:
-    """`law_size` cuts the model's distributions to their likeliest tokens, for a model whose tokens another one tests
-    by ratio; None: they are whole."""
+    """`law_size`: keep only that many of the likeliest tokens of each distribution. Set for a level of a cascade, whose
+    tokens are tested by ratio against the distribution that it sends; None for the target."""
 
     def __init__(
         self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, law_size: int | None = None

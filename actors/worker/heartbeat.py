@@ -19,11 +19,11 @@ class RankStatus:
     pid: int
     epoch: int = 0
     waiting: bool = True
-    taken: int = 0
+    round: int = 0
     busy: bool = False
 
     def alive(self, *, off_schedule: bool = False) -> Alive:
-        state = self.epoch, self.waiting, self.taken, self.busy
+        state = self.epoch, self.waiting, self.round, self.busy
         return Alive(self.role, self.rank, self.incarnation, self.pid, *state, off_schedule)
 
 

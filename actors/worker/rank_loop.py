@@ -95,7 +95,7 @@ class RankLoop:
 
     def _join(self, join: Join) -> tuple[Group, RankRole]:
         status = self.status
-        status.epoch, status.taken, status.busy, status.waiting = join.epoch, join.round, False, False
+        status.epoch, status.round, status.busy, status.waiting = join.epoch, join.round, False, False
         group = self.join_group(self.spec, join)
         if self._group is None:
             self._group = group
@@ -130,10 +130,10 @@ class RankLoop:
                 return record
             if isinstance(record, Recall):
                 return None
-            if record.after != status.taken:
-                log_event(self._logger, "missed", level=logging.WARNING, round=record.after, taken=status.taken)
+            if record.after != status.round:
+                log_event(self._logger, "missed", level=logging.WARNING, round=record.after, last_round=status.round)
                 return None
-            status.busy, status.taken = True, record.round
+            status.busy, status.round = True, record.round
             for answer in role.answer(record):
                 if self._is_lead:
                     self.link.send(answer)
@@ -186,7 +186,7 @@ class RankLoop:
                     if record.epoch > self.status.epoch:
                         return record
                 case VerifyBatch() | DraftBatch():
-                    if record.round > self.status.taken:
+                    if record.round > self.status.round:
                         return record
                 case Stop():
                     return record

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.coordinator.stats import Span
+from actors.coordinator.stats import TimelineSpan
 from actors.protocol.messages import RequestStats
 from cluster.io.prompts import Prompt
 
@@ -35,7 +35,7 @@ class Run:
     requests: list[Served] = field(default_factory=list)
     wall_s: float = 0.0
     counters: dict[str, Any] = field(default_factory=dict)
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TimelineSpan, ...] = ()
     interrupted: bool = False
 
     @property

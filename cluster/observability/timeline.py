@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.coordinator.stats import MESSAGES, Span
+from actors.coordinator.stats import MESSAGES, TimelineSpan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ _ANSWERS = {"order": "verdict", "verify": "proposal"}
 """A record to a role -> the record that caused it."""
 
 
-def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
+def chrome_trace(spans: Sequence[TimelineSpan]) -> dict[str, object]:
     """The Trace Event Format that Perfetto and chrome://tracing open; times in microseconds from the first span."""
     origin = min((start for _, _, start, _, _ in spans), default=0.0)
     lanes = lanes_of(spans)
@@ -80,14 +80,14 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, object]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def lanes_of(spans: Sequence[Span]) -> list[str]:
+def lanes_of(spans: Sequence[TimelineSpan]) -> list[str]:
     """The lanes of the spans in drawing order; of the numbered levels of a cascade the cheapest comes last."""
     present = {lane for lane, *_ in spans}
     others = sorted(present.difference(LANES), key=lambda lane: (lane != MESSAGES, lane), reverse=True)
     return [lane for lane in LANES if lane in present] + others
 
 
-def waits_of(spans: Sequence[Span]) -> list[Span]:
+def waits_of(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     """The gaps between the work of each role, as spans named `wait` with the round of the work that follows."""
     found = []
     for lane in lanes_of(spans):
@@ -102,7 +102,7 @@ def waits_of(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def middle_rounds(spans: Sequence[Span], count: int = ROUNDS_SHOWN) -> list[Span]:
+def middle_rounds(spans: Sequence[TimelineSpan], count: int = ROUNDS_SHOWN) -> list[TimelineSpan]:
     """Spans of `count` consecutive rounds around the middle, away from the start and the end of a run.
 
     The rounds are those of the first lane; spans that reach beyond their time are cut.
@@ -122,17 +122,17 @@ def middle_rounds(spans: Sequence[Span], count: int = ROUNDS_SHOWN) -> list[Span
     ]
 
 
-def busy_of(spans: Sequence[Span], lane: str) -> float:
+def busy_of(spans: Sequence[TimelineSpan], lane: str) -> float:
     """Fraction of the time covered by all `spans` in which a lane worked."""
     whole = max(end for _, _, _, end, _ in spans) - min(start for _, _, start, _, _ in spans)
     return sum(end - start for at, _, start, end, _ in spans if at == lane) / whole if whole else 0.0
 
 
-def write_trace(path: Path, spans: Sequence[Span]) -> None:
+def write_trace(path: Path, spans: Sequence[TimelineSpan]) -> None:
     path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
 
 
-def draw(path: Path, spans: Sequence[Span], busy: Mapping[str, float | None]) -> None:
+def draw(path: Path, spans: Sequence[TimelineSpan], busy: Mapping[str, float | None]) -> None:
     """Draw the lanes of some rounds. `busy` is the fraction of time each lane worked over the whole run; fractions of
     lanes it does not name are measured on the spans.
     """
@@ -162,7 +162,7 @@ def draw(path: Path, spans: Sequence[Span], busy: Mapping[str, float | None]) ->
     figure.savefig(path, dpi=130)
 
 
-def _draw_work(axes: Axes, work: Sequence[Span], lanes: Sequence[str], origin: float, width_ms: float) -> None:
+def _draw_work(axes: Axes, work: Sequence[TimelineSpan], lanes: Sequence[str], origin: float, width_ms: float) -> None:
     for row in range(len(lanes)):
         axes.barh(row, width_ms, height=0.56, color=_IDLE_COLOUR, zorder=0)
     for lane, name, start, end, arguments in work:
@@ -176,7 +176,7 @@ def _draw_work(axes: Axes, work: Sequence[Span], lanes: Sequence[str], origin: f
             axes.text(left + length / 2, row, label, ha="center", va="center", color="white", fontsize=9, zorder=3)
 
 
-def _draw_messages(axes: Axes, shown: Sequence[Span], lanes: Sequence[str], origin: float) -> None:
+def _draw_messages(axes: Axes, shown: Sequence[TimelineSpan], lanes: Sequence[str], origin: float) -> None:
     """A line from the end of the work that sent a verdict or a proposal to the start of the work it caused."""
     target, draft = (lanes.index(lane) if lane in lanes else None for lane in LANES)
     if target is None or draft is None:
@@ -190,7 +190,7 @@ def _draw_messages(axes: Axes, shown: Sequence[Span], lanes: Sequence[str], orig
             axes.plot([(left - origin) * 1e3, (end - origin) * 1e3], rows, color="#555555", linewidth=0.9, zorder=1)
 
 
-def _draw_legend(axes: Axes, work: Sequence[Span]) -> None:
+def _draw_legend(axes: Axes, work: Sequence[TimelineSpan]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -139,7 +139,8 @@ class ModelRunner:
         *,
         fuzzy: bool = False,  # noqa: ARG002  of LayerParallelRunner
     ) -> PassOutput:
-        """Plan and run. `fuzzy` allows an approximate, faster pass; here every pass is exact."""
+        """Plan and run. `fuzzy` allows an approximate pass with layers side by side (EasySpec), whose KV rows are later
+        computed again exactly; here every pass is exact."""
         return self.run(self.plan(spans), token_ids, taps)
 
 

@@ -40,7 +40,7 @@ class DraftAheadTiming:
         """The coordinator read a proposal off a preview."""
         self._lead_s *= _LEAD_MEMORY
 
-    def preview_missed(self) -> None:
+    def preview_was_late(self) -> None:
         """A proposal was prepared, but the coordinator had to ask for it."""
         self._lead_s = min(self._lead_s + self._pass_s.mean, self._interval.mean)
 

@@ -108,7 +108,7 @@ class MaxgramDrafter:
         self._next_of: dict[int, int] = {}  # bigrams of finished requests
 
     def open(self, context: Context) -> None:
-        self._texts[context.request_id] = _TokenPlaces(context, context.num_readmitted)
+        self._texts[context.request_id] = _TokenPlaces(context, context.readmitted_len)
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:

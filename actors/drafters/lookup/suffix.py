@@ -117,7 +117,7 @@ class SuffixDrafter:
 
     def open(self, context: Context) -> None:
         own = SuffixAutomaton(self._num_revocable)
-        self._texts[context.request_id] = _RequestText(context, own, context.num_readmitted or context.prompt_len)
+        self._texts[context.request_id] = _RequestText(context, own, context.readmitted_len or context.prompt_len)
 
     def prefill(self, contexts: Sequence[Context]) -> None:
         for context in contexts:

@@ -33,7 +33,7 @@ MAX_ROWS_AHEAD = 192
 
 
 @dataclass(slots=True)
-class _Future:
+class _AheadState:
     """The draft tree of one request; its nodes' KV rows are pending after `num_suffix` rows of committed text."""
 
     context: Context
@@ -41,7 +41,7 @@ class _Future:
     num_suffix: int = 0
     num_rows: int = 0  # pending rows in all
     budget: int = 0  # draft tokens of the last order, 0 before the first; an estimate of the next
-    in_flight: bool = False  # a verdict is awaited and draft-ahead has something left to do
+    may_extend: bool = False  # a verdict is awaited and draft-ahead has something left to do
     num_shown: int = 0  # nodes of the tree in the last preview
 
 
@@ -61,14 +61,14 @@ class AheadDrafter(ModelDrafter):
         self._fan_out = config.fan_out
         self._proposes_tree = config.strategy is not Strategy.chain
         self._redraft_width = config.width if self._proposes_tree else 1
-        self._futures: dict[int, _Future] = {}
+        self._states: dict[int, _AheadState] = {}
         self._confidence = ConfidenceCalibration()
 
     def _restart(self, context: Context) -> None:
-        self._futures[context.request_id] = _Future(context, DraftTree(context.token_ids[-1]))
+        self._states[context.request_id] = _AheadState(context, DraftTree(context.token_ids[-1]))
 
     def prepared(self, context: Context) -> bool:
-        return bool(self._futures[context.request_id].tree.root.children)
+        return bool(self._states[context.request_id].tree.root.children)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         missed = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if not self.prepared(one)]
@@ -76,12 +76,12 @@ class AheadDrafter(ModelDrafter):
         for context, _ in able:
             self._prefill(context, leave=self._options.prefill_chunk)
         if able:
-            self._draft([self._futures[context.request_id] for context, _ in able], [budget for _, budget in able])
-        return [self._offer(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+            self._draft([self._states[context.request_id] for context, _ in able], [budget for _, budget in able])
+        return [self._take_proposal(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
-        future = self._futures[context.request_id]
-        tree, keep = future.tree, list(range(future.num_suffix))
+        state = self._states[context.request_id]
+        tree, keep = state.tree, list(range(state.num_suffix))
         offered = max((node.depth for node in tree.nodes if node.offered), default=0)
         self._calibrate_confidence(tree, commit.token_ids)
         found = tree.find(commit.token_ids)
@@ -96,21 +96,21 @@ class AheadDrafter(ModelDrafter):
             fresh, retain = DraftTree(commit.token_ids[-1]), []
         else:
             fresh, retain = tree.reroot(found)
-        if future.num_rows:
+        if state.num_rows:
             self.runner.commit(context.request_id, keep + rows, retain)
         due = self._calibration.is_due(context.request_id, rejected=len(commit.path) < offered)
         if due and self.runner.drop_fuzzy(context.request_id):
             fresh.clear_rows()
             retain = []
-        self._futures[context.request_id] = _Future(context, fresh, 0, len(retain))
+        self._states[context.request_id] = _AheadState(context, fresh, 0, len(retain))
 
     def previews(self) -> list[DraftPreview]:
         previews = []
-        for future in self._futures.values():
-            context, tree = future.context, future.tree
-            if not future.budget or len(tree.nodes) == future.num_shown:
+        for state in self._states.values():
+            context, tree = state.context, state.tree
+            if not state.budget or len(tree.nodes) == state.num_shown:
                 continue
-            future.num_shown = len(tree.nodes)
+            state.num_shown = len(tree.nodes)
             written, values = tree.written(self._fan_out if self._proposes_tree else 1)
             previews.append(
                 DraftPreview(
@@ -125,124 +125,124 @@ class AheadDrafter(ModelDrafter):
         return previews
 
     def prefetched(self, context: Context, budget: int, tree: TokenTree) -> None:
-        future = self._futures[context.request_id]
-        self._await_verdict(future, future.tree.places(tree), budget)
+        state = self._states[context.request_id]
+        self._await_verdict(state, state.tree.places(tree), budget)
 
     def release(self, request_id: int) -> None:
-        del self._futures[request_id]
+        del self._states[request_id]
         super().release(request_id)
 
     @property
     def wants_work(self) -> bool:
-        return any(future.in_flight for future in self._futures.values())
+        return any(state.may_extend for state in self._states.values())
 
     def width(self, width_chooser: WidthChooser, time_s: float) -> int:
-        busy = [future for future in self._futures.values() if future.in_flight]
-        outcomes = [future.tree.outcomes() for future in busy]
-        length = max(min(self._length, future.budget) for future in busy)
+        busy = [state for state in self._states.values() if state.may_extend]
+        outcomes = [state.tree.outcomes() for state in busy]
+        length = max(min(self._length, state.budget) for state in busy)
         return width_chooser.width(outcomes, length, time_s, self._width)
 
     def work(self, width: int = 0) -> Step:
         """One pass over all requests whose verdict is awaited; an exact one over committed text where rows were
         dropped."""
-        busy = [future for future in self._futures.values() if future.in_flight]
+        busy = [state for state in self._states.values() if state.may_extend]
         width = width or max(1, self._width // len(busy))
-        uncalibrated = [future for future in busy if self._lacks_rows(future)]
+        uncalibrated = [state for state in busy if self._lacks_rows(state)]
         if uncalibrated:
             return Step(self._feed_again(uncalibrated, width), refreshed=True)
         chosen = []
-        for future in busy:
-            nodes = self._choose(future.tree, width, min(self._length, future.budget))
-            last = len(future.context.token_ids) + max((future.tree.nodes[node].depth for node in nodes), default=0)
-            fits = future.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
+        for state in busy:
+            nodes = self._choose(state.tree, width, min(self._length, state.budget))
+            last = len(state.context.token_ids) + max((state.tree.nodes[node].depth for node in nodes), default=0)
+            fits = state.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
             if nodes and fits and self.runner.can_reserve(sum(len(n) for _, n in chosen) + len(nodes)):
-                chosen.append((future, nodes))
+                chosen.append((state, nodes))
             else:
-                future.in_flight = False
-        if chosen and sum(future.tree.worth(nodes) for future, nodes in chosen) >= AHEAD_WORTH:
+                state.may_extend = False
+        if chosen and sum(state.tree.worth(nodes) for state, nodes in chosen) >= AHEAD_WORTH:
             self._feed(chosen)
             return Step(sum(len(nodes) for _, nodes in chosen))
-        for future, _ in chosen:
-            future.in_flight = False
+        for state, _ in chosen:
+            state.may_extend = False
         return Step()
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def _draft(self, futures: list[_Future], budgets: list[int]) -> None:
+    def _draft(self, states: list[_AheadState], budgets: list[int]) -> None:
         """Draft for trees whose root was not expected, as far as it is worth the time for which the target waits."""
-        unfed: list[tuple[_Future, list[int]]] = [(future, []) for future in futures if not future.tree.root.expanded]
+        unfed: list[tuple[_AheadState, list[int]]] = [(state, []) for state in states if not state.tree.root.expanded]
         if unfed:
             self._feed(unfed, after_text=True)
         depths = [min(budget, self._growth.depth) for budget in budgets]
         while True:
             chosen = []
-            for future, depth in zip(futures, depths, strict=True):
-                if nodes := redraft(future.tree, self._redraft_width, depth):
-                    chosen.append((future, nodes))
+            for state, depth in zip(states, depths, strict=True):
+                if nodes := redraft(state.tree, self._redraft_width, depth):
+                    chosen.append((state, nodes))
             if not chosen:
                 return
             self._feed(chosen)
 
-    def _lacks_rows(self, future: _Future) -> bool:
+    def _lacks_rows(self, state: _AheadState) -> bool:
         """Whether calibration dropped rows of the text before the tree's root."""
-        uncached = self.runner.cached_len(future.context.request_id) < len(future.context.token_ids)
-        return uncached and not future.num_rows
+        uncached = self.runner.cached_len(state.context.request_id) < len(state.context.token_ids)
+        return uncached and not state.num_rows
 
-    def _feed_again(self, futures: list[_Future], width: int) -> int:
+    def _feed_again(self, states: list[_AheadState], width: int) -> int:
         """Calibrate: an exact pass over the tokens without rows and then over the trees' best nodes; returns its
         rows."""
         fed, num_rows = [], 0
-        for future in futures:
-            context, tree = future.context, future.tree
+        for state in states:
+            context, tree = state.context, state.tree
             self._prefill(context, leave=self._options.prefill_chunk)
             room = self.runner.config.max_positions - len(context.token_ids)
             nodes = [node for node in tree.nodes_to_refresh(width) if tree.nodes[node].depth <= room]
             needed = len(context.token_ids) - self.runner.cached_len(context.request_id) + len(nodes)
             if self.runner.can_reserve(num_rows + needed):
-                fed.append((future, nodes))
+                fed.append((state, nodes))
                 num_rows += needed
             else:
-                future.in_flight = False
+                state.may_extend = False
         if fed:
             self._feed(fed, after_text=True)
         return num_rows
 
-    def _feed(self, chosen: list[tuple[_Future, list[int]]], *, after_text: bool = False) -> None:
+    def _feed(self, chosen: list[tuple[_AheadState, list[int]]], *, after_text: bool = False) -> None:
         """One pass over nodes; with `after_text` an exact one, over the uncached text and then the nodes."""
         spans, token_ids = [], []
-        for future, nodes in chosen:
-            request_id, hypotheses = future.context.request_id, future.tree.nodes
+        for state, nodes in chosen:
+            request_id, hypotheses = state.context.request_id, state.tree.nodes
             text: list[int] = []
             if after_text:
-                text = future.context.token_ids[self.runner.cached_len(request_id) :]
-                future.num_suffix = future.num_rows = len(text)
+                text = state.context.token_ids[self.runner.cached_len(request_id) :]
+                state.num_suffix = state.num_rows = len(text)
             parents = list(range(-1, len(text) - 1))
             for node in nodes:
                 parent = hypotheses[node].parent
-                parents.append(hypotheses[parent].row if parent else future.num_suffix - 1)
-                hypotheses[node].row = future.num_rows
-                future.num_rows += 1
+                parents.append(hypotheses[parent].row if parent else state.num_suffix - 1)
+                hypotheses[node].row = state.num_rows
+                state.num_rows += 1
             num_logits = len(nodes) + after_text
             spans.append(Span(request_id, len(parents), parents if nodes else None, num_logits))
             token_ids += [*text, *(hypotheses[node].token for node in nodes)]
         logits = self.runner.forward(spans, token_ids, fuzzy=not after_text).logits
-        self._expand(logits, [(future, [0, *nodes]) for future, nodes in chosen] if after_text else chosen)
+        self._expand(logits, [(state, [0, *nodes]) for state, nodes in chosen] if after_text else chosen)
 
-    def _expand(self, logits: Tensor, fed: list[tuple[_Future, list[int]]]) -> None:
+    def _expand(self, logits: Tensor, fed: list[tuple[_AheadState, list[int]]]) -> None:
         """Children of every node that was fed; `logits` has one row per node, in order."""
         batch, params, positions = [], [], []
-        for future, nodes in fed:
-            context, hypotheses = future.context, future.tree.nodes
-            batch.append(self._node_rows(future, nodes))
+        for state, nodes in fed:
+            context, hypotheses = state.context, state.tree.nodes
+            batch.append(self._node_rows(state, nodes))
             params += [self._drawing_params(context.sampling)] * len(nodes)
             positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
         scores = process_batch(logits, batch, self._options.eos_token_ids)
         ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
         self._add(zip(*(values.tolist() for values in ranked), strict=True), fed)
 
-    def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_Future, list[int]]]) -> None:
+    def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_AheadState, list[int]]]) -> None:
         """The children of every node that was fed, (token ids, log-probabilities) best first."""
-        places = ((future.tree, node) for future, nodes in fed for node in nodes)
+        places = ((state.tree, node) for state, nodes in fed for node in nodes)
         for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
             tree.expand(node, token_ids, self._confidence.adjust(log_probs))
 
@@ -259,24 +259,24 @@ class AheadDrafter(ModelDrafter):
                 return
             node = tree.nodes[place]
 
-    def _node_rows(self, future: _Future, nodes: list[int]) -> LogitRows:
+    def _node_rows(self, state: _AheadState, nodes: list[int]) -> LogitRows:
         """The nodes' histories for the logit processors; without any processor the root stands for every node."""
-        context, hypotheses = future.context, future.tree.nodes
+        context, hypotheses = state.context, state.tree.nodes
         if is_plain(context.sampling):
             return logit_rows(context, TokenTree.root(hypotheses[0].token), [0] * len(nodes))
         tree = TokenTree(tuple(node.token for node in hypotheses), tuple(node.parent for node in hypotheses))
         return logit_rows(context, tree, nodes)
 
-    def _offer(self, context: Context, budget: int) -> Draft:
+    def _take_proposal(self, context: Context, budget: int) -> Draft:
         """The best proposal of the tree; its verdict is awaited from now on."""
-        future = self._futures[context.request_id]
-        tree = future.tree
+        state = self._states[context.request_id]
+        tree = state.tree
         nodes = tree.best_nodes(budget) if self._proposes_tree else tree.best_chain(budget)
-        self._await_verdict(future, nodes, budget)
+        self._await_verdict(state, nodes, budget)
         offered = tree.proposal(nodes)
         return Draft(offered) if self._coupled else Draft.chosen(offered)
 
-    def _await_verdict(self, future: _Future, nodes: Sequence[int], budget: int) -> None:
+    def _await_verdict(self, state: _AheadState, nodes: Sequence[int], budget: int) -> None:
         """These nodes go to the target: draft-ahead may begin."""
-        future.tree.offer(nodes)
-        future.in_flight, future.budget = future.tree.root.expanded, budget
+        state.tree.offer(nodes)
+        state.may_extend, state.budget = state.tree.root.expanded, budget

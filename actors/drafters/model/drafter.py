@@ -196,7 +196,7 @@ class ModelDrafter:
         distributions: list[dict[int, SparseDistribution]] = [{} for _ in contexts]
         frontier = [[0] for _ in contexts]
         for level in range(self._growth.depth):
-            offered = self._offer(contexts, trees, frontier, logits, level, distributions)
+            offered = self._draw_candidates(contexts, trees, frontier, logits, level, distributions)
             frontier = self._growth.extend_all(trees, offered, budgets)
             if level + 1 == self._growth.depth:
                 break
@@ -229,7 +229,7 @@ class ModelDrafter:
             token_ids += [tree.token_ids[node] for node in nodes]
         return self.runner.forward(spans, token_ids, fuzzy=True).logits
 
-    def _offer(
+    def _draw_candidates(
         self,
         contexts: list[Context],
         trees: list[GrowingTree],

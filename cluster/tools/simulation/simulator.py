@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
-from actors.coordinator.stats import Span
+from actors.coordinator.stats import TimelineSpan
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import SchedulerConfig
 from actors.policy.policy import PIPELINES, Policy, make_policy
@@ -100,7 +100,7 @@ class SimulationResult:
     tokens: dict[int, tuple[int, ...]]
     """Per request, prompt not included."""
     counters: dict[str, Any]
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
 
     @property
     def binding(self) -> str:

@@ -98,16 +98,16 @@ def test_only_a_proposal_for_this_very_prefix_is_accepted():
     sequence = start()
     commit(sequence, [], 20)
     fresh = propose(sequence, [10, 11])
-    assert sequence.accepts(fresh)
+    assert sequence.is_current(fresh)
     stale = {
         "epoch": replace(fresh, epoch=1),
         "prefix_len": replace(fresh, prefix_len=3),
         "prefix_hash": replace(fresh, prefix_hash=extend_hash(HASH_SEED, [5, 6, 7, 21])),
         "root": replace(fresh, tree=TokenTree.chain(21, [10, 11])),
     }
-    assert not [name for name, proposal in stale.items() if sequence.accepts(proposal)]
+    assert not [name for name, proposal in stale.items() if sequence.is_current(proposal)]
     commit(sequence, [1], 30, fresh)
-    assert not sequence.accepts(fresh), "the text went on"
+    assert not sequence.is_current(fresh), "the text went on"
 
 
 def test_preemption_forgets_rows_keeps_text_and_makes_records_stale():
@@ -116,8 +116,8 @@ def test_preemption_forgets_rows_keeps_text_and_makes_records_stale():
     proposal = propose(sequence, [10])
     sequence.preempt()
     assert sequence.token_ids == [5, 6, 7, 20] and sequence.cached_len == 0 and sequence.uncached_len == 4
-    assert not sequence.accepts(proposal) and sequence.stats().num_preemptions == 1
-    assert sequence.accepts(propose(sequence, [10]))
+    assert not sequence.is_current(proposal) and sequence.stats().num_preemptions == 1
+    assert sequence.is_current(propose(sequence, [10]))
 
 
 @pytest.mark.parametrize("wrong", [dict(epoch=1), dict(prefix_len=2)])

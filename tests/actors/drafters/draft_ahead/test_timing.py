@@ -66,6 +66,6 @@ def test_previews_leave_before_the_last_step_and_earlier_where_that_was_too_late
         return next(at for at in range(40) if timing.is_preview_due(at + 0.5))
 
     assert first_preview(1, lambda: None) == 19
-    assert first_preview(5, timing.preview_missed) == 14
-    assert first_preview(100, timing.preview_missed) == 0, "not before an answer"
+    assert first_preview(5, timing.preview_was_late) == 14
+    assert first_preview(100, timing.preview_was_late) == 0, "not before an answer"
     assert first_preview(200, timing.preview_used) == 19
