@@ -62,11 +62,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start daemons run in one worker; so does each file of `tests/cluster`, whose fixtures are costly."""
     for item in items:
-        if any(item.get_closest_marker(marker) for marker in ONE_AT_A_TIME):
+        if _starts_daemons(item):
             item.add_marker(pytest.mark.xdist_group("machine"))
+        elif "/tests/cluster/" in item.path.as_posix() and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     # The longest chain of tests starts first, so that the run does not end with one busy worker.
-    items.sort(key=lambda item: not any(item.get_closest_marker(marker) for marker in ONE_AT_A_TIME))
+    items.sort(key=lambda item: not _starts_daemons(item))
+
+
+def _starts_daemons(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(marker) for marker in ONE_AT_A_TIME)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -145,7 +145,7 @@ class ScriptedDrafter(ModelDrafter):
     def _keeps_tokens_on_device(self, able: Any) -> bool:  # noqa: ARG002  there is no device
         return False
 
-    def _offer(  # the signature of ModelDrafter
+    def _draw_candidates(  # the signature of ModelDrafter
         self,
         contexts: Any,  # noqa: ARG002
         trees: Any,  # noqa: ARG002

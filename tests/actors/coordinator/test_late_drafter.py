@@ -111,7 +111,7 @@ def test_running_requests_do_not_wait_while_the_drafter_reads_a_prompt(pipeline)
 
 def test_long_texts_are_read_in_pieces_between_drafts():
     world = silent("sync", Weighing("sync", 4))
-    world.coordinator._drafter._read_chunk = 5
+    world.coordinator._drafter_session._read_chunk = 5
     world.deliver(Request(3, tuple(range(2, 11)) * 2, SamplingParams(max_tokens=10, ignore_eos=True)))
     world.settle()
     batches = [record for record in world.sent if isinstance(record, DraftBatch)]

@@ -25,7 +25,7 @@ class PositionCoins(HashRandomSource):
 
     def __init__(self, seed: int, step: int, depths: list[int]) -> None:
         super().__init__(seed, step)
-        self._by_position = [HashRandomSource(seed, step + depth) for depth in depths]
+        object.__setattr__(self, "_by_position", [HashRandomSource(seed, step + depth) for depth in depths])
 
     def accept(self, probability: float, node: int) -> bool:
         return self._by_position[node].accept(probability, 0)

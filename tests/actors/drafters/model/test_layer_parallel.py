@@ -159,7 +159,7 @@ def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch
     for _ in range(25):
         if drafter.wants_work:
             drafter.work()
-    tree = drafter._futures[1].tree
+    tree = drafter._states[1].tree
     num_offered = sum(node.offered for node in tree.nodes) - 1
     expected = [node for node in tree.best_chain(num_offered + 1) if tree.nodes[node].expanded]
     tokens = tuple(tree.nodes[node].token for node in expected)
@@ -175,9 +175,9 @@ def test_after_a_hit_draft_ahead_starts_with_the_calibration(models, monkeypatch
     assert drafter.work().refreshed, "the step reports that it refreshed rows"
     ((fuzzy, fed),) = passes
     known = context.token_ids[9:] + list(draft.tree.token_ids[1:])
-    future = drafter._futures[1]
-    rows = sorted(node.row for node in future.tree.nodes if node.row >= 0)
-    assert rows == list(range(future.num_suffix, future.num_rows)), "a node names a row that is gone"
+    state = drafter._states[1]
+    rows = sorted(node.row for node in state.tree.nodes if node.row >= 0)
+    assert rows == list(range(state.num_suffix, state.num_rows)), "a node names a row that is gone"
     assert not fuzzy and fed[: len(context.token_ids) - 9] == context.token_ids[9:] and set(known) <= set(fed)
     drafter.observe(context, Commit(1, 0, len(context.token_ids), (1,), (draft.tree.token_ids[1], 5)))
     context.token_ids += [draft.tree.token_ids[1], 5]
