@@ -47,14 +47,16 @@ NEEDED_PROGRAMS = {"multinode": ("ip", "unshare", "nsenter"), "slurm": ("slurmct
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Use a worker per core and one more.
 
-    Not where the command line chooses (`-n`), selects files or names, or starts the debugger.
+    Not where the command line chooses (`-n`), selects files or names, starts the debugger or measures coverage, which
+    has to know of workers earlier: `--cov` takes `-n 3 --dist loadgroup`.
     A few tests end sooner without workers, each of which imports the libraries and collects again. This is done here
     and not in `addopts`, where `-n` would be an unknown option under `-p no:xdist`.
     """
     if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
         return
     option = config.option
-    if option.numprocesses is None and option.dist == "no" and not option.usepdb:
+    has_coverage = bool(getattr(option, "cov_source", None))
+    if option.numprocesses is None and option.dist == "no" and not option.usepdb and not has_coverage:
         num_cores = len(os.sched_getaffinity(0))
         is_selection = bool(option.keyword) or all(".py" in argument for argument in config.args)
         # One more: the worker that starts daemons mostly waits for them.
