@@ -36,9 +36,6 @@ MAX_WORKERS = 8
 ONE_AT_A_TIME = ("ray", "multinode", "slurm")
 """Markers of tests that start daemons or change the machine's network; one worker runs all of them, in turn."""
 
-BACKGROUND_NICE = 10
-"""Niceness of workers that start no daemons: tests of daemons are the longest chain and run first, mostly waiting."""
-
 NEEDED_PROGRAMS = {"multinode": ("ip", "unshare", "nsenter"), "slurm": ("slurmctld", "slurmd", "sbatch", "munged")}
 """Marker -> programs without which its tests cannot run; they need root besides."""
 
@@ -85,8 +82,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = _missing(item)
     if reason:
         pytest.skip(reason)
-    if "PYTEST_XDIST_WORKER" in os.environ and not _starts_daemons(item):
-        os.nice(max(0, BACKGROUND_NICE - os.nice(0)))
     torch = sys.modules.get("torch")
     if torch is not None:  # an engine in this process may have set more; beside other workers their barriers spin
         torch.set_num_threads(1)
