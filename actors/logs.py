@@ -85,7 +85,8 @@ def close_logs() -> None:
     root = logging.getLogger(ROOT)
     for handler in list(root.handlers):
         root.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            handler.close()
 
 
 def dump_stacks_on_signal(file: IO[str] | None = None) -> None:

@@ -26,7 +26,8 @@ class Range:
     """Numbers from `low` to `high`, both included, or strictly between `above` and `below`; NaN is in no range.
 
     On a list it bounds every item. `zero` names what 0 stands for; 0 is then accepted even below `low`. `cap` is the
-    technical limit where no `high` is given. `remedy` ends the error line with what to write instead.
+    technical limit where no `high` is given. `remedy` ends the error line with what to write instead. `filled`: a list
+    must hold something.
     """
 
     low: float | None = None
@@ -36,11 +37,12 @@ class Range:
     zero: str = ""
     cap: float = LARGEST
     remedy: str = ""
+    filled: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Whether the number, or every number of the list, is in the range; None is left to the type of the field."""
         if isinstance(value, list | tuple):
-            return all(map(self.accepts, value))
+            return all(map(self.accepts, value)) and (bool(value) or not self.filled)
         if value is None or (value == 0 and self.zero):
             return True
         lowest = -LARGEST if self.low is None else self.low
@@ -68,6 +70,8 @@ class Range:
     def error(self, value: Any) -> str:
         """What is wrong with a value that is not accepted."""
         is_list = isinstance(value, list | tuple)
+        if is_list and not value:
+            return "must name at least one"
         too_large = self.high is None and any(item > self.cap for item in (value if is_list else [value]))
         words = f"at most {self.cap}" if too_large else f"{self.words}{self.remedy and f'; {self.remedy}'}"
         return f"must all be {words}" if is_list else f"must be {words}"
@@ -75,19 +79,22 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of these words; on a list, every item."""
+    """One of these words; on a list, every item, of which there is at least one if it must be `filled`."""
 
     words: tuple[str, ...]
+    filled: bool = False
 
     def accepts(self, value: Any) -> bool:
-        return all(item in self.words for item in value) if isinstance(value, list | tuple) else value in self.words
+        if isinstance(value, list | tuple):
+            return all(item in self.words for item in value) and (bool(value) or not self.filled)
+        return value in self.words
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.words)}"
 
     def error(self, value: Any) -> str:
         if isinstance(value, list | tuple):
-            return f"must all be among {', '.join(self.words)}"
+            return f"must {'all be among' if value else 'name some of'} {', '.join(self.words)}"
         return f"is unknown; choose {self}"
 
 
@@ -103,6 +110,18 @@ class Section:
 
     def check_fields(self, where: str) -> None:
         """The part of `check` that the range of a single field does not express."""
+
+
+class Choice(Section):
+    """Base of the records that a group of the command line chooses among by their `name`."""
+
+    __slots__ = ()
+    name: str
+
+    def check(self, where: str) -> None:
+        right = type(self)().name
+        require(self.name == right, f"{where}.name", self.name, f"is set by {where}={right}; write {where}={self.name}")
+        super().check(where)
 
 
 def bound_of(record: type, name: str) -> Range | OneOf | None:

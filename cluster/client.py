@@ -1,6 +1,6 @@
 """A client of a running engine: turns prompts into tokens over one connection to its coordinator.
 
-    with connect("tcp://10.0.0.1:6400") as client:        # `Engine.address`, in any thread or process that reaches it
+    with connect("tcp://10.0.0.1:6400", "run/secret") as client:   # `Engine.address` and `Engine.secret`, from anywhere
         for completion in client.generate(["def median(values):"]):
             print(completion.text)
 
@@ -12,6 +12,7 @@ It knows neither models nor processes.
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -24,7 +25,7 @@ from tokenizers import Tokenizer
 from actors.coordinator.clients import CLIENT, OUT
 from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
 from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
-from actors.transport.channel import Link
+from actors.transport.channel import SECRET_BYTES, Link
 from cluster.completion import Completion, EngineError
 from cluster.io.text import load_tokenizer
 
@@ -33,6 +34,9 @@ _POLL_S = 0.2
 _RESUME_S = 5.0
 """A request without tokens for so long is sent again: it may be queued, or the record may be lost."""
 _REPORT_S = 30.0
+_GREET_S = 1.0
+"""After so long without a record, which is four heartbeats, the client greets the hub again."""
+_SECRET = "SPECDEC_SECRET"
 
 
 class RemoteTrace(Exception):
@@ -42,11 +46,12 @@ class RemoteTrace(Exception):
 class Connection:
     """Two links to the coordinator's hub, so that threads which send do not wait for the one that receives."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, secret: bytes) -> None:
         self.address = address
         self._name = name
+        self._secret = secret
         self._greet()
-        self._sender: Link | None = Link(address, name + OUT)
+        self._sender: Link | None = Link(address, name + OUT, secret)
         self._lock = threading.Lock()
 
     def send(self, record: Any) -> None:
@@ -56,15 +61,21 @@ class Connection:
                 self._sender.send(record)
 
     def receive(self, timeout_s: float) -> Any | None:
-        """The next record, or None after `timeout_s`. Call it in a loop of one thread: it also sends what is queued."""
+        """The next record, or None after `timeout_s`. Call it in a loop of one thread: it also greets a new hub."""
         if self._receiver_address != self.address:
             self._receiver.close()
             self._greet()
-        record = self._receiver.receive(timeout_s)
-        with self._lock:
-            if self._sender is not None and self._sender.is_waiting:
-                self._sender.receive(timeout_s=0)
+        record, now = self._receiver.receive(timeout_s), time.monotonic()
+        if record is not None:
+            self._heard_at = now
+        elif now - self._heard_at > _GREET_S:
+            self._heard_at = now
+            self._receiver.send(Hello())
         return record
+
+    def is_refused(self) -> bool:
+        """Whether the engine has another secret; asked where it has not answered."""
+        return self._receiver.is_refused(_POLL_S)
 
     def move(self, address: str) -> None:
         """From any thread: the hub is at this address now; the next `receive` follows."""
@@ -72,7 +83,7 @@ class Connection:
             self.address = address
             if self._sender is not None:
                 self._sender.close()
-                self._sender = Link(address, self._name + OUT)
+                self._sender = Link(address, self._name + OUT, self._secret)
 
     def close(self) -> None:
         """Once no thread is in `receive`."""
@@ -83,8 +94,8 @@ class Connection:
                 self._sender = None
 
     def _greet(self) -> None:
-        self._receiver_address = self.address
-        self._receiver = Link(self._receiver_address, self._name)
+        self._receiver_address, self._heard_at = self.address, time.monotonic()
+        self._receiver = Link(self._receiver_address, self._name, self._secret)
         self._receiver.send(Hello())
 
 
@@ -266,7 +277,7 @@ class Client:
                     self._changed.notify_all()
             case Ready():
                 with self._changed:
-                    self.ready[identity_of(record.role, record.rank)] = record
+                    self.ready[record.identity] = record
                     self._changed.notify_all()
             case Alive():
                 self._on_heartbeat(record)
@@ -293,16 +304,23 @@ class Client:
 
 
 def connect(
-    address: str, *, sampling: SamplingParams | None = None, checkpoint: Path | None = None, timeout_s: float = 30.0
+    address: str,
+    secret: str | Path | None = None,
+    *,
+    sampling: SamplingParams | None = None,
+    checkpoint: Path | None = None,
+    timeout_s: float = 30.0,
 ) -> Client:
     """A client of the engine whose coordinator listens at `address` (`Engine.address`), ready to `submit`.
 
+    `secret` is `Engine.secret` or the path of the file that holds it, by default what SPECDEC_SECRET says. Raises
+    ValueError if there is none.
     The tokenizer is read from the target's checkpoint: `checkpoint`, or the path where the target itself found it.
     `sampling` replaces the defaults of `SamplingParams` for requests without their own. Raises EngineError if no engine
     answers within `timeout_s`; the client fails in the same way after so long without a heartbeat.
     """
     number = secrets.randbits(38) + 1
-    connection = Connection(address, f"{CLIENT}:{number:x}")
+    connection = Connection(address, f"{CLIENT}:{number:x}", _read_secret(secret))
     try:
         ready = _first_ready(connection, timeout_s)
         tokenizer = load_tokenizer(checkpoint or Path(str(ready.facts["checkpoint"])))
@@ -320,7 +338,18 @@ def _first_ready(connection: Connection, timeout_s: float) -> Ready:
     """What the lead of the target measured at its start."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        record = connection.receive(left_s)
+        record = connection.receive(min(left_s, _POLL_S))
         if isinstance(record, Ready) and identity_of(record.role, record.rank) == _LEAD:
             return record
+        if record is None and connection.is_refused():
+            raise EngineError(f"{connection.address}: the engine there has another secret; see {_SECRET}")
     raise EngineError(f"{connection.address}: no engine answered within {timeout_s:.0f} s")
+
+
+def _read_secret(given: str | Path | None) -> bytes:
+    text = str(given or os.environ.get(_SECRET, ""))
+    try:
+        return bytes.fromhex(text if len(text) == 2 * SECRET_BYTES else Path(text).read_text())
+    except (OSError, ValueError) as error:
+        remedy = "give the file that the engine wrote, or its content"
+        raise ValueError(f"{_SECRET}: no secret of an engine there ({type(error).__name__}); {remedy}") from error

@@ -53,7 +53,7 @@ class Completion:
         self.is_aborted = False
         self._request = request
         self._tokens: list[Token] = []
-        self._stream = TextStream(tokenizer, sampling.stop)
+        self._stream = TextStream(tokenizer, request.prompt, sampling.stop)
         self._error: str | None = None
         self._abort = abort
         self._changed = threading.Condition()

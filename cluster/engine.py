@@ -6,7 +6,7 @@
         async for token in engine.submit("class Stack:"):   # inside a coroutine
             print(token.text, end="")
 
-    with connect(engine.address) as client:                  # in another thread or process, while the engine runs
+    with connect(engine.address, engine.secret) as client:   # in another thread or process, while the engine runs
         client.generate(["class Stack:"])
 
 It owns the backend and the supervisor; `cluster/client.py` has the requests. It knows neither models nor rounds.
@@ -14,6 +14,7 @@ It owns the backend and the supervisor; `cluster/client.py` has the requests. It
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,16 +23,19 @@ from typing import Any
 
 from actors.coordinator.clients import CLIENT
 from actors.protocol.membership import Stop
+from actors.protocol.messages import Request
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError
 from cluster.config.compose import load_config
 from cluster.config.schema import LaunchConfig
-from cluster.io.text import check_same_vocabulary, load_tokenizer, read_eos_token_ids
+from cluster.io.checkpoints import check_checkpoints
+from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import coordinator_spec, make_backend
 from cluster.runtime.supervisor import Supervisor
+from parallel.model.families.registry import read_config
 
 __all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "connect"]
 
@@ -44,7 +48,8 @@ class Engine(Client):
     """Starts on construction and is ready when the constructor returns; `close` (or `with`) ends it.
 
     Its roles log to `log_dir`, where one is given and their hosts can write it. `submit`, `generate` and `report` are
-    those of `Client`; `address` is what other clients `connect` to.
+    those of `Client`; other clients `connect` to `address` with `secret`, which is in a file `secret` of `log_dir` too,
+    readable by its owner alone.
     """
 
     def __init__(
@@ -59,24 +64,28 @@ class Engine(Client):
         self.startup.mark("imports")
         checkpoint = Path(config.target.path)
         tokenizer = load_tokenizer(checkpoint)
-        for path in config.drafter.models():
-            check_same_vocabulary(checkpoint, Path(path))
+        check_checkpoints(checkpoint, list(map(Path, config.drafter.models())))
         eos_token_ids = read_eos_token_ids(checkpoint)
         sampling = config.sampling_params(tokenizer)
+        Request(0, (0,), sampling).check(read_config(checkpoint).vocab_size)
         self._end_timer: threading.Timer | None = None
+        self._secret_file: Path | None = None
         self._backend = make_backend(config, log_dir, progress)
         try:
             progress("reaching the cluster")
             places = self._backend.place()
             self.startup.mark("cluster")
-            progress(describe_layout(places, footprints(config, places)))
+            progress(describe_layout(config, places, footprints(config, places)))
             progress("starting " + ", ".join(place.identity for place in places))
             address = self._backend.start(coordinator_spec(config, places, eos_token_ids), places)
         except BaseException:
             self._backend.close()
             raise
         self.startup.mark("processes")
-        connection = Connection(address, CLIENT)
+        if log_dir is not None:
+            self._secret_file = _write_secret(log_dir, self.secret)
+            progress(f"listening at {address}, secret in {self._secret_file}")
+        connection = Connection(address, CLIENT, self._backend.secret)
         self.supervisor = Supervisor(
             self._backend, config.cluster, on_lost=connection.send, on_moved=connection.move, on_final=self._fail
         )
@@ -89,6 +98,11 @@ class Engine(Client):
             raise
         self.startup.mark("loading")
         self.supervisor.begin_replacing({identity: ready.facts for identity, ready in self.ready.items()})
+
+    @property
+    def secret(self) -> str:
+        """What other clients need to `connect`; it gives the use of this engine."""
+        return self._backend.secret.hex()
 
     @property
     def places(self) -> list[RankPlacement]:
@@ -126,6 +140,8 @@ class Engine(Client):
         self._stop_reader()
         self._backend.close(graceful=has_stopped)
         self._connection.close()
+        if self._secret_file is not None:
+            self._secret_file.unlink(missing_ok=True)
         self._fail(_CLOSED)
 
     def _await_ranks(self, places: list[RankPlacement], progress: Callable[[str], None]) -> None:
@@ -135,8 +151,8 @@ class Engine(Client):
             while len(self.ready) < len(places) and self._error is None:
                 if time.monotonic() > deadline:
                     missing = ", ".join(place.identity for place in places if place.identity not in self.ready)
-                    remedy = "raise it or look at the actors' logs"
-                    raise EngineError(f"cluster.startup_timeout_s: {missing} not ready after {timeout_s} s; {remedy}")
+                    remedy = "see logs/ of the run's directory for the reason, or raise the limit"
+                    raise EngineError(f"cluster.startup_timeout_s={timeout_s}: {missing} not ready by then; {remedy}")
                 self._changed.wait(timeout=_POLL_S)
                 progress(f"loading ({len(self.ready)} of {len(places)} ranks)")
             self._check_alive()
@@ -144,3 +160,12 @@ class Engine(Client):
     def _on_record(self, record: Any) -> None:
         self.supervisor.observe(record)
         super()._on_record(record)
+
+
+def _write_secret(directory: Path, secret: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "secret"
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writer:
+        writer.write(secret)
+    return file

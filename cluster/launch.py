@@ -8,6 +8,7 @@ without Hydra. It must not know what a job does, and imports nothing heavy befor
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     dump_stacks_on_signal()
+    logging.raiseExceptions = False  # a full disk is one line of what has to be written, not a trace for each log line
     try:
         keys = _keys_to_explain(sys.argv[1:])
         if keys:
@@ -91,10 +93,14 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
         if shows_tracebacks:
             raise
         trace = run_dir / "traceback.txt"
-        trace.write_text(traceback.format_exc())
+        try:
+            trace.write_text(traceback.format_exc())
+            place = f"the traceback is in {trace}"
+        except OSError as obstacle:
+            place = f"{trace} cannot be written ({obstacle.strerror})"
         if isinstance(error, ValueError | RuntimeError):
             return _fail(f"error: {describe(error)}", USER_ERROR if isinstance(error, ValueError) else FAILURE)
-        return _fail(f"error: {type(error).__name__}: {describe(error)}; the traceback is in {trace}", FAILURE)
+        return _fail(f"error: {type(error).__name__}: {describe(error)}; {place}", FAILURE)
     return SUCCESS
 
 

@@ -34,14 +34,15 @@ def serve_prompts(
     live: dict[int, Completion] = {}
 
     def complete(index: int, prompt: Prompt) -> Served:
+        error = None
         try:
             live[index] = engine.submit(prompt.content, sampling, speculate=speculate)
             if run.interrupted:  # submitted after the loop below aborted the others
                 live[index].abort()
             live[index].result()
-        except EngineError as error:
-            return _served(index, prompt, live.pop(index, None), str(error))
-        return _served(index, prompt, live.pop(index))
+        except EngineError as failure:
+            error = str(failure)
+        return _served(index, prompt, live.pop(index, None), error)
 
     engine.report(reset=True, phase=phase)
     started = time.monotonic()
@@ -86,7 +87,7 @@ def _count(engine: Engine, run: Run) -> None:
     run.counters, run.spans = dict(report.counters), report.spans
 
 
-def _served(index: int, prompt: Prompt, completion: Completion | None, error: str | None = None) -> Served:
+def _served(index: int, prompt: Prompt, completion: Completion | None, error: str | None) -> Served:
     if completion is None:
         return Served(index, prompt, error=error)
     submitted, first, finished = completion.submitted_at, completion.first_token_at, completion.finished_at

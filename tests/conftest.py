@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,11 @@ END_OF_TEXT = "<|endoftext|>"
 MAX_WORKERS = 8
 """A worker needs about 1 GB of memory and 10 s to import its libraries."""
 
-ONE_AT_A_TIME = ("ray", "multinode", "slurm")
-"""Markers of tests that start daemons or change the machine's network; one worker runs all of them, in turn."""
+ONE_AT_A_TIME = re.compile(r"\bpytest\.mark\.(ray|multinode|slurm)\b")
+"""Markers of tests that start daemons or change the machine's network; one worker runs their files, in turn."""
+
+BACKGROUND_NICE = 10
+"""Niceness of the other workers: the files with daemons are the longest chain, run first, and mostly wait."""
 
 NEEDED_PROGRAMS = {"multinode": ("ip", "unshare", "nsenter"), "slurm": ("slurmctld", "slurmd", "sbatch", "munged")}
 """Marker -> programs without which its tests cannot run; they need root besides."""
@@ -45,13 +50,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Use a worker per core and one more.
 
     Not where the command line chooses (`-n`), selects files or names, starts the debugger or measures coverage, which
-    has to know of workers earlier: `--cov` takes `-n 3 --dist loadgroup`.
+    has to know of workers earlier: `--cov` takes `-n 3 --dist loadfile`.
     A few tests end sooner without workers, each of which imports the libraries and collects again. This is done here
     and not in `addopts`, where `-n` would be an unknown option under `-p no:xdist`.
     """
     if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
         return
     option = config.option
+    option.loadscopereorder = False  # the files with daemons stay first
     has_coverage = bool(getattr(option, "cov_source", None))
     if option.numprocesses is None and option.dist == "no" and not option.usepdb and not has_coverage:
         num_cores = len(os.sched_getaffinity(0))
@@ -59,29 +65,40 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         # One more: the worker that starts daemons mostly waits for them.
         option.numprocesses = 0 if is_selection else min(num_cores + 1, MAX_WORKERS)
     if option.numprocesses and option.dist == "no":
-        option.dist = "loadgroup"
+        option.dist = "loadfile"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file of tests runs in one worker, so that its fixtures are made once; all files with daemons run in one."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneAtATime(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "machine" if _has_daemons(config.rootpath / file) else file
+
+    return OneAtATime(config, log)
+
+
+@cache
+def _has_daemons(file: Path) -> bool:
+    return ONE_AT_A_TIME.search(file.read_text()) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start daemons run in one worker; so does each file of `tests/cluster`, whose fixtures are costly."""
-    for item in items:
-        if _starts_daemons(item):
-            item.add_marker(pytest.mark.xdist_group("machine"))
-        elif "/tests/cluster/" in item.path.as_posix() and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    # The longest chain of tests starts first, so that the run does not end with one busy worker.
-    items.sort(key=lambda item: not _starts_daemons(item))
-
-
-def _starts_daemons(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(marker) for marker in ONE_AT_A_TIME)
+    """The longest chain of tests starts first, so that the run does not end with one busy worker."""
+    items.sort(key=lambda item: not _has_daemons(item.path))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = _missing(item)
     if reason:
         pytest.skip(reason)
+    if "PYTEST_XDIST_WORKER" in os.environ and not _has_daemons(item.path):
+        os.nice(max(0, BACKGROUND_NICE - os.nice(0)))
     torch = sys.modules.get("torch")
     if torch is not None:  # an engine in this process may have set more; beside other workers their barriers spin
         torch.set_num_threads(1)

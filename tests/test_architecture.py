@@ -227,3 +227,24 @@ def test_words_are_the_fields():
         f"{relative(path)}:{line}: {word}" for path in SOURCES for line, word in words_of(path) if word in PRIVATE_WORDS
     ]
     assert not wrong
+
+
+EXAMPLE_FILES = {"echo.py", "test_echo.py", "test_MODULE.py"}
+"""Named in recipes, without being there."""
+
+
+def test_files_that_are_named_exist():
+    """Paths from the root, links of a page, and names of modules, in code and documentation alike."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    modules = {path.name for path in (*SOURCES, *TESTS)}
+    from_root = re.compile(r"\b(?:actors|cluster|conf|docs|parallel|tests)/[\w/]*\w\.(?:py|md|yaml|json|png)\b")
+    wrong = []
+    for path in (*SOURCES, *TESTS, *pages):
+        text = path.read_text()
+        places = [ROOT / name for name in from_root.findall(text)]
+        if path in pages:
+            places += [path.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)]
+        missing = [place.name for place in places if not place.exists()]
+        missing += [name for name in re.findall(r"`(\w+\.py)`", text) if name not in modules]
+        wrong += [f"{relative(path)}: {name}" for name in missing if name not in EXAMPLE_FILES]
+    assert not wrong

@@ -32,6 +32,14 @@ class Clients:
         names = self._hub.identities()
         return [name for name in names if name.partition(":")[0] == CLIENT and not name.endswith(OUT)]
 
+    def owner(self, request_id: int) -> str | None:
+        """The client of a request in flight."""
+        return self._client_of.get(request_id)
+
+    def num_requests(self, client: str) -> int:
+        """Requests of this client in flight."""
+        return sum([owner == client for owner in self._client_of.values()])
+
     def record_origin(self, link: str, record: Request | ReportOrder) -> None:
         """Send answers to this record to the client of this link from now on."""
         client = link.removesuffix(OUT)

@@ -154,12 +154,17 @@ class Sequence:
             and proposal.tree.token_ids[0] == self.token_ids[-1]
         )
 
+    def is_prefix_of(self, verdict: Verdict) -> bool:
+        """Whether the verdict assumes exactly the present prefix."""
+        return (verdict.epoch, verdict.prefix_len) == (self.epoch, self.prefix_len)
+
     def commit(self, verdict: Verdict, proposal: Proposal | None, eos_token_ids: frozenset[int]) -> Commit:
         """Append the verdict's tokens, cut at end-of-sequence, stop tokens and `max_tokens`.
 
         Returns the record to send to the roles; sets `finish_reason` if the request ends here.
         """
-        assert (verdict.epoch, verdict.prefix_len, self.finish_reason) == (self.epoch, self.prefix_len, None)
+        assert self.is_prefix_of(verdict)
+        assert self.finish_reason is None
         path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
         emitted = self._cut([*path_tokens, verdict.next_token], eos_token_ids)
         if proposal is not None and proposal.tree.num_draft_tokens:

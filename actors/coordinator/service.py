@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from actors.coordinator.clients import CLIENT, Clients
+from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.event_log import EventLog
 from actors.coordinator.membership import RoleMembership
+from actors.coordinator.record_checks import RecordChecks
 from actors.coordinator.round_timeout import RoundTimeout
 from actors.coordinator.scheduler import Capacity, Load, Scheduler
 from actors.coordinator.state_machine import Answer, Coordinator
@@ -30,6 +31,7 @@ from actors.protocol.messages import (
     ProposalBatch,
     ReportOrder,
     Request,
+    Tokens,
     VerdictBatch,
     VerifyBatch,
 )
@@ -92,6 +94,7 @@ class CoordinatorService:
         self._spec = spec
         self._hub = hub
         self._clients = Clients(hub)
+        self._checks = RecordChecks(spec.sizes, spec.num_draft_tokens, self._clients)
         self._watches = watches
         self._event_log = EventLog()
         self._store = store
@@ -122,10 +125,10 @@ class CoordinatorService:
             if received is None:
                 if self._coordinator is not None:
                     self._send(self._coordinator.stop_waiting(time.monotonic()))
-            elif isinstance(received[1], Stop):
-                self._event_log.received(received[1])
-                return received[1]
-            else:
+            elif self._accepts(*received):
+                if isinstance(received[1], Stop):
+                    self._event_log.received(received[1])
+                    return received[1]
                 self._dispatch(*received)
             now = time.monotonic()
             if now - self._heartbeat_sent_at >= HEARTBEAT_S:
@@ -166,6 +169,17 @@ class CoordinatorService:
             self._follow(membership)
 
     # --- records ------------------------------------------------------------------------------------------------------
+
+    def _accepts(self, link: str, record: object) -> bool:
+        """Whether to act on this record. One that is not valid is dropped; a client learns why its request is not."""
+        try:
+            self._checks.check(link, record)
+        except ValueError as error:
+            self._hub.refuse(link, error)
+            if isinstance(record, Request):
+                self._hub.send([link.removesuffix(OUT)], Tokens(record.request_id, 0, (), "error", None, str(error)))
+            return False
+        return True
 
     def _dispatch(self, link: str, record: object) -> None:
         match record:
@@ -310,7 +324,8 @@ class CoordinatorService:
         if self._coordinator is not None or not self._has_client or not all(self._is_complete[role] for role in needed):
             return
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
-        self._coordinator = Coordinator(
+        self._checks.vocab_size = int(facts["vocab_size"])
+        self._coordinator = self._checks.coordinator = Coordinator(
             Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
             make_policy(spec.pipeline, spec.min_draft_tokens, spec.num_draft_tokens, adaptive=spec.adaptive),
             spec.eos_token_ids,

@@ -32,6 +32,7 @@ from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
+    NO_TOKEN,
     Abort,
     DraftBatch,
     DraftPreviewBatch,
@@ -82,6 +83,17 @@ class Coordinator:
     @property
     def num_requests(self) -> int:
         return len(self._sequences)
+
+    def expects(self, batch: VerdictBatch) -> bool:
+        """Whether its verdicts are on what the target was given; stale ones are, because they change nothing."""
+        if self._round.verifying is None or batch.round != self._verify_round:
+            return True
+        for verdict in batch.verdicts:
+            sequence, proposal = self._sequences.get(verdict.request_id), self._round.verifying.get(verdict.request_id)
+            is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
+            if sequence is not None and not (sequence.is_prefix_of(verdict) and is_path):
+                return False
+        return len({verdict.request_id for verdict in batch.verdicts}) == len(batch.verdicts)
 
     def load(self) -> Load:
         return self._scheduler.load()
@@ -191,6 +203,11 @@ class Coordinator:
         round_, sequence = self._round, self._sequences[verdict.request_id]
         assert round_.verifying is not None
         proposal, position = round_.verifying[verdict.request_id], sequence.num_generated
+        if verdict.next_token == NO_TOKEN:
+            error = (
+                f"target: its logits after {sequence.prefix_len} tokens are NaN; use another target.dtype or checkpoint"
+            )
+            return self._end_early(sequence, "error", now, error)
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
         round_.commit(commit, sequence.draft.num_ordered, proposal)
         self.stats.add_commit(proposal, commit)
@@ -295,9 +312,12 @@ class Coordinator:
         sequence = self._sequences.get(record.request_id)
         if sequence is None:
             return []
-        sequence.finish_reason = "abort"
+        return [self._end_early(sequence, "abort", now)]
+
+    def _end_early(self, sequence: Sequence, reason: str, now: float, error: str | None = None) -> Tokens:
+        sequence.finish_reason = reason
         self._end(sequence, now)
-        return [Tokens(sequence.request_id, sequence.num_generated, (), "abort", sequence.stats())]
+        return Tokens(sequence.request_id, sequence.num_generated, (), reason, sequence.stats(), error)
 
     def _end(self, sequence: Sequence, now: float) -> None:
         self.stats.add_request(sequence, now)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import Section, check_ranges, require
+from actors.ranges import Choice
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -64,7 +64,7 @@ class PathResolver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterConfig(Section):
+class DrafterConfig(Choice):
     """Base of every drafter's record. `where` in its methods is the prefix of error lines, such as `drafter`."""
 
     name: str = ""
@@ -74,12 +74,6 @@ class DrafterConfig(Section):
     def num_draft_tokens(self) -> int:
         """Draft tokens a round, at most; a field of every record but that of `drafter=none`."""
         return 0
-
-    def check(self, where: str = "drafter") -> None:
-        right = type(self)().name
-        require(self.name == right, f"{where}.name", self.name, f"is set by drafter={right}; write drafter={self.name}")
-        check_ranges(self, where)
-        self.check_fields(where)
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         """Raise ValueError for a field that cannot be combined with this verification rule or pipeline."""

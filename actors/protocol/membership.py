@@ -78,6 +78,10 @@ class Ready:
     epoch: int = 0
     incarnation: int = 0
 
+    @property
+    def identity(self) -> str:
+        return identity_of(self.role, self.rank)
+
 
 @dataclass(frozen=True, slots=True)
 class Hello:

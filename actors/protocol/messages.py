@@ -25,6 +25,7 @@ Glossary
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -52,6 +53,17 @@ def retract_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
     return digest
 
 
+NO_TOKEN = -1
+"""The token of a verdict whose logits are NaN."""
+
+
+def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise ValueError for a token that the target does not have."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        token = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise ValueError(f"{name}: names token {token}, but the target has {vocab_size} tokens")
+
+
 class SamplingKind(IntEnum):
     """How a node's token was drawn; decides which verification rules are exact for it."""
 
@@ -60,6 +72,11 @@ class SamplingKind(IntEnum):
     COUPLED = 2  # arg-max under the noise shared with the target (any rule but `coupled` reads it as DETERMINISTIC)
     IID = 3  # drawn from the distribution of its parent context, siblings independent, duplicates kept
     WITHOUT_REPLACEMENT = 4  # drawn from it with the earlier siblings removed and the rest renormalised
+
+
+_KINDS = frozenset(SamplingKind)
+_ROUNDING = 1e-3
+"""By which a probability that was computed in half precision may exceed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +110,23 @@ class Proposal:
     prepared: bool | None = None
     parts: tuple[tuple[str, int], ...] = ()
 
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError unless the tree is one of this vocabulary, and what is given for its nodes fits it."""
+        self.tree.check()
+        check_tokens("tree", self.tree.token_ids, vocab_size)
+        num_nodes = len(self.tree.token_ids)
+        if any(len(given) not in (0, num_nodes) for given in (self.sampling_kinds, self.distributions)):
+            raise ValueError("sampling_kinds, distributions: must be one per node")
+        if any(kind not in _KINDS for kind in self.sampling_kinds):
+            raise ValueError(f"sampling_kinds: {self.sampling_kinds} names one that does not exist")
+        for distribution in self.distributions:
+            if distribution is not None:
+                check_tokens("distributions", distribution.token_ids, vocab_size)
+                if len(distribution.probs) != len(distribution.token_ids):
+                    raise ValueError("distributions: must give one probability per token")
+                if not all(0 <= probability <= 1 + _ROUNDING for probability in distribution.probs):
+                    raise ValueError("distributions: a probability is not between 0 and 1")
+
     @staticmethod
     def deterministic(request_id: int, epoch: int, prefix_len: int, prefix_hash: int, tree: TokenTree) -> Proposal:
         """A prepared tree whose tokens were chosen without randomness."""
@@ -103,7 +137,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's answer to a proposal: the accepted `path` and one token of its own after it."""
+    """The target's answer to a proposal: the accepted `path` and one token of its own after it, or `NO_TOKEN`."""
 
     request_id: int
     epoch: int
@@ -130,14 +164,13 @@ class Request:
         self.sampling.check()
         named = (
             ("prompt", self.prompt),
+            ("generated", self.generated),
             ("sampling.logit_bias", [token for token, _ in self.sampling.logit_bias]),
             ("sampling.bad_words", [token for word in self.sampling.bad_words for token in word]),
             ("sampling.stop_token_ids", self.sampling.stop_token_ids),
         )
         for name, token_ids in named:
-            for token in token_ids:
-                if not 0 <= token < vocab_size:
-                    raise ValueError(f"{name}: names token {token}, but the target has {vocab_size} tokens")
+            check_tokens(name, token_ids, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

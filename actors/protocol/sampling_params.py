@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, isfinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,14 @@ class SamplingParams:
     def check(self) -> None:
         """Raise ValueError naming the first field that is out of range."""
         bounds = (
-            ("temperature", self.temperature >= 0, "must be 0 (greedy) or above"),
+            ("temperature", 0 <= self.temperature < inf, "must be 0 (greedy) or above"),
             ("top_k", self.top_k >= 0, "must be 0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "must be above 0"),
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "must be above 0"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be in [-2, 2]"),
+            ("logit_bias", all(isfinite(bias) for _, bias in self.logit_bias), "must be finite numbers"),
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be between 0 and max_tokens"),
             ("stop", all(self.stop), "must not hold an empty string"),

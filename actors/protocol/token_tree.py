@@ -51,6 +51,13 @@ class TokenTree:
             node = self.parents[node]
         return path[::-1]
 
+    def has_path(self, nodes: tuple[int, ...]) -> bool:
+        """Whether each of these nodes is a child of the one before it, the first of them of the root."""
+        parents = self.parents
+        return all(
+            0 < node < len(parents) and parents[node] == (nodes[i - 1] if i else 0) for i, node in enumerate(nodes)
+        )
+
     def check(self) -> None:
         """Raise ValueError unless this is a tree in topological order."""
         if not self.token_ids or len(self.token_ids) != len(self.parents) or self.parents[0] != -1:

@@ -74,27 +74,20 @@ class DraftRole:
 
     def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         """Bring the contexts up to the batch and propose: one batch of prepared drafts, one of the others."""
-        self._timing.record_arrival(self.clock())
-        yield from self._answer_in_parts(batch)
-        if any(order.num_draft_tokens for order in batch.orders):
-            self._timing.record_answer(self.clock())
-
-    def _answer_in_parts(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
         started, ahead = self.clock(), self._works_ahead
+        self._timing.record_arrival(started)
         orders = self._update_contexts(batch)
         hits = [(context, budget) for context, budget in orders if ahead is not None and ahead.prepared(context)]
-        misses = [(context, budget) for context, budget in orders if ahead is None or not ahead.prepared(context)]
-        steps, self._steps = tuple(self._steps), []
         if hits:
             self._timing.preview_was_late()
-        if hits or (misses and ahead is not None):
-            proposals = self._propose(hits, prepared=True)
-            yield self._batch(batch.round, proposals, started, len(misses), steps)
-            if not misses:
-                return
-            started, steps = self.clock(), ()
-        proposals = self._propose(misses, prepared=None if ahead is None else False)
-        yield self._batch(batch.round, proposals, started, 0, steps)
+        misses = [order for order in orders if order not in hits]
+        if ahead is not None and orders:
+            yield self._batch(batch.round, hits, started, len(misses), prepared=True)
+            started = self.clock()
+        if misses or ahead is None or not orders:
+            yield self._batch(batch.round, misses, started, 0, prepared=None if ahead is None else False)
+        if any(order.num_draft_tokens for order in batch.orders):
+            self._timing.record_answer(self.clock())
 
     def forget(self) -> None:
         """Release every request; the drafter keeps its model."""
@@ -143,12 +136,20 @@ class DraftRole:
         context.extend(commit.token_ids)
         context.settled_len = len(context.token_ids) if commit.settled_len is None else commit.settled_len
 
-    def _propose(self, orders: Sequence[tuple[Context, int]], *, prepared: bool | None) -> tuple[Proposal, ...]:
-        if not orders:
-            return ()
+    def _batch(
+        self,
+        round: int,
+        orders: Sequence[tuple[Context, int]],
+        started: float,
+        num_missing: int,
+        *,
+        prepared: bool | None,
+    ) -> ProposalBatch:
+        """Drafts for these orders, and the work since the last batch."""
+        steps, self._steps = tuple(self._steps), []
         contexts, budgets = [context for context, _ in orders], [budget for _, budget in orders]
-        drafts = self.drafter.propose(contexts, budgets)
-        return tuple(
+        drafts = self.drafter.propose(contexts, budgets) if orders else []
+        proposals = tuple(
             Proposal(
                 context.request_id,
                 context.epoch,
@@ -162,14 +163,5 @@ class DraftRole:
             )
             for context, draft in zip(contexts, drafts, strict=True)
         )
-
-    def _batch(
-        self,
-        round: int,
-        proposals: tuple[Proposal, ...],
-        started: float,
-        num_missing: int,
-        steps: tuple[tuple[float, float, bool], ...],
-    ) -> ProposalBatch:
         levels = self._capabilities.has_levels.level_stats() if self._capabilities.has_levels is not None else ()
         return ProposalBatch(round, proposals, started, self.clock(), num_missing, steps, levels)

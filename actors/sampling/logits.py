@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.protocol.messages import SamplingParams, TokenTree
+from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.noise import NoiseStream, gumbel, noise_key
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
@@ -228,11 +228,12 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
 
 
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
-    """The target's own token at every node, int64 [N]: one arg-max, and noise for the sampled rows only."""
+    """The target's own token at every node, int64 [N], or `NO_TOKEN`: one arg-max, noise for the sampled rows only."""
     scores = process_batch(logits, batch, eos_token_ids)
     params = [rows.params for rows in batch for _ in rows.row_nodes()]
     positions = [position for rows in batch for position in rows.positions()]
-    return choose(scores, params, positions)
+    values, token_ids = _with_noise(scores, params, positions).max(dim=-1)
+    return torch.where(values.isnan(), NO_TOKEN, token_ids)  # NaN is the largest value of a row that has any
 
 
 def choose(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

@@ -1,25 +1,33 @@
-"""The control line: msgpack records over TCP between the coordinator and every rank and client.
+"""The control line: records over ZeroMQ between the coordinator and every rank and client.
 
 The coordinator listens with a `Hub`; every rank and client connects with a `Link`. Four one-way records make a round; a
-role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. Sockets are served only
-inside the calls of the thread that owns the end: a thread of its own would take a core from those that compute. The
-same code connects threads, processes and hosts. Carries no tensors and decides nothing; lost records are detected
-elsewhere (`actors/coordinator/membership.py`).
+role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code connects
+threads, processes and hosts. Carries no tensors and decides nothing; lost records are detected elsewhere
+(`actors/coordinator/membership.py`).
+
+Every connection is encrypted and authenticated by CurveZMQ (RFC 26). The key pair of the hub is derived from the
+`secret` of the engine, its public half too: that is never sent, and a handshake cannot be begun without it, so the
+holders of the secret alone can connect, or answer as the hub.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import select
 import time
-import zlib
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import Any
 
+import zmq
+from zmq.utils import z85
+
+from actors.logs import log_event, logger_of
 from actors.protocol import membership, messages
-from actors.transport import framing
 from actors.transport.codec import Codec, CodecError
-from actors.transport.framing import ConnectionClosed, MalformedFrame, Poller, Stream, framed
 
 _REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportOrder, messages.Report)
 _DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBatch)
@@ -27,21 +35,33 @@ _VERDICTS = (messages.VerifyBatch, messages.VerdictBatch)
 _PROCESSES = (membership.Alive, membership.RankLost, membership.Silent, membership.Hello, membership.Stop)
 _EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
 CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS)
-LINGER_S = 0.2
+SECRET_BYTES = 32
+"""Length of the secret of an engine."""
+LINGER_MS = 200
 """How long `close` may still deliver: enough for a last record, too short to delay an exit."""
-RECONNECT_S = 0.02
+RECONNECT_MS = 20
 """Between two attempts of a link to reach a hub that is gone: its successor listens at the same address."""
-CONNECT_S = 1.0
+CONNECT_MS = 1000
 """An unanswered attempt is replaced after so long: TCP itself would retry at growing intervals."""
-LINK_GIVE_UP_S = 3
-"""A link whose hub has acknowledged nothing for so long connects anew; TCP has repeated it four times by then."""
-HUB_GIVE_UP_S = 60
-"""Longer, because a rank in a long pass reads nothing; a link that was cut off reconnects by itself."""
-GREETING = b"specdec 1 "
-"""Begins a link's first frame; its identity is the rest."""
-_LONGEST_GREETING = 512
-_MAX_UNNAMED = 256
-"""Connections without a greeting; the oldest is closed for another."""
+HANDSHAKE_MS = 2000
+"""A connection that is not authenticated by then is closed."""
+BEAT_MS = 1000
+"""Between two ZMTP heartbeats of a link, which ZeroMQ's own thread sends and answers, however long a pass takes."""
+GIVE_UP_MS = 3000
+"""Both ends close a connection without traffic for so long: a host that is cut off sends no FIN."""
+LONGEST_TO_HUB = 1 << 24
+"""Bytes of a frame. Proposals with distributions for a large batch have about a third of it."""
+LONGEST_TO_LINK = 1 << 28
+"""A report with as many spans as are kept has a few millions."""
+MOST_QUEUED = 20_000
+"""Records that wait for a peer that does not read; further ones are lost, as for a peer that is gone."""
+MOST_REFUSED = 100
+"""Invalid records after which a peer is ignored: ZeroMQ does not close the connection of a single peer."""
+_SELECT_BELOW_S = 0.01
+"""ZeroMQ polls in milliseconds; below this timeout that is too coarse, so `select` waits on its descriptor."""
+_FD_SETSIZE = 1024
+"""`select` cannot watch descriptors from this number on."""
+_WARN_EVERY_S = 5.0
 
 
 def link_name(identity: str, incarnation: int) -> str:
@@ -49,247 +69,187 @@ def link_name(identity: str, incarnation: int) -> str:
     return f"{identity}#{incarnation}"
 
 
-def pack(record: Any) -> bytes:
-    """A record and its checksum: a corrupted one must not pass for another."""
-    payload = CODEC.encode(record)
-    return payload + zlib.crc32(payload).to_bytes(4, "big")
+def _hub_keys(secret: bytes) -> tuple[bytes, bytes]:
+    """The hub's public and private key."""
+    private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"specdec hub").digest())
+    return zmq.curve_public(private), private
 
 
-def unpack(packed: bytes) -> Any:
-    """Raises CodecError for anything but a whole record."""
-    payload, checksum = packed[:-4], packed[-4:]
-    if zlib.crc32(payload).to_bytes(4, "big") != checksum:
-        raise CodecError("the checksum does not match")
-    return CODEC.decode(payload)
+class _Endpoint:
+    """What both ends share: one socket in a context of its own, so that `close` waits for what is on its way."""
 
-
-class _Endpoint(ABC):
-    """What both ends share: frames wait in an inbox, and sockets are served while `receive` or `close` waits."""
-
-    def __init__(self) -> None:
+    def __init__(self, kind: int, longest: int) -> None:
         self.num_unreadable = 0
-        self._poller = Poller()
-        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._warned_at = -_WARN_EVERY_S
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.linger = LINGER_MS
+        self._socket.sndhwm = MOST_QUEUED
+        self._socket.maxmsgsize = longest
+        self._socket.handshake_ivl = HANDSHAKE_MS
+        self._descriptor: int = self._socket.FD
 
-    @abstractmethod
-    def _serve(self, timeout_s: float | None) -> None:
-        """Wait until a socket is ready, and serve it."""
+    def close(self) -> None:
+        self._context.destroy(LINGER_MS)
 
-    @property
-    @abstractmethod
-    def is_waiting(self) -> bool:
-        """Whether a record has not gone out yet: `receive` and the next `send` go on with it."""
-
-    def _next(self, timeout_s: float | None) -> tuple[str, Any] | None:
-        """The next record and the name of its link, or None after `timeout_s`. Unreadable frames are counted."""
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Whether a record arrived within `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            while self._inbox:
-                name, packed = self._inbox.popleft()
-                try:
-                    return name, unpack(packed)
-                except CodecError:
-                    self.num_unreadable += 1
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            self._serve(left_s)
-            if not self._inbox and left_s == 0:
-                return None
+        while not int(self._socket.EVENTS) & zmq.POLLIN:  # ZeroMQ looks at its descriptor when this is read
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is None or left_s >= _SELECT_BELOW_S or self._descriptor >= _FD_SETSIZE:
+                return bool(self._socket.poll(None if left_s is None else ceil(left_s * 1e3)))
+            if left_s <= 0:
+                return False
+            select.select((self._descriptor,), (), (), left_s)
+        return True
 
-    def _linger(self) -> None:
-        deadline = time.monotonic() + LINGER_S
-        while self.is_waiting and (left_s := deadline - time.monotonic()) > 0:
-            self._serve(left_s)
+    def _messages(self, timeout_s: float | None) -> Iterator[list[bytes]]:
+        """The parts of each message that arrives within `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._wait(timeout_s):
+            yield self._socket.recv_multipart()
+            if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
+                return
+
+    def refuse(self, sender: str, error: Exception) -> None:
+        """Count a record that was dropped, and log it unless one was logged just now."""
+        self.num_unreadable += 1
+        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            facts = {"sender": sender, "so_far": self.num_unreadable, "why": str(error)}
+            log_event(logger_of("transport"), "refused", level=logging.WARNING, **facts)
 
 
 class Hub(_Endpoint):
     """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Use from one thread.
 
-    Raises ValueError if the address is still taken after `bind_wait_s`.
+    Raises ValueError if the address is still taken after `bind_wait_s`. Peers are read in turn, so that none that sends
+    without pause delays the others.
     """
 
-    def __init__(self, address: str, bind_wait_s: float = 0.0) -> None:
+    def __init__(self, address: str, secret: bytes, bind_wait_s: float = 0.0) -> None:
+        super().__init__(zmq.ROUTER, LONGEST_TO_HUB)
+        self._socket.curve_publickey, self._socket.curve_secretkey = _hub_keys(secret)
+        self._socket.curve_server = True
+        self._socket.router_handover = True  # a process that was cut off connects again under its name
+        self._socket.router_mandatory = True  # report that a peer is gone
+        self._socket.ipv6 = "[" in address
+        self._names: set[str] = set()
+        self._num_refused: Counter[str] = Counter()
         deadline = time.monotonic() + bind_wait_s
         while True:
             try:
-                self._listener = framing.listen(address, HUB_GIVE_UP_S)
+                self._socket.bind(address)
                 break
-            except OSError as error:
+            except zmq.ZMQError as error:
                 if time.monotonic() >= deadline:
+                    self.close()
                     raise ValueError(f"cannot listen on {address}: {error.strerror}; choose a free port") from error
-            time.sleep(RECONNECT_S)
-        super().__init__()
-        self.address = framing.address_of(self._listener)
-        self._poller.watch(self._listener.fileno())
-        self._streams: dict[int, Stream] = {}  # by descriptor; those without a name have not greeted
-        self._stream_of: dict[str, Stream] = {}
-
-    @property
-    def is_waiting(self) -> bool:
-        return any(stream.is_waiting for stream in self._stream_of.values())
+            time.sleep(RECONNECT_MS / 1e3)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def identities(self) -> list[str]:
-        """Of the links that are connected now."""
-        return list(self._stream_of)
+        """Of the links that have sent a record and were connected when they were last sent one."""
+        return list(self._names)
 
     def send(self, identities: Sequence[str], record: Any) -> None:
-        """Multicast one record, encoded once. Never blocks; for an identity that is not connected it is lost."""
-        self._post(identities, pack(record))
+        """Multicast one record, encoded once. Never blocks.
+
+        It is lost for an identity that is not connected, or that has not read its last `MOST_QUEUED` records.
+        """
+        payload = CODEC.encode(record)
+        for identity in identities:
+            self._post(identity, payload)
+
+    def _post(self, identity: str, payload: bytes) -> None:
+        try:
+            self._socket.send_multipart((identity.encode(), payload), zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._names.discard(identity)
 
     def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
-        """The next (identity, record), or None after `timeout_s`."""
-        return self._next(timeout_s)
+        """The next (identity, record), or None after `timeout_s`. Unreadable records are counted and skipped."""
+        for name, *payload in self._messages(timeout_s):
+            identity = name.decode(errors="replace")
+            if self._num_refused[identity] >= MOST_REFUSED:
+                continue
+            try:
+                record = CODEC.decode(b"".join(payload))
+            except CodecError as error:
+                self.refuse(identity, error)
+                continue
+            self._names.add(identity)
+            return identity, record
+        return None
 
-    def close(self) -> None:
-        self._linger()
-        for stream in self._streams.values():
-            stream.close()
-        self._listener.close()
-        self._poller.close()
-
-    def _post(self, identities: Sequence[str], packed: bytes) -> None:
-        frame = framed(packed)
-        for identity in identities:
-            if (stream := self._stream_of.get(identity)) is not None:
-                stream.outgoing.append(frame)
-                self._poller.flush(stream)
-
-    def _serve(self, timeout_s: float | None) -> None:
-        for descriptor in self._poller.wait(timeout_s):
-            if descriptor == self._listener.fileno():
-                while (stream := framing.accept(self._listener, _LONGEST_GREETING)) is not None:
-                    self._admit(stream)
-            elif (stream := self._streams.get(descriptor)) is not None:
-                if stream.is_waiting:
-                    self._poller.flush(stream)
-                self._read(stream)
-
-    def _admit(self, stream: Stream) -> None:
-        unnamed = [other for other in self._streams.values() if other.name is None]
-        if len(unnamed) >= _MAX_UNNAMED:
-            self.num_unreadable += 1
-            self._drop(unnamed[0])
-        self._streams[stream.fileno()] = stream
-        self._poller.watch(stream.fileno())
-        self._read(stream)  # a link greets at once
-
-    def _read(self, stream: Stream) -> None:
-        try:
-            if not stream.fill():
-                return
-            for frame in stream.frames():
-                if stream.name is None:
-                    self._name(stream, frame)
-                else:
-                    self._inbox.append((stream.name, frame))
-        except MalformedFrame:
-            self.num_unreadable += 1
-            self._drop(stream)
-        except ConnectionClosed:
-            self._drop(stream)
-
-    def _name(self, stream: Stream, frame: bytes) -> None:
-        """Records for this identity go to this stream from now on.
-
-        An older stream of that name is still read: if it were closed, its link would reconnect and take the name back.
-        """
-        if not frame.startswith(GREETING):
-            raise MalformedFrame
-        try:
-            stream.name = frame.removeprefix(GREETING).decode()
-        except UnicodeDecodeError as error:
-            raise MalformedFrame from error
-        stream.longest = framing.LONGEST_FRAME
-        self._stream_of[stream.name] = stream
-
-    def _drop(self, stream: Stream) -> None:
-        self._poller.unwatch(stream.fileno())
-        del self._streams[stream.fileno()]
-        if stream.name is not None and self._stream_of.get(stream.name) is stream:
-            del self._stream_of[stream.name]
-        stream.close()
+    def refuse(self, sender: str, error: Exception) -> None:
+        """Also drop whatever `sender` sends from its `MOST_REFUSED`th such record on, unread."""
+        self._num_refused[sender] += 1
+        super().refuse(sender, error)
 
 
 class Link(_Endpoint):
-    """The end of a rank or a client, known to the hub as `identity`. Use from one thread.
+    """The end of a rank or a client, known to the hub as `identity`. Use from one thread at a time.
 
     It connects again whenever the hub is gone, or not there yet; records sent meanwhile arrive then, all of them or, if
-    it `keeps` the "newest", only the last one.
+    it `keeps` the "newest", only the last one. Raises ValueError for what is not tcp://host:port.
     """
 
-    def __init__(self, address: str, identity: str, *, keeps: str = "all") -> None:
-        super().__init__()
+    def __init__(self, address: str, identity: str, secret: bytes, *, keeps: str = "all") -> None:
+        super().__init__(zmq.DEALER, LONGEST_TO_LINK)
         self.identity = identity
-        self._hub = framing.resolve(address)
-        self._greeting = framed(GREETING + identity.encode())
-        self._keeps = keeps
-        self._outgoing: deque[bytes] = deque()
-        self._stream: Stream | None = None
-        self._retry_at = 0.0  # when to connect, or to give up an attempt
-        self._connect()
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._outgoing)
+        self._socket.identity = identity.encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_serverkey = _hub_keys(secret)[0]
+        self._socket.conflate = keeps == "newest"
+        self._socket.reconnect_ivl = RECONNECT_MS
+        self._socket.connect_timeout = CONNECT_MS
+        self._socket.heartbeat_ivl = BEAT_MS
+        self._socket.heartbeat_timeout = self._socket.heartbeat_ttl = GIVE_UP_MS
+        self._socket.ipv6 = "[" in address
+        self._address = address
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"{address}: not an address of the form tcp://HOST:PORT ({error.strerror})") from error
 
     def send(self, record: Any) -> None:
         """Never blocks. A record that was on its way to a hub that died is lost."""
-        self._post(pack(record))
+        self._post(CODEC.encode(record))
+
+    def _post(self, payload: bytes) -> None:
+        self._reopen_if_broken()
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(payload, zmq.NOBLOCK)
+
+    def _reopen_if_broken(self) -> None:
+        """ZeroMQ gives a connection up for good if its bytes were changed on their way: the socket takes no record."""
+        if not int(self._socket.EVENTS) & zmq.POLLOUT:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(self._address)
+            self._socket.connect(self._address)
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
-        """The next record, or None after `timeout_s`."""
-        _, record = self._next(timeout_s) or ("", None)
-        return record
+        """The next record, or None after `timeout_s`. Unreadable ones are counted and skipped."""
+        for message in self._messages(timeout_s):
+            try:
+                return CODEC.decode(b"".join(message))
+            except CodecError as error:
+                self.refuse("the hub", error)
+        self._reopen_if_broken()
+        return None
 
-    def close(self) -> None:
-        self._linger()
-        if self._stream is not None:
-            self._stream.close()
-        self._poller.close()
-
-    def _post(self, packed: bytes) -> None:
-        self._advance()  # detect that the hub is gone before giving it a record
-        if self._keeps == "newest":
-            num_begun = 1 if self._stream is not None and self._stream.num_begun else 0
-            while len(self._outgoing) > num_begun:
-                self._outgoing.pop()
-        self._outgoing.append(framed(packed))
-        if self._stream is not None:
-            self._poller.flush(self._stream)
-
-    def _serve(self, timeout_s: float | None) -> None:
-        if self._stream is None or self._stream.preface:
-            until_s = max(0.0, self._retry_at - time.monotonic())
-            timeout_s = until_s if timeout_s is None else min(timeout_s, until_s)
-        if timeout_s != 0:
-            self._poller.wait(timeout_s)
-        self._advance()
-
-    def _advance(self) -> None:
-        """Read what has arrived and send what waits; connect if need be."""
-        stream = self._stream
-        if stream is None:
-            if time.monotonic() >= self._retry_at:
-                self._connect()
-            return
-        if stream.is_waiting:
-            self._poller.flush(stream)
-        try:
-            while stream.fill():
-                self._inbox.extend(("", frame) for frame in stream.frames())
-            if not stream.preface or time.monotonic() < self._retry_at:
-                return
-        except MalformedFrame:
-            self.num_unreadable += 1
-        except ConnectionClosed:
-            pass
-        self._poller.unwatch(stream.fileno())
-        stream.close()
-        self._stream = None
-        self._retry_at = time.monotonic() + RECONNECT_S
-
-    def _connect(self) -> None:
-        connection = framing.connect(self._hub, LINK_GIVE_UP_S)
-        self._retry_at = time.monotonic() + (RECONNECT_S if connection is None else CONNECT_S)
-        if connection is not None:
-            self._stream = Stream(connection, self._outgoing, preface=self._greeting)
-            self._poller.flush(self._stream)
+    def is_refused(self, timeout_s: float) -> bool:
+        """Whether an attempt to connect that ends within `timeout_s` fails in the handshake: the secret is another."""
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        with self._socket.get_monitor_socket(failures) as monitor:
+            try:
+                return bool(monitor.poll(ceil(timeout_s * 1e3)))
+            finally:
+                self._socket.disable_monitor()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from actors.protocol.messages import Proposal, SamplingParams, SparseDistribution, TokenTree
+from actors.protocol.messages import NO_TOKEN, Proposal, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import truncate_distribution
 from actors.sampling.logits import LogitRows, choose_batch, probabilities, process_logits
 from actors.verification.coupled import verify_coupled
@@ -39,7 +39,7 @@ class VerifyInput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The accepted `path` and the model's own `next_token`.
+    """The accepted `path` and the model's own `next_token`, `NO_TOKEN` if the target's logits are NaN.
 
     `distributions` are those of all these tokens, where the model's distributions were cut.
     """
@@ -105,6 +105,9 @@ class Verifier:
             start = where.stop
             if coupled:
                 results.append(VerifyResult(*verify_coupled(logit_rows.tree, choices[where])))
+                continue
+            if self._law_size is None and bool(logits[where].isnan().any()):
+                results.append(VerifyResult((), NO_TOKEN))
                 continue
             results.append(self._verify_by_ratio(verified, logit_rows, logits[where], make_random_source(verified)))
         return results

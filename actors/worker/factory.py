@@ -52,9 +52,9 @@ def serve(
     logger = logger_of(spec.identity)
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     name = link_name(spec.identity, spec.incarnation)
-    link = Mailbox(Link(spec.hub_address, name))
+    link = Mailbox(Link(spec.hub_address, name, spec.secret))
     loop = RankLoop(spec, link, _join_group, build_role, observe, cancelled)
-    heartbeat = Heartbeat(Link(spec.hub_address, f"{name}/heart", keeps="newest"), loop.status)
+    heartbeat = Heartbeat(Link(spec.hub_address, f"{name}/heart", spec.secret, keeps="newest"), lambda: loop.status)
     try:
         loop.serve()
         log_event(logger, "stopped")

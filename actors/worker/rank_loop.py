@@ -10,17 +10,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from actors.drafters.cascade.remote_child import Mailbox
 from actors.logs import log_event, logger_of
-from actors.protocol.membership import Join, Ready, Recall, Stop
+from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
 from actors.protocol.messages import DraftBatch, VerifyBatch
 from actors.roles.draft import DraftRole
-from actors.worker.heartbeat import RankStatus
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group, PeerLost
 
@@ -55,7 +54,7 @@ class RankLoop:
     cancelled: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self.status = RankStatus(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
+        self.status = Alive(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
         self._is_lead = self.spec.rank == 0
         self._logger = logger_of(self.spec.identity)
         self._group: Group | None = None
@@ -76,14 +75,14 @@ class RankLoop:
                 self._leave()
             if isinstance(following, Stop):
                 return
-            self.status.waiting = True
+            self._update(waiting=True)
             join = following if following is not None else self._await_join()
 
     # --- from epoch to epoch ------------------------------------------------------------------------------------------
 
     def _await_join(self) -> Join | None:
         """The next epoch, or None to end."""
-        self.link.send(self.status.alive(off_schedule=True))
+        self.link.send(replace(self.status, off_schedule=True))
         self.observe("waiting for its role")
         while not self.cancelled():
             record = self.link.receive(timeout_s=CHECK_S)
@@ -94,8 +93,7 @@ class RankLoop:
         return None
 
     def _join(self, join: Join) -> tuple[Group, RankRole]:
-        status = self.status
-        status.epoch, status.round, status.busy, status.waiting = join.epoch, join.round, False, False
+        self._update(epoch=join.epoch, round=join.round, busy=False, waiting=False)
         group = self.join_group(self.spec, join)
         if self._group is None:
             self._group = group
@@ -109,11 +107,15 @@ class RankLoop:
         return self._group, self._role
 
     def _leave(self) -> None:
-        self.status.busy = False
+        self._update(busy=False)
         if self._group is not None:
             self._group.close()
         if self._role is not None:
             self._role.forget()
+
+    def _update(self, **changes: Any) -> None:
+        """Change the status, which the heartbeat sends from its own thread."""
+        self.status = replace(self.status, **changes)
 
     def _send_ready(self) -> None:
         status = self.status
@@ -123,21 +125,21 @@ class RankLoop:
 
     def _answer_batches(self, group: Group, role: RankRole) -> Join | Stop | None:
         """Until this epoch is over: the record of the next one or of the end, None if neither has come yet."""
-        status = self.status
         while True:
             record = self._work_until_record(group, role)
             if isinstance(record, Join | Stop):
                 return record
             if isinstance(record, Recall):
                 return None
-            if record.after != status.round:
-                log_event(self._logger, "missed", level=logging.WARNING, round=record.after, last_round=status.round)
+            last_round = self.status.round
+            if record.after != last_round:
+                log_event(self._logger, "missed", level=logging.WARNING, round=record.after, last_round=last_round)
                 return None
-            status.busy, status.round = True, record.round
+            self._update(busy=True, round=record.round)
             for answer in role.answer(record):
                 if self._is_lead:
                     self.link.send(answer)
-            status.busy = False
+            self._update(busy=False)
             self.observe(f"round {record.round}")
             if self._logger.isEnabledFor(logging.INFO):
                 self._log_batch(record)
@@ -185,7 +187,7 @@ class RankLoop:
                 case Join() | Recall():
                     if record.epoch > self.status.epoch:
                         return record
-                case VerifyBatch() | DraftBatch():
+                case VerifyBatch() | DraftBatch() if isinstance(record, VerifyBatch) is (self.spec.role == "target"):
                     if record.round > self.status.round:
                         return record
                 case Stop():

@@ -59,8 +59,6 @@ class RankWorker:
     def run(self, spec: RankSpec, interface: str = "") -> None:
         """Serve until `Stop`."""
         host = spec.host or _own_address(interface)
-        if interface:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         device = "cuda:0" if spec.device.startswith("cuda") else spec.device  # Ray shows an actor only its own GPUs
         self._serve(replace(spec, host=host, device=device), observe=self._set_status)
         self._status = "ended"
@@ -88,13 +86,15 @@ class CoordinatorWorker:
     def __repr__(self) -> str:
         return self._title
 
-    def bind(self, host: str, port: int, needs_store: bool, interface: str = "", bind_wait_s: float = 0.0) -> str:
+    def bind(
+        self, host: str, port: int, secret: bytes, needs_store: bool, interface: str = "", bind_wait_s: float = 0.0
+    ) -> str:
         """Listen on `port` (0 for any free one) of `host` ("" for this node's address); returns the hub's address.
 
         The port of a predecessor may stay taken for a moment: a successor waits for it up to `bind_wait_s`.
         """
         host = host or _own_address(interface)
-        self._hub = Hub(f"tcp://{host}:{port or '*'}", bind_wait_s)
+        self._hub = Hub(f"tcp://{host}:{port or '*'}", secret, bind_wait_s)
         if needs_store:
             from parallel.comm.rendezvous import host_store
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from actors.drafters.config import DrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
@@ -30,6 +30,8 @@ class RankSpec:
     scheduler: SchedulerConfig
     adaptive: bool = False
     incarnation: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    """Of the engine: with it the rank connects to the hub."""
 
     @property
     def identity(self) -> str:
@@ -40,8 +42,8 @@ class RankSpec:
 
         What the last process measured together with its peers is kept, because they keep it and do not measure again.
         """
-        field = "target" if self.role == "target" else "drafter"
+        part = "target" if self.role == "target" else "drafter"
         options = self.target if self.role == "target" else self.drafter
-        names = {field.name for field in fields(options)}
+        names = {option.name for option in fields(options)}
         measured = {name: facts[name] for name in ("kv_slots", "mlp_parallel") if name in facts and name in names}
-        return replace(self, incarnation=incarnation, **{field: replace(options, **measured)})
+        return replace(self, incarnation=incarnation, **{part: replace(options, **measured)})

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, cast
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -31,6 +30,8 @@ from cluster.config.errors import describe, unknown_key
 from cluster.config.jobs import PlanConfig, PromptsJobConfig, TrainConfig
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
+from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.families.registry import read_config
 
 
 @cache
@@ -71,7 +72,9 @@ def checked(config: LaunchConfig) -> LaunchConfig:
         config = replace(config, drafter=_with_typed_levels(config.drafter))
     validate(config)
     config = _with_real_paths(config)
-    config.drafter.check_checkpoints()
+    if not isinstance(config.job, TrainConfig):
+        read_config(config.target.path).stretched(config.target.stretch).check_ranks(config.target.tp, "target.tp")
+        config.drafter.check_checkpoints()
     return config
 
 
@@ -99,25 +102,10 @@ def _typed_level(entry: Any, where: str) -> DrafterConfig:
 
 def drafter_record(keys: Mapping[str, Any], where: str) -> DrafterConfig:
     """The record of the known drafter `keys["name"]` from keys of the command line; `where` prefixes error lines."""
-    record = DRAFTERS[keys["name"]]
-    hints = get_type_hints(record)
-    for key in keys:
-        if key not in hints:
-            raise ValueError(unknown_key(where, str(key), [item.name for item in fields(record)]))
-    return record(**{key: _typed_value(value, hints[key], f"{where}.{key}") for key, value in keys.items()})
-
-
-def _typed_value(value: Any, wanted: type, where: str) -> Any:
-    wanted = get_origin(wanted) or wanted
-    if issubclass(wanted, StrEnum):
-        if value not in list(wanted):
-            raise ValueError(f"{where}={value}: is unknown; choose one of {', '.join(wanted)}")
-        return wanted(value)
-    if wanted is float and type(value) is int:
-        return float(value)
-    if type(value) is not wanted:
-        raise ValueError(f"{where}={value}: must be of type {wanted.__name__}")
-    return value
+    try:
+        return cast(DrafterConfig, OmegaConf.to_object(OmegaConf.merge(_schema(DRAFTERS[keys["name"]]), dict(keys))))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where}.{describe(error)}") from error
 
 
 @contextmanager
@@ -176,31 +164,17 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     return replace(config, target=replace(config.target, path=path), drafter=drafter, job=job)
 
 
-@dataclass(frozen=True, slots=True)
-class _DrafterPaths:
-    """Resolves the paths of a drafter's record."""
-
-    target: str
-
-    def checkpoint(self, key: str, path: str) -> str:
-        return _checkpoint(key, path, {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER})
-
-    def file(self, key: str, path: str, wanted: str) -> str:
-        return _file(key, path, wanted)
-
-
 def _checkpoint(key: str, path: str, bundled: Mapping[str, Path]) -> str:
     directory = bundled.get(path, Path(path).expanduser())
     remedy = f"{CHECKPOINT} such as Qwen/Qwen3-0.6B"
-    if not directory.is_dir():
-        from parallel.model.weights import resolve_checkpoint  # loads PyTorch: only for what is not a directory
-
-        try:
-            directory = resolve_checkpoint(path)
-        except ValueError as error:
-            raise ValueError(f"{key}={error}; {remedy}") from error
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{key}={path}: has no config.json; {remedy}")
+    try:
+        directory = resolve_checkpoint(str(directory))
+    except ValueError as error:
+        raise ValueError(f"{key}={error}; {remedy}") from error
+    try:
+        read_config(directory)
+    except ValueError as error:
+        raise ValueError(f"{key}={path}: {error}") from error
     return str(directory.absolute())
 
 
@@ -209,6 +183,17 @@ def _file(key: str, path: str, wanted: str) -> str:
     if not file.is_file():
         raise ValueError(f"{key}={path}: no such file; give {wanted}")
     return str(file.absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class _DrafterPaths:
+    """Resolves the paths of a drafter's record."""
+
+    target: str
+    file = staticmethod(_file)
+
+    def checkpoint(self, key: str, path: str) -> str:
+        return _checkpoint(key, path, {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER})
 
 
 def workload_prompts(workload: str) -> Path:

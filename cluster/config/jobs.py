@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from actors.drafters.model.config import Parallel
 from actors.options import MAX_RANKS, PipelineName
-from actors.ranges import OneOf, Range, Section, check_ranges, require
+from actors.ranges import Choice, OneOf, Range, require
 
 WORKLOADS = ("completion", "editing", "agent")
 STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
@@ -22,17 +22,11 @@ PARALLELS, PIPELINES = tuple(map(str, Parallel)), tuple(map(str, PipelineName))
 
 
 @dataclass(frozen=True, slots=True)
-class JobConfig(Section):
+class JobConfig(Choice):
     """Base of every job's record."""
 
     name: str = ""
     """Set by the choice `job=`."""
-
-    def check(self, where: str = "job") -> None:
-        right = type(self)().name
-        require(self.name == right, f"{where}.name", self.name, f"is set by job={right}; write job={self.name}")
-        check_ranges(self, where)
-        self.check_fields(where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +99,9 @@ class CertifyConfig(PromptsJobConfig):
     """Prompts to read from the start of the file; 0 = all."""
     concurrency: Annotated[int, Range(0, zero="all at once")] = 4
     """Requests in flight; 0 = all at once."""
-    temperatures: Annotated[list[float], Range(0)] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: Annotated[list[float], Range(0, filled=True)] = field(default_factory=lambda: [0.0, 1.0])
     """Temperatures to certify, in place of `sampling.temperature`; 0 = greedy."""
-    seeds: Annotated[list[int], Range(-(2**63), 2**64 - 1)] = field(default_factory=lambda: [0, 1])
+    seeds: Annotated[list[int], Range(-(2**63), 2**64 - 1, filled=True)] = field(default_factory=lambda: [0, 1])
     """Seeds of sampled outputs, in place of `sampling.seed`."""
     contexts: Annotated[int, Range(1)] = 3
     """Prompts after which the next token is drawn `job.draws` times."""
@@ -117,11 +111,6 @@ class CertifyConfig(PromptsJobConfig):
     """Probability that an exact rule fails by chance, over all comparisons of distributions together."""
     power: Annotated[float, Range(above=0, below=1)] = 0.99
     """Probability with which a bias of the reported size would have been detected."""
-
-    def check_fields(self, where: str) -> None:
-        remedy = "must name at least one; 0 is greedy"
-        require(bool(self.temperatures), f"{where}.temperatures", self.temperatures, remedy)
-        require(bool(self.seeds), f"{where}.seeds", self.seeds, "must name at least one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +125,12 @@ class DrillConfig(PromptsJobConfig):
     """Faults, one after the other: a process of every role is sent every signal, in random order."""
     pairs: Annotated[float, Range(0, 1)] = 0.0
     """Share of the faults that strike two processes of different roles at the same moment, from 0 to 1."""
-    signals: Annotated[list[str], OneOf(SIGNALS)] = field(default_factory=lambda: ["SIGKILL", "SIGSTOP"])
+    signals: Annotated[list[str], OneOf(SIGNALS, filled=True)] = field(default_factory=lambda: ["SIGKILL", "SIGSTOP"])
     """Signals to send: SIGKILL ends a process, SIGSTOP freezes it."""
     spacing_s: Annotated[float, Range(0)] = 1.0
     """Mean seconds from one recovery to the next fault."""
     seed: Annotated[int, Range(0)] = 0
     """Seed of the order of the faults and the times between them."""
-
-    def check_fields(self, where: str) -> None:
-        require(bool(self.signals), f"{where}.signals", self.signals, f"must be some of {', '.join(SIGNALS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +148,7 @@ class PlanConfig(JobConfig):
     """Prompts to read from the start of the file; 0 = all."""
     batch: Annotated[int, Range(1)] = 1
     """Requests in flight."""
-    draft_lengths: Annotated[list[int], Range(1)] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
+    draft_lengths: Annotated[list[int], Range(1, filled=True)] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
     """`drafter.num_draft_tokens` to choose from."""
     target_ranks: Annotated[list[int], Range(1)] = field(default_factory=list)
     """`target.tp` to choose from; empty = every power of two that fits."""
@@ -183,10 +169,6 @@ class PlanConfig(JobConfig):
     ablation: bool = False
     """Also measure what running layers side by side costs in acceptance, by calibration policy."""
 
-    def check_fields(self, where: str) -> None:
-        remedy = "must name at least one length"
-        require(bool(self.draft_lengths), f"{where}.draft_lengths", self.draft_lengths, remedy)
-
 
 @dataclass(frozen=True, slots=True)
 class PassesConfig(JobConfig):
@@ -200,7 +182,7 @@ class PassesConfig(JobConfig):
     """Ranks that share the model; on a CPU each has a core of its own."""
     layer_groups: Annotated[list[int], Range(1)] = field(default_factory=lambda: [2])
     """`drafter.layer_group` to time, each at most `job.ranks`."""
-    rows: Annotated[list[int], Range(1)] = field(default_factory=lambda: [1, 8])
+    rows: Annotated[list[int], Range(1, filled=True)] = field(default_factory=lambda: [1, 8])
     """Tokens of a pass."""
     context: Annotated[int, Range(1)] = 128
     """Tokens in the KV cache before the pass."""
@@ -210,7 +192,6 @@ class PassesConfig(JobConfig):
     def check_fields(self, where: str) -> None:
         groups, remedy = self.layer_groups, f"must all be between 1 and job.ranks={self.ranks}"
         require(max(groups, default=1) <= self.ranks, f"{where}.layer_groups", groups, remedy)
-        require(bool(self.rows), f"{where}.rows", self.rows, "must name at least one number of tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +200,7 @@ class TrainConfig(JobConfig):
 
     name: str = "train"
     """Set by the choice `job=`."""
-    stages: Annotated[list[str], OneOf(STAGES)] = field(default_factory=lambda: list(STAGES))
+    stages: Annotated[list[str], OneOf(STAGES, filled=True)] = field(default_factory=lambda: list(STAGES))
     """Stages to run: some of tokenizer, target, continuations, drafter and report."""
     out: str | None = None
     """Directory for `target/`, `drafter/`, prompts and report; null = the run directory."""
@@ -262,9 +243,6 @@ class TrainConfig(JobConfig):
     """Held-out prompts written to `prompts.jsonl`."""
     num_prompt_tokens: Annotated[int, Range(1)] = 128
     """Tokens generated per held-out prompt when acceptance is measured."""
-
-    def check_fields(self, where: str) -> None:
-        require(bool(self.stages), f"{where}.stages", self.stages, f"must name some of {', '.join(STAGES)}")
 
 
 JOBS: tuple[JobConfig, ...] = (

@@ -14,15 +14,15 @@ from cluster.config.jobs import BenchConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
-from cluster.observability.report import layout, notes, versions, write_csv, write_json
-from cluster.tools.bench.figures import BASELINES, BenchEntry, drafting_figures, summarise
+from cluster.observability.report import versions, write_csv, write_json
+from cluster.tools.bench.entries import entry_of, remarks_on
+from cluster.tools.bench.figures import BASELINES, BenchEntry
 from cluster.tools.bench.machine import machine
 from cluster.tools.bench.peers import Transformers, check_peers
 from cluster.tools.bench.plan import expand, setting_names
 from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
 from cluster.tools.bench.tables import (
     category_table,
-    choices,
     csv_row,
     drafter_table,
     peer_table,
@@ -30,7 +30,7 @@ from cluster.tools.bench.tables import (
     speed_table,
     write_markdown,
 )
-from cluster.tools.bench.trials import EnginePool, SettingTrials, TrialRunner
+from cluster.tools.bench.trials import EnginePool, TrialRunner
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -53,39 +53,12 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             is_complete = len(measured) == len(settings) and len(measured[-1].trials) == job.repeats
             labels = setting_names([each.task.setting for each in measured])
             entries = [
-                _entry(name, each, len(prompts[each.task.setting.workload]))
+                entry_of(name, each, len(prompts[each.task.setting.workload]))
                 for name, each in zip(labels, measured, strict=True)
             ]
-            remarks = _remarks(config, measured, entries)
+            remarks = remarks_on(config, measured, entries)
             _write(run_dir, config, entries, runner.peers, remarks, is_complete=is_complete)
             _show(terminal, entries, remarks, run_dir)
-
-
-def _entry(name: str, measured: SettingTrials, num_prompts: int) -> BenchEntry:
-    engine, task = measured.engine, measured.task
-    drafting, first_prediction = drafting_figures(task.setting, measured.trials)
-    return {
-        "name": name,
-        "setting": task.setting.labels(),
-        **summarise(measured.trials, greedy=task.setting.temperature == 0),
-        **drafting,
-        "first_prediction": first_prediction,
-        "num_skipped_prompts": num_prompts - len(task.prompts),
-        "num_threads": {"target": task.num_threads, "peers": task.num_threads},
-        "resident_bytes": measured.resident_bytes,
-        **layout(engine.places, engine.ready),
-    }
-
-
-def _remarks(config: LaunchConfig, measured: list[SettingTrials], entries: list[BenchEntry]) -> list[str]:
-    """Limits of the figures that a reader must know."""
-    remarks = [note for each in measured for note in notes(each.task.setting.configure(config))]
-    skipped = max(entry["num_skipped_prompts"] for entry in entries)
-    if skipped:
-        remarks.append(f"{skipped} prompts were left out: they leave no room for sampling.max_tokens")
-    if any("+" in ranks for entry in entries for ranks in entry["resident_bytes"]):
-        remarks.append("memory is that of all processes of this run together: ranks of every open engine, Ray, peers")
-    return [*dict.fromkeys(remarks), *choices(entries)]
 
 
 def _write(

@@ -6,37 +6,18 @@ with an error, so that scripts get a non-zero exit code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
-from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.config import DrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig
-from actors.options import SamplingConfig, VerifyRule
-from actors.protocol.messages import SamplingParams
-from actors.sampling.logits import is_greedy
 from cluster.config.jobs import CertifyConfig
 from cluster.config.schema import LaunchConfig
 from cluster.engine import Engine
-from cluster.io.console import Bar, Terminal
+from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
-from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import versions, write_json
-from cluster.tools.certify.certificate import Certificate, Check
-from cluster.tools.certify.checks import (
-    check_distribution,
-    check_identity,
-    check_rounding,
-    draw_fits,
-    notes_of,
-    schemes_of,
-)
-from cluster.tools.certify.draws import CHUNK, DraftScheme
-from cluster.tools.certify.exact import check_exactness
-from cluster.tools.certify.identity import OutputPair, complete, settings
-from cluster.tools.certify.levels import check_levels
-from cluster.tools.certify.scoring import OutputScorer, TextReader, fit_ranks
+from cluster.tools.certify.certificate import Certificate
+from cluster.tools.certify.identity import complete, settings
+from cluster.tools.certify.procedure import check_outputs, describe_subject, num_steps
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -47,15 +28,15 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     with terminal.starting() as progress:
         engine = Engine(config, progress=progress, log_dir=run_dir / "logs")
     params = settings(config.sampling_params(engine.tokenizer), job.temperatures, job.seeds)
-    with terminal.counting("completing on both sides", _num_steps(config, params, len(prompts))) as bar:
+    with terminal.counting("completing on both sides", num_steps(config, params, len(prompts))) as bar:
         with engine:
             outputs = [
                 output
                 for sampling in params
                 for output in complete(engine, prompts, sampling, job.concurrency, bar.advance)
             ]
-        checks, notes = _check(config, outputs, params, bar)
-    certificate = Certificate(_subject(config), checks, notes)
+        checks, notes = check_outputs(config, outputs, params, bar)
+    certificate = Certificate(describe_subject(config), checks, notes)
     write_json(
         run_dir / "certificate.json", {**certificate.to_json(), "versions": versions(), "config": asdict(config)}
     )
@@ -69,95 +50,3 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     terminal.line(f"written to {run_dir}")
     if certificate.failed:
         raise RuntimeError(f"certificate: FAILED at {', '.join(certificate.failed)}; see {page}")
-
-
-def _check(
-    config: LaunchConfig, outputs: list[OutputPair], params: list[SamplingParams], bar: Bar
-) -> tuple[list[Check], list[str]]:
-    """All checks of the outputs and of the rule, after the engine was closed; the second list holds notes."""
-    job: CertifyConfig = config.job
-    rule, checkpoint = config.verify.rule, Path(config.target.path)
-    eos_token_ids, tokenizer = read_eos_token_ids(checkpoint), load_tokenizer(checkpoint)
-    longest = max(len(output.prompt_ids) + max(len(output.plain), len(output.speculative)) for output in outputs)
-    num_slots = longest + config.verify.law_size + 1
-    target = TextReader(config.target.path, config.target.device, config.target.dtype, num_slots, config.target.stretch)
-    bar.say("rounding")
-    scorer = OutputScorer(target, rule, eos_token_ids)
-    movement = scorer.movement([output for output in outputs if output.sampling == params[0]])
-    rounding = check_rounding(movement, outputs, scorer, target)
-    bar.advance()
-    bar.say("enumerating")
-    exact = [check_exactness(rule, config.drafter.sampling_kinds(rule, config.pipeline.name))]
-    if isinstance(config.drafter, CascadeDrafterConfig) and rule is not VerifyRule.coupled:
-        exact.append(check_levels(rule, config.drafter, *config.drafter.first_kinds(rule, config.pipeline.name)))
-    bar.advance()
-    checks = [check_identity(outputs, rule, scorer, tokenizer, movement.tie_below), *exact]
-    sampled = _sampled_settings(params)
-    draft = _draft_reader(config, num_slots) if sampled else None
-    if sampled:
-        bar.say("drawing")
-        texts = list(dict.fromkeys(output.prompt_ids for output in outputs))[: job.contexts]
-        readers = (target, draft)
-        fits = draw_fits(texts, sampled, _schemes(config), eos_token_ids, readers, job.draws, bar.advance)
-        checks.append(check_distribution([*fits, *fit_ranks(scorer, outputs)], job.significance, job.power))
-    return [*checks, rounding], notes_of(outputs, rule, (draft or target).vocab_size, target.vocab_size)
-
-
-def _schemes(config: LaunchConfig) -> list[DraftScheme]:
-    kinds = config.drafter.sampling_kinds(config.verify.rule, config.pipeline.name)
-    return schemes_of(config.verify, config.drafter, kinds)
-
-
-def _sampled_settings(params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """One setting for every temperature above zero."""
-    return list({sampling.temperature: sampling for sampling in params if not is_greedy(sampling)}.values())
-
-
-def _draft_reader(config: LaunchConfig, num_slots: int) -> TextReader | None:
-    """The draft model whose tokens the target reads: in a cascade, that of the last level; None without a model."""
-    drafter = config.drafter
-    if isinstance(drafter, CascadeDrafterConfig):
-        drafter = drafter.levels[-1]
-    if not isinstance(drafter, ModelDrafterConfig):
-        return None
-    return TextReader(drafter.path, drafter.device, drafter.dtype, num_slots)
-
-
-def _num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_prompts: int) -> int:
-    job: CertifyConfig = config.job
-    num_texts = min(job.contexts, num_prompts) * len(_sampled_settings(params)) * len(_schemes(config))
-    return 2 * num_prompts * len(params) + 2 + -(-job.draws // CHUNK) * num_texts
-
-
-def _subject(config: LaunchConfig) -> dict[str, str]:
-    """The configuration that is certified."""
-    job, usual = config.job, SamplingConfig()
-    own = {"temperature", "seed", "max_tokens"}
-    changed = {
-        item.name: getattr(config.sampling, item.name)
-        for item in fields(usual)
-        if item.name not in own and getattr(config.sampling, item.name) != getattr(usual, item.name)
-    }
-    return {
-        "target": f"{config.target.path}, tp={config.target.tp}",
-        "drafter": _drafter(config.drafter),
-        "rule": f"{config.verify.rule}, law_size={config.verify.law_size}",
-        "pipeline": str(config.pipeline.name),
-        "temperatures": ", ".join(f"{temperature:g}" for temperature in job.temperatures),
-        "seeds": ", ".join(str(seed) for seed in job.seeds),
-        "sampling": ", ".join(f"{name}={value}" for name, value in changed.items()) or "no further processors",
-        "prompts": f"{job.prompts}, {config.sampling.max_tokens} tokens each at most",
-    }
-
-
-def _drafter(drafter: DrafterConfig) -> str:
-    """Family, model and shape; of a cascade those of every level, the cheapest first."""
-    if not isinstance(drafter, CascadeDrafterConfig):
-        model = f" {drafter.path} {drafter.strategy}" if isinstance(drafter, ModelDrafterConfig) else ""
-        return drafter.name + model + f", {drafter.num_draft_tokens} draft tokens" * bool(drafter.num_draft_tokens)
-    levels = "; ".join(f"{number}: {_drafter(level)}" for number, level in enumerate(drafter.levels))
-    tails = "/".join(str(tail) for tail in drafter.tails) or "none"
-    return (
-        f"cascade of {len(drafter.levels)} levels ({levels}), tails {tails}, merge {drafter.merge}, "
-        f"lengths {drafter.lengths}, {drafter.placement}, {drafter.num_draft_tokens} draft tokens"
-    )

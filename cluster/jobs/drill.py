@@ -6,9 +6,8 @@ File: `drill.json` with every fault. A request that fails or differs ends the jo
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from cluster.config.jobs import DrillConfig
@@ -17,9 +16,8 @@ from cluster.engine import Engine
 from cluster.io.console import Terminal, figure
 from cluster.io.prompts import read_prompts
 from cluster.observability.report import circumstances, write_json
-from cluster.tools.chaos.drill import Drill, DrillLoad, Fault, plan_faults
-
-TIMES = ("noticed_s", "replaced_s", "stalled_s")
+from cluster.tools.chaos.drill import Drill, plan_faults
+from cluster.tools.chaos.summary import TIMES, summarise
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -46,7 +44,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
                 drill.run(plan, job, lambda _: bar.advance())
             counters = {"counters": engine.report().counters}
         finally:
-            summary, facts = _summary(drill.faults, drill.load), circumstances(config, engine.places, engine.ready)
+            summary, facts = summarise(drill.faults, drill.load), circumstances(config, engine.places, engine.ready)
             write_json(run_dir / "drill.json", {**summary, **counters, **facts})
     load = drill.load
     columns = ("process", "signal", "faults", "noticed s", "max", "replaced s", "max", "without tokens s", "max")
@@ -63,29 +61,3 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             f"job=drill: {len(load.failed)} requests failed, {len(load.unequal)} of "
             f"{load.num_requests} have other tokens than plain decoding; see drill.json"
         )
-
-
-def _summary(faults: list[Fault], load: DrillLoad) -> dict[str, Any]:
-    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    entries = [{"kind": fault.kind, "signal": fault.signal, **asdict(fault)} for fault in faults]
-    for entry in entries:
-        kinds.setdefault((entry["kind"], entry["signal"]), []).append(entry)
-    return {
-        "job": "drill",
-        "num_faults": len(faults),
-        "num_requests": load.num_requests,
-        "tokens": load.num_tokens,
-        "num_failed": len(load.failed),
-        "num_unequal_requests": len(load.unequal),
-        "faults": entries,
-        "kinds": [
-            {"kind": kind, "signal": signal, "num_faults": len(members)}
-            | {name: _middle(members, name) for name in TIMES}
-            for (kind, signal), members in sorted(kinds.items())
-        ],
-    }
-
-
-def _middle(entries: list[dict[str, Any]], name: str) -> dict[str, float]:
-    seconds = [entry[name] for entry in entries]
-    return {"median": median(seconds), "max": max(seconds)}

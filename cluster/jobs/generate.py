@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from actors.protocol.messages import SamplingParams
 from cluster.config.jobs import GenerateConfig
@@ -70,7 +70,9 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
 
             def record(served: Served) -> None:
                 nonlocal written_at
-                _append(file, completion_record(replace(served, index=indices[served.index]), num_spec_tokens))
+                line = completion_record(replace(served, index=indices[served.index]), num_spec_tokens)
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()  # on disk before the next request ends
                 so_far.requests.append(served)
                 so_far.wall_s = time.monotonic() - started
                 if so_far.wall_s > written_at + REPORT_EVERY_S:
@@ -180,12 +182,6 @@ def _trace(engine: Engine, run: Run, report: GenerateReport, run_dir: Path) -> N
         engine.publish(file)
 
 
-def _append(file: IO[str], record: dict[str, object]) -> None:
-    """Write one line and flush it, so that it is on disk before the next request ends."""
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    file.flush()
-
-
 def completion_record(served: Served, num_spec_tokens: int) -> dict[str, object]:
     """One line of `completions.jsonl`; `index` is the prompt's place among all that were read."""
     return {
@@ -215,7 +211,7 @@ def _show(terminal: Terminal, run: Run) -> None:
 
 
 def _summarise(terminal: Terminal, report: GenerateReport, run_dir: Path) -> None:
-    plain = report["plain"]
+    plain, ttft_s = report["plain"], report["ttft_s"]
     round_ms, overhead_ms = report["round_ms"], report["round_overhead_ms"]
     rows = [
         ("requests", f"{report['num_requests']}, {report['num_failed']} failed"),
@@ -224,7 +220,7 @@ def _summarise(terminal: Terminal, report: GenerateReport, run_dir: Path) -> Non
         ("speed, plain decoding", f"{figure(report['plain_tokens_per_s'], 1)} tokens/s"),
         ("speed-up over plain decoding", figure(report["speedup_vs_ar"], 2, "x")),
         ("tokens equal to plain decoding", _equality(report)),
-        ("time to first token", figure(_in_ms(report["ttft_s"]), 1, " ms, median")),
+        ("time to first token", figure(1e3 * ttft_s["median"] if ttft_s else None, 1, " ms, median")),
         ("time per later token", f"{figure(report['decode_ms_per_token'])} ms"),
         ("the same, plain decoding", f"{figure(plain['decode_ms_per_token'] if plain else None)} ms"),
         ("mean acceptance length", f"{figure(report['mean_acceptance_length'])} tokens per target pass with a draft"),
@@ -267,10 +263,6 @@ def _findings(report: GenerateReport) -> Iterator[str]:
     if speedup is not None:
         yield f"{speedup:.2f}x the speed of plain decoding"
     yield f"{figure(report['tokens_per_s'], 1)} tokens/s, not compared with plain decoding"
-
-
-def _in_ms(times: dict[str, float] | None) -> float | None:
-    return None if times is None else 1e3 * times["median"]
 
 
 def _equality(report: GenerateReport) -> str:

@@ -22,6 +22,7 @@ from actors.protocol.membership import Ready
 from cluster.config.schema import LaunchConfig
 from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
+from cluster.pocket import is_bundled
 
 PACKAGE = "specdec"
 """Name of this distribution."""
@@ -117,8 +118,8 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "speedup_vs_ar": _ratio(tokens_per_s, plain_tokens_per_s),
         "tokens_equal_plain": None if num_unequal is None else num_unequal == 0,
         "num_unequal_requests": num_unequal,
-        "ttft_s": _middle(served.ttft_s for served in run.completed),
-        "latency_s": _middle(served.latency_s for served in run.completed),
+        "ttft_s": middle(served.ttft_s for served in run.completed),
+        "latency_s": middle(served.latency_s for served in run.completed),
         "decode_ms_per_token": decode_ms_per_token(run.completed),
         "mean_acceptance_length": 1 + accepted / steps if steps else None,
         "draft_acceptance_rate": _ratio(accepted, drafted),
@@ -271,6 +272,8 @@ def notes(config: LaunchConfig) -> list[str]:
             f"verify.rule={config.verify.rule} keeps the distribution of the output, not its tokens: sampled requests "
             "differ from plain decoding"
         )
+    if any(map(is_bundled, config.drafter.models())) and not is_bundled(config.target.path):
+        found.append("drafter.path: names the bundled drafter, which was trained for another target than this one")
     if config.cluster.oversubscribe:
         found.append("cluster.oversubscribe=true: ranks may share cores, so their times mean little")
     return found
@@ -295,6 +298,6 @@ def _ratio(part: float | None, whole: float | None, factor: float = 1.0) -> floa
     return factor * part / whole if part is not None and whole else None
 
 
-def _middle(values: Iterable[float | None]) -> dict[str, float] | None:
+def middle(values: Iterable[float | None]) -> dict[str, float] | None:
     known = [value for value in values if value is not None]
     return {"median": median(known), "max": max(known)} if known else None

@@ -22,34 +22,23 @@ LANES = ("target", "draft")
 ROUNDS_SHOWN = 8
 """Rounds in the picture; the trace holds all."""
 
-_COLOURS = {
-    "verify": "#2f6fb0",
-    "decode": "#7fb2e5",
-    "propose": "#e08a2e",
-    "hit": "#2e9e5b",
-    "miss": "#c8443c",
-    "ahead": "#f0c27f",
-    "prefill": "#b9b4a9",
-    "draft": "#e08a2e",
-    "kv_refresh": "#c98a1b",
-    "commit": "#1f4468",
+_WORK = {
+    "verify": ("#2f6fb0", "target pass with drafts"),
+    "decode": ("#7fb2e5", "target pass without"),
+    "propose": ("#e08a2e", "drafting while the target waits"),
+    "hit": ("#2e9e5b", "hit: the draft was prepared"),
+    "miss": ("#c8443c", "miss: drafted after the verdict"),
+    "ahead": ("#f0c27f", "draft-ahead, one pass each"),
+    "prefill": ("#b9b4a9", "reading text"),
+    "draft": ("#e08a2e", "drafting"),
+    "kv_refresh": ("#c98a1b", "draft-ahead, exact pass"),
+    "commit": ("#1f4468", "commit of the last verdict's KV rows"),
 }
+"""Name of a span -> its colour and its meaning."""
 _MARKS = {"hit": "v", "miss": "X"}
 """Drawn below the bar, which is often too short to see."""
 _OTHER_COLOUR = "#8a8a8a"
 _IDLE_COLOUR = "#f1f0ee"
-_MEANINGS = {
-    "verify": "target pass with drafts",
-    "decode": "target pass without",
-    "propose": "drafting while the target waits",
-    "hit": "hit: the draft was prepared",
-    "miss": "miss: drafted after the verdict",
-    "ahead": "draft-ahead, one pass each",
-    "prefill": "reading text",
-    "draft": "drafting",
-    "kv_refresh": "draft-ahead, exact pass",
-    "commit": "commit of the last verdict's KV rows",
-}
 _ANSWERS = {"order": "verdict", "verify": "proposal"}
 """A record to a role -> the record that caused it."""
 
@@ -167,7 +156,7 @@ def _draw_work(axes: Axes, work: Sequence[TimelineSpan], lanes: Sequence[str], o
         axes.barh(row, width_ms, height=0.56, color=_IDLE_COLOUR, zorder=0)
     for lane, name, start, end, arguments in work:
         row, left, length = lanes.index(lane), (start - origin) * 1e3, (end - start) * 1e3
-        colour = _COLOURS.get(name, _OTHER_COLOUR)
+        colour, _ = _WORK.get(name, (_OTHER_COLOUR, name))
         axes.barh(row, length, left=left, height=0.56, color=colour, edgecolor="white", linewidth=0.6, zorder=2)
         if name in _MARKS:
             axes.plot(left, row + 0.37, marker=_MARKS[name], color=colour, markersize=7, clip_on=False, zorder=4)
@@ -196,8 +185,8 @@ def _draw_legend(axes: Axes, work: Sequence[TimelineSpan]) -> None:
 
     drawn = {name for _, name, *_ in work}
     handles: list[Line2D | Patch] = []
-    for name in [*(name for name in _COLOURS if name in drawn), *sorted(drawn - set(_COLOURS))]:
-        colour, meaning = _COLOURS.get(name, _OTHER_COLOUR), _MEANINGS.get(name, name)
+    for name in [*(name for name in _WORK if name in drawn), *sorted(drawn - set(_WORK))]:
+        colour, meaning = _WORK.get(name, (_OTHER_COLOUR, name))
         if name in _MARKS:
             handles.append(Line2D([], [], color=colour, marker=_MARKS[name], linestyle="none", label=meaning))
         else:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.options import TargetConfig
 from actors.topology import level_roles
+from cluster import pocket
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import RankPlacement
 from parallel.model.families.registry import read_config
@@ -32,8 +32,7 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
     found: dict[str, Footprint] = {}
     for place in places:
         if place.role not in found:
-            models = [config.target] if place.role == "target" else _draft_models(config.drafter, place.role)
-            sizes = [_footprint(model, place, config.scheduler.max_num_seqs) for model in models]
+            sizes = [_footprint(model, place, config.scheduler.max_num_seqs) for model in _models(config, place.role)]
             if sizes:
                 found[place.role] = Footprint(sum(size.weights for size in sizes), sum(size.kv for size in sizes))
     return found
@@ -55,18 +54,23 @@ def _footprint(model: TargetConfig | ModelDrafterConfig, place: RankPlacement, m
     return Footprint(weights, place.size * num_slots * kv_bytes_per_slot(shapes, parts, width))
 
 
-def _draft_models(drafter: DrafterConfig, role: str) -> list[ModelDrafterConfig]:
-    """The draft models of this role."""
+def _models(config: LaunchConfig, role: str) -> list[TargetConfig] | list[ModelDrafterConfig]:
+    """The models of this role."""
+    if role == "target":
+        return [config.target]
+    drafter = config.drafter
     levels = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
     chosen = [levels[i] for i in level_roles(drafter)[role]]
     return [level for level in chosen if isinstance(level, ModelDrafterConfig)]
 
 
-def describe_layout(places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:
-    """A line for each rank and for the memory of each role."""
+def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:
+    """A line for each rank, and one for the memory and the checkpoints of each role."""
     lines = ["layout", *(f"  {place.describe()}" for place in places), "memory"]
     for role, size in sizes.items():
-        lines.append(f"  {role}: {mebibytes(size.weights)} of weights, up to {mebibytes(size.kv)} of KV")
+        checkpoints = ", ".join(pocket.described(model.path) for model in _models(config, role))
+        held = f"{mebibytes(size.weights)} of weights, up to {mebibytes(size.kv)} of KV"
+        lines.append(f"  {role}: {held}, {checkpoints}")
     return "\n".join(lines if sizes else lines[:-1])
 
 

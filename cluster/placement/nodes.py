@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config.schema import LaunchConfig, PlacementName
-from cluster.placement.ranks import Devices, RankPlacement, lay_out, with_fewer_threads
+from cluster.placement.ranks import Devices, RankPlacement, lay_out, slice_cores, with_fewer_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,7 @@ def _divide(ranks: list[RankPlacement], chosen: dict[str, list[Node]]) -> list[R
         if place.kind == "cuda":
             places.append(replace(place, host=node.host, device=f"cuda:{index}"))
             continue
-        first, end = node.num_cores * index // total, node.num_cores * (index + 1) // total
-        cores = tuple(range(first, end)) or (index % node.num_cores,)
+        cores = slice_cores(range(node.num_cores), index, total)
         share = 1.0 / -(-total // node.num_cores)
         places.append(replace(place, host=node.host, cores=cores, num_threads=len(cores), share=share))
     return places

@@ -13,6 +13,9 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.topology import level_roles
 from cluster.config.schema import LaunchConfig
 
+RANKS_PER_CORE = 16
+"""With `cluster.oversubscribe`: more would take longer to start than a launch waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -123,22 +126,24 @@ def _place(
 ) -> list[RankPlacement]:
     """Ranks `taken` .. `taken + size` of the `total` that divide the devices of this kind between them."""
     available = devices.num_gpus if kind == "cuda" else len(devices.cores)
-    if total > available and not (kind == "cpu" and config.cluster.oversubscribe):
+    turns = RANKS_PER_CORE if kind == "cpu" and config.cluster.oversubscribe else 1
+    if total > available * turns:
         field = "target.tp" if role == "target" else "drafter.ranks"
+        needed = -(-total // turns)
         noun = "GPUs" if kind == "cuda" else "cores"
         remedies = ["lower it"] * (size > 1) + ["use placement=colocated"] * (total > size)
-        remedies += ["set cluster.oversubscribe=true"] * (kind == "cpu")
-        raise ValueError(f"{field}: {total} ranks need {total} {noun}, {available} here; {' or '.join(remedies)}")
+        remedies += ["set cluster.oversubscribe=true"] * (kind == "cpu" and turns == 1)
+        raise ValueError(f"{field}: {total} ranks need {needed} {noun}, {available} here; {' or '.join(remedies)}")
     share /= -(-total // available)  # more ranks than cores take turns
     places = []
     for rank in range(size):
-        cores = () if kind == "cuda" else _slice(devices.cores, taken + rank, total)
+        cores = () if kind == "cuda" else slice_cores(devices.cores, taken + rank, total)
         device = f"cuda:{taken + rank}" if kind == "cuda" else "cpu"
         places.append(RankPlacement(role, rank, size, device, cores, len(cores) or 1, share))
     return places
 
 
-def _slice(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
+def slice_cores(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
     """An even share of the cores; with more ranks than cores, one core each, in turn."""
     if count > len(cores):
         return (cores[index % len(cores)],)

@@ -12,3 +12,12 @@ DEEP_DRAFTER = Path(__file__).parent / "deep"
 """Checkpoint of a draft model of eight narrow layers instead of two: for layer-parallel drafting and cascades."""
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 """Prompts from modules neither model has seen, one JSON object with `prompt`, `source` and `category` per line."""
+
+
+def is_bundled(path: str | Path) -> bool:
+    return Path(path).parent == TARGET.parent
+
+
+def described(path: str | Path) -> str:
+    """The path of a checkpoint, and whether it is a bundled one."""
+    return f"{path} (bundled)" if is_bundled(path) else str(path)

@@ -6,6 +6,7 @@ started. Whether a process is replaced is decided by the supervisor.
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from actors.coordinator.service import CoordinatorSpec
 from actors.protocol.membership import Death
+from actors.transport.channel import SECRET_BYTES
 from actors.worker.spec import RankSpec
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.placement.ranks import RankPlacement
@@ -34,6 +36,8 @@ class Backend(ABC):
         self._placements: dict[str, RankPlacement] = {}
         self._specs: dict[str, RankSpec] = {}
         self._relay: Relay | None = None
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        """Needed to connect to the hub: ranks receive it in their specification, clients from the user."""
         self.address = ""
         """Of the coordinator's hub, from `start` on; it changes when the coordinator is replaced on another node."""
 
@@ -84,7 +88,7 @@ class Backend(ABC):
     def _specify(self, place: RankPlacement, host: str, eos_token_ids: tuple[int, ...]) -> RankSpec:
         """What the rank needs to start, kept for its successors."""
         address = self._relay.address if self._relay is not None and place.role != "target" else self.address
-        spec = self._specs[place.identity] = rank_spec(self._config, place, address, host, eos_token_ids)
+        spec = self._specs[place.identity] = rank_spec(self._config, place, address, host, eos_token_ids, self.secret)
         return spec
 
 
@@ -118,7 +122,12 @@ def coordinator_spec(
 
 
 def rank_spec(
-    config: LaunchConfig, place: RankPlacement, hub_address: str, host: str, eos_token_ids: tuple[int, ...]
+    config: LaunchConfig,
+    place: RankPlacement,
+    hub_address: str,
+    host: str,
+    eos_token_ids: tuple[int, ...],
+    secret: bytes = b"",
 ) -> RankSpec:
     """What a rank needs before it starts."""
     return RankSpec(
@@ -137,4 +146,5 @@ def rank_spec(
         pipeline=str(config.pipeline.name),
         scheduler=config.scheduler,
         adaptive=config.pipeline.adaptive,
+        secret=secret,
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from actors.coordinator.service import CoordinatorSpec, Watch
 from actors.logs import LogSpec
@@ -31,12 +31,12 @@ from cluster.observability.metrics import make_ray_watch, metric_labels
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
 from cluster.placement.relocation import NoRoom, relocate
 from cluster.runtime.backend import LOOPBACK, Backend
-from cluster.runtime.ray_nodes import await_head, await_layout, free_nodes, living_hosts
+from cluster.runtime.ray_local import LocalRay
+from cluster.runtime.ray_nodes import await_head, await_layout, check_admitted, free_nodes, living_hosts
 from cluster.runtime.ray_reservation import Reservation, on_node
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine stall a round
     "RAY_metrics_report_interval_ms": "2000",  # Ray's 10 s are long beside a short run
@@ -65,6 +65,7 @@ class RayBackend(Backend):
         self._actors = ActorGroup()
         self._reservation = Reservation()
         self._owns_ray = False
+        self._local_ray: LocalRay | None = None
         self._homes: dict[str, RankPlacement] = {}
         self._coordinator_host = ""
 
@@ -77,21 +78,27 @@ class RayBackend(Backend):
         cluster, before = self._config.cluster, signal.getsignal(signal.SIGTERM)
         options: dict[str, Any] = {"address": cluster.address}
         if self._is_local:
+            self._local_ray = LocalRay()
             num_cpus = cluster.num_cpus or len(os.sched_getaffinity(0))
             options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": cluster.dashboard}
         options |= {"namespace": cluster.namespace, "log_to_driver": False, "logging_level": "ERROR"}
         try:
-            ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+            context = ray.init(**options)
+        except (OSError, RayError, RuntimeError, ValueError) as error:
             line = str(error).strip().splitlines()[0]
             raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's handler would end the process before its results are written
         self._owns_ray = True
+        if self._local_ray is not None and context.dashboard_url:
+            token = f", its token in {self._local_ray.token_file}" * bool(self._local_ray.token_file)
+            self._progress(f"dashboard\n  http://{context.dashboard_url}{token}")
 
     def place(self) -> list[RankPlacement]:
-        if not self._is_local:
-            await_head(self._config.cluster.address, self._config.cluster.wait_s, self._progress)
+        cluster = self._config.cluster
+        if not self._is_local and cluster.address.rpartition(":")[2].isdigit():  # not `auto`, or another of Ray's names
+            await_head(cluster, self._progress)
+            check_admitted(cluster.address)
         self.connect()
         if not self._is_local:
             return await_layout(self._config, self._progress)
@@ -105,7 +112,7 @@ class RayBackend(Backend):
         self._placements = dict(self._homes)
         cluster = self._config.cluster
         actor = self._create_coordinator(0)
-        bound = actor.bind.remote(self._host, cluster.port, self._needs_store, cluster.interface)
+        bound = actor.bind.remote(self._host, cluster.port, self.secret, self._needs_store, cluster.interface)
         self._reservation.reserve(places, cluster.startup_timeout_s, self._progress)
         for place in places:
             self._create_rank(place.identity, 0)
@@ -157,15 +164,17 @@ class RayBackend(Backend):
             shutil.copy(file, folder)
 
     def close(self, *, graceful: bool = False) -> None:
-        if not ray.is_initialized():
-            return
-        self._actors.close(graceful=graceful)
-        if self._relay is not None:
-            self._relay.close()
-        if self._owns_ray:
-            ray.shutdown()  # also returns what is reserved; each request to a Ray that is gone would block for a minute
-        else:
-            self._reservation.release()
+        if ray.is_initialized():
+            self._actors.close(graceful=graceful)
+            if self._relay is not None:
+                self._relay.close()
+            if self._owns_ray:
+                ray.shutdown()  # also returns what is reserved; a request to a Ray that is gone blocks for a minute
+            else:
+                self._reservation.release()
+        if self._local_ray is not None:
+            self._local_ray.close()
+            self._local_ray = None
 
     @property
     def _needs_store(self) -> bool:
@@ -184,9 +193,9 @@ class RayBackend(Backend):
         actor = self._create_coordinator(incarnation)
         if self._coordinator_host == seat:
             host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-            actor.bind.remote(host, int(port), self._needs_store, cluster.interface, _PORT_PATIENCE_S)
+            actor.bind.remote(host, int(port), self.secret, self._needs_store, cluster.interface, _PORT_PATIENCE_S)
         else:
-            bound = actor.bind.remote(self._host, cluster.port, self._needs_store, cluster.interface)
+            bound = actor.bind.remote(self._host, cluster.port, self.secret, self._needs_store, cluster.interface)
             self.address = str(ray.get(bound, timeout=cluster.startup_timeout_s))
         self._actors.run("coordinator", replace(self._coordinator, incarnation=incarnation), self._watches)
 

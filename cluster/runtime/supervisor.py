@@ -284,7 +284,7 @@ class Supervisor:
             pending.since = time.monotonic()  # it cannot serve without them, and they have their own limit
             return ""
         if pending.obstacle and waited_s > self._limits.wait_s:
-            return f"{pending.obstacle} (waited {waited_s:.0f} s for it; cluster.wait_s sets how long)"
+            return f"{pending.obstacle}; gave up after {waited_s:.0f} s: to wait longer, raise cluster.wait_s"
         if waited_s > self._limits.startup_timeout_s:
             remedy = "look at its log, or raise cluster.startup_timeout_s"
             return f"{identity}: not ready again after {waited_s:.0f} s; {remedy}"

@@ -8,7 +8,6 @@ commands are decided in `cluster/slurm/plan.py`.
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -22,7 +21,9 @@ from pathlib import Path
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, LaunchConfig
+from cluster.runtime.ray_local import make_token
 from cluster.slurm.plan import (
+    EXPLICIT,
     SBATCH_OPTIONS,
     STOP,
     Allocation,
@@ -89,13 +90,17 @@ def plan_for(allocation: Allocation, overrides: Sequence[str], run_dir: Path) ->
     assert ray.origin is not None
     has_symmetric = (Path(ray.origin).parent / "scripts" / "symmetric_run.py").is_file()
     wanted = os.environ.get("SPECDEC_RAY", "auto")
+    bootstrap = choose_bootstrap(wanted, allocation, has_symmetric=has_symmetric, whole_nodes=whole)
+    addresses = {node: _address(node, facts, allocation) for node in allocation.nodes}
+    if len(addresses) == 1 and bootstrap == EXPLICIT:  # `ray symmetric-run` takes the loopback for no node
+        addresses = dict.fromkeys(addresses, "127.0.0.1")
     return make_plan(
         allocation,
-        {node: _address(node, facts, allocation) for node in allocation.nodes},
+        addresses,
         overrides,
         python=sys.executable,
         run_dir=str(run_dir),
-        bootstrap=choose_bootstrap(wanted, allocation, has_symmetric=has_symmetric, whole_nodes=whole),
+        bootstrap=bootstrap,
         dashboard=cluster.dashboard,
         wait_s=cluster.wait_s,
         devices=parse_devices(_output("scontrol", "-d", "show", "job", allocation.name)),
@@ -148,14 +153,15 @@ class Job:
     def run(self) -> int:
         """The exit code of the launch."""
         self._on_signals(self._stop)
-        self._write_token()
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        token_file = make_token(Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"]))
         try:
             self._start_rays()
             code = self._launch() if self._stop_signal is None else 128 + self._stop_signal
         finally:
             self._on_signals(signal.SIG_IGN)
             self._stop_rays()
-            Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"]).unlink(missing_ok=True)
+            token_file.unlink(missing_ok=True)
         if self._stop_signal == signal.SIGUSR1 and os.environ.get("SPECDEC_REQUEUE") == "1":
             sys.stderr.write("the time limit is near: requeued, to go on from what is finished\n")
             _output("scontrol", "requeue", self._allocation.name)
@@ -171,14 +177,6 @@ class Job:
         if self._stop_signal is None:
             self._stop_signal = signal.Signals(number)
             os.write(sys.stderr.fileno(), f"{self._stop_signal.name}: stopping\n".encode())
-
-    def _write_token(self) -> None:
-        """With the token one can use this job's Ray, so only the user may read it."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        path = Path(self._plan.environment["RAY_AUTH_TOKEN_PATH"])
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
 
     def _start_rays(self) -> None:
         """All nodes at once: the others wait for the head."""

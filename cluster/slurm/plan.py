@@ -12,6 +12,7 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import PurePath
 
 SYMMETRIC, EXPLICIT = "symmetric", "explicit"
@@ -137,6 +138,8 @@ def make_plan(
         "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the node stall a round
         "PYTHONUNBUFFERED": "1",
     }
+    if ip_address(addresses[allocation.head]).is_loopback:  # of a job on one node
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray replaces 127.0.0.1 by the node's address
     options = [word for word in overrides if not _is_override(word)]  # such as `-m`, which must come first
     overrides = [word for word in overrides if _is_override(word)]
     launch = [python, "-P", "-m", "cluster.launch", *options, "cluster=slurm", f"cluster.address={head_address}"]
@@ -156,7 +159,7 @@ def make_plan(
     rays = {}
     for index, component in enumerate(allocation.components):
         for node, cpus in component.items():
-            here = [f"--node-ip-address={addresses[node]}", f"--num-cpus={cpus}", f"--temp-dir={folder}", *options]
+            here = [f"--node-ip-address={addresses[node]}", f"--num-cpus={cpus}", f"--temp-dir={folder}/ray", *options]
             if node == allocation.head:
                 start, step = [ray, "start", "--head", f"--port={head_port}", *here, *of_head, "--block"], []
             else:
@@ -164,7 +167,7 @@ def make_plan(
                 step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", f"--nodelist={node}"]
                 step += [f"--gres={devices[node]}"] if node in devices else []
                 step += [f"--het-group={index}"] * (len(allocation.components) > 1)
-            script = f"{_until_stopped(shlex.join(start), 'kill -TERM $ray')}; rm -rf {shlex.quote(folder)}"
+            script = _in_folder(folder, _until_stopped(shlex.join(start), "kill -TERM $ray"))
             rays[node] = [*step, "bash", "-c", script]
     return JobPlan(environment, rays, launch)
 
@@ -176,8 +179,14 @@ def _symmetrically(start: Sequence[str], of_head: Sequence[str], folder: str, wa
     settings += f"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={wait_s:.0f}"
     options = f'[ "$SLURM_PROCID" != 0 ] || of_head="{shlex.join(of_head)}"'
     command = f"{settings} {shlex.join(start)} $of_head -- sleep infinity"
-    ending = f"{shlex.quote(start[0])} stop; rm -rf {shlex.quote(folder)}"
-    return f"{options}; {_until_stopped(command, 'kill -KILL -$ray')}; {ending}"
+    running = f"{options}; {_until_stopped(command, 'kill -KILL -$ray')}; {shlex.quote(start[0])} stop"
+    return _in_folder(folder, running)
+
+
+def _in_folder(folder: str, script: str) -> str:
+    """The script with a folder that only the user can open, while it runs: Ray lets everybody write into its own."""
+    quoted = shlex.quote(folder)
+    return f"rm -rf {quoted}; mkdir -m 700 {quoted} || exit 1; {script}; rm -rf {quoted}"
 
 
 def _until_stopped(command: str, ends_it: str) -> str:

@@ -10,17 +10,27 @@ variables, no global ranks: ranks may be processes or threads of one process.
 
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from parallel.comm.group import SINGLE, GlooGroup, Group, NcclGroup, PeerLost
 
+LOOPBACK = "127.0.0.1"
 
-def host_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """Serve a store at the returned object's `port`; it is closed with that object."""
-    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False)
+
+def host_store(host: str = LOOPBACK) -> dist.TCPStore:
+    """Serve a store at this address, at the returned object's `port`; it is closed with that object.
+
+    The socket is made here, because PyTorch's own listens on every interface.
+    """
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
@@ -48,7 +58,7 @@ def join(
     """Join group `name` of `epoch`; blocks until all its ranks have joined, PeerLost after `meeting_s`.
 
     `timeout_s` bounds every later wait for a peer and is the default of `meeting_s`. `host` is the address at which
-    CPU peers reach this machine, by default the loopback. A group of one needs no store.
+    peers reach this machine, by default the loopback; no other is listened on. A group of one needs no store.
     """
     if size == 1:
         return SINGLE
@@ -59,12 +69,20 @@ def join(
     meeting.set_timeout(timedelta(seconds=meeting_s))
     try:
         if device.type == "cuda":
+            if name := interface_of(host or LOOPBACK):
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return nccl_group(meeting, rank, size, device, timeout_s)
-        return _gloo_group(meeting, rank, size, timeout_s, host or "127.0.0.1", meeting_s)
+        return _gloo_group(meeting, rank, size, timeout_s, host or LOOPBACK, meeting_s)
     except RuntimeError as error:
         raise PeerLost(
             f"group {name!r} of epoch {epoch}: rank {rank} could not meet all {size} ranks in {meeting_s:g} s ({error})"
         ) from error
+
+
+def interface_of(address: str) -> str:
+    """Name of this machine's network interface with the address, or empty: it may be translated on the way."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if address in {one.address for one in found}), "")
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host: str, meeting_s: float) -> Group:

@@ -144,10 +144,6 @@ class KVPool:
         self._release(table.shorten(start + num_kept))
         table.cached_len = start + len(keep)
 
-    def drop_pending(self, seq_id: SeqId) -> None:
-        table = self._tables[seq_id]
-        self._release(table.shorten(table.cached_len))
-
     def truncate(self, seq_id: SeqId, length: int) -> None:
         """Keep the first `length` committed rows; pending rows go too."""
         table = self._tables[seq_id]

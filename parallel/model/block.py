@@ -18,8 +18,8 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import AttentionPlan
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
 from parallel.model.layers.attention import attend
-from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear, Shard, even_rows
-from parallel.model.layers.norm import NORMS, Norm
+from parallel.model.layers.linear import ColumnLinear, RowLinear, Shard, even_rows
+from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation, rotate
 from parallel.model.layers.weight import Layer, TensorOptions
 
@@ -41,14 +41,10 @@ class Attention(Layer):
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads // group.size
         self.num_kv_heads = config.local_kv_heads(group.size)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        queries = config.num_heads * config.head_dim
         first = group.rank * config.num_kv_heads // group.size * config.head_dim
         kv_rows = slice(first, first + self.num_kv_heads * config.head_dim)
-        parts = [
-            OutputShare("q_proj", queries, even_rows(queries, group)),
-            OutputShare("k_proj", keys, kv_rows),
-            OutputShare("v_proj", keys, kv_rows),
-        ]
+        parts = [("q_proj", even_rows(queries, group)), ("k_proj", kv_rows), ("v_proj", kv_rows)]
         self.qkv = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, **options)
         self.o = RowLinear(config.names.o, queries, config.hidden_size, group, bias=config.o_bias, **options)
         norm = NORMS[config.norm]
@@ -80,7 +76,7 @@ class MLP(Layer):
         self.activation = _ACTIVATIONS[config.activation]
         self.gated = config.gated
         rows = even_rows(size, group)
-        parts = [OutputShare(name, size, rows) for name in ([names.gate, names.up] if config.gated else [names.up])]
+        parts = [(name, rows) for name in ([names.gate, names.up] if config.gated else [names.up])]
         self.gate_up = ColumnLinear(config.hidden_size, parts, bias=config.mlp_bias, **options)
         self.down = RowLinear(names.down, size, config.hidden_size, group, bias=config.mlp_bias, **options)
 
@@ -104,8 +100,8 @@ class Experts(Layer):
         share = even_rows(config.num_experts, group)
         self.group = group
         self.name = config.names.experts
-        every = OutputShare(config.names.router, config.num_experts, slice(0, config.num_experts))
-        self.router = ColumnLinear(config.hidden_size, [every], bias=False, **options)
+        router = config.names.router, slice(0, config.num_experts)
+        self.router = ColumnLinear(config.hidden_size, [router], bias=False, **options)
         self.per_token = config.experts_per_token
         self.normalize = config.normalize_expert_weights
         self.first = share.start
@@ -150,17 +146,14 @@ class Block(Layer):
         mlp_group: Group,
         **options: Unpack[TensorOptions],
     ) -> None:
-        self.names = config.names
+        self.attention_name = config.names.attention
         self.windowed = layer in config.windowed
         self.attention: Attention | None = None
         if kv_layer is not None:
             self.attention = Attention(config, kv_layer, attention_group, windowed=self.windowed, **options)
         self.mlp = make_mlp(config, mlp_group, **options)
-        self._allocate_norms(partial(NORMS[config.norm], config.hidden_size, config.norm_eps, **options))
-
-    def _allocate_norms(self, make_norm: Callable[[], Norm]) -> None:
-        self.attention_norm = make_norm()
-        self.mlp_norm = make_norm()
+        self.norm_names = config.norm_names  # whose order `attend` and `finish` rely on
+        self.norms = [NORMS[config.norm](config.hidden_size, config.norm_eps, **options) for _ in self.norm_names]
 
     def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         return self.finish(x, self.attend(x, rope, plan))
@@ -168,22 +161,18 @@ class Block(Layer):
     def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         """x [T, H] -> what the attention adds to it, [T, H]; only on a rank that holds the attention."""
         assert self.attention is not None, "another rank holds this block's attention"
-        return self.attention(self.attention_norm(x), rope, plan)
+        return self.attention(self.norms[0](x), rope, plan)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x [T, H] with `attended` and the MLP's part added."""
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x))
-
-    def norms(self) -> list[tuple[str, Norm]]:
-        """The norms of the block by their names in a checkpoint."""
-        return [(self.names.attention_norm, self.attention_norm), (self.names.mlp_norm, self.mlp_norm)]
+        return x + self.mlp(self.norms[1](x))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        for name, norm in self.norms():
+        for name, norm in zip(self.norm_names, self.norms, strict=True):
             yield from norm.shards(f"{prefix}.{name}")
         if self.attention is not None:
-            yield from self.attention.shards(f"{prefix}.{self.names.attention}")
+            yield from self.attention.shards(f"{prefix}.{self.attention_name}")
         yield from self.mlp.shards(prefix)
 
     def silence(self) -> None:
@@ -198,22 +187,12 @@ class Block(Layer):
 class SandwichBlock(Block):
     """Normalises the input and the output of attention and MLP."""
 
-    def _allocate_norms(self, make_norm: Callable[[], Norm]) -> None:
-        super()._allocate_norms(make_norm)
-        self.attention_out_norm = make_norm()
-        self.mlp_out_norm = make_norm()
-
     def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
-        return self.attention_out_norm(super().attend(x, rope, plan))
+        return self.norms[2](super().attend(x, rope, plan))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
-
-    def norms(self) -> list[tuple[str, Norm]]:
-        names = self.names
-        after = [(names.attention_out_norm, self.attention_out_norm), (names.mlp_out_norm, self.mlp_out_norm)]
-        return [*super().norms(), *after]
+        return x + self.norms[3](self.mlp(self.norms[1](x)))
 
 
 class PostNormBlock(Block):
@@ -224,8 +203,8 @@ class PostNormBlock(Block):
         return self.attention(x, rope, plan)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = self.attention_norm(x + attended)
-        return self.mlp_norm(x + self.mlp(x))
+        x = self.norms[0](x + attended)
+        return self.norms[1](x + self.mlp(x))
 
 
 BLOCKS: dict[NormPlacement, type[Block]] = {"before": Block, "around": SandwichBlock, "after": PostNormBlock}

@@ -119,16 +119,25 @@ class DecoderConfig:
             windowed |= set(range(self.num_layers, total))
         return replace(self, num_layers=total, stretch=self.stretch + num_layers, windowed=windowed)
 
-    def check_ranks(self, size: int) -> None:
-        """ValueError unless the model can be split over `size` ranks."""
-        if self.num_heads % size or self.mlp_units % size:
-            unit = f"num_experts={self.num_experts}" if self.num_experts else ""
-            raise ValueError(
-                f"tp={size} must divide num_attention_heads={self.num_heads} and "
-                f"{unit or f'intermediate_size={self.intermediate_size}'}"
-            )
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            raise ValueError(f"tp={size} must divide num_key_value_heads={self.num_kv_heads} or be a multiple of it")
+    def check_ranks(self, size: int, key: str = "tp") -> None:
+        """ValueError, which names the option `key`, unless the model can be split over `size` ranks."""
+        if not self._divides(size):
+            heads = f"num_attention_heads={self.num_heads}, num_key_value_heads={self.num_kv_heads}"
+            units = f"num_experts={self.num_experts}" if self.num_experts else f"intermediate_size={self.mlp_units}"
+            fitting = ", ".join(str(ranks) for ranks in range(1, self.num_heads + 1) if self._divides(ranks))
+            raise ValueError(f"{key}={size}: ranks cannot share {heads} and {units} evenly; use one of {fitting}")
+
+    def _divides(self, size: int) -> bool:
+        """Whether `size` ranks have equal shares; where there are more ranks than KV heads, several hold the same."""
+        kv_heads = self.num_kv_heads
+        return not (self.num_heads % size or self.mlp_units % size or (kv_heads % size and size % kv_heads))
+
+    @property
+    def norm_names(self) -> list[str]:
+        """The norms of a block, as its checkpoint names them: of attention and MLP, then of what these put out."""
+        names = self.names
+        after = [names.attention_out_norm, names.mlp_out_norm] if self.norm_placement == "around" else []
+        return [names.attention_norm, names.mlp_norm, *after]
 
     @property
     def mlp_units(self) -> int:

@@ -22,10 +22,14 @@ from parallel.model.layers.linear import Shard
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import Layer, TensorOptions, Weight
+from parallel.model.partition import LayerLayout
 
 
 class Decoder(Layer):
-    """A tensor-parallel decoder. Weights are allocated uninitialised; `weights.load_weights` fills them."""
+    """Every layer is split over the group; with a `layout`, a `LayerParallelDecoder`, only the head is.
+
+    Weights are allocated uninitialised; `weights.load_weights` fills them.
+    """
 
     def __init__(
         self,
@@ -33,23 +37,18 @@ class Decoder(Layer):
         group: Group = SINGLE,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        layout: LayerLayout | None = None,
     ) -> None:
-        config.check_ranks(group.size)
-        self._allocate(config, group, group, group, range(config.num_layers), device, dtype)
-
-    def _allocate(
-        self,
-        config: DecoderConfig,
-        group: Group,
-        attention_group: Group,
-        mlp_group: Group,
-        held: Sequence[int],
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
-        """The head is sharded over `group`, embedding and attention over `attention_group`; this rank has the attention
-        and the KV rows of the layers `held`."""
+        if layout is None:
+            config.check_ranks(group.size)
+            attention_group, mlp_group, held = group, group, range(config.num_layers)
+        else:
+            assert group.size == layout.ranks
+            assert config.stretch == 0, "a draft model is not stretched"
+            mlp_group = group if layout.mlp == "tensor" else SINGLE
+            attention_group, held = SINGLE, layout.held(group.rank)  # layers whose attention and KV rows this rank has
         self.config = config
+        self.layout = layout
         self.group = group
         self.device = torch.device(device)
         self.dtype = dtype

@@ -18,9 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import AttentionPlan, PassPlan
-from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
 from parallel.model.layers.rope import Rotation
 from parallel.model.partition import LayerLayout
@@ -47,19 +45,7 @@ class WrittenRows:
 class LayerParallelDecoder(Decoder):
     """One rank of a layer-parallel decoder; with one rank, hyper-layers are computed alone, by the same formula."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layout: LayerLayout,
-        group: Group = SINGLE,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        assert group.size == layout.ranks
-        assert config.stretch == 0, "a draft model is not stretched"
-        mlp_group = group if layout.mlp == "tensor" else SINGLE
-        self._allocate(config, group, SINGLE, mlp_group, layout.held(group.rank), device, dtype)
-        self.layout = layout
+    layout: LayerLayout
 
     def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As `Decoder.forward`; hyper-layers run side by side where the plan allows it."""

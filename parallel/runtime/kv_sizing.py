@@ -11,17 +11,11 @@ import psutil
 import torch
 
 from parallel.comm.group import Group
+from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import packs
 from parallel.model.partition import LayerLayout
-from parallel.model.weights import resolve_checkpoint
-from parallel.runtime.model_bytes import (
-    dtype_name,
-    kv_bytes_per_slot,
-    layer_kv_bytes_per_slot,
-    layer_weight_bytes,
-    weight_bytes,
-)
+from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
 """Fraction of the memory left after the weights that the pool may take; other processes share a CPU's memory."""
@@ -77,13 +71,8 @@ def fit_slots(
     config = read_config(resolve_checkpoint(path)).stretched(stretch)
     chosen = choose_dtype(dtype, device)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
-    packed = packs(device, chosen)
-    if layout is None:
-        weights = weight_bytes(config, group.size, chosen.itemsize, packed=packed)
-        per_slot = kv_bytes_per_slot(config, group.size, chosen.itemsize)
-    else:
-        weights = layer_weight_bytes(config, layout, group.rank, chosen.itemsize, packed=packed)
-        per_slot = layer_kv_bytes_per_slot(config, layout, group.rank, chosen.itemsize)
+    share = config, group.size, chosen.itemsize, layout, group.rank
+    weights, per_slot = weight_bytes(*share, packed=packs(device, chosen)), kv_bytes_per_slot(*share)
     left = free_bytes(device) - weights
     if left < per_slot * (num_slots or 1):
         raise ValueError(

@@ -7,19 +7,15 @@ rows. To make a fuzzy row exact the caller drops it (`drop_fuzzy`) and feeds its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PassPlan, Span
 from parallel.kv.pool import KVPool, SeqId
-from parallel.model.families.registry import read_config
 from parallel.model.layer_parallel import LayerParallelDecoder
-from parallel.model.partition import LayerLayout
-from parallel.model.weights import load_weights, resolve_checkpoint
 from parallel.runtime.runner import ModelRunner, PassOutput
 
 
@@ -28,10 +24,8 @@ class LayerParallelRunner(ModelRunner):
 
     decoder: LayerParallelDecoder
 
-    def __init__(
-        self, decoder: LayerParallelDecoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
-    ) -> None:
-        super().__init__(decoder, pool, backend=backend, graphs=graphs)
+    def __init__(self, decoder: LayerParallelDecoder, pool: KVPool, **options: Any) -> None:
+        super().__init__(decoder, pool, **options)
         self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)  # by slot, so that edits of slot tables need no update
 
     def plan(self, spans: Sequence[Span], *, fuzzy: bool = False) -> PassPlan:
@@ -86,21 +80,3 @@ class LayerParallelRunner(ModelRunner):
                 rows[i] = tuple(tensors)
         logits, hidden, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return PassOutput(logits, hidden, tuple(features))
-
-
-def open_layer_parallel(
-    path: str | Path,
-    layout: LayerLayout,
-    group: Group = SINGLE,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    num_slots: int = 4096,
-    *,
-    backend: str | None = None,
-    graphs: bool | None = None,
-) -> LayerParallelRunner:
-    """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows for the layers it holds."""
-    directory = resolve_checkpoint(str(path))
-    decoder = LayerParallelDecoder(read_config(directory), layout, group, device, dtype)
-    load_weights(decoder, directory)
-    return LayerParallelRunner(decoder, decoder.make_pool(num_slots), backend=backend, graphs=graphs)

@@ -65,25 +65,11 @@ class TimedGroup(Group):
     """A group whose collectives are timed as "communication"."""
 
     def __init__(self, group: Group, clock: PassClock) -> None:
-        self._group = group
-        self._clock = clock
         self.rank = group.rank
         self.size = group.size
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._timed(self._group.all_reduce, tensor)
-
-    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        return self._timed(self._group.all_gather, tensor, dim)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        return self._timed(self._group.broadcast, tensor, src)
-
-    def close(self) -> None:
-        self._group.close()
-
-    def _timed(self, collective: Callable[..., Tensor], *arguments: object) -> Tensor:
-        return _timed(collective, "communication", self._clock)(*arguments)
+        self.close = group.close
+        for name in ("all_reduce", "all_gather", "broadcast"):
+            setattr(self, name, _timed(getattr(group, name), "communication", clock))
 
 
 class _TimedLayer(Layer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,14 @@ from torch import Tensor
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PassPlan, PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import KVPool, SeqId
+from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
 from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.sdpa import SdpaBackend
-from parallel.model.weights import load_weights, resolve_checkpoint
+from parallel.model.partition import LayerLayout
+from parallel.model.weights import load_weights
 from parallel.runtime.cuda_graphs import CapturedPasses
 
 
@@ -90,8 +93,7 @@ class ModelRunner:
         self.pool.commit(seq_id, keep, retain)
 
     def drop_pending(self, seq_id: SeqId) -> None:
-        self.pool.drop_pending(seq_id)
-        self._pending[seq_id] = PendingRows()
+        self.truncate(seq_id, self.cached_len(seq_id))
 
     def truncate(self, seq_id: SeqId, length: int) -> None:
         self.pool.truncate(seq_id, length)
@@ -152,12 +154,21 @@ def open_model(
     num_slots: int = 4096,
     stretch: int = 0,
     *,
-    backend: str | None = None,
-    graphs: bool | None = None,
+    layout: LayerLayout | None = None,
+    **options: Any,
 ) -> ModelRunner:
-    """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows."""
+    """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows; `options` are the runner's.
+
+    The ranks share the model tensor-parallel, or by `layout`; the runner is then a `LayerParallelRunner`.
+    """
     directory = resolve_checkpoint(str(path))
     config = read_config(directory).stretched(stretch)
+    if layout is not None:
+        from parallel.runtime.layer_parallel_runner import LayerParallelDecoder, LayerParallelRunner
+
+        decoder = LayerParallelDecoder(config, group, device, dtype, layout)
+        load_weights(decoder, directory)
+        return LayerParallelRunner(decoder, decoder.make_pool(num_slots), **options)
     decoder = Decoder(config, group, device, dtype)
     load_weights(decoder, directory)
-    return ModelRunner(decoder, decoder.make_pool(num_slots), backend=backend, graphs=graphs)
+    return ModelRunner(decoder, decoder.make_pool(num_slots), **options)

@@ -23,7 +23,7 @@ from actors.roles.target import TargetRole
 from actors.transport.channel import Hub, Link
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import open_model
-from tests.actors.service_harness import Stage
+from tests.actors.service_harness import SECRET, Stage
 
 EOS = 1
 VOCAB_SIZE = 97
@@ -190,7 +190,7 @@ def make_requests():
 
 @pytest.fixture
 def hub():
-    hub = Hub("tcp://127.0.0.1:*")
+    hub = Hub("tcp://127.0.0.1:*", SECRET)
     yield hub
     hub.close()
 
@@ -200,7 +200,7 @@ def open_link(hub):
     links = []
 
     def open_(identity):
-        links.append(Link(hub.address, identity))
+        links.append(Link(hub.address, identity, SECRET))
         return links[-1]
 
     yield open_

@@ -10,8 +10,9 @@ from actors.coordinator.service import CoordinatorService, CoordinatorSpec
 from actors.protocol.membership import Alive, Hello, Join, Ready, Stop
 from actors.transport.channel import Hub, Link
 
-FACTS = {"kv_slots": 400, "max_model_len": 50}
+FACTS = {"kv_slots": 400, "max_model_len": 50, "vocab_size": 97}
 WAIT_S = 10.0
+SECRET = bytes(range(32))
 
 
 class Stage:
@@ -20,10 +21,10 @@ class Stage:
     def __init__(self, target_ranks=1, draft_ranks=1, watches=(), **options) -> None:
         pipeline = "sync" if draft_ranks else "plain"
         spec = CoordinatorSpec(pipeline, 4, target_ranks, draft_ranks, (1,), **options)
-        self.hub = Hub("tcp://127.0.0.1:*")
+        self.hub = Hub("tcp://127.0.0.1:*", SECRET)
         self.ranks = [f"{role}-{rank}" for role, size in spec.sizes.items() for rank in range(size)]
-        self.links = {name: Link(self.hub.address, f"{name}#0") for name in self.ranks}
-        self.links[CLIENT] = Link(self.hub.address, CLIENT)
+        self.links = {name: Link(self.hub.address, f"{name}#0", SECRET) for name in self.ranks}
+        self.links[CLIENT] = Link(self.hub.address, CLIENT, SECRET)
         self.ended: list[object] = []
         self.thread = threading.Thread(target=self.run_service, args=(CoordinatorService(spec, self.hub, watches),))
         self.thread.start()

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from cluster import launch
+from actors.logs import LogSpec, close_logs, log_event, logger_of, open_logs
+from cluster import launch, pocket
 from cluster.config.compose import load_config
 from cluster.config.jobs import TrainConfig
 from cluster.config.schema import CHOICES, LaunchConfig
@@ -31,7 +32,7 @@ Outcome = tuple[int, list[str]]
 @pytest.fixture
 def paths(tmp_path: Path) -> list[str]:
     """Overrides that need no bundled pair and write nowhere else."""
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copy(pocket.TARGET / "config.json", tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f():"}\n')
     return [
         f"target.path={tmp_path}",
@@ -110,6 +111,24 @@ def test_what_the_user_can_put_right_is_one_line_and_code_2(launched):
         2,
         ["error: job.prompts: line 3 is no JSON; mend it"],
     )
+
+
+def test_a_full_disk_is_one_line_and_no_trace_of_a_log(launched, tmp_path: Path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    for name in ("logs/engine.log", "traceback.txt", "completions.jsonl"):
+        (tmp_path / "run" / name).symlink_to("/dev/full")
+
+    def job(config: object, run_dir: Path) -> None:
+        open_logs("engine", LogSpec("info", (str(run_dir / "logs"),)))
+        try:
+            log_event(logger_of("engine"), "request")
+            (run_dir / "completions.jsonl").write_text("{}")
+        finally:
+            close_logs()
+
+    full = "No space left on device"
+    line = f"error: OSError: [Errno 28] {full}; {tmp_path}/run/traceback.txt cannot be written ({full})"
+    assert launched(job) == (1, [line])
 
 
 def test_a_failure_at_run_time_is_one_line_and_code_1(launched):

@@ -189,7 +189,10 @@ class ChildLevel:
         elif text.valid < text.length:
             record = _commit(context, text.valid, (), token_ids)
         elif len(token_ids) > text.length:
-            record = _commit(context, text.length, text.path, token_ids)
+            # The last token is the root of the next draft: its row is not kept, though a cut may have made it one of
+            # the path's.
+            path = text.path[: len(token_ids) - text.length - 1]
+            record = _commit(context, text.length, path, token_ids)
         elif text.ordered:  # the root again: a draft without a verdict is taken back
             record = _commit(context, text.length - 1, (), token_ids)
         if record is not None:

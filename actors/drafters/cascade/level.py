@@ -271,7 +271,7 @@ class CascadeDrafter:
         if not state.num_drafted:
             state.first_draft = tree
         self.runner.commit(state.request_id, [*range(num_fed), *(num_fed - 1 + node for node in result.path)])
-        state.text += [*(tree.token_ids[node] for node in result.path), result.next_token]
+        state.text += [*(tree.token_ids[node] for node in result.path), max(0, result.next_token)]
         state.distributions += result.distributions
         if tree.num_draft_tokens:
             self._child.accept(state.request_id, result.path)

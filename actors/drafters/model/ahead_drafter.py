@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -80,29 +81,37 @@ class AheadDrafter(ModelDrafter):
         return [self._take_proposal(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
-        state = self._states[context.request_id]
-        tree, keep = state.tree, list(range(state.num_suffix))
-        offered = max((node.depth for node in tree.nodes if node.offered), default=0)
-        self._calibrate_confidence(tree, commit.token_ids)
-        found = tree.find(commit.token_ids)
-        rows: list[int] = []
-        node = 0
-        for token in commit.token_ids:
-            node = tree.child(node, token)
-            if node is None or tree.nodes[node].row < 0:
-                break
-            rows.append(tree.nodes[node].row)
-        if found is None:
-            fresh, retain = DraftTree(commit.token_ids[-1]), []
+        state, request_id = self._states[context.request_id], context.request_id
+        tree = state.tree
+        found = self._walk(tree, commit.token_ids)
+        if len(found) > len(commit.token_ids):
+            fresh, retain = tree.reroot(found[-1])
         else:
-            fresh, retain = tree.reroot(found)
+            fresh, retain = DraftTree(commit.token_ids[-1]), []
         if state.num_rows:
-            self.runner.commit(context.request_id, keep + rows, retain)
-        due = self._calibration.is_due(context.request_id, rejected=len(commit.path) < offered)
-        if due and self.runner.drop_fuzzy(context.request_id):
+            rows = takewhile(lambda row: row >= 0, (tree.nodes[node].row for node in found[1:]))
+            self.runner.commit(request_id, [*range(state.num_suffix), *rows], retain)
+        offered = max((node.depth for node in tree.nodes if node.offered), default=0)
+        due = self._calibration.is_due(request_id, rejected=len(commit.path) < offered)
+        if due and self.runner.drop_fuzzy(request_id):
             fresh.clear_rows()
             retain = []
-        self._states[context.request_id] = _AheadState(context, fresh, 0, len(retain))
+        self._states[request_id] = _AheadState(context, fresh, num_rows=len(retain))
+
+    def _walk(self, tree: DraftTree, token_ids: Sequence[int]) -> list[int]:
+        """The nodes along committed text from the root on, as far as the tree has them; the target's choices tell what
+        the estimates of first choices were worth."""
+        found = [0]
+        for token in token_ids:
+            node = tree.nodes[found[-1]]
+            if node.children:
+                first = tree.nodes[node.children[0]]
+                self._confidence.update(math.exp(first.value - node.value), kept=first.token == token)
+            child = tree.child(found[-1], token)
+            if child is None:
+                break
+            found.append(child)
+        return found
 
     def previews(self) -> list[DraftPreview]:
         previews = []
@@ -150,21 +159,15 @@ class AheadDrafter(ModelDrafter):
         uncalibrated = [state for state in busy if self._lacks_rows(state)]
         if uncalibrated:
             return Step(self._feed_again(uncalibrated, width), refreshed=True)
-        chosen = []
+        chosen = self._fitting((one, self._choose(one.tree, width, min(self._length, one.budget))) for one in busy)
+        if sum(state.tree.worth(nodes) for state, nodes in chosen) < AHEAD_WORTH:
+            chosen = []
+        going = {state.context.request_id for state, _ in chosen}
         for state in busy:
-            nodes = self._choose(state.tree, width, min(self._length, state.budget))
-            last = len(state.context.token_ids) + max((state.tree.nodes[node].depth for node in nodes), default=0)
-            fits = state.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
-            if nodes and fits and self.runner.can_reserve(sum(len(n) for _, n in chosen) + len(nodes)):
-                chosen.append((state, nodes))
-            else:
-                state.may_extend = False
-        if chosen and sum(state.tree.worth(nodes) for state, nodes in chosen) >= AHEAD_WORTH:
+            state.may_extend = state.context.request_id in going
+        if chosen:
             self._feed(chosen)
-            return Step(sum(len(nodes) for _, nodes in chosen))
-        for state, _ in chosen:
-            state.may_extend = False
-        return Step()
+        return Step(sum(len(nodes) for _, nodes in chosen))
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -173,15 +176,23 @@ class AheadDrafter(ModelDrafter):
         unfed: list[tuple[_AheadState, list[int]]] = [(state, []) for state in states if not state.tree.root.expanded]
         if unfed:
             self._feed(unfed, after_text=True)
-        depths = [min(budget, self._growth.depth) for budget in budgets]
-        while True:
-            chosen = []
-            for state, depth in zip(states, depths, strict=True):
-                if nodes := redraft(state.tree, self._redraft_width, depth):
-                    chosen.append((state, nodes))
-            if not chosen:
-                return
+        depths = [self._growth.max_depth(budget) for budget in budgets]
+        while chosen := self._fitting(
+            (state, redraft(state.tree, self._redraft_width, depth))
+            for state, depth in zip(states, depths, strict=True)
+        ):
             self._feed(chosen)
+
+    def _fitting(self, chosen: Iterable[tuple[_AheadState, list[int]]]) -> list[tuple[_AheadState, list[int]]]:
+        """The requests, in order, whose chosen nodes fit the model's context and together the pool."""
+        fitting, num_rows = [], 0
+        for state, nodes in chosen:
+            last = len(state.context.token_ids) + max((state.tree.nodes[node].depth for node in nodes), default=0)
+            fits = state.num_rows + len(nodes) <= MAX_ROWS_AHEAD and last < self.runner.config.max_positions
+            if nodes and fits and self.runner.can_reserve(num_rows + len(nodes)):
+                fitting.append((state, nodes))
+                num_rows += len(nodes)
+        return fitting
 
     def _lacks_rows(self, state: _AheadState) -> bool:
         """Whether calibration dropped rows of the text before the tree's root."""
@@ -191,10 +202,11 @@ class AheadDrafter(ModelDrafter):
     def _feed_again(self, states: list[_AheadState], width: int) -> int:
         """Calibrate: an exact pass over the tokens without rows and then over the trees' best nodes; returns its
         rows."""
+        for state in states:
+            self._prefill(state.context, leave=self._options.prefill_chunk)
         fed, num_rows = [], 0
         for state in states:
             context, tree = state.context, state.tree
-            self._prefill(context, leave=self._options.prefill_chunk)
             room = self.runner.config.max_positions - len(context.token_ids)
             nodes = [node for node in tree.nodes_to_refresh(width) if tree.nodes[node].depth <= room]
             needed = len(context.token_ids) - self.runner.cached_len(context.request_id) + len(nodes)
@@ -245,19 +257,6 @@ class AheadDrafter(ModelDrafter):
         places = ((state.tree, node) for state, nodes in fed for node in nodes)
         for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
             tree.expand(node, token_ids, self._confidence.adjust(log_probs))
-
-    def _calibrate_confidence(self, tree: DraftTree, token_ids: Sequence[int]) -> None:
-        """Compare the expected acceptance of first choices along the committed text with what the target chose."""
-        node, place = tree.root, 0
-        for token in token_ids:
-            if not node.children:
-                return
-            first = tree.nodes[node.children[0]]
-            self._confidence.update(math.exp(first.value - node.value), kept=first.token == token)
-            place = tree.child(place, token)
-            if place is None:
-                return
-            node = tree.nodes[place]
 
     def _node_rows(self, state: _AheadState, nodes: list[int]) -> LogitRows:
         """The nodes' histories for the logit processors; without any processor the root stands for every node."""

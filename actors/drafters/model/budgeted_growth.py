@@ -78,12 +78,18 @@ class DynamicGrowth(BestFirstGrowth):
         self._batch_nodes = batch_nodes
         self._price = price
 
+    def max_fed(self, budget: int) -> int:
+        return (self.max_depth(budget) - 1) * budget
+
     def extend_all(
         self, trees: Sequence[GrowingTree], offered: Sequence[Sequence[Candidate]], budgets: Sequence[int]
     ) -> list[list[int]]:
         added = [[tree.add(one) for one in candidates] for tree, candidates in zip(trees, offered, strict=True)]
         kept = self._kept(trees, budgets)
-        frontiers = [[node for node in nodes if node in best] for nodes, best in zip(added, kept, strict=True)]
+        frontiers = [
+            self._unless_last(tree, [node for node in nodes if node in best], budget)
+            for tree, nodes, best, budget in zip(trees, added, kept, budgets, strict=True)
+        ]
         room = min(sum(budgets), self._batch_nodes or sum(budgets))
         return frontiers if self._pays(trees, kept, frontiers, room) else [[] for _ in trees]
 

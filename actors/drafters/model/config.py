@@ -144,9 +144,12 @@ class ModelDrafterConfig(DrafterConfig):
         return replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
 
     def check_checkpoints(self, where: str = "drafter") -> None:
+        from parallel.model.families.registry import read_config
+
+        if self.parallel is Parallel.tensor:
+            read_config(self.path).check_ranks(self.ranks, f"{where}.ranks")
         if self.parallel is Parallel.layer:
             from actors.drafters.model.loading import layer_partition
-            from parallel.model.families.registry import read_config
 
             try:
                 layer_partition(self, read_config(self.path))

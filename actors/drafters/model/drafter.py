@@ -9,7 +9,7 @@ is due, the fuzzy rows of accepted tokens are dropped and so become part of that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,12 +18,12 @@ from torch import Tensor
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
+from actors.drafters.model.calibration import CalibrationSchedule
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.drafters.model.kv_refresh import CalibrationSchedule
 from actors.drafters.model.prefill import prefill
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
-from actors.sampling.draft_sampling import draw_iid, draw_without_replacement
+from actors.sampling.draft_sampling import DrawnChildren, draw_iid, draw_without_replacement
 from actors.sampling.logits import LogitRows, choose, is_greedy, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
@@ -127,10 +127,9 @@ class ModelDrafter:
         """The requests, in order, whose drafts fit the model's context and together the pool."""
         able, rows = [], 0
         for context, budget in zip(contexts, budgets, strict=True):
-            depth = min(budget, self._growth.depth)
             suffix = len(context.token_ids) - self.runner.cached_len(context.request_id)
-            needed = suffix + depth * (budget if self._is_dynamic else self._growth.width(0))
-            fits = len(context.token_ids) + depth <= self.runner.config.max_positions
+            needed = suffix + self._growth.max_fed(budget)
+            fits = len(context.token_ids) + self._growth.max_depth(budget) <= self.runner.config.max_positions
             if fits and self.runner.can_reserve(rows + needed):
                 able.append((context, budget))
                 rows += needed
@@ -198,13 +197,6 @@ class ModelDrafter:
         for level in range(self._growth.depth):
             offered = self._draw_candidates(contexts, trees, frontier, logits, level, distributions)
             frontier = self._growth.extend_all(trees, offered, budgets)
-            if level + 1 == self._growth.depth:
-                break
-            # A static tree that is full gets no children, so its last level need not be fed.
-            frontier = [
-                nodes if not self._may_sample or len(tree.token_ids) <= budget else []
-                for nodes, tree, budget in zip(frontier, trees, budgets, strict=True)
-            ]
             if not any(frontier):
                 break
             logits = self._feed_level(contexts, trees, frontier)
@@ -244,46 +236,35 @@ class ModelDrafter:
             logit_rows(context, TokenTree(tuple(tree.token_ids), tuple(tree.parents)), nodes)
             for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
         ]
-        scores = process_batch(logits, batch, self._options.eos_token_ids)
-        steps = [context.step for context, nodes in zip(contexts, frontier, strict=True) for _ in nodes]
-        children = self._draw_children(scores, batch, steps, self._growth.width(level))
-        offered = []
-        for i, nodes in enumerate(frontier):
-            offered.append([])
-            for node in nodes:
-                token_ids, log_probs, distribution = next(children)
-                if distribution is not None:
-                    distributions[i][node] = distribution
-                offered[i] += [
-                    Candidate(node, *child)
-                    for child in zip(token_ids, log_probs, strict=False)
-                    if child[1] > -torch.inf
-                ]
+        scores, width = process_batch(logits, batch, self._options.eos_token_ids), self._growth.width(level)
+        positions = [position for rows in batch for position in rows.positions()]
+        params = [rows.params for rows in batch for _ in rows.row_nodes()]
+        drawing = [self._drawing_params(one) for one in params]
+        likeliest = top_children(scores, drawing, positions, width, given_noise=self._is_dynamic)
+        ranked = zip(*(values.tolist() for values in likeliest), strict=True)
+        places = [(i, node) for i, nodes in enumerate(frontier) for node in nodes]
+        sampled = [row for row, one in enumerate(params) if self._samples(one)]
+        drawn = dict(zip(sampled, self._draw(scores, contexts, places, sampled, width), strict=True))
+        offered: list[list[Candidate]] = [[] for _ in contexts]
+        for row, ((i, node), (token_ids, log_probs)) in enumerate(zip(places, ranked, strict=True)):
+            if row in drawn:
+                distributions[i][node] = drawn[row].distribution
+                offered[i] += [Candidate(node, token, 0.0) for token in drawn[row].token_ids]
+            else:
+                pairs = zip(token_ids, log_probs, strict=True)
+                offered[i] += [Candidate(node, token, value) for token, value in pairs if value > -torch.inf]
         return offered
 
-    def _draw_children(
-        self, scores: Tensor, batch: list[LogitRows], steps: list[int], width: int
-    ) -> Iterator[tuple[Sequence[int], Sequence[float], SparseDistribution | None]]:
-        """Children of every row: token ids in draw order, their log-probabilities, and the distribution if drawn at
-        random."""
-        row_of = [(rows, node) for rows in batch for node in rows.row_nodes()]
-        sampled = [i for i, (rows, _) in enumerate(row_of) if self._samples(rows.params)]
-        drawn = {}
-        if sampled:
-            draw = draw_iid if self._kind is SamplingKind.IID else draw_without_replacement
-            params = [row_of[i][0].params for i in sampled]
-            nodes, steps = [row_of[i][1] for i in sampled], [steps[i] for i in sampled]
-            children = draw(scores[sampled], params, steps, nodes, width, self._options.law_size)
-            drawn = dict(zip(sampled, children, strict=True))
-        params = [self._drawing_params(rows.params) for rows, _ in row_of]
-        positions = [position for rows in batch for position in rows.positions()]
-        likeliest = top_children(scores, params, positions, width, given_noise=self._is_dynamic)
-        token_ids, log_probs = (values.tolist() for values in likeliest)
-        for i in range(len(row_of)):
-            if i in drawn:
-                yield drawn[i].token_ids, [0.0] * len(drawn[i].token_ids), drawn[i].distribution
-            else:
-                yield token_ids[i], log_probs[i], None
+    def _draw(
+        self, scores: Tensor, contexts: list[Context], places: list[tuple[int, int]], rows: list[int], width: int
+    ) -> list[DrawnChildren]:
+        """Children drawn at random for these rows of `scores`; row r is at node `places[r][1]` of a context's tree."""
+        if not rows:
+            return []
+        draw = draw_iid if self._kind is SamplingKind.IID else draw_without_replacement
+        at = [contexts[places[row][0]] for row in rows]
+        steps, nodes = [context.step for context in at], [places[row][1] for row in rows]
+        return draw(scores[rows], [one.sampling for one in at], steps, nodes, width, self._options.law_size)
 
     def _samples(self, params: SamplingParams) -> bool:
         """Whether children are drawn at random from a distribution that travels with them, rather than chosen."""

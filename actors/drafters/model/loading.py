@@ -14,12 +14,11 @@ from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterC
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import PipelineName, SchedulerConfig
 from parallel.comm.group import Group
+from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
-from parallel.model.weights import resolve_checkpoint
 from parallel.runtime.kv_sizing import choose_dtype, fit_slots
-from parallel.runtime.layer_parallel_runner import open_layer_parallel
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, open_model
 
@@ -53,15 +52,11 @@ def open_draft_model(
         num_slots=config.kv_slots,
         layout=layout,
     )
-    if layout is None:
-        return open_model(config.path, group, device, fit.dtype, fit.num_slots), fit.facts()
-    runner = open_layer_parallel(config.path, layout, group, device, fit.dtype, fit.num_slots)
-    facts = {
-        "layer_groups": [len(members) for members in layout.partition],
-        "mlp_parallel": layout.mlp,
-        "calibration": layout.calibration,
-    }
-    return runner, fit.facts() | facts
+    facts = fit.facts()
+    if layout is not None:
+        groups = [len(members) for members in layout.partition]
+        facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
+    return open_model(config.path, group, device, fit.dtype, fit.num_slots, layout=layout), facts
 
 
 def layer_layout(

@@ -55,11 +55,23 @@ class Growth(ABC):
 
     @abstractmethod
     def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
-        """Add nodes to the tree; returns those to feed next."""
+        """Add a level of nodes to the tree; returns those to feed next, none at the end."""
 
     @abstractmethod
     def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
         """What to propose, and the kept nodes as they were numbered while growing."""
+
+    def max_depth(self, budget: int) -> int:
+        """Depth of the deepest node that a proposal of `budget` draft tokens can have."""
+        return min(budget, self.depth)
+
+    def max_fed(self, budget: int) -> int:
+        """Nodes that are fed for one tree, at most: those of all levels but the last."""
+        return (self.max_depth(budget) - 1) * self.width(0)
+
+    def _unless_last(self, tree: GrowingTree, level: list[int], budget: int) -> list[int]:
+        """The nodes of a level if the proposal can have children of them, else none."""
+        return level if level and tree.depth(level[0]) < self.max_depth(budget) else []
 
     def extend_all(
         self, trees: Sequence[GrowingTree], offered: Sequence[Sequence[Candidate]], budgets: Sequence[int]
@@ -88,7 +100,8 @@ class StaticGrowth(Growth):
 
     def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
         room = budget + 1 - len(tree.token_ids)
-        return [tree.add(candidate) for candidate in candidates[:room]]
+        added = [tree.add(candidate) for candidate in candidates[:room]]
+        return self._unless_last(tree, added, budget) if len(added) < room else []
 
     def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
         return TokenTree(tuple(tree.token_ids), tuple(tree.parents)), list(range(len(tree.token_ids)))
@@ -110,7 +123,8 @@ class BestFirstGrowth(Growth):
 
     def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
         added = [tree.add(candidate) for candidate in candidates]
-        return sorted(sorted(added, key=lambda node: -tree.values[node])[: self._width])
+        best = sorted(sorted(added, key=lambda node: -tree.values[node])[: self._width])
+        return self._unless_last(tree, best, budget)
 
     def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
         ranked = sorted(range(1, len(tree.token_ids)), key=lambda node: (-tree.values[node], node))

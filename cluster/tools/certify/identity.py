@@ -42,7 +42,7 @@ def must_be_equal(rule: VerifyRule, sampling: SamplingParams) -> bool:
 
 
 def settings(base: SamplingParams, temperatures: Sequence[float], seeds: Sequence[int]) -> list[SamplingParams]:
-    """Every temperature with every seed; greedy decoding has no use for a second seed."""
+    """Every temperature with every seed; greedy decoding draws nothing, so that one seed is enough."""
     chosen = []
     for temperature in dict.fromkeys(temperatures):
         tempered = replace(base, temperature=temperature)

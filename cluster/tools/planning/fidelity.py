@@ -28,7 +28,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, default_partition, partition_of
 from parallel.runtime.kv_sizing import choose_dtype
-from parallel.runtime.layer_parallel_runner import LayerParallelRunner, open_layer_parallel
+from parallel.runtime.runner import ModelRunner, open_model
 
 WIDTHS = (1, 2, 3, 4)
 """Layers side by side."""
@@ -113,15 +113,15 @@ def measure_acceptance(
 
 def open_partition(
     config: ModelDrafterConfig, sizes: Sequence[int], texts: Sequence[KnownText], device: str = "cpu"
-) -> LayerParallelRunner:
+) -> ModelRunner:
     """The draft model with these hyper-layers on one rank."""
     dtype, layout = choose_dtype(config.dtype, device), LayerLayout(partition_of(sizes, sum(sizes)), 1)
     num_slots = max(len(text.token_ids) for text in texts) + 1
-    return open_layer_parallel(config.path, layout, device=device, dtype=dtype, num_slots=num_slots)
+    return open_model(config.path, SINGLE, device, dtype, num_slots, layout=layout)
 
 
 @torch.inference_mode()
-def nearness(runner: LayerParallelRunner, texts: Sequence[KnownText], run: int) -> tuple[float, float, float, float]:
+def nearness(runner: ModelRunner, texts: Sequence[KnownText], run: int) -> tuple[float, float, float, float]:
     """(top-1 agreement, cosine, divergence, logit distance) of fuzzy rows and exact ones: means over runs of `run`
     fuzzy rows after exact ones; 0: from the prompt to the end."""
     pairs = [pair for text in texts for pair in _runs(runner, text, run or len(text.token_ids))]
@@ -136,7 +136,7 @@ def nearness(runner: LayerParallelRunner, texts: Sequence[KnownText], run: int) 
     )
 
 
-def _runs(runner: LayerParallelRunner, text: KnownText, run: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _runs(runner: ModelRunner, text: KnownText, run: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(exact logits, fuzzy logits, exact hidden states, fuzzy hidden states) of each run."""
     tokens = text.token_ids
     runner.open(0)

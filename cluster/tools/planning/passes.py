@@ -128,7 +128,7 @@ class _SharingClock:
         if sharing.layer_group:
             partition = default_partition(task.config.num_layers, sharing.layer_group)
             layout = LayerLayout(partition, sharing.ranks, sharing.mlp)
-            decoder = LayerParallelDecoder(task.config, layout, timed, device, task.dtype)
+            decoder = LayerParallelDecoder(task.config, timed, device, task.dtype, layout)
             self._runner: ModelRunner = LayerParallelRunner(decoder, decoder.make_pool(num_slots))
         else:
             decoder = Decoder(task.config, timed, device, task.dtype)

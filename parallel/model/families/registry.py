@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from parallel.model.checkpoint import read_json
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig, refuse
 from parallel.model.families.gemma import gemma2, gemma3
@@ -31,7 +30,10 @@ FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
 
 def read_config(source: str | Path | HfConfig) -> DecoderConfig:
     """Read a checkpoint directory, its config.json, or that file's content; ValueError if the engine cannot run it."""
-    hf = _read_json(Path(source)) if isinstance(source, str | Path) else source
+    if isinstance(source, str | Path):
+        path = Path(source)
+        source = read_json(path / "config.json" if path.is_dir() else path)
+    hf: HfConfig = source
     architecture = (hf.get("architectures") or [None])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture!r} is not supported; use one of {', '.join(FAMILIES)}")
@@ -42,16 +44,3 @@ def read_config(source: str | Path | HfConfig) -> DecoderConfig:
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"num_key_value_heads={config.num_kv_heads} must divide {config.num_heads} query heads")
     return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file; a checkpoint directory needs a config.json") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: holds no JSON object")
-    return content

@@ -23,7 +23,6 @@ class VocabTable(Layer):
     def __init__(self, name: str, vocab_size: int, hidden: int, group: Group, **options: Unpack[TensorOptions]) -> None:
         self.name = name
         self.vocab_size = vocab_size
-        self.hidden = hidden
         self.group = group
         share = -(-vocab_size // group.size)
         self.first = group.rank * share
@@ -46,5 +45,4 @@ class VocabTable(Layer):
         return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
 
     def shards(self) -> Iterator[Shard]:
-        index = (slice(self.first, self.first + self.num_real), slice(0, self.hidden))
-        yield Shard(self.name, (self.vocab_size, self.hidden), index, self.weight.plain[: self.num_real])
+        yield Shard(self.name, (slice(self.first, self.first + self.num_real),), self.weight.plain[: self.num_real])

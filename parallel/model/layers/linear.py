@@ -22,18 +22,13 @@ class Shard:
     """The part of a checkpoint tensor that this rank holds: `tensor[index]` is copied to `destination`."""
 
     name: str
-    shape: tuple[int, ...]
     index: tuple[slice, ...]
     destination: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class OutputShare:
-    """One of the fused outputs of a column layer: this rank has `rows` of its `size` outputs."""
-
-    name: str
-    size: int
-    rows: slice
+EVERY = slice(None)
+OutputShare = tuple[str, slice]
+"""One of the fused outputs of a column layer: its name, and the rows of it that this rank has."""
 
 
 def even_rows(size: int, group: Group) -> slice:
@@ -47,9 +42,8 @@ class ColumnLinear(Layer):
     """[T, inputs] -> [T, this rank's outputs of all parts, fused]."""
 
     def __init__(self, inputs: int, parts: list[OutputShare], *, bias: bool, **options: Unpack[TensorOptions]) -> None:
-        self.inputs = inputs
         self.parts = parts
-        outputs = sum(part.rows.stop - part.rows.start for part in parts)
+        outputs = sum(rows.stop - rows.start for _, rows in parts)
         self.weight = Weight(outputs, inputs, **options)
         self.bias = torch.empty(outputs, **options) if bias else None
 
@@ -58,13 +52,11 @@ class ColumnLinear(Layer):
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         start = 0
-        for part in self.parts:
-            stop = start + part.rows.stop - part.rows.start
-            name = f"{prefix}.{part.name}"
-            index = (part.rows, slice(0, self.inputs))
-            yield Shard(f"{name}.weight", (part.size, self.inputs), index, self.weight.plain[start:stop])
+        for name, rows in self.parts:
+            stop = start + rows.stop - rows.start
+            yield Shard(f"{prefix}.{name}.weight", (rows,), self.weight.plain[start:stop])
             if self.bias is not None:
-                yield Shard(f"{name}.bias", (part.size,), (part.rows,), self.bias[start:stop])
+                yield Shard(f"{prefix}.{name}.bias", (rows,), self.bias[start:stop])
             start = stop
 
 
@@ -75,8 +67,6 @@ class RowLinear(Layer):
         self, name: str, inputs: int, outputs: int, group: Group, *, bias: bool, **options: Unpack[TensorOptions]
     ) -> None:
         self.name = name
-        self.inputs = inputs
-        self.outputs = outputs
         self.group = group
         self.columns = even_rows(inputs, group)
         self.weight = Weight(outputs, inputs // group.size, **options)
@@ -87,8 +77,6 @@ class RowLinear(Layer):
         return self.group.all_reduce(self.weight.multiply(x, self.bias))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        index = (slice(0, self.outputs), self.columns)
-        yield Shard(f"{prefix}.{self.name}.weight", (self.outputs, self.inputs), index, self.weight.plain)
+        yield Shard(f"{prefix}.{self.name}.weight", (EVERY, self.columns), self.weight.plain)
         if self.bias is not None:
-            whole = (slice(0, self.outputs),)
-            yield Shard(f"{prefix}.{self.name}.bias", (self.outputs,), whole, self.bias)
+            yield Shard(f"{prefix}.{self.name}.bias", (EVERY,), self.bias)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.model.config import NormKind
-from parallel.model.layers.linear import Shard
+from parallel.model.layers.linear import EVERY, Shard
 from parallel.model.layers.weight import Layer, TensorOptions
 
 
@@ -31,7 +31,7 @@ class RMSNorm(Layer):
         return normed.to(x.dtype) * self.weight
 
     def shards(self, name: str) -> Iterator[Shard]:
-        yield Shard(f"{name}.weight", (self.hidden,), (slice(0, self.hidden),), self.weight)
+        yield Shard(f"{name}.weight", (EVERY,), self.weight)
 
 
 class RMSNormPlusOne(RMSNorm):
@@ -52,8 +52,8 @@ class LayerNorm(Layer):
         return F.layer_norm(x, (self.hidden,), self.weight, self.bias, self._eps)
 
     def shards(self, name: str) -> Iterator[Shard]:
-        yield Shard(f"{name}.weight", (self.hidden,), (slice(0, self.hidden),), self.weight)
-        yield Shard(f"{name}.bias", (self.hidden,), (slice(0, self.hidden),), self.bias)
+        yield Shard(f"{name}.weight", (EVERY,), self.weight)
+        yield Shard(f"{name}.bias", (EVERY,), self.bias)
 
 
 Norm = RMSNorm | LayerNorm

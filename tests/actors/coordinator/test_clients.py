@@ -8,7 +8,7 @@ import pytest
 
 from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
-from actors.protocol.membership import Alive, Stop
+from actors.protocol.membership import Alive, Hello, Stop
 from actors.protocol.messages import (
     Report,
     ReportOrder,
@@ -20,7 +20,7 @@ from actors.protocol.messages import (
     VerifyBatch,
 )
 from actors.transport.channel import Link
-from tests.actors.service_harness import WAIT_S, Stage
+from tests.actors.service_harness import SECRET, WAIT_S, Stage
 
 OTHER = "client:other"
 FIRST, SECOND = 1, 1 << 40
@@ -31,7 +31,8 @@ def stage():
     stage = Stage(draft_ranks=0)
     stage.get_ready()
     for name in (OTHER, f"{OTHER}/out"):
-        stage.links[name] = Link(stage.hub.address, name)
+        stage.links[name] = Link(stage.hub.address, name, SECRET)
+    stage.send(OTHER, Hello())
     yield stage
     stage.stop()
 

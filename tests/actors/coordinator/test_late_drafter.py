@@ -11,6 +11,8 @@ from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy
 from actors.protocol.messages import (
     DraftBatch,
     ProposalBatch,
+    Report,
+    ReportOrder,
     Request,
     SamplingParams,
     Verdict,
@@ -166,6 +168,13 @@ class TestDraftWait:
         assert DraftWait(weighs=False, longest_draft=1).wait_s(1, num_plain=50) == HANG_S
 
 
+def draft_busy_s(stage):
+    stage.send("client", ReportOrder())
+    while not isinstance(record := stage.receive("client"), Report):
+        pass
+    return record.counters["draft_busy_s"]
+
+
 def test_the_loop_tells_when_time_is_up():
     """Nobody says anything any more, and the target is sent a pass."""
     stage = Stage(adaptive=True)
@@ -173,7 +182,9 @@ def test_the_loop_tells_when_time_is_up():
         stage.get_ready()
         stage.send("client", Request(1, (3, 4), SamplingParams(max_tokens=20)))
         first, reading = stage.receive("target-0"), stage.receive("draft-0")
-        stage.send("draft-0", ProposalBatch(reading.round, (), 0.0, 0.0))
+        stage.send("draft-0", ProposalBatch(reading.round, (), 0.0, 0.001))
+        while not draft_busy_s(stage):  # two links are not read in the order in which they were written
+            pass
         stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 7),), 0.0, 0.001, 2))
         assert stage.receive("draft-0").orders[0].num_draft_tokens == 4
         assert stage.receive("target-0").items[0].proposal is None

@@ -24,7 +24,7 @@ from actors.protocol.messages import (
     VerifyBatch,
 )
 from actors.transport.channel import Link
-from tests.actors.service_harness import FACTS, WAIT_S
+from tests.actors.service_harness import FACTS, SECRET, WAIT_S
 
 
 def test_the_client_hears_of_all_ranks_once_the_last_is_there(open_stage):
@@ -113,11 +113,11 @@ def test_without_its_drafter_the_target_goes_on_and_a_successor_is_told_everythi
     second = stage.receive("target-0")
     assert second.items[0].proposal is None and second.after == first.round
     stage.links["draft-0"].close()
-    stage.links["draft-0"] = Link(stage.hub.address, "draft-0#1")
+    stage.links["draft-0"] = Link(stage.hub.address, "draft-0#1", SECRET)
     stage.send_heartbeat("draft-0", incarnation=1)
     order = stage.receive("draft-0")
     assert order == Join(2, first.round)
-    stage.send("draft-0", Ready("draft", 0, FACTS, order.epoch))
+    stage.send("draft-0", Ready("draft", 0, FACTS, order.epoch, 1))
     stage.receive(CLIENT)
     stage.send("target-0", VerdictBatch(second.round, (Verdict(1, 0, 3, (), 8),), 0.0, 0.0, 1))
     drafts = stage.receive("draft-0")
@@ -132,10 +132,10 @@ def test_what_a_replaced_process_still_says_is_nobodys_word(open_stage):
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
     batch = stage.receive("target-0")
     late = stage.links["target-0"]
-    stage.links["target-0"] = Link(stage.hub.address, "target-0#1")
+    stage.links["target-0"] = Link(stage.hub.address, "target-0#1", SECRET)
     stage.send_heartbeat("target-0", incarnation=1)
     order = stage.receive("target-0")
-    stage.send("target-0", Ready("target", 0, FACTS, order.epoch))
+    stage.send("target-0", Ready("target", 0, FACTS, order.epoch, 1))
     assert isinstance(stage.receive(CLIENT), Ready)
     again = stage.receive("target-0")
     assert again.admits[0].epoch == 1 and again.round > batch.round

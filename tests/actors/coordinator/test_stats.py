@@ -9,15 +9,10 @@ import pytest
 from actors.coordinator.sequence import Sequence
 from actors.coordinator.stats import MESSAGES, SPAN_LIMIT, CoordinatorStats, RequestTimes
 from actors.policy.speculation_switch import Mode
-from actors.protocol.messages import Commit, Proposal, ProposalBatch, Request, TokenTree, Verdict, VerdictBatch
+from actors.protocol.messages import Proposal, ProposalBatch, Request, TokenTree, Verdict, VerdictBatch
 
 CHAIN = Proposal(1, 0, 3, 0, TokenTree.chain(5, (6, 7, 8)))
 TREE = Proposal(1, 0, 3, 0, TokenTree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1)))
-
-
-def commit(num_accepted, num_emitted=None):
-    emitted = num_accepted + 1 if num_emitted is None else num_emitted
-    return Commit(1, 0, 3, tuple(range(1, num_accepted + 1)), (9,) * emitted)
 
 
 def drafted(stats, batch):
@@ -27,30 +22,6 @@ def drafted(stats, batch):
 
 def judged(stats, batch, *, speculated):
     stats.add_pass(batch, batch.started, batch.finished, speculated=speculated)
-
-
-def test_positions_count_levels_and_the_histogram_accepted_tokens():
-    stats = CoordinatorStats()
-    for num_accepted in (3, 0, 1):
-        stats.add_commit(CHAIN, commit(num_accepted))
-    stats.add_commit(TREE, commit(2))
-    assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 13, 6)
-    assert stats.num_tokens == 10, "accepted tokens, and one of the target's own per round"
-    assert stats.acceptance_histogram == [1, 1, 1, 1]
-    assert stats.num_drafted_per_pos == [4, 4, 3] and stats.num_accepted_per_pos == [3, 2, 1]
-
-
-def test_plain_rounds_are_no_speculation():
-    stats = CoordinatorStats()
-    stats.add_commit(None, commit(0))
-    stats.add_commit(Proposal(1, 0, 3, 0, TokenTree.root(5)), commit(0))
-    assert stats.num_tokens == 2 and stats.num_spec_steps == 0 and stats.acceptance_histogram == []
-
-
-def test_a_cut_round_counts_what_was_emitted():
-    stats = CoordinatorStats()
-    stats.add_commit(CHAIN, commit(3, num_emitted=2))
-    assert stats.num_tokens == 2 and stats.num_accepted_tokens == 2 and stats.acceptance_histogram == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -105,23 +105,6 @@ def test_the_lower_bound_holds_and_rules_out_plain_decoding():
     assert mean(ordered[0][100:]) < 3.5 and rounds.policy.mode is Mode.speculate
 
 
-def test_contexts_are_learned_apart():
-    policy = AdaptivePolicy("sync", 0, 8)
-    short, long = Rounds(policy, {1: 0.9}), Rounds(policy, {1: 0.05}, draft_s=0.006, mean_len=4000)
-    for _ in range(8):
-        short.run(60)
-        long.run(60)
-    assert mean(short.run(5)[1]) > 3
-    long.run(1)
-    assert policy.mode is Mode.rest
-    policy.expect_load(1, 80.0)
-    assert policy.mode is not Mode.rest, "who joins next is known before its first round"
-    policy.expect_load(2, 5000.0)
-    assert policy.mode is Mode.rest, "a load that was never seen is taken for its kin"
-    short.run(1)
-    assert policy.mode is not Mode.rest
-
-
 def test_nothing_is_kept_of_requests_that_ended():
     policy = AdaptivePolicy("sync", 0, 4)
     for first in range(0, 400, 4):

@@ -13,6 +13,7 @@ import transformers
 
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.logits import (
+    NO_TOKEN,
     LogitRows,
     choose,
     choose_batch,
@@ -219,6 +220,10 @@ def test_greedy_takes_the_lowest_id_among_ties():
     scores = torch.zeros(2, 5000)
     scores[0, [777, 40, 4000]] = 1.0
     assert choose(scores, [SamplingParams()] * 2, [0, 0]).tolist() == [40, 0]
+    assert choose_batch(scores, [LogitRows(SamplingParams(), 1, [1, 2], TokenTree.chain(2, [3]))], EOS).tolist() == [
+        40,
+        0,
+    ]
     assert top_children(scores, [SamplingParams()] * 2, [0, 0], 1)[0].tolist() == [[40], [0]]
 
 
@@ -305,3 +310,14 @@ def test_probabilities_are_the_softmax_or_one_hot():
     greedy = probabilities(scores, SamplingParams())
     assert torch.equal(greedy.argmax(-1), scores.argmax(-1))
     assert torch.equal(greedy.sum(-1), torch.ones(3, dtype=torch.float64)) and greedy.max() == 1
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)])
+def test_a_row_with_a_number_that_is_none_has_no_token(params):
+    logits = torch.randn(len(TREE.parents), 97)
+    rows = LogitRows(params, len(PROMPT), PROMPT + OUTPUT, TREE)
+    right = choose_batch(logits, [rows], EOS).tolist()
+    for node in range(len(right)):
+        broken = logits.clone()
+        broken[node, 13] = float("nan")
+        assert choose_batch(broken, [rows], EOS).tolist() == [*right[:node], NO_TOKEN, *right[node + 1 :]]

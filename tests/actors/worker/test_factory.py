@@ -30,6 +30,7 @@ from actors.transport.channel import Hub
 from actors.worker import factory
 from actors.worker.factory import RankSpec, serve
 from parallel.comm.rendezvous import host_store
+from tests.actors.service_harness import SECRET
 
 WAIT_S = 30.0
 PROMPT = (3, 4, 5, 3, 4)
@@ -42,7 +43,7 @@ class Served:
     """Ranks of one role in their threads, and the hub they report to."""
 
     def __init__(self, specs, observe) -> None:
-        self.hub = Hub("tcp://127.0.0.1:*")
+        self.hub = Hub("tcp://127.0.0.1:*", SECRET)
         self.errors: list[BaseException] = []
         self.stopped = False
         self.store = host_store() if len(specs) > 1 else None
@@ -127,6 +128,7 @@ def spec(models):
         verify=VerifyConfig(),
         pipeline="sync",
         scheduler=SchedulerConfig(max_num_seqs=2),
+        secret=SECRET,
     )
 
 
@@ -193,35 +195,6 @@ def test_a_recalled_role_keeps_its_weights_and_forgets_every_request(open_ranks,
     assert readies[0].facts["load_s"] > 0 and not ranks.errors
 
 
-def test_a_batch_that_comes_twice_is_answered_once(open_ranks, spec):
-    ranks = open_ranks(spec)
-    ranks.join()
-    ranks.send(VERIFY)
-    ranks.send(VERIFY)
-    assert isinstance(ranks.receive(), VerdictBatch) and ranks.receive(0.2) is None
-
-
-def test_a_rank_that_missed_a_batch_waits_to_be_called_anew(open_ranks, spec):
-    ranks = open_ranks(spec)
-    ranks.join()
-    ranks.send(replace(VERIFY, after=6))
-    ranks.wait_for(1, waiting=True, epoch=1)
-    (ready,) = ranks.join(epoch=2, last_round=7)
-    assert ready.epoch == 2
-    ranks.send(replace(VERIFY, round=8, after=7))
-    assert ranks.receive().verdicts
-
-
-def test_a_rank_called_twice_answers_twice_and_one_called_on_goes_there(open_ranks, spec):
-    """The first `Ready`, or a `Join` sent meanwhile, may have been lost."""
-    ranks = open_ranks(spec)
-    ranks.join()
-    ranks.send(Join(1, 0))
-    assert ranks.receive().epoch == 1
-    ranks.send(Join(3, 5))
-    assert ranks.receive().epoch == 3
-
-
 def test_ranks_called_to_a_coordinator_that_is_gone_come_back_and_follow_its_successor(open_ranks, spec, monkeypatch):
     """The coordinator died between `Join` and the forming of the group; the store, which it hosts, died with it."""
     monkeypatch.setattr(factory, "MEETING_S", 0.5)
@@ -256,7 +229,7 @@ def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spe
 
 
 def test_a_rank_that_nobody_wants_any_more_ends_by_itself(spec):
-    hub = Hub("tcp://127.0.0.1:*")
+    hub = Hub("tcp://127.0.0.1:*", SECRET)
     serve(replace(spec, hub_address=hub.address), cancelled=lambda: True)
     hub.close()
 
@@ -287,7 +260,7 @@ def test_a_rank_keeps_to_its_cores_and_leaves_the_others_theirs(open_ranks, spec
     core, inside = min(before), []
     ranks = open_ranks(replace(spec, cores=(core,)), observe=lambda status: inside.append(os.sched_getaffinity(0)))
     (ready,) = ranks.join()
-    assert ready.facts["cores"] == (core,)
+    assert ready.facts["cores"] == [core]
     ranks.send(VERIFY)
     ranks.receive()
     ranks.stop()

@@ -64,9 +64,15 @@ def test_a_level_that_passes_on_what_is_beneath_it_may_be_written_by_hand():
         (["drafter.levels=[ngram,eagle]"], "drafter.levels[1]=eagle: is no level; give a name or"),
         (["drafter.levels=[model,ngram]"], "drafter.levels[1]=ngram: only the first level may lack a model"),
         (["drafter.levels=[{name: ngram, pace: 2},model]"], "drafter.levels[0].pace: no such key"),
-        (["drafter.levels=[{name: ngram, max_ngram: n},model]"], "drafter.levels[0].max_ngram=n: must be of type"),
+        (
+            ["drafter.levels=[{name: ngram, max_ngram: n},model]"],
+            "drafter.levels[0].max_ngram: value 'n' of type 'str' could not be converted to Integer; the default is",
+        ),
         (["drafter.levels=[{name: ngram, min_ngram: 0},model]"], "drafter.levels[0].min_ngram=0: must be at least 1"),
-        (["drafter.levels=[ngram,{name: model, strategy: bush}]"], "drafter.levels[1].strategy=bush: is unknown"),
+        (
+            ["drafter.levels=[ngram,{name: model, strategy: bush}]"],
+            "drafter.levels[1].strategy: invalid value 'bush', expected one of",
+        ),
         (["drafter.levels=[ngram,{name: model, strategy: tree}]"], "drafter.levels[1].strategy=tree: a level that"),
         (["drafter.levels=[ngram,{name: model, path: nowhere}]"], "drafter.levels[1].path=nowhere"),
         (["drafter.tails=[1]"], "drafter.tails=[1]: give one for each of the 2 levels"),

@@ -99,26 +99,6 @@ def refusal(record: Section, section: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("bound", "good", "bad", "words"),
-    [
-        (Range(1), [1, LARGEST], [0, -1, LARGEST + 1, math.nan], "at least 1"),
-        (Range(0, zero="off"), [0, 1], [-1], "0 (off) or above"),
-        (Range(0), [0, 1], [-1], "0 or above"),
-        (Range(1, zero="never"), [0, 1], [0.5, -1], "0 (never) or at least 1"),
-        (Range(above=0), [1e-9], [0, -1], "above 0"),
-        (Range(0, 1), [0, 1], [1.1, -0.1], "between 0 and 1"),
-        (Range(above=0, high=1), [1], [0, 2], "above 0 and at most 1"),
-        (Range(above=0, below=1), [0.5], [0, 1], "between 0 and 1, both excluded"),
-        (Range(1, cap=64), [64], [65], "at least 1, at most 64"),
-    ],
-)
-def test_ranges(bound, good, bad, words):
-    assert all(map(bound.accepts, good)) and not any(map(bound.accepts, bad))
-    assert bound.accepts(good) and not bound.accepts([*good, *bad])
-    assert str(bound) == words
-
-
 def test_the_page_is_up_to_date():
     """If not: python -m cluster.config.options_page > docs/options.md"""
     assert (ROOT / "docs" / "options.md").read_text() == page()

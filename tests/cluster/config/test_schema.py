@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, fields
 from functools import cache
@@ -76,12 +77,12 @@ PUBLIC_FIGURES = (
 @pytest.fixture(autouse=True)
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in for the bundled pair: composing reads no weights."""
-    checkpoints = {"TARGET": "target", "DRAFTER": "drafter", "DEEP_DRAFTER": "deep"}
-    pair = SimpleNamespace(**{key: tmp_path / name for key, name in checkpoints.items()})
-    pair.PROMPTS = tmp_path / "prompts.jsonl"
-    for directory in (pair.TARGET, pair.DRAFTER, pair.DEEP_DRAFTER):
-        directory.mkdir()
-        (directory / "config.json").write_text("{}")
+    pair = SimpleNamespace(PROMPTS=tmp_path / "prompts.jsonl")
+    for name in ("TARGET", "DRAFTER", "DEEP_DRAFTER"):
+        real = getattr(config_module.pocket, name)
+        setattr(pair, name, tmp_path / real.name)
+        (tmp_path / real.name).mkdir()
+        shutil.copy(real / "config.json", tmp_path / real.name)
     pair.PROMPTS.write_text('{"prompt": "def f():"}\n')
     monkeypatch.setattr(config_module, "pocket", pair)
     return pair
@@ -287,6 +288,20 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["drafter.ranks=0"], "drafter.ranks=0: must be at least 1"),
         (["drafter.ranks=2"], "drafter.ranks=2: needs a way to share the model; add drafter.parallel=tensor or"),
         (["drafter.layer_group=2"], "drafter.layer_group=2: is for layers that run side by side; add drafter.parallel"),
+        (
+            ["target.tp=7"],
+            "target.tp=7: ranks cannot share num_attention_heads=8, num_key_value_heads=4 and intermediate_size=896 "
+            "evenly; use one of 1, 2, 4, 8",
+        ),
+        (["drafter.ranks=3", "drafter.parallel=tensor"], "drafter.ranks=3: ranks cannot share num_attention_heads="),
+        (
+            ["drafter=cascade", "drafter.levels=[ngram,{name: model, ranks: 3, parallel: tensor}]"],
+            "drafter.levels[1].ranks=3: ranks cannot share num_attention_heads=",
+        ),
+        (["drafter.fan_out=0"], "drafter.fan_out=0: must be at least 1"),
+        (["drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
+        (["drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),
+        (["sampling.seed=18446744073709551616"], "sampling.seed=18446744073709551616: must be between"),
         (["drafter.depth=0"], "drafter.depth=0: must be at least 1"),
         (["drafter.width=0"], "drafter.width=0: must be at least 1"),
         (["verify.law_size=0"], "verify.law_size=0: must be at least 1"),
@@ -322,9 +337,10 @@ def test_values_that_make_no_sense(overrides: list[str], line: str):
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):
-    assert refusal([f"target.path={tmp_path}"]).startswith(
-        f"target.path={tmp_path}: has no config.json; give a directory"
-    )
+    override = f"target.path={tmp_path}"
+    assert refusal([override], load_quickly).startswith(f"{override}: {tmp_path}/config.json: no such file; save")
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    assert refusal([override], load_quickly).startswith(f"{override}: architecture 'BertModel' is not supported; use")
 
 
 @pytest.mark.parametrize(
@@ -339,6 +355,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):
         ["cluster=existing", "cluster.address=10.0.0.1:6379"],
         ["scheduler.max_num_batched_tokens=6"],
         ["job.limit=0"],
+        ["sampling.seed=-1"],
     ],
 )
 def test_combinations_that_are_allowed(overrides: list[str]):

@@ -11,11 +11,8 @@ import time
 import pytest
 
 from actors.coordinator import clients
-from actors.drafters.model.config import ModelDrafterConfig
 from actors.protocol.messages import SamplingParams
-from cluster.config.jobs import GenerateConfig
-from cluster.config.schema import ClusterConfig, ClusterName
-from cluster.engine import Engine, EngineError, connect
+from cluster.engine import EngineError, connect
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -24,8 +21,8 @@ ELSEWHERE = """
 import json, sys
 from actors.protocol.messages import SamplingParams
 from cluster.engine import connect
-address, prompts, count, times = json.loads(sys.argv[1])
-with connect(address) as client:
+address, secret, prompts, count, times = json.loads(sys.argv[1])
+with connect(address, secret) as client:
     print("connected", flush=True)
     for _ in range(times):
         made = client.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
@@ -38,8 +35,8 @@ def start_client():
     """A client in another process, which prints a line when connected and one per repetition."""
     started = []
 
-    def start(address, count, times=1):
-        arguments = json.dumps([address, PROMPTS, count, times])
+    def start(engine, count, times=1):
+        arguments = json.dumps([engine.address, engine.secret, PROMPTS, count, times])
         command = [sys.executable, "-c", ELSEWHERE, arguments]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return started[-1]
@@ -64,9 +61,9 @@ def until(condition):
 
 def exchange(engine, start_client, plain):
     """Requests of the owner, of a client in this process and of one in another, all at the same time."""
-    elsewhere = start_client(engine.address, GREEDY.max_tokens, times=2)
+    elsewhere = start_client(engine, GREEDY.max_tokens, times=2)
     assert elsewhere.stdout.readline() == "connected\n"
-    with connect(engine.address) as client:
+    with connect(engine.address, engine.secret) as client:
         submitted = [one.submit(prompt, GREEDY) for prompt in PROMPTS for one in (engine, client)]
         assert tokens_of(completion.result(60) for completion in submitted[0::2]) == plain
         assert tokens_of(completion.result(60) for completion in submitted[1::2]) == plain
@@ -82,24 +79,12 @@ def test_each_client_receives_the_tokens_of_plain_decoding(open_engine, start_cl
     exchange(open_engine(), start_client, plain)
 
 
-@pytest.mark.ray
-def test_each_client_of_ray_actors_receives_the_tokens_of_plain_decoding(
-    open_engine, tiny_launch, half_agreeing_drafter, start_client
-):
-    with open_engine("none") as engine:
-        plain = tokens_of(engine.generate(PROMPTS, GREEDY))
-    cluster = ClusterConfig(ClusterName.local, num_cpus=2, oversubscribe=True, dashboard=False)
-    drafter = ModelDrafterConfig(path=str(half_agreeing_drafter), num_draft_tokens=4, device="cpu")
-    with Engine(tiny_launch(GenerateConfig(), cluster=cluster, drafter=drafter)) as engine:
-        exchange(engine, start_client, plain)
-
-
 def test_a_client_that_dies_does_not_disturb_the_others(open_engine, start_client, monkeypatch):
     monkeypatch.setattr(clients, "ABSENT_S", 0.1)
     with open_engine("none") as engine:
         plain = tokens_of(engine.generate(PROMPTS, LONG))
     engine = open_engine()
-    elsewhere = start_client(engine.address, LONG.max_tokens)
+    elsewhere = start_client(engine, LONG.max_tokens)
     assert elsewhere.stdout.readline() == "connected\n"
     submitted = [engine.submit(prompt, LONG) for prompt in PROMPTS]
     prompt_tokens = sum(len(completion.prompt_token_ids) for completion in submitted)
@@ -112,7 +97,7 @@ def test_a_client_that_dies_does_not_disturb_the_others(open_engine, start_clien
 
 def test_a_client_outlives_neither_the_engine_nor_its_own_end(open_engine):
     engine = open_engine("ngram")
-    client, other = connect(engine.address), connect(engine.address, sampling=GREEDY)
+    client, other = connect(engine.address, engine.secret), connect(engine.address, engine.secret, sampling=GREEDY)
     completion = client.submit(PROMPTS[0], LONG)
     client.close()
     client.close()
@@ -129,14 +114,14 @@ def test_a_client_outlives_neither_the_engine_nor_its_own_end(open_engine):
 
 def test_without_an_engine_connecting_fails_after_its_timeout():
     with pytest.raises(EngineError, match=r"^tcp://127\.0\.0\.1:9: no engine answered within 0 s$"):
-        connect("tcp://127.0.0.1:9", timeout_s=0.3)
+        connect("tcp://127.0.0.1:9", "00" * 32, timeout_s=0.3)
 
 
 def test_a_client_asks_the_successor_of_a_coordinator_again(open_engine, monkeypatch):
     from actors.coordinator.scheduler import Scheduler
 
     engine = open_engine()
-    with connect(engine.address) as client:
+    with connect(engine.address, engine.secret) as client:
         plain = tokens_of(client.generate(PROMPTS, LONG))
         right, calls = Scheduler.plan, iter(range(100_000))
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multinode, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 HUB = """
 from actors.transport.channel import Hub
-hub = Hub("tcp://{address}:7000")
+hub = Hub("tcp://{address}:7000", bytes(32))
 while True:
     identity, record = hub.receive()
     hub.send([identity], record)
@@ -27,7 +27,7 @@ LINK = """
 import time
 from actors.protocol.messages import Abort
 from actors.transport.channel import Link
-link = Link("tcp://{address}:7000", "draft-0")
+link = Link("tcp://{address}:7000", "draft-0", bytes(32))
 while True:
     link.send(Abort(0))
     if link.receive(0.1) is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.options import PipelineConfig, PipelineName
+from actors.options import PipelineConfig, PipelineName, SamplingConfig
 from actors.protocol.messages import SamplingParams
 from actors.transport.channel import Link
 from cluster.completion import Completion
@@ -214,11 +214,13 @@ class TestRefusals:
             engine.submit(prompt, sampling)
         assert engine.generate(["x"], GREEDY)[0].finish_reason, "other requests are not affected"
 
-    def test_a_drafter_of_another_vocabulary_is_refused_before_anything_starts(self, open_engine, tiny_checkpoint):
+    def test_tokens_that_the_target_lacks_are_refused_before_anything_starts(self, open_engine, tiny_checkpoint):
         before = threading.enumerate()
         other = tiny_checkpoint("Llama", vocab_size=300, num_hidden_layers=1)
-        with pytest.raises(ValueError, match=r"^drafter\.path: vocabulary of 300 tokens against the target's 257"):
+        with pytest.raises(ValueError, match=r"^drafter\.path: .* has 300 tokens, the target .* 257; use a drafter of"):
             open_engine(ModelDrafterConfig(path=str(other), device="cpu"))
+        with pytest.raises(ValueError, match=r"^sampling\.logit_bias: names token 257, but the target has 257 tokens"):
+            open_engine(sampling=SamplingConfig(logit_bias={257: 1.0}))
         assert threading.enumerate() == before
 
 
@@ -268,6 +270,18 @@ def test_reports_are_windows(open_engine):
     assert engine.report().counters["num_tokens"] == 0
 
 
+def test_processes_are_ended_once_the_coordinator_has_stopped_them(open_engine, monkeypatch):
+    engine, how = open_engine("none"), []
+    monkeypatch.setattr(engine._backend, "publish", how.append)
+    engine.publish("report.html")
+    assert how.pop() == "report.html"
+    close = engine._backend.close
+    monkeypatch.setattr(engine._backend, "close", lambda **options: how.append(options) or close(**options))
+    engine.close()
+    engine.close()
+    assert how == [{"graceful": True}]
+
+
 def test_two_engines_side_by_side(open_engine):
     engines = [open_engine("model"), open_engine("ngram")]
     asked = [[engine.submit(prompt, GREEDY) for prompt in PROMPTS] for engine in engines]
@@ -283,7 +297,7 @@ def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_en
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     engine._connection._sender.close()
-    engine._connection._sender = Link(address, "client/out")
+    engine._connection._sender = Link(address, "client/out", engine._backend.secret)
     completion, started = engine.submit("x", SamplingParams(max_tokens=4, ignore_eos=True)), time.monotonic()
     relay = Relay(engine._backend._hub.address, 0.0, address)
     assert len(completion.result().token_ids) == 4 and time.monotonic() - started < 4.0

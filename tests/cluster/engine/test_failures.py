@@ -8,11 +8,14 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from actors.drafters.model.drafter import ModelDrafter
-from actors.options import TargetConfig
+from actors.options import TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingParams
 from actors.roles.target import TargetRole
+from actors.verification.verifier import Verifier
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import EngineError
 
@@ -54,13 +57,15 @@ def break_after(monkeypatch):
 def broken_target(tiny_checkpoint, tmp_path):
     path = tmp_path / "broken"
     shutil.copytree(tiny_checkpoint("Llama"), path)
-    (path / "model.safetensors").write_bytes(b"no weights")
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return TargetConfig(path=str(path), device="cpu")
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_rank_that_cannot_load_ends_the_start(open_engine, broken_target, tp):
-    with pytest.raises(EngineError, match=r"^target-\d: .*broken") as caught:
+    with pytest.raises(EngineError, match=r"^target-\d: .*broken.* tensor model.norm.weight holds NaN") as caught:
         open_engine(target=broken_target, tp=tp)
     assert "\n" not in str(caught.value)
 
@@ -68,7 +73,7 @@ def test_a_rank_that_cannot_load_ends_the_start(open_engine, broken_target, tp):
 def test_a_start_that_takes_too_long_names_who_is_missing(open_engine):
     cluster = ClusterConfig(ClusterName.inprocess, startup_timeout_s=1e-9)
     with pytest.raises(
-        EngineError, match=r"^cluster\.startup_timeout_s: .*(target|draft)-0.* not ready after 1e-09 s; raise"
+        EngineError, match=r"^cluster\.startup_timeout_s=1e-09: .*(target|draft)-0.* not ready by then; see"
     ):
         open_engine(cluster=cluster)
 
@@ -94,6 +99,28 @@ def test_a_role_that_fails_ends_what_is_in_flight_and_what_comes(open_engine, br
         with pytest.raises(EngineError) as caught:
             call()
         assert str(caught.value) == line and "raise error" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_their_request_alone(open_engine, monkeypatch, rule, temperature):
+    engine = open_engine(verify=VerifyConfig(VerifyRule(rule)))
+    sampling = replace(LONG, temperature=temperature, top_p=0.9)
+    (right,) = engine.generate(["one"], SHORT)
+    verify = Verifier.verify
+
+    def poisoned(self, inputs, logits, *rest):
+        for one in inputs:
+            if one.sampling == sampling and len(one.token_ids) > 30:
+                logits = torch.full_like(logits, float("nan"))
+        return verify(self, inputs, logits, *rest)
+
+    monkeypatch.setattr(Verifier, "verify", poisoned)
+    broken = engine.submit("one", sampling)
+    with pytest.raises(EngineError, match=r"^target: its logits after 3\d tokens are NaN; use another target.dtype or"):
+        broken.result(WAIT_S)
+    assert broken.finish_reason == "error" and len(broken.token_ids) >= 28
+    assert engine.generate(["one"], SHORT)[0].token_ids == right.token_ids
 
 
 def test_a_rank_beside_others_that_fails_ends_the_engine(open_engine, monkeypatch):

@@ -1,4 +1,4 @@
-"""The control line loses, doubles, delays, swaps and corrupts records: every pipeline gives plain decoding's tokens."""
+"""The control line loses, doubles, delays, swaps and cuts records: every pipeline gives plain decoding's tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Weather:
         """What arrives instead, in its order."""
         with self._lock:
             late = self._late.pop(line, [])
-            if self.is_calm or not isinstance(channel.unpack(packed), ROUNDS + LIFE):
+            if self.is_calm or not isinstance(channel.CODEC.decode(packed), ROUNDS + LIFE):
                 return [*late, packed]
             fate = self._choose.random() / self._worst
             self.num_bad += fate < 5
@@ -57,9 +57,7 @@ class Weather:
                 self._late[line] = [*late, packed]
                 return []
             if fate < 4:
-                torn = bytearray(packed)
-                torn[self._choose.randrange(len(packed))] ^= 1 << self._choose.randrange(8)
-                return [*late, bytes(torn)]
+                return [*late, packed[: self._choose.randrange(len(packed))]]
             if fate < 5:
                 time.sleep(self._choose.random() * 0.05)
             return [*late, packed]
@@ -71,13 +69,13 @@ def weather(monkeypatch):
     storm = Weather(seed=1, worst=0.015)
 
     def link_send(self, record):
-        for packed in storm.carry(self, channel.pack(record)):
+        for packed in storm.carry(self, channel.CODEC.encode(record)):
             self._post(packed)
 
     def hub_send(self, identities, record):
         for identity in identities:
-            for packed in storm.carry((self, identity), channel.pack(record)):
-                self._post([identity], packed)
+            for packed in storm.carry((self, identity), channel.CODEC.encode(record)):
+                self._post(identity, packed)
 
     monkeypatch.setattr(channel.Link, "send", link_send)
     monkeypatch.setattr(channel.Hub, "send", hub_send)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.io.text import TextStream, check_same_vocabulary, load_tokenizer, read_eos_token_ids
+from cluster.io.text import TextStream, load_tokenizer, read_eos_token_ids
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -23,21 +23,24 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def fallback_tokenizer() -> Tokenizer:
-    """As Llama 2 has it: words with a space mark, and bytes for everything else."""
-    vocab = {
-        "<unk>": 0,
-        **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)},
-        "▁": 257,
-        "a": 258,
-        "b": 259,
-        "▁a": 260,
-    }
-    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+def word_tokenizer(decoder: decoders.Decoder) -> Tokenizer:
+    """Words with a mark for the space before them, bytes for everything else, and an end token that has no text."""
+    words = ["▁", "▁▁", "a", "b", "!", "▁a", "▁ab"]
+    vocab = ["<unk>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(vocab)}, [], byte_fallback=True))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<end>"])
     return tokenizer
+
+
+LLAMA = word_tokenizer(
+    decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+)
+METASPACE = word_tokenizer(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
+FIRST_WORD = 2 + 256
+UNITS = [*([i] for i in range(FIRST_WORD, FIRST_WORD + 7)), [1], *([2 + byte for byte in c.encode()] for c in "é😀€")]
+"""Words, the end token, and characters of several bytes."""
+SPELLED = st.lists(st.sampled_from(UNITS), max_size=12)
 
 
 BYTES = byte_tokenizer()
@@ -65,34 +68,34 @@ class TestStream:
         assert push_all(TextStream(BYTES), [*BYTES.encode("a").ids, 0]) == ["a", ""]
 
     def test_a_stop_string_across_tokens_ends_the_text_before_it(self):
-        stream, token_ids = TextStream(BYTES, ("END",)), BYTES.encode("go ENDING").ids
+        stream, token_ids = TextStream(BYTES, (), ("END",)), BYTES.encode("go ENDING").ids
         pieces = push_all(stream, token_ids)
         assert stream.stopped and len(pieces) == len("go END") and stream.text == "".join(pieces) == "go "
         assert stream.end() == ""
 
     def test_what_could_begin_a_stop_string_is_held_back(self):
-        stream = TextStream(BYTES, ("END",))
+        stream = TextStream(BYTES, (), ("END",))
         assert push_all(stream, BYTES.encode("abcEN").ids) == ["", "", "a", "b", "c"]
         assert stream.text == "abc" and stream.end() == "EN" and stream.text == "abcEN"
 
     def test_the_earliest_of_several_stop_strings_counts(self):
-        stream = TextStream(BYTES, ("yz", "xyz", "q"))
+        stream = TextStream(BYTES, (), ("yz", "xyz", "q"))
         push_all(stream, BYTES.encode("wxyz").ids)
         assert stream.stopped and stream.text == "w"
 
     def test_one_character_stops_without_holding_anything_back(self):
-        stream = TextStream(BYTES, ("\n",))
+        stream = TextStream(BYTES, (), ("\n",))
         assert push_all(stream, BYTES.encode("ab\nc").ids) == ["a", "b", ""] and stream.text == "ab"
 
     def test_a_stop_string_beyond_ascii_is_found_in_split_characters(self):
-        stream = TextStream(BYTES, ("é!",))
+        stream = TextStream(BYTES, (), ("é!",))
         push_all(stream, BYTES.encode("caféé!x").ids)
         assert stream.stopped and stream.text == "café"
 
     @settings(max_examples=150, deadline=None)
     @given(text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
     def test_stopping_agrees_with_a_search_of_the_whole_text(self, text, stop):
-        stream = TextStream(BYTES, tuple(stop))
+        stream = TextStream(BYTES, (), tuple(stop))
         pieces = push_all(stream, BYTES.encode(text).ids)
         # The shortest beginning of the text that holds a stop string, cut before the earliest it holds.
         ends = [i for i in range(len(text) + 1) if any(text[:i].endswith(word) for word in stop)]
@@ -102,15 +105,43 @@ class TestStream:
             expected = text[: min(i for word in stop if (i := text[: ends[0]].find(word)) >= 0)]
             assert stream.stopped and len(pieces) == ends[0] and stream.text == expected == "".join(pieces)
 
-    def test_bytes_that_are_no_text_never_break_the_stream(self):
+    @pytest.mark.parametrize("tokenizer", [LLAMA, METASPACE], ids=["Llama", "Metaspace"])
+    @settings(max_examples=200, deadline=None)
+    @given(before=SPELLED, after=SPELLED, cut=st.integers(0, 3))
+    def test_prompt_and_text_are_what_both_decode_to(self, tokenizer, before, after, cut):
+        """With the space before the first word; a character that was cut is shown as such at the end."""
+        prompt, output = list(chain(*before)), list(chain(*after))
+        whole = tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+        stream = TextStream(tokenizer, prompt)
+        assert "".join(push_all(stream, output)) + stream.end() == whole == stream.text
+        cut_short = TextStream(tokenizer, prompt)
+        push_all(cut_short, output[: len(output) - cut])
+        assert whole.startswith(cut_short.text)
+        assert set(cut_short.end()) <= {"\ufffd"}
+
+    @settings(max_examples=200, deadline=None)
+    @given(before=SPELLED, after=SPELLED, stop=st.lists(st.sampled_from([" a", "b", "!a", "é ", "  "]), max_size=2))
+    def test_stop_strings_are_found_across_the_spaces_between_words(self, before, after, stop):
+        prompt, output = list(chain(*before)), list(chain(*after))
+        whole = LLAMA.decode(prompt + output)[len(LLAMA.decode(prompt)) :]
+        stream = TextStream(LLAMA, prompt, stop)
+        push_all(stream, output)
+        assert stream.stopped == any(word in whole for word in stop)
+        assert whole.startswith(stream.text + stream.end()) and not any(word in stream.text for word in stop)
+
+    def test_the_first_word_after_a_long_prompt_keeps_its_space(self):
+        for length in (1, 7, 8, 9, 40):
+            for last in ([260], [1] * 9, [259] + [1] * 20, UNITS[-2], UNITS[-2] * 9):
+                stream = TextStream(LLAMA, [260] * length + last)
+                assert stream.push(263) == " a"
+
+    @settings(max_examples=60, deadline=None)
+    @given(token_ids=st.lists(st.integers(0, FIRST_WORD + 6), max_size=40))
+    def test_bytes_that_are_no_text_never_break_the_stream(self, token_ids):
         """Byte fallback may read the same bytes otherwise once more of them are there."""
-        tokenizer = fallback_tokenizer()
-        for seed in range(60):
-            choose = random.Random(seed)
-            token_ids = [choose.choice([257, 258, 259, 260, choose.randrange(1, 257)]) for _ in range(40)]
-            stream = TextStream(tokenizer)
-            push_all(stream, [*token_ids, 258, 259, 258])
-            assert stream.text.endswith("aba")
+        stream = TextStream(LLAMA, [260])
+        push_all(stream, [*token_ids, 260, 261, 260])
+        assert stream.text.endswith("aba")
 
     def test_a_token_the_tokenizer_does_not_have_is_no_error(self):
         """Models often have more rows than their tokenizer has tokens."""
@@ -162,26 +193,3 @@ class TestCheckpoint:
         with pytest.raises(ValueError, match=r"config.json: is not JSON .*; save the checkpoint again") as caught:
             read_eos_token_ids(tmp_path)
         assert "\n" not in str(caught.value)
-
-
-class TestVocabulary:
-    def test_the_same_vocabulary_is_fine(self, tmp_path):
-        check_same_vocabulary(save(tmp_path / "a"), save(tmp_path / "b"))
-
-    def test_a_drafter_without_a_tokenizer_is_believed(self, tmp_path):
-        check_same_vocabulary(save(tmp_path / "a"), save(tmp_path / "b", tokenizer=None))
-
-    def test_another_size_is_refused(self, tmp_path):
-        with pytest.raises(ValueError, match=r"^drafter\.path: vocabulary of 300 tokens against the target's 257; use"):
-            check_same_vocabulary(save(tmp_path / "a"), save(tmp_path / "b", vocab_size=300))
-
-    def test_a_family_may_pad_its_smaller_model_less(self, tmp_path):
-        check_same_vocabulary(save(tmp_path / "a", vocab_size=320), save(tmp_path / "b", vocab_size=300))
-        with pytest.raises(ValueError, match="vocabulary of 320 tokens against the target's 300"):
-            check_same_vocabulary(save(tmp_path / "c", vocab_size=300), save(tmp_path / "d", vocab_size=320))
-
-    def test_other_ids_for_the_same_tokens_are_refused(self, tmp_path):
-        alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)]
-        other = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
-        with pytest.raises(ValueError, match=r"^drafter\.path: the tokenizer of .*/b gives other ids"):
-            check_same_vocabulary(save(tmp_path / "a"), save(tmp_path / "b", tokenizer=other))

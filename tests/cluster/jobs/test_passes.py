@@ -8,6 +8,7 @@ import pytest
 
 from cluster.config.jobs import PassesConfig
 from cluster.jobs import passes
+from cluster.tools.planning.passes_table import SIZES
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import weight_bytes
 
@@ -31,8 +32,8 @@ def test_a_model_that_is_none_is_refused(tiny_launch, tmp_path):
         passes.run(tiny_launch(PassesConfig(models=[str(tmp_path)])), tmp_path)
 
 
-@pytest.mark.parametrize("name", passes.SIZES)
+@pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_what_their_names_say(name):
 
-    count = weight_bytes(read_config(passes.SIZES[name]), 1, 4) / 4e6
+    count = weight_bytes(read_config(SIZES[name]), 1, 4) / 4e6
     assert count == pytest.approx(float(name[:-1]), rel=0.1)

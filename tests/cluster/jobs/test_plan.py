@@ -36,9 +36,9 @@ def test_plans_for_this_machine_and_tries_the_best(tiny_launch, write_prompts, t
         (e["tokens_per_s"] for e in layouts), reverse=True
     )
     drafting = [entry for entry in layouts if entry["num_draft_tokens"]]
-    assert drafting and all(entry["tokens_per_round"] == pytest.approx(4.0, rel=0.02) for entry in drafting), (
-        "the drafter is the target"
-    )
+    assert drafting, "the drafter is the target: all its tokens are accepted"
+    for entry in drafting:
+        assert entry["tokens_per_round"] == pytest.approx(1 + entry["num_draft_tokens"], rel=0.02)
     tried = [entry for entry in layouts if entry["measured"]]
     assert len(tried) == 2
     for entry in tried:

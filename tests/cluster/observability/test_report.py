@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.membership import Ready
 from actors.protocol.messages import RequestStats
+from cluster import pocket
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, LaunchConfig, PlacementConfig
 from cluster.io.prompts import Prompt
@@ -215,6 +217,9 @@ def test_notes_warn_of_what_makes_figures_differ():
     rejection = launch_config(verify=VerifyConfig(VerifyRule.rejection), sampling=SamplingConfig(temperature=1.0))
     assert "not its tokens" in notes(rejection)[0]
     assert notes(launch_config(verify=VerifyConfig(VerifyRule.rejection))) == []
+    bundled = launch_config(drafter=ModelDrafterConfig(path=str(pocket.DRAFTER)))
+    assert "trained for another target" in notes(bundled)[0]
+    assert notes(replace(bundled, target=TargetConfig(path=str(pocket.TARGET)))) == []
     assert "share cores" in notes(launch_config(cluster=ClusterConfig(oversubscribe=True)))[0]
 
 

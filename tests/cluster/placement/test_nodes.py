@@ -89,7 +89,7 @@ FOUR_ON_FIRST = ranks_on("target", "n1", *CUDA)
             CPUS,
             ["target-0 n2 [0, 1, 2, 3]", "draft-0 n2 [0, 1, 2, 3]"],
         ),
-        (dict(tp=7, oversubscribe=True), CPUS, ranks_on("target", "n1", [0], [0])),
+        (dict(tp=7, oversubscribe=True), CPUS, ranks_on("target", "n1", [0], [1], [0])),
     ],
     ids=str,
 )

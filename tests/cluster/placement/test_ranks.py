@@ -163,6 +163,11 @@ def test_cores_are_divided_without_rest_or_overlap(tp, count):
             GPUS,
             "target.tp: 5 ranks need 5 GPUs, 4 here; lower it or use placement=colocated",
         ),
+        (
+            dict(tp=1024, drafter="ngram", oversubscribe=True),
+            TWO,
+            "target.tp: 1024 ranks need 64 cores, 2 here; lower it",
+        ),
         (dict(tp=5, drafter="ngram"), GPUS, "target.tp: 5 ranks need 5 GPUs, 4 here; lower it"),
         (dict(device="cuda"), TWO, "target.device=cuda: this machine offers no GPU; use target.device=cpu or auto"),
         (dict(device="tpu"), TWO, "target.device=tpu: unknown device; use auto, cpu or cuda"),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
@@ -24,6 +29,9 @@ from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig
 from cluster.engine import Engine, EngineError
 from cluster.placement.ranks import Devices, lay_out
+from tests.cluster.engine.test_clients import GREEDY, exchange, tokens_of
+from tests.cluster.engine.test_clients import PROMPTS as CLIENT_PROMPTS
+from tests.cluster.engine.test_clients import start_client as start_client  # noqa: PLC0414 (a fixture)
 
 pytestmark = pytest.mark.ray
 
@@ -105,6 +113,48 @@ def test_an_actor_shows_in_logs_under_its_name():
     assert (repr(RankWorker("draft-0")), repr(CoordinatorWorker())) == ("draft-0", "coordinator")
 
 
+def listening() -> set[str]:
+    """The addresses at which this process and all that it started listen, without those of this machine alone."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    sockets = [socket for process in processes for socket in process.net_connections("inet")]
+    found = {socket.laddr.ip.removeprefix("::ffff:") for socket in sockets if socket.status == psutil.CONN_LISTEN}
+    assert "127.0.0.1" in found
+    return found - {"127.0.0.1"}
+
+
+def test_a_ray_of_its_own_admits_no_process_without_its_token(running_ray):
+    from cluster.runtime.ray_nodes import check_admitted
+
+    token_file, context = Path(os.environ["RAY_AUTH_TOKEN_PATH"]), ray.get_runtime_context()
+    token, address = token_file.read_text(), context.gcs_address
+    session, deadline, port = Path(context.get_temp_dir(), context.get_session_name()), time.monotonic() + WAIT_S, ""
+    while not port.isdigit() and time.monotonic() < deadline:  # its agent may still start
+        port = "".join(file.read_text() for file in session.glob("runtime_env_agent_port_*"))
+
+    def asked(**headers: str) -> int:
+        """The answer to a request that would run commands; the job API of the dashboard has the same check."""
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/get_or_create_runtime_env", b"", headers)
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=WAIT_S)
+        return refusal.value.code
+
+    assert (asked(), asked(Authorization=f"Bearer {'0' * 64}")) == (401, 403)
+    check_admitted(address)
+    script = f"from cluster.runtime.ray_nodes import check_admitted; check_admitted({address!r})"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    options = {"cwd": ROOT, "capture_output": True, "text": True}
+    result = subprocess.run([sys.executable, "-c", script], env=clean, check=False, **options)
+    assert f"ValueError: cluster.address={address}: that Ray asks for another token; set RAY_AUTH_MODE" in result.stderr
+    if os.geteuid() == 0:
+        nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        for reads in (["cat", token_file], ["ls", token_file.parent]):
+            result = subprocess.run([*nobody, *reads], check=False, **options)
+            assert result.returncode and "Permission denied" in result.stderr and not result.stdout
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert not any(token in word for word in process.cmdline())
+
+
 def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     expected = answers(open_engine("none"))
     engine = open_engine_on_ray(target=replace(launch().target, tp=2))
@@ -115,6 +165,7 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     settings = {place.identity: openmp.settings_for(shared=place.share < 1) for place in engine.places}
     assert {identity: ready.facts["openmp"] for identity, ready in engine.ready.items()} == settings
     assert answers(engine) == expected
+    assert not listening(), "reached from other machines"
 
     running = engine.submit(PROMPTS[0], LONG)
     deadline = time.monotonic() + WAIT_S
@@ -160,9 +211,11 @@ def test_engines_of_two_namespaces_run_side_by_side(open_engine_on_ray):
 
 
 def test_a_rank_that_cannot_load_is_one_line(open_engine_on_ray, tmp_path, launch):
-    (tmp_path / "config.json").write_text((Path(launch().target.path) / "config.json").read_text())
-    (tmp_path / "tokenizer.json").write_text((Path(launch().target.path) / "tokenizer.json").read_text())
-    with pytest.raises(EngineError, match=rf"^target-0: .*{tmp_path.name}") as caught:
+    shutil.copytree(launch().target.path, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=rf"^target-0: .*{tmp_path.name}.* holds NaN") as caught:
         open_engine_on_ray(target=TargetConfig(path=str(tmp_path), device="cpu"), drafter=NgramDrafterConfig())
     assert "\n" not in str(caught.value)
 
@@ -205,9 +258,17 @@ def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     assert device_bundles(lookup) == {("", (0, 1)): {"CPU": 2.0}}, "a lookup needs no device"
 
 
+def test_each_client_of_ray_actors_receives_the_tokens_of_plain_decoding(open_engine_on_ray, open_engine, start_client):
+    exchange(open_engine_on_ray(), start_client, tokens_of(open_engine("none").generate(CLIENT_PROMPTS, GREEDY)))
+
+
 def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
-    """A whole life in a process of its own: what remains at its end are the processes it began with."""
+    """A whole life in a process of its own: what remains at its end are the processes it began with.
+
+    SIGTERM ends it by the handler of the launch; Ray's own would end the process before anything is written or closed.
+    """
     script = f"""
+        import os, signal
         import psutil
         from actors.drafters.lookup.ngram import NgramDrafterConfig
         from actors.options import PipelineConfig, TargetConfig, VerifyConfig
@@ -225,9 +286,19 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
             ClusterConfig(ClusterName.local, dashboard=False, num_cpus=1),
             GenerateConfig(),
         )
-        with Engine(config) as engine:
-            (completion,) = engine.generate(["x"], SamplingParams(max_tokens=4, ignore_eos=True))
-            during = len(psutil.Process().children(recursive=True))
+
+        def end(number, frame):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGTERM, end)
+        try:
+            with Engine(config) as engine:
+                (completion,) = engine.generate(["x"], SamplingParams(max_tokens=4, ignore_eos=True))
+                during = len(psutil.Process().children(recursive=True))
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+        except KeyboardInterrupt:
+            print("interrupted", end=" ")
         psutil.wait_procs(psutil.Process().children(recursive=True), timeout={WAIT_S})
         print(len(completion.token_ids), during > 3, [child.name() for child in psutil.Process().children()])
     """
@@ -241,4 +312,4 @@ def test_an_engine_that_starts_ray_ends_it_and_all_its_processes(launch):
         timeout=150,
         check=False,
     )
-    assert result.stdout.strip() == "4 True []", result.stderr[-2000:]
+    assert result.stdout.strip() == "interrupted 4 True []", result.stderr[-2000:]

@@ -1,10 +1,9 @@
-"""Successors that cannot be started, or do not become ready: how long they are awaited, and what happens then."""
+"""Which process the supervisor ends, replaces or gives up, and when, in virtual time: its loop runs in the test."""
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,246 +11,341 @@ from actors.protocol.membership import Alive, Death, RankLost, Ready, Silent
 from cluster.config.schema import ClusterConfig
 from cluster.placement.relocation import NoRoom
 from cluster.runtime import supervisor as module
-from cluster.runtime.supervisor import Supervisor
+from cluster.runtime.supervisor import WINDOW_S, Incident, Supervisor
 
 FACTS = {"target-0": {"pid": 11}, "draft-0": {"pid": 12}}
-WAIT_S = 10.0
+ROOMY = dict(silence_s=10.0, startup_timeout_s=60.0, wait_s=30.0, max_restarts=2)
 
 
 class Cluster:
-    """A backend without processes: the test sets deaths, missing room and the next address of the coordinator."""
+    """A backend without processes and its clock. The test plans what happens when; `log` has what was done when."""
 
-    can_kill = True
-    places = ()
-
-    def __init__(self) -> None:
-        self.address = "tcp://first:1"
-        self.next_address = self.address
+    def __init__(self, monkeypatch, *, can_kill=True, begins=True, **limits) -> None:
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.can_kill, self.now = can_kill, 0.0
+        self.address = self.next_address = "first"
         self.without_room: set[str] = set()
-        self.lost: set[str] = set()
         self.unable: set[str] = set()
-        self.started: list[tuple[str, int]] = []
-        self.killed: list[tuple[str, int | None]] = []
-        self.lost_ranks: list[RankLost] = []
-        self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
+        self.lost: set[str] = set()
+        self.log: list[tuple] = []
+        self._plan: list[tuple[float, Callable[[], object]]] = []
+        self._ended: list[Death] = []
+        self.supervisor = Supervisor(
+            self,
+            ClusterConfig(**(ROOMY | limits)),
+            on_lost=lambda lost: self.note("lost", lost),
+            on_moved=lambda address: self.note("moved", address),
+            on_final=lambda line, trace: self.note("final", line, trace),
+        )
+        for identity, facts in FACTS.items():
+            self.is_ready(identity, **facts)
+        if begins:
+            self.supervisor.begin_replacing(FACTS)
 
-    def end(self, identity: str) -> None:
-        self._deaths.put(Death(identity, "its node died"))
+    def note(self, *what) -> None:
+        self.log.append((round(self.now, 1), *what))
+
+    def of(self, *kinds) -> list[tuple]:
+        return [entry for entry in self.log if entry[1] in kinds]
+
+    # --- what happens
+
+    def at(self, when: float, call: Callable, *arguments, **options) -> None:
+        self._plan.append((when, lambda: call(*arguments, **options)))
+
+    def end(self, identity: str, text: str = "its node died", trace: str = "") -> None:
+        self._ended.append(Death(identity, text, trace))
+
+    def is_ready(self, identity: str, incarnation: int = 0, pid: int = 21) -> None:
+        role, _, rank = identity.partition("-")
+        self.supervisor.observe(Ready(role, int(rank), {"pid": pid}, incarnation=incarnation))
+
+    def beats(self, incarnation: int = 0, *, waiting: bool = False) -> None:
+        self.supervisor.observe(Alive("coordinator", 0, incarnation, 7, waiting=waiting))
+
+    def beats_from(self, first: float, until: float) -> None:
+        """A heartbeat a second."""
+        for i in range(int(until - first) + 1):
+            self.at(first + i, self.beats)
+
+    def run(self, until: float) -> Cluster:
+        self.at(until, self.supervisor._stopped.set)
+        self._plan.sort(key=lambda planned: planned[0])
+        self.supervisor._watch()
+        return self
+
+    # --- the backend
 
     def deaths(self, timeout_s: float) -> list[Death]:
-        try:
-            return [self._deaths.get(timeout=0.01)]
-        except queue.Empty:
-            return []
+        self.now += timeout_s
+        while self._plan and self._plan[0][0] <= self.now + 1e-6:
+            self._plan.pop(0)[1]()
+        ended, self._ended = self._ended, []
+        return ended
 
     def replace(self, identity: str, incarnation: int, facts: object) -> None:
+        assert facts == FACTS.get(identity, {})
         if identity in self.without_room:
             raise NoRoom(f"{identity}: node n2 is gone")
         if identity in self.unable:
             raise RuntimeError("no such actor")
-        self.started.append((identity, incarnation))
+        self.note("started", identity, incarnation)
         if identity == "coordinator":
             self.address = self.next_address
 
     def kill(self, identity: str, pid: int | None) -> None:
-        self.killed.append((identity, pid))
+        self.note("killed", identity, pid)
 
     def stranded(self) -> set[str]:
         return set(self.lost)
 
 
 @pytest.fixture
-def cluster(monkeypatch) -> Cluster:
-    monkeypatch.setattr(module, "_CHECK_S", 0.02)
-    return Cluster()
+def open_cluster(monkeypatch):
+    return lambda **options: Cluster(monkeypatch, **options)
 
 
-@pytest.fixture
-def watch(cluster) -> Iterator:
-    running: list[Supervisor] = []
-    final: queue.SimpleQueue[str] = queue.SimpleQueue()
-    moved: list[str] = []
-
-    def begin(**limits: float) -> tuple[Supervisor, queue.SimpleQueue, list[str]]:
-        supervisor = Supervisor(
-            cluster,
-            ClusterConfig(**{"silence_s": 0.0} | limits),
-            on_lost=cluster.lost_ranks.append,
-            on_moved=moved.append,
-            on_final=lambda line, trace: final.put(line),
-        )
-        for identity, facts in FACTS.items():
-            supervisor.observe(ready(identity, **facts))
-        supervisor.begin_replacing(FACTS)
-        supervisor.start()
-        running.append(supervisor)
-        return supervisor, final, moved
-
-    yield begin
-    for supervisor in running:
-        supervisor.stop()
-
-
-def ready(identity: str, incarnation: int = 0, pid: int = 21) -> Ready:
+def lost(identity: str, incarnation: int = 0) -> RankLost:
     role, _, rank = identity.partition("-")
-    return Ready(role, int(rank), {"pid": pid}, incarnation=incarnation)
+    return RankLost(role, int(rank), incarnation)
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def test_what_dies_is_replaced_and_noted(open_cluster):
+    cluster = open_cluster()
+    cluster.at(1, cluster.end, "target-0")
+    cluster.at(2, cluster.is_ready, "target-0", 1)
+    cluster.at(3, cluster.end, "coordinator", "exit code 1")
+    cluster.at(4, cluster.beats, 1, waiting=True)
+    cluster.at(5, cluster.beats, 1)
+    assert cluster.run(13).log == [
+        (1.0, "lost", lost("target-0")),
+        (1.0, "started", "target-0", 1),
+        (3.0, "started", "coordinator", 1),
+    ]
+    first, second = cluster.supervisor.incidents
+    assert first == Incident("target-0", 0, "its node died", pytest.approx(1.0), True)
+    assert second == Incident("coordinator", 0, "exit code 1", pytest.approx(3.0), True)
+    assert cluster.supervisor.coordinator_pid() == {"coordinator": 7}
+
+
+@pytest.mark.parametrize("when", ["before", "without", "ending"])
+def test_deaths_after_which_nothing_is_replaced(open_cluster, when):
+    """Before the engine runs, with `max_restarts=0`, and while it ends, when ranks may go."""
+    cluster = open_cluster(begins=when != "before", max_restarts=2 * (when != "without"))
+    if when == "ending":
+        cluster.at(0.5, cluster.supervisor.end_replacing)
+        cluster.at(0.6, cluster.end, "target-0")
+    cluster.at(1, cluster.end, "coordinator", "it failed", "a trace")
+    last = (1.0, "final", "coordinator: it failed", "a trace")
+    assert cluster.run(9).log == [(0.6, "lost", lost("target-0"))] * (when == "ending") + [last]
+    assert not cluster.supervisor.incidents
 
 
 @pytest.mark.parametrize("identity", ["target-0", "coordinator"])
-def test_without_room_for_a_target_or_coordinator_the_engine_ends_after_a_while(cluster, watch, identity):
-    _, final, _ = watch(wait_s=0.3)
+def test_without_room_for_a_target_or_coordinator_the_engine_ends_after_a_while(open_cluster, identity):
+    cluster = open_cluster(wait_s=20.0)
     cluster.without_room.add(identity)
-    cluster.end(identity)
-    begun = time.monotonic()
-    line = final.get(timeout=WAIT_S)
-    assert line == f"{identity}: node n2 is gone (waited 0 s for it; cluster.wait_s sets how long)"
-    assert time.monotonic() - begun >= 0.3 and final.empty() and not cluster.started
+    cluster.at(1, cluster.end, identity)
+    cluster.run(60)
+    ((at, _, line, _),) = cluster.of("final")
+    assert line == f"{identity}: node n2 is gone; gave up after 21 s: to wait longer, raise cluster.wait_s"
+    assert 21 < at <= 22.4 and not cluster.of("started")
 
 
-def test_without_room_for_a_drafter_it_is_awaited_without_end(cluster, watch):
-    supervisor, final, _ = watch(wait_s=0.05, startup_timeout_s=0.05)
+def test_without_room_for_a_drafter_it_is_awaited_without_end(open_cluster):
+    cluster = open_cluster(wait_s=0.5, startup_timeout_s=1.0)
     cluster.without_room.add("draft-0")
-    cluster.end("draft-0")
-    time.sleep(0.3)
-    assert final.empty() and not cluster.started
-    cluster.without_room.clear()
-    until(lambda: cluster.started == [("draft-0", 1)])
-    assert len(supervisor.incidents) == 1
+    cluster.at(1, cluster.end, "draft-0")
+    cluster.at(1000, cluster.without_room.clear)
+    cluster.run(1100)
+    ((at, *started),) = cluster.of("started")
+    assert started == ["started", "draft-0", 1] and 1000 <= at <= 1001.4
+    assert len(cluster.supervisor.incidents) == 1 and not cluster.of("final")
 
 
 @pytest.mark.parametrize("is_reported", [False, True])
-def test_a_successor_whose_node_turns_out_to_be_gone_is_started_elsewhere(cluster, watch, is_reported):
+def test_a_successor_whose_node_turns_out_to_be_gone_is_started_elsewhere(open_cluster, is_reported):
     """Ray notices late, so the successor was to start on the lost node. That does not count as a second death."""
-    supervisor, final, _ = watch(max_restarts=1)
-    cluster.end("target-0")
-    until(lambda: cluster.started == [("target-0", 1)])
-    cluster.lost.add("target-0")
+    cluster = open_cluster(max_restarts=1)
+    cluster.at(1, cluster.end, "target-0")
+    cluster.at(2, cluster.lost.add, "target-0")
+    cluster.at(2.1, lambda: cluster.lost.add("draft-0"))  # that it was ready does not matter to it
     if is_reported:
-        cluster.end("target-0")
-    until(lambda: ("target-0", 2) in cluster.started)
-    cluster.lost.clear()
-    supervisor.observe(ready("target-0", incarnation=2))
-    count = len(cluster.started)
-    time.sleep(0.1)
-    assert len(cluster.started) == count and final.empty()
-    assert [incident.cause for incident in supervisor.incidents][:2] == ["its node died", "its node is gone"]
+        cluster.at(2.2, cluster.end, "target-0")
+    cluster.at(3.6, cluster.lost.clear)
+    cluster.at(4, cluster.is_ready, "target-0", 3 - (not is_reported))
+    cluster.run(20)
+    started = [(identity, incarnation) for _, _, identity, incarnation in cluster.of("started")]
+    assert started == [("target-0", i) for i in range(1, 1 + len(started))] and len(started) >= 2
+    causes = [incident.cause for incident in cluster.supervisor.incidents]
+    assert causes == ["its node died"] + ["its node is gone"] * (len(started) - 1)
+    assert [entry[2] for entry in cluster.of("lost")] == [lost("target-0", i) for i in range(len(started))]
+    assert not cluster.of("final")
 
 
-def test_ranks_with_the_old_address_of_the_coordinator_are_started_again(cluster, watch):
-    _, final, moved = watch()
-    cluster.next_address = "tcp://second:2"
-    cluster.end("coordinator")
-    until(lambda: len(cluster.started) == 3)
-    assert cluster.started == [("coordinator", 1), ("target-0", 1), ("draft-0", 1)]
-    assert moved == ["tcp://second:2"] and final.empty()
+def test_ranks_with_the_old_address_of_the_coordinator_are_started_again(open_cluster):
+    cluster = open_cluster()
+    cluster.next_address = "second"
+    cluster.at(1, cluster.end, "coordinator")
+    cluster.run(5)
+    restarted = [entry for name in FACTS for entry in ((1.0, "lost", lost(name)), (1.0, "started", name, 1))]
+    assert cluster.log == [(1.0, "started", "coordinator", 1), (1.0, "moved", "second"), *restarted]
+    assert len(cluster.supervisor.incidents) == 1, "only one process died"
 
 
-def test_a_successor_that_does_not_come_ends_the_engine(cluster, watch):
-    supervisor, final, _ = watch(startup_timeout_s=0.2)
-    for identity in ("target-0", "coordinator"):
-        cluster.end(identity)
-        until(lambda identity=identity: (identity, 1) in cluster.started)
-    supervisor.observe(ready("target-0", incarnation=1))
-    supervisor.observe(Alive("coordinator", 0, 0, 7, waiting=False))  # a late record of the dead one
-    assert final.get(timeout=WAIT_S) == (
-        "coordinator: not ready again after 0 s; look at its log, or raise cluster.startup_timeout_s"
-    )
-    assert final.empty()
+def test_a_successor_that_does_not_come_ends_the_engine(open_cluster):
+    cluster = open_cluster(startup_timeout_s=20.0, silence_s=0.0)
+    cluster.at(1, cluster.end, "coordinator")
+    cluster.at(2, cluster.beats, 0)  # a late record of the dead one
+    cluster.at(3, cluster.beats, 1, waiting=True)
+    cluster.run(60)
+    ((at, _, line, _),) = cluster.of("final")
+    assert line == "coordinator: not ready again after 21 s; look at its log, or raise cluster.startup_timeout_s"
+    assert 21 < at <= 22.4
 
 
-def test_nothing_is_replaced_while_all_are_ready(cluster, watch):
-    supervisor, _, _ = watch()
-    cluster.lost.add("target-0")
-    time.sleep(0.1)
-    assert not cluster.started and not supervisor.incidents
+def test_a_coordinator_is_not_blamed_for_the_target_it_waits_for(open_cluster):
+    cluster = open_cluster(startup_timeout_s=20.0, silence_s=0.0)
+    cluster.at(1, cluster.end, "coordinator")
+    cluster.at(12, cluster.end, "target-0")
+    cluster.run(100)
+    (first, second) = cluster.of("final")
+    assert first[2].startswith("target-0: not ready again after 21 s") and 32 < first[0] <= 33.4
+    assert second[2].startswith("coordinator: not ready") and 51 < second[0] <= 53, "its own time begins now"
 
 
-def test_a_drafter_that_dies_too_often_is_left_out_and_the_engine_goes_on(cluster, watch):
-    supervisor, final, _ = watch(max_restarts=2)
-    for incarnation in (1, 2):
-        cluster.end("draft-0")
-        until(lambda incarnation=incarnation: ("draft-0", incarnation) in cluster.started)
-        supervisor.observe(ready("draft-0", incarnation))
-    cluster.end("draft-0")
-    until(lambda: len(supervisor.incidents) == 3)
-    assert [incident.replaced for incident in supervisor.incidents] == [True, True, False]
-    last = supervisor.incidents[-1]
-    assert last.cause == "its node died; replaced 2 times within the hour (cluster.max_restarts=2)"
-    until(lambda: len(cluster.lost_ranks) == 3)
-    assert cluster.lost_ranks == [RankLost("draft", 0, incarnation) for incarnation in range(3)]
-    cluster.next_address = "tcp://second:2"
-    cluster.end("coordinator")
-    until(lambda: ("target-0", 1) in cluster.started)
-    assert len(cluster.started) == 4 and final.empty(), "nor is it started where the coordinator went"
+@pytest.mark.parametrize("identity", ["target-0", "coordinator", "draft-0"])
+def test_deaths_within_the_window_are_counted(open_cluster, identity):
+    """A target or coordinator ends the engine with its third death within the hour, a drafter is left out."""
+    cluster = open_cluster(max_restarts=2)
+
+    def die(when, incarnation):
+        cluster.at(when, cluster.end, identity)
+        if identity == "coordinator":
+            cluster.at(when + 1, cluster.beats, incarnation)
+        else:
+            cluster.at(when + 1, cluster.is_ready, identity, incarnation)
+
+    cluster.supervisor._silence_s = 0.0
+    for incarnation, when in enumerate((10, 20, 11 + WINDOW_S, 30 + WINDOW_S, 40 + WINDOW_S), 1):
+        die(when, incarnation)
+    cluster.run(60 + WINDOW_S)
+    assert [when for when, *_ in cluster.of("started")] == [10.0, 20.0, 11.0 + WINDOW_S, 30.0 + WINDOW_S]
+    too_often = "its node died; replaced 2 times within the hour (cluster.max_restarts=2)"
+    incidents = cluster.supervisor.incidents
+    assert [incident.incarnation for incident in incidents] == list(range(4 + (identity == "draft-0")))
+    if identity == "draft-0":
+        assert not cluster.of("final") and incidents[-1].cause == too_often
+        assert [incident.replaced for incident in incidents] == [True] * 4 + [False]
+        assert cluster.log[-1] == (40.0 + WINDOW_S, "lost", lost("draft-0", 4))
+    else:
+        assert cluster.log[-1] == (40.0 + WINDOW_S, "final", f"{identity}: {too_often}", "")
 
 
-def test_a_drafter_that_cannot_be_started_again_is_left_out(cluster, watch):
-    supervisor, final, _ = watch()
+def test_a_drafter_that_was_left_out_stays_out(open_cluster):
+    cluster = open_cluster(startup_timeout_s=1000.0)
     cluster.unable.add("draft-0")
-    cluster.end("draft-0")
-    until(lambda: len(supervisor.incidents) == 2)
-    last = supervisor.incidents[-1]
-    assert last.cause == "its successor cannot be started: RuntimeError: no such actor" and not last.replaced
-    assert final.empty()
+    cluster.next_address = "second"
+    cluster.at(1, cluster.end, "draft-0")
+    cluster.at(2, cluster.supervisor.observe, Silent("draft", 0))
+    cluster.at(3, cluster.end, "coordinator")
+    cluster.run(100)
+    _died, left_out, _ = cluster.supervisor.incidents
+    assert left_out.cause == "its successor cannot be started: RuntimeError: no such actor" and not left_out.replaced
+    assert [entry[2] for entry in cluster.of("started")] == ["coordinator", "target-0"] and not cluster.of("killed")
+
+
+def test_a_target_that_cannot_be_started_again_ends_the_engine(open_cluster):
+    cluster = open_cluster()
     cluster.unable.add("target-0")
-    cluster.end("target-0")
-    line = final.get(timeout=WAIT_S)
-    assert line == "target-0: its node died; and cannot be replaced: RuntimeError: no such actor"
+    cluster.at(1, cluster.end, "target-0", trace="a trace")
+    line = "target-0: its node died; and cannot be replaced: RuntimeError: no such actor"
+    assert cluster.run(5).of("final") == [(1.0, "final", line, "a trace")]
 
 
-@pytest.mark.parametrize("identity, deaths", [("target-0", 3), ("coordinator", 3)])
-def test_a_target_or_coordinator_may_not_die_too_often(cluster, watch, identity, deaths):
-    _, final, _ = watch(max_restarts=deaths - 1)
-    for _ in range(deaths):
-        cluster.end(identity)
-    assert final.get(timeout=WAIT_S).endswith("replaced 2 times within the hour (cluster.max_restarts=2)")
-
-
-def test_a_rank_without_heartbeats_is_ended_unless_it_is_starting(cluster, watch):
+def test_a_rank_without_heartbeats_is_ended_unless_it_is_starting(open_cluster):
     """A rank that froze while there was no coordinator never sent a heartbeat to the new one."""
-    supervisor, _, _ = watch(silence_s=60.0, startup_timeout_s=120.0)
-    supervisor.observe(Silent("draft", 0))
-    assert cluster.killed == [("draft-0", 12)]
-    cluster.end("draft-0")
-    until(lambda: cluster.started == [("draft-0", 1)])
-    supervisor.observe(Silent("draft", 0))
-    supervisor.observe(ready("draft-0", incarnation=0))
-    supervisor.observe(Silent("draft", 0))
-    assert len(cluster.killed) == 1, "its successor has just been started; late records of the dead one change nothing"
-    supervisor.observe(ready("draft-0", incarnation=1, pid=13))
-    supervisor.observe(Silent("draft", 0))
-    assert cluster.killed[1:] == [("draft-0", 13)]
-    assert supervisor.incidents[0].cause == "hung and was ended"
+    cluster = open_cluster(startup_timeout_s=60.0)
+    silent = Silent("draft", 0)
+    cluster.at(1, cluster.supervisor.observe, silent)
+    cluster.at(2, cluster.end, "draft-0")
+    cluster.at(3, cluster.supervisor.observe, silent)
+    cluster.at(4, cluster.is_ready, "draft-0", 0)  # a late record of the dead one
+    cluster.at(31.8, cluster.supervisor.observe, silent)
+    assert not cluster.of("killed")
+    cluster.at(32.4, cluster.supervisor.observe, silent)  # half of the time for a start has passed
+    cluster.at(33, cluster.is_ready, "draft-0", 1, pid=13)
+    cluster.at(34, cluster.supervisor.observe, silent)
+    cluster.at(35, cluster.supervisor.observe, Silent("draft", 0, 0, 12))  # the first process: gone
+    cluster.at(36, cluster.supervisor.observe, Silent("draft", 0, 1, 14))  # its heartbeat gave its number
+    cluster.run(40)
+    assert cluster.of("killed") == [
+        (1.0, "killed", "draft-0", 12),
+        (32.4, "killed", "draft-0", None),
+        (34.0, "killed", "draft-0", 13),
+        (36.0, "killed", "draft-0", 14),
+    ]
+    assert [incident.cause for incident in cluster.supervisor.incidents] == ["hung and was ended"]
 
 
-def test_a_successor_that_freezes_before_its_first_record_is_ended(cluster, watch):
-    supervisor, final, _ = watch(silence_s=60.0, startup_timeout_s=1.0)
-    cluster.end("draft-0")
-    until(lambda: cluster.started == [("draft-0", 1)])
-    supervisor.observe(Silent("draft", 0))
-    assert not cluster.killed
-    until(lambda: supervisor.observe(Silent("draft", 0)) or cluster.killed)
-    assert cluster.killed == [("draft-0", None)] and final.empty()
+def test_a_successor_is_not_taken_for_one_that_hung(open_cluster):
+    cluster = open_cluster()
+    cluster.at(1, cluster.supervisor.observe, Silent("draft", 0))
+    cluster.at(2, cluster.end, "draft-0", "killed")
+    cluster.at(3, cluster.is_ready, "draft-0", 1)
+    cluster.at(4, cluster.end, "draft-0", "exit code 1")
+    cluster.run(9)
+    assert [incident.cause for incident in cluster.supervisor.incidents] == ["hung and was ended", "exit code 1"]
 
 
-def test_a_coordinator_that_freezes_before_its_first_record_is_ended(cluster, watch):
-    watch(silence_s=60.0, startup_timeout_s=2.0)
-    cluster.end("coordinator")
-    until(lambda: cluster.killed)
-    assert cluster.killed[0] == ("coordinator", None)
+def test_a_coordinator_that_hangs_is_ended(open_cluster):
+    cluster = open_cluster(silence_s=10.0)
+    cluster.beats_from(1, 20)
+    cluster.run(60)
+    assert [(kind, identity, pid) for _, kind, identity, pid in cluster.log] == [("killed", "coordinator", 7)]
+    assert 30 < cluster.log[0][0] <= 30.4 and cluster.supervisor.coordinator_pid() == {}
 
 
-def test_a_coordinator_is_not_blamed_for_the_target_it_waits_for(cluster, watch):
-    _, final, _ = watch(startup_timeout_s=0.5)
-    cluster.end("coordinator")
-    until(lambda: ("coordinator", 1) in cluster.started)
-    time.sleep(0.3)
-    cluster.end("target-0")
-    assert final.get(timeout=WAIT_S).startswith("target-0: not ready again")
+def test_a_coordinator_that_freezes_before_its_first_record_is_ended(open_cluster):
+    cluster = open_cluster(startup_timeout_s=40.0)
+    cluster.at(1, cluster.end, "coordinator")
+    cluster.run(23)
+    at, *killed = cluster.of("killed")[0]
+    assert killed == ["killed", "coordinator", None] and 21 < at <= 22.4
+
+
+def test_while_this_process_was_suspended_the_coordinator_was_not_silent(open_cluster):
+    cluster = open_cluster(silence_s=10.0)
+
+    def suspend():
+        cluster.now += 500
+
+    cluster.beats_from(1, 5)
+    cluster.at(6, suspend)
+    cluster.at(506.5, cluster.beats)
+    cluster.run(510)
+    assert not cluster.log
+
+
+@pytest.mark.parametrize("options", [dict(can_kill=False), dict(silence_s=0.0)])
+def test_where_silence_means_nothing_no_process_is_ended(open_cluster, options):
+    """Threads cannot be ended; `cluster.silence_s=0` switches it off."""
+    cluster = open_cluster(**options)
+    cluster.at(1, cluster.beats)
+    cluster.at(2, cluster.supervisor.observe, Silent("draft", 0))
+    assert cluster.run(100).log == []
+
+
+def test_nothing_is_replaced_while_all_are_ready(open_cluster):
+    cluster = open_cluster()
+    cluster.at(1, cluster.lost.add, "target-0")
+    assert cluster.run(9).log == [] and not cluster.supervisor.incidents
+
+
+def test_process_ids_are_known_once_the_coordinator_serves(open_cluster):
+    cluster = open_cluster()
+    assert cluster.supervisor.coordinator_pid() == {}
+    cluster.beats(waiting=True)
+    assert cluster.supervisor.coordinator_pid() == {}
+    cluster.beats()
+    assert cluster.supervisor.coordinator_pid() == {"coordinator": 7}

@@ -101,7 +101,7 @@ def test_ray_is_started_on_every_node_and_the_launch_once_on_the_head():
     assert f"/env/bin/ray start --head --port={port} --node-ip-address=10.0.0.1 --num-cpus=8" in head[-1]
     assert f"/env/bin/ray start --address=10.0.0.1:{port} --node-ip-address=10.0.0.2 --num-cpus=4" in second[-1]
     for command in (head, second):
-        assert "--temp-dir=/tmp/specdec-4711" in command[-1]
+        assert "--temp-dir=/tmp/specdec-4711/ray " in command[-1]
     launch = plan.launch
     assert launch[:5] == ["/env/bin/python", "-P", "-m", "cluster.launch", "cluster=slurm"]
     assert {f"cluster.address=10.0.0.1:{port}", "cluster.nodes=2", "hydra.run.dir=/shared/run"} <= set(launch)
@@ -134,7 +134,7 @@ if sys.argv[1] == "stop":
     (folder / "stopped").touch()
 else:
     signal.signal(signal.SIGTERM, stop)
-    (folder / "job" / "specdec-4711").mkdir(parents=True)
+    (folder / "job" / "specdec-4711" / "ray").mkdir()
     (folder / "arguments").write_text(" ".join(sys.argv[1:]))
     time.sleep(300)
 """
@@ -147,12 +147,14 @@ def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_told(tmp_path, boo
     ray, folder, arguments = tmp_path / "ray", tmp_path / "job" / "specdec-4711", tmp_path / "arguments"
     ray.write_text(f"#!{sys.executable}{FAKE_RAY}")
     ray.chmod(0o755)
+    (folder / "left by a node failure").mkdir(parents=True)
     plan = plan_of(bootstrap=bootstrap, python=f"{tmp_path}/python", tmp=f"{tmp_path}/job")
     command = list(plan.rays.values())[-1 if bootstrap == SYMMETRIC else node]
     shell = subprocess.Popen(command[command.index("bash") :], env={**os.environ, "SLURM_PROCID": str(node)})
     while not arguments.exists() or not arguments.read_text():
         assert shell.poll() is None
         time.sleep(0.01)
+    assert folder.stat().st_mode & 0o777 == 0o700 and [path.name for path in folder.iterdir()] == ["ray"]
     assert ("--include-dashboard=true" in arguments.read_text()) == (node == 0), "the others refuse that"
     shell.terminate()
     with pytest.raises(subprocess.TimeoutExpired):
@@ -160,6 +162,26 @@ def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_told(tmp_path, boo
     shell.send_signal(STOP)
     assert shell.wait(60) == 0
     assert (tmp_path / "stopped").exists() and not folder.exists()
+
+
+@pytest.mark.parametrize("bootstrap", [EXPLICIT, SYMMETRIC])
+def test_ray_is_not_started_in_the_folder_of_another_user(tmp_path, bootstrap):
+    """Its name is known before; that user could replace Ray's sockets. Here it cannot be made at all."""
+    ray = tmp_path / "ray"
+    ray.write_text(f"#!{sys.executable}{FAKE_RAY}")
+    ray.chmod(0o755)
+    plan = plan_of(bootstrap=bootstrap, python=f"{tmp_path}/python", tmp="/proc")
+    command = next(iter(plan.rays.values()))
+    done = subprocess.run(command[command.index("bash") :], capture_output=True, check=False)
+    assert done.returncode == 1 and not (tmp_path / "arguments").exists()
+
+
+def test_a_job_on_one_node_keeps_ray_on_the_loopback():
+    plan = make_plan(Allocation(9, ({"n1": 8},)), {"n1": "127.0.0.1"}, [], python="/env/bin/python", run_dir="/run")
+    assert "--node-ip-address=127.0.0.1" in plan.rays["n1"][-1]
+    assert any(word.startswith("cluster.address=127.0.0.1:") for word in plan.launch)
+    assert plan.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "else Ray takes another address of the node"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in plan_of().environment
 
 
 def test_options_of_the_command_line_stand_before_all_overrides():

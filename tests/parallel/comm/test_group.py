@@ -4,11 +4,12 @@ import multiprocessing
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
 from parallel.comm.group import SINGLE, PeerLost
-from parallel.comm.rendezvous import connect_store, host_store, join
+from parallel.comm.rendezvous import connect_store, host_store, interface_of, join
 
 
 def collectives(group):
@@ -74,6 +75,29 @@ def test_collectives_between_processes():
     for process in processes:
         process.join(timeout=30)
     check_collectives([[torch.tensor(tensor) for tensor in answers[rank]] for rank in range(2)])
+
+
+def test_store_and_group_listen_on_the_chosen_address_only():
+    store = host_store()
+    groups = []
+
+    def rank_main(rank):
+        groups.append(join(connect_store("127.0.0.1", store.port), "tp", 0, rank, 2, timeout_s=20))
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    listening = {one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    assert ("127.0.0.1", store.port) in listening and len(listening) >= 3
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    for group in groups:
+        group.close()
+
+
+def test_the_interface_of_an_address_is_found():
+    assert [interface_of("127.0.0.1"), interface_of("192.0.2.77")] == ["lo", ""]
 
 
 def test_a_closed_peer_is_an_error_at_once_and_the_next_epoch_works():

@@ -65,13 +65,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.committed)
     @rule(data=st.data())
-    def drop_pending(self, data):
-        seq_id = self.pick(data)
-        self.pool.drop_pending(seq_id)
-        self.pending[seq_id] = []
-
-    @precondition(lambda self: self.committed)
-    @rule(data=st.data())
     def truncate(self, data):
         seq_id = self.pick(data)
         length = data.draw(st.integers(0, len(self.committed[seq_id])))
@@ -119,6 +112,17 @@ def test_neighbours_have_room_to_grow():
             pool.reserve(seq_id, 1)
     assert all(pool.run(seq_id) is not None for seq_id in range(4))
     pool.check()
+
+
+def test_a_run_goes_on_to_the_last_slot():
+    pool = make_pool(16)
+    for seq_id in "ab":
+        pool.open(seq_id)
+        pool.reserve(seq_id, 4)
+    assert pool.run("b") == range(8, 12), "in the middle of what was free"
+    pool.close("a")
+    pool.reserve("b", 4)
+    assert pool.run("b") == range(8, 16)
 
 
 def test_a_tree_path_breaks_the_run_and_truncation_restores_it():

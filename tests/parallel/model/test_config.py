@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import transformers
 
 from parallel.model.families.registry import read_config
+from tests.families import FAMILIES
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,26 +27,33 @@ QWEN3_MOE = {
 }
 
 
-def test_what_config_json_leaves_out():
-    config = read_config(LLAMA)
-    assert config.head_dim == 8 and config.max_positions == 2048 and not config.tied
-    assert config.rope.rope_type == "default" and config.rope.rope_theta == 10000.0
-    mistral = read_config(LLAMA | {"architectures": ["MistralForCausalLM"]})
-    assert mistral.window == 4096 and mistral.windowed == {0, 1, 2} and not mistral.qkv_bias
-    qwen2 = read_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"]})
-    assert qwen2.qkv_bias and not qwen2.o_bias and qwen2.window is None
-    qwen3 = read_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
-    assert qwen3.qk_norm and qwen3.head_dim == 128 and not qwen3.qkv_bias
-    gemma2 = read_config(LLAMA | {"architectures": ["Gemma2ForCausalLM"]})
-    assert gemma2.windowed == {0, 2} and gemma2.attention_softcap == 50 and gemma2.logit_softcap == 30 and gemma2.tied
-    assert gemma2.attention_scale == 1 / 16 and gemma2.embedding_scale == 8 and gemma2.head_dim == 256
-    gemma3 = read_config(LLAMA | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7})
-    assert gemma3.windowed == {0, 1, 2, 3, 4, 6} and gemma3.attention_softcap is None and gemma3.logit_softcap is None
-    assert gemma3.rope.rope_theta == 1e6 and gemma3.local_rope.rope_theta == 1e4
-    mixtral = read_config(LLAMA | {"architectures": ["MixtralForCausalLM"]})
-    assert mixtral.num_experts == 8 and mixtral.window is None and mixtral.rope.rope_theta == 1e6
-    opt = read_config(LLAMA | {"architectures": ["OPTForCausalLM"], "ffn_dim": 96})
-    assert opt.rope is None and opt.max_positions == 2048 and opt.num_kv_heads == 8 and opt.tied and opt.qkv_bias
+def shape_of(family, **changes):
+    """The least that a config.json of this family says, and what transformers completes it to."""
+    needed = {"OPT": {"ffn_dim": 96}, "Qwen3Moe": QWEN3_MOE}.get(family, {})
+    bare = LLAMA | needed | changes | {"architectures": [f"{family}ForCausalLM"]}
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    return bare, config_class(**bare).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(family, {}) for family in FAMILIES]
+    + [(family, {"use_sliding_window": True, "num_hidden_layers": 30}) for family in ("Qwen2", "Qwen3", "Qwen3Moe")],
+)
+def test_what_config_json_leaves_out_is_what_transformers_takes_for_it(family, changes):
+    bare, complete = shape_of(family, **changes)
+    if family == "Gemma3":
+        bare["num_hidden_layers"] = complete["num_hidden_layers"] = 7
+        del complete["layer_types"]
+    assert read_config(bare) == read_config(complete)
+
+
+def test_fields_that_transformers_derives():
+    gemma = read_config(shape_of("Gemma2")[0])
+    assert gemma.attention_scale == 1 / 16 and gemma.embedding_scale == 8 and gemma.windowed == {0, 2}
+    gemma = read_config(shape_of("Gemma3", num_hidden_layers=7)[0])
+    assert gemma.attention_softcap is None and gemma.windowed == {0, 1, 2, 3, 4, 6}
+    assert read_config(LLAMA).head_dim == 8 and read_config(LLAMA).windowed == frozenset()
 
 
 def test_windows_of_single_layers():
@@ -83,7 +92,7 @@ def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not readable as JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="no JSON object"):
@@ -97,9 +106,11 @@ def test_ranks_that_do_not_fit():
     for size in (1, 2, 4, 8):
         config.check_ranks(size)
     assert [config.local_kv_heads(size) for size in (1, 2, 4)] == [2, 1, 1]
-    with pytest.raises(ValueError, match="tp=3 must divide num_attention_heads=8"):
+    with pytest.raises(
+        ValueError, match=r"^tp=3: ranks cannot share num_attention_heads=8, .* evenly; use one of 1, 2, 4, 8$"
+    ):
         config.check_ranks(3)
-    with pytest.raises(ValueError, match="num_attention_heads=8 and num_experts=4"):
+    with pytest.raises(ValueError, match="num_attention_heads=8, .* and num_experts=4"):
         read_config(LLAMA | QWEN3_MOE).check_ranks(8)
-    with pytest.raises(ValueError, match="tp=2 must divide num_key_value_heads=3"):
+    with pytest.raises(ValueError, match=r"^tp=2: .*num_key_value_heads=3 .* use one of 1, 3, 6$"):
         read_config(LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}).check_ranks(2)

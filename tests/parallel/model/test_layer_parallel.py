@@ -14,8 +14,7 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.model.layers.weight import packs
 from parallel.model.partition import LayerLayout, default_partition, partition_of
-from parallel.runtime.layer_parallel_runner import open_layer_parallel
-from parallel.runtime.model_bytes import layer_kv_bytes_per_slot, layer_weight_bytes
+from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
 
@@ -100,7 +99,7 @@ def layout_of(width, ranks, *, num_layers=8, **options):
 
 
 def prefilled(path, layout, group=None, **options):
-    runner = open_layer_parallel(path, layout, *(() if group is None else (group,)), num_slots=64, **options)
+    runner = open_model(path, *(() if group is None else (group,)), num_slots=64, layout=layout, **options)
     runner.open("s")
     runner.forward([Span("s", len(PROMPT))], PROMPT)
     runner.commit("s", range(len(PROMPT)))
@@ -277,26 +276,6 @@ def test_every_calibration_gives_the_same_drafts(deep_llama, on_ranks):
             assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_an_exact_pass_behind_fuzzy_rows_is_fuzzy_and_only_for_its_sequence(deep_llama):
-    """Exact rows are a prefix; a batch of both kinds is two passes, and its results keep the order of the spans."""
-    runner = prefilled(deep_llama.path, layout_of(2, 1))
-    draft(runner)
-    for seq_id in "ab":
-        runner.open(seq_id)
-    spans = [Span("a", 2, num_logits=0), Span("s", 1, num_logits=1), Span("b", 3, num_logits=2)]
-    output = runner.forward(spans, [1, 2, 3, 4, 5, 6], taps=(2,))
-    for seq_id, count in (("a", 2), ("s", 1), ("b", 3)):
-        runner.commit(seq_id, range(count))
-    assert [runner.exact_len(seq_id) for seq_id in "asb"] == [2, 7, 3]
-    assert output.logits.shape == (3, 97) and output.hidden.shape == output.features[0].shape == (6, 32)
-    alone = prefilled(deep_llama.path, layout_of(2, 1))
-    draft(alone)
-    torch.testing.assert_close(output.logits[:1], alone.forward([Span("s", 1)], [3], fuzzy=True).logits)
-    plain = open_model(deep_llama.path)
-    plain.open("b")
-    torch.testing.assert_close(output.logits[1:], plain.forward([Span("b", 3, num_logits=2)], [4, 5, 6]).logits)
-
-
 class CountingGroup(Group):
     """Notes every collective by its name."""
 
@@ -343,9 +322,11 @@ def test_bytes_are_those_allocated(make_checkpoint, on_ranks, family, calibratio
     overrides = {"num_hidden_layers": 8, "tie_word_embeddings": family == "Llama"}
     path = make_checkpoint(family, **FAMILIES[family] | overrides).path
     layout = LayerLayout(partition_of([1, 2, 2, 2, 1] if ranks > 1 else [1, 6, 1], 8), ranks, mlp, calibration)
-    for rank, runner in enumerate(on_ranks(ranks, lambda group: open_layer_parallel(path, layout, group, num_slots=9))):
+    for rank, runner in enumerate(on_ranks(ranks, lambda group: open_model(path, group, num_slots=9, layout=layout))):
         config, dtype = runner.config, torch.float32
-        weights = layer_weight_bytes(config, layout, rank, dtype.itemsize, packed=packs("cpu", dtype))
+        weights = weight_bytes(config, ranks, dtype.itemsize, layout, rank, packed=packs("cpu", dtype))
         assert weights == runner.decoder.nbytes()
         pool_bytes = runner.pool.keys.nbytes + runner.pool.values.nbytes
-        assert layer_kv_bytes_per_slot(config, layout, rank, dtype.itemsize) * 10 == pool_bytes  # with the scratch slot
+        assert (
+            kv_bytes_per_slot(config, ranks, dtype.itemsize, layout, rank) * 10 == pool_bytes
+        )  # with the scratch slot

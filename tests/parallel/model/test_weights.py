@@ -5,11 +5,15 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.kv.pass_plan import Span
-from parallel.model.weights import resolve_checkpoint
+from parallel.model.checkpoint import find_tensors, resolve_checkpoint, tensor_shapes
+from parallel.model.decoder import Decoder
+from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
 
 TOKENS = list(range(20))
 
@@ -63,6 +67,21 @@ def test_loading_needs_one_tensor_above_the_model(make_checkpoint, monkeypatch):
     assert 0 < transient <= max(largest, fused), "loading held more than one tensor of the checkpoint"
 
 
+def read_headers(path):
+    """What a launch does before it starts a process."""
+    find_tensors(path, tensor_shapes(read_config(path)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tensors_looked_for_are_those_that_a_decoder_reads(make_checkpoint, family):
+    path = make_checkpoint(family, **FAMILIES[family]).path
+    decoder = Decoder(read_config(path), device="meta")
+    shapes = tensor_shapes(decoder.config)
+    assert set(shapes) == {shard.name for shard in decoder.shards()}
+    saved = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
+    assert shapes.items() <= saved.items()
+
+
 @pytest.fixture
 def copy(make_checkpoint, tmp_path):
     """A checkpoint to break."""
@@ -73,63 +92,79 @@ def first_shard(path):
     return sorted(path.glob("*.safetensors"))[0]
 
 
+def edit_index(path, edit):
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps(edit(content)))
+
+
+def without_weights(path):
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+
+
+def cut_short(path, num_bytes):
+    shard = first_shard(path)
+    shard.write_bytes(shard.read_bytes()[:num_bytes])
+
+
+def names_another_file(content):
+    names = content["weight_map"]
+    name, file = next(iter(names.items()))
+    return {"weight_map": names | {name: next(other for other in names.values() if other != file)}}
+
+
+def of_another_size(path):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+
+
+DAMAGES = {
+    "no weights": (without_weights, "copy: holds neither model.safetensors nor model.safetensors.index.json; "),
+    "an empty file": (lambda path: cut_short(path, 0), "not a whole safetensors file"),
+    "cut in the header": (lambda path: cut_short(path, 40), "not a whole safetensors file"),
+    "cut in a tensor": (lambda path: cut_short(path, -100), "not a whole safetensors file .*; fetch it again"),
+    "another file": (
+        lambda path: first_shard(path).write_bytes(b"\3" + bytes(7) + b"[1]" * 9),
+        "not a whole safetensors",
+    ),
+    "a missing file": (lambda path: first_shard(path).unlink(), "no such file, though the index names it; fetch it"),
+    "a missing tensor": (
+        lambda path: edit_index(path, lambda index: index["weight_map"].pop("model.norm.weight") and index),
+        "tensor model.norm.weight is missing from the checkpoint",
+    ),
+    "an index that lies": (lambda path: edit_index(path, names_another_file), "is missing, though the index promises"),
+    "an index of another form": (lambda path: edit_index(path, lambda _: []), "holds no JSON object"),
+    "another shape": (of_another_size, r"tensor model\.layers\.\d\.mlp.* is \[.*\], config.json asks \[.*64.*\]"),
+}
+
+
+@pytest.mark.parametrize("read", [read_headers, open_model])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_by_the_launch_and_by_a_rank(copy, damage, read):
+    break_, line = DAMAGES[damage]
+    break_(copy)
+    with pytest.raises(ValueError, match=line) as caught:
+        read(copy)
+    assert "\n" not in str(caught.value) and str(copy) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_weights_that_are_no_numbers_are_refused_as_they_are_loaded(make_checkpoint, tmp_path, value):
+    path = shutil.copytree(make_checkpoint().path, tmp_path / "copy")
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 4] = value
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity"):
+        open_model(path, num_slots=8, dtype=torch.float16)  # which 1e30 does not fit
+
+
 def test_a_directory_that_is_none(tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
         open_model(str(tmp_path / "nowhere"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file; name the checkpoint's directory"):
         open_model(tmp_path / "file")
-
-
-def test_a_directory_without_weights(copy):
-    for file in copy.glob("*.safetensors*"):
-        file.unlink()
-    with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
-        open_model(copy)
-
-
-def test_a_truncated_file(copy):
-    shard = first_shard(copy)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=f"{shard.name}: not a whole safetensors file"):
-        open_model(copy)
-
-
-def test_a_missing_file(copy):
-    shard = first_shard(copy)
-    shard.unlink()
-    with pytest.raises(ValueError, match=f"{shard.name}: no such file, though the index names it"):
-        open_model(copy)
-
-
-def test_a_missing_tensor(copy):
-    index = copy / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    del content["weight_map"]["model.norm.weight"]
-    index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="tensor model.norm.weight is missing"):
-        open_model(copy)
-
-
-def test_an_index_that_lies(copy):
-    index = copy / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    files = sorted(set(content["weight_map"].values()))
-    name, file = next(iter(content["weight_map"].items()))
-    content["weight_map"][name] = next(other for other in files if other != file)
-    index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"tensor {name} is missing, though the index promises it"):
-        open_model(copy)
-    index.write_text("[]")
-    with pytest.raises(ValueError, match="not a safetensors index"):
-        open_model(copy)
-
-
-def test_a_tensor_of_another_shape(copy):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with pytest.raises(ValueError, match=r"tensor model\.layers\.\d\.mlp.* is \[.*\], config.json asks \[.*64.*\]"):
-        open_model(copy)
 
 
 def test_a_hub_id_goes_to_the_hub(monkeypatch, tmp_path):

@@ -44,7 +44,7 @@ def test_a_watched_pass_is_the_same_pass_with_its_seconds_by_kind(llama, make_ch
             runner = open_model(path, TimedGroup(group, clock), num_slots=32)
         else:
             layout = LayerLayout(default_partition(8, 2), 2)
-            decoder = LayerParallelDecoder(config, layout, TimedGroup(group, clock))
+            decoder = LayerParallelDecoder(config, TimedGroup(group, clock), layout=layout)
             fill_at_random(decoder)
             runner = LayerParallelRunner(decoder, KVPool(8, 32, config.num_kv_heads, config.head_dim))
         logits = []

@@ -1,71 +1,60 @@
-"""DraftAheadTiming on scripted times: what it learns, when it waits, and when it does not."""
+"""DraftAheadTiming on random times, against its estimates written out."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
 from actors.drafters.draft_ahead.timing import SPARE, DraftAheadTiming
 
 
-def steady(distance: float, step: float, rounds: int = 5) -> DraftAheadTiming:
-    """After some rounds in which a record came `distance` after each answer; an answer was just given at time 0."""
-    timing, now = DraftAheadTiming(), -100.0
-    for _ in range(rounds):
-        timing.record_answer(now)
-        timing.record_pass(now, now + step)
-        now += distance
-        timing.record_arrival(now)
-    timing.record_answer(0.0)
-    return timing
+def mean(values):
+    """Exponentially weighted with 0.8."""
+    weights = [0.8**age for age in range(len(values))][::-1]
+    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights) if values else 0.0
 
 
-def test_a_step_that_fits_in_is_made():
-    assert steady(10.0, 1.0).pause_s(8.9) == 0
-
-
-def test_a_step_that_would_run_into_the_record_waits_for_it_and_a_little_longer():
-    assert steady(10.0, 1.0).pause_s(9.5) == pytest.approx(1.5)
-
-
-def test_an_overdue_record_is_not_waited_for():
-    assert steady(10.0, 1.0).pause_s(11.0) == 0
-    assert steady(10.0, 1.0).pause_s(11.0 - 1e-9) == 0, "no wait so short that time stands still"
-
-
-def test_where_steps_are_few_none_is_spared():
-    assert steady(SPARE - 0.5, 1.0).pause_s(SPARE - 1.0) == 0
-    assert steady(SPARE + 0.5, 1.0).pause_s(SPARE) > 0
-
-
-def test_what_came_during_a_step_came_half_way():
-    timing = DraftAheadTiming()
-    for _ in range(50):
-        timing.record_answer(0.0)
-        timing.record_pass(9.0, 11.0)
-        timing.record_arrival(11.01)
-    timing.record_answer(0.0)
-    assert timing.pause_s(9.0) == pytest.approx(10.0 + 2.0 - 9.0)
-
-
-def test_nothing_is_expected_before_anything_was_answered():
-    timing = DraftAheadTiming()
-    timing.record_arrival(3.0)
-    assert timing.pause_s(4.0) == 0
-
-
-def test_previews_leave_before_the_last_step_and_earlier_where_that_was_too_late():
-    timing = DraftAheadTiming()
-
-    def first_preview(rounds, outcome):
-        for _ in range(rounds):
-            timing.record_answer(0.0)
-            timing.record_pass(0.0, 1.0)
-            outcome()
-            timing.record_arrival(20.0)
-        timing.record_answer(0.0)
-        return next(at for at in range(40) if timing.is_preview_due(at + 0.5))
-
-    assert first_preview(1, lambda: None) == 19
-    assert first_preview(5, timing.preview_was_late) == 14
-    assert first_preview(100, timing.preview_was_late) == 0, "not before an answer"
-    assert first_preview(200, timing.preview_used) == 19
+@pytest.mark.parametrize("seed", range(30))
+def test_it_waits_and_shows_its_drafts_as_its_estimates_say(seed):
+    draw, timing = random.Random(seed), DraftAheadTiming()
+    now, lead_s, expected = 0.0, 0.0, False
+    intervals, passes = [], []
+    step_s = draw.choice([0.3, 3.0])
+    for _ in range(40):
+        interval_s, pass_s = mean(intervals), mean(passes)
+        assert timing.interval_s == pytest.approx(interval_s)
+        action = draw.choice(["answer", "pass", "arrival", "used", "late"])
+        if action == "pass":
+            length = step_s * draw.uniform(0.8, 1.2)
+            timing.record_pass(now, now + length)
+            passes.append(length)
+            last, now = (now, now + length), now + length
+        elif action == "answer" and not expected:
+            timing.record_answer(now)
+            answered_at, expected = now, True
+        elif action == "arrival" and expected:
+            timing.record_arrival(now)
+            during = passes and now - last[1] < 0.1 * pass_s
+            intervals.append((sum(last) / 2 if during else now) - answered_at)
+            expected = False
+        elif action == "used":
+            timing.preview_used()
+            lead_s *= 0.95
+        elif action == "late":
+            timing.preview_was_late()
+            lead_s = min(lead_s + pass_s, interval_s)
+        now += draw.uniform(0, 5)
+        interval_s, pass_s = mean(intervals), mean(passes)
+        if not expected:
+            timing.record_arrival(now)  # of a record that answers nothing
+            assert not timing.is_preview_due(now + 1e9) and timing.pause_s(now) == 0
+            continue
+        due_at = answered_at + interval_s
+        assert timing.is_preview_due(due_at - pass_s - lead_s + 1e-4)
+        assert not timing.is_preview_due(due_at - pass_s - lead_s - 1e-4)
+        spares = interval_s >= SPARE * pass_s
+        for at, waits in ((due_at - pass_s - 1e-4, False), (due_at - pass_s + 1e-4, True), (due_at + pass_s, False)):
+            late_in = due_at + pass_s - at
+            found = timing.pause_s(at)
+            assert found == (pytest.approx(late_in) if waits and spares and late_in > 1e-6 else 0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from math import log
 
-import pytest
-
 from actors.drafters.draft_ahead.tree import enumerate_outcomes, redraft
 from actors.protocol.draft_tree import DraftTree
 
@@ -61,58 +59,3 @@ def test_a_redraft_ends_when_a_pass_is_not_worth_it():
     assert passes(0.6, depth=8) == 1  # a second token would be there in 0.36 of the cases
     assert passes(0.8, depth=8) == 3  # 0.8 ** 3 = 0.51, 0.8 ** 4 = 0.41
     assert passes(0.99, depth=8) == 8, "and never goes beyond what may be proposed"
-
-
-def test_a_redrafted_tree_counts_what_all_its_nodes_may_add():
-    tree = DraftTree(0)
-    tree.expand(0, [1, 2, 3], [log(0.65), log(0.3), log(0.05)])
-    assert redraft(tree, 1, depth=3) == [], "alone the likeliest adds 0.42 tokens"
-    assert tokens(tree, redraft(tree, 2, depth=3)) == [1, 2], "with the next one 0.51"
-    assert redraft(tree, 2, depth=1) == []
-
-
-def test_further_outcomes_are_prepared_once_the_likeliest_are():
-    tree = fed_chain((0.6, 0.3, 0.1), length=1, fed=1)
-    (offered,) = tree.best_chain(1)
-    tree.offer([offered])
-    for expected in ([1], [2], []):
-        nodes = enumerate_outcomes(tree, width=1, length=1)
-        assert tokens(tree, nodes) == expected
-        for node in nodes:
-            tree.nodes[node].row = len(tree.nodes)
-
-
-def bushy():
-    tree = DraftTree(7)
-    tree.expand(0, [1, 2, 3], [log(0.6), log(0.3), log(0.1)])
-    tree.expand(2, [4, 5, 6], [log(0.7), log(0.2), log(0.1)])
-    tree.expand(1, [8, 9], [log(0.5), log(0.4)])
-    return tree
-
-
-def test_what_is_written_down_is_read_off_like_the_original():
-    """Every proposal after an outcome can be read off the written tree."""
-    tree = bushy()
-    for num_leaves in (1, 3):
-        copy = DraftTree.read(*tree.written(num_leaves))
-        for outcome in ([1], [2]):
-            ours, theirs = (one.reroot(one.find(outcome))[0] for one in (tree, copy))
-            assert ours.proposal(ours.best_chain(4)) == theirs.proposal(theirs.best_chain(4))
-            if num_leaves == 3:
-                assert ours.proposal(ours.best_nodes(2)) == theirs.proposal(theirs.best_nodes(2))
-        assert (copy.find([3]) is None) == (num_leaves == 1), "an outcome after which nothing is prepared"
-
-
-def test_what_was_taken_is_found_again():
-    tree = bushy()
-    taken = tree.proposal(tree.best_nodes(4))
-    assert tokens(tree, tree.places(taken)) == list(taken.token_ids[1:])
-    tree.nodes[0].children.remove(1)
-    assert tokens(tree, tree.places(taken)) == [token for token in taken.token_ids[1:] if token in (2, 4)]
-
-
-def test_a_pass_is_worth_the_tokens_it_may_add():
-    tree = bushy()
-    assert tree.worth([1, 2]) == pytest.approx(0.9)
-    assert tree.worth([tree.nodes[2].children[0]]) == pytest.approx(0.3 * 0.7)
-    assert tree.worth([]) == 0

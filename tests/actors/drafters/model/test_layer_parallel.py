@@ -12,9 +12,9 @@ import actors.drafters.model.ahead_drafter
 from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Context
 from actors.drafters.model.ahead_drafter import AheadDrafter
+from actors.drafters.model.calibration import CalibrationSchedule
 from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.model.drafter import ModelDrafter
-from actors.drafters.model.kv_refresh import CalibrationSchedule
 from actors.drafters.model.loading import open_draft_model
 from actors.options import SchedulerConfig
 from actors.protocol.draft_tree import DraftTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.compose import load_config
-from cluster.tools.planning.layouts import Layout, Shape, enumerate_layouts, local_layouts, simplest
+from cluster.tools.planning.layouts import Layout, Shape, described_layouts, enumerate_layouts, local_layouts, simplest
 
 TENSOR = Shape("tensor", 2)
 
@@ -22,6 +22,18 @@ def test_every_layout_that_fits_and_no_other():
     assert Layout(1, "plain", "separate") in found
     batched = enumerate_layouts([1], [Shape()], 2, ["pingpong"], batch=2)
     assert Layout(1, "pingpong", "separate", Shape()) in list(batched)
+
+
+def test_layouts_of_described_passes_are_those_within_the_axes_of_the_job():
+    axes = ["job.pipelines=[sync]", "job.parallels=[tensor]", "job.draft_ranks=[2]", "job.target_ranks=[1,2]"]
+    shapes = [Shape(), TENSOR, TENSOR, Shape("tensor", 4)]
+    assert described_layouts([1, 1, 4, 2], shapes, 3, load_config(["job=plan", *axes]).job) == [
+        Layout(1, "plain", "separate"),
+        Layout(1, "sync", "colocated", TENSOR),
+        Layout(1, "sync", "separate", TENSOR),
+        Layout(2, "plain", "separate"),
+        Layout(2, "sync", "colocated", TENSOR),
+    ]
 
 
 def layer_shapes(overrides: list[str], num_devices: int) -> set[Shape]:

@@ -35,7 +35,7 @@ def test_every_sharing_is_measured_in_every_kind_of_pass(times):
 def test_the_parts_of_a_pass_add_up_to_it(times):
     for time in times:
         assert set(time.split) == {"attention", "mlp", "communication", "rest"}
-        assert 0.3 * time.seconds < sum(time.split.values()) < 3 * time.seconds  # medians of parts on a busy machine
+        assert 0.1 * time.seconds < sum(time.split.values()) < 10 * time.seconds  # medians of parts on a busy machine
         assert (time.communication_share > 0) == (time.sharing.ranks > 1)
 
 

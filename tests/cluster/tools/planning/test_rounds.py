@@ -31,6 +31,7 @@ from cluster.tools.planning.rounds import (
     KnownText,
     ReplayRank,
     ReplayScript,
+    _Requests,
     replay_drafts,
     replay_verdicts,
 )
@@ -212,3 +213,22 @@ def add_ranks_and_report(place, group, sync):
 
 def leave(code, place, group, sync):
     os._exit(code)
+
+
+def test_requests_replay_the_texts_in_turn_up_to_their_ends():
+    texts = tuple(KnownText(tuple(range(100 * i, 100 * i + 9)), 2) for i in range(3))
+    requests = _Requests(ReplayScript(texts, SAMPLING, 2, (2,), 0))
+    seen = [text for text, _ in requests.live.values()]
+    for _ in range(12):
+        assert [admit.token_ids for admit in requests.admits()] == [(100 * i, 100 * i + 1) for i in _numbers(requests)]
+        requests.begin()
+        for text, length in requests.live.values():
+            assert length + 2 < len(text.token_ids), "there is text for another round"
+        requests.finish_round([requests.commit(i, (1, 2)) for i in requests.live])
+        seen += [requests.live[i][0] for i in requests.begun]
+        assert {commit.request_id for commit in requests.commits} == set(requests.live) - set(requests.begun)
+    assert len(seen) > 6 and seen == [texts[i % 3] for i in range(len(seen))]
+
+
+def _numbers(requests):
+    return [request_id % 3 for request_id in requests.begun]

@@ -31,7 +31,7 @@ def scenario(pipeline, case, tokens_of_one=1000) -> Scenario:
         ModelDrafterConfig(num_draft_tokens=LONGEST, fan_out=4, ahead_width=8),
         Language((acceptance,), power_law(0.8)),
         num_requests=requests,
-        max_tokens=tokens_of_one if requests == 1 else 500,
+        max_tokens=tokens_of_one if requests == 1 else 300,
         target_link_s=5e-5,
         draft_link_s=5e-5,
     )

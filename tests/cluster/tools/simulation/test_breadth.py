@@ -21,7 +21,7 @@ def scenario(pipeline: str, num_requests: int, row_share: float) -> Scenario:
         ModelDrafterConfig(num_draft_tokens=5, fan_out=6, ahead_width=16),
         Language((0.75,), power_law(0.8)),
         num_requests=num_requests,
-        max_tokens=800 if num_requests == 1 else 200,
+        max_tokens=800 if num_requests == 1 else 200 if row_share else 80,
         target_link_s=5e-5,
         draft_link_s=5e-5,
     )

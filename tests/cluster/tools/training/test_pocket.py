@@ -23,8 +23,6 @@ from cluster.tools.training.evaluation import (
 )
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 
-pytestmark = pytest.mark.xdist_group("pocket")  # its fixtures load three models and a corpus
-
 FOLDERS = {"target": pocket.TARGET, "drafter": pocket.DRAFTER, "deep": pocket.DEEP_DRAFTER}
 SHAPES = {
     "target": {"hidden": 384, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate": 896},

@@ -95,6 +95,7 @@ def test_the_bundled_workloads_are_answered_by_copying(one_free_thread):
 
     prompts = read_prompts(pocket.PROMPTS.with_name("agent.jsonl"))
     overrides = ["cluster=inprocess", "cluster.oversubscribe=true", "drafter=suffix", "sampling.max_tokens=48"]
+    overrides.append("pipeline.adaptive=false")  # on a busy machine the policy may rest
     with Engine(load_config(overrides)) as engine:
         sessions = [engine.generate([prompts[i].text for i in range(start, start + 3)]) for start in (0, 8)]
     shares = [

@@ -1,0 +1,129 @@
+"""Which records the coordinator accepts from which link, checked before anything acts on them.
+
+The codec has refused records of the wrong shape. Here the sender must be one that may send such a record, and what the
+record says must be possible: ranks that exist, tokens of the target's vocabulary, trees, finite times. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+
+from actors.coordinator.clients import CLIENT, OUT, Clients
+from actors.coordinator.state_machine import Coordinator
+from actors.protocol.membership import Alive, Hello, RankLost, Ready, Stop
+from actors.protocol.messages import (
+    NO_TOKEN,
+    Abort,
+    DraftBatch,
+    DraftPreviewBatch,
+    ProposalBatch,
+    ReportOrder,
+    Request,
+    VerdictBatch,
+    check_tokens,
+)
+from actors.transport.channel import link_name
+
+MOST_IN_FLIGHT = 10_000
+"""Requests that a client other than the engine's owner may have at a time."""
+_OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
+_OF_OWNER = (*_OF_CLIENTS, RankLost, Stop)
+_OF_TARGET = (Alive, Ready, VerdictBatch)
+_OF_DRAFT = (Alive, Ready, ProposalBatch, DraftPreviewBatch, DraftBatch)
+_MOST_NAMED = 64
+"""Characters of a phase."""
+_TARGET_SIZES = ("kv_slots", "max_model_len", "vocab_size")
+
+
+class RecordChecks:
+    """For roles of these `sizes`; `vocab_size` and `coordinator` are set once the target is known."""
+
+    def __init__(self, sizes: Mapping[str, int], num_draft_tokens: int, clients: Clients) -> None:
+        self.vocab_size = 2**63
+        self.coordinator: Coordinator | None = None
+        self._sizes = sizes
+        self._num_draft_tokens = num_draft_tokens
+        self._clients = clients
+
+    def check(self, link: str, record: object) -> None:
+        """Raise ValueError unless this link may send this record."""
+        if not isinstance(record, self._allowed(link)):
+            raise ValueError(f"{link} may not send {type(record).__name__}")
+        self._check_sender(link, record)
+        self._check_content(record)
+
+    def _check_sender(self, link: str, record: object) -> None:
+        """Requests are their client's own, and a rank reports itself."""
+        match record:
+            case Request():
+                self._check_request(link.removesuffix(OUT), record)
+            case Abort():
+                if self._clients.owner(record.request_id) not in (None, link.removesuffix(OUT)):
+                    raise ValueError(f"request_id: {record.request_id} is another client's")
+            case RankLost() if not 0 <= record.rank < self._sizes.get(record.role, 0):
+                raise ValueError(f"there is no rank {record.rank} of {record.role}")
+            case Alive() | Ready() if link.partition("/")[0] != link_name(record.identity, record.incarnation):
+                raise ValueError(f"{link} is not {record.identity}, process {record.incarnation}")
+
+    def _check_content(self, record: object) -> None:
+        match record:
+            case ReportOrder() if len(record.phase) > _MOST_NAMED:
+                raise ValueError(f"phase: has {len(record.phase)} characters, more than {_MOST_NAMED}")
+            case Ready("target"):
+                for name in _TARGET_SIZES:
+                    if type(size := record.facts.get(name)) is not int or size < 1:
+                        raise ValueError(f"{name}: {size!r} is not a positive number")
+            case VerdictBatch():
+                self._check_verdicts(record)
+            case ProposalBatch():
+                self._check_proposals(record)
+            case DraftPreviewBatch():
+                for preview in record.previews:
+                    preview.tree.check()
+                    check_tokens("tree", preview.tree.token_ids, self.vocab_size)
+                    _check_finite(preview.values)
+                    if len(preview.values) not in (0, len(preview.tree.token_ids)):
+                        raise ValueError("values: must be one per node")
+
+    def _allowed(self, link: str) -> tuple[type, ...]:
+        client = link.removesuffix(OUT)
+        if client == CLIENT:
+            return _OF_OWNER
+        if client.startswith(f"{CLIENT}:"):
+            return _OF_CLIENTS
+        role, _, rank = link.partition("#")[0].rpartition("-")
+        if not rank.isdecimal() or int(rank) >= self._sizes.get(role, 0):
+            return ()
+        return _OF_TARGET if role == "target" else _OF_DRAFT
+
+    def _check_request(self, client: str, request: Request) -> None:
+        request.check(self.vocab_size)
+        owner = self._clients.owner(request.request_id)
+        if owner not in (None, client):
+            raise ValueError(f"request_id: {request.request_id} is another client's")
+        if owner is None and client != CLIENT and self._clients.num_requests(client) >= MOST_IN_FLIGHT:
+            raise ValueError(f"this client has {MOST_IN_FLIGHT} requests in flight: wait until some have ended")
+
+    def _check_verdicts(self, batch: VerdictBatch) -> None:
+        _check_finite((batch.started, batch.finished, batch.committed))
+        for verdict in batch.verdicts:
+            if verdict.next_token != NO_TOKEN:
+                check_tokens("next_token", (verdict.next_token,), self.vocab_size)
+        if self.coordinator is not None and not self.coordinator.expects(batch):
+            raise ValueError("verdicts: they are not on what the target was given")
+
+    def _check_proposals(self, batch: ProposalBatch) -> None:
+        _check_finite((batch.started, batch.finished))
+        for work in batch.levels:
+            _check_finite((work.busy_s, *(time for span in work.spans for time in span)))
+        _check_finite(time for started, finished, _ in batch.ahead for time in (started, finished))
+        for proposal in batch.proposals:
+            proposal.check(self.vocab_size)
+            if proposal.tree.num_draft_tokens > self._num_draft_tokens:
+                raise ValueError(f"a proposal of {proposal.tree.num_draft_tokens} draft tokens was not ordered")
+
+
+def _check_finite(numbers: Iterable[float]) -> None:
+    if not all(map(isfinite, numbers)):
+        raise ValueError("a number is not finite")

@@ -1,0 +1,107 @@
+"""A Ray of an engine's own on this machine: closed to other users and hosts, and gone with its owner.
+
+It listens on the loopback, asks for a token made for it, and keeps its files in a folder that only the user can open:
+Ray lets everybody write into its own. Run as a program, this file is the guard: once its owner closes the pipe between
+them or dies, it ends what is left of Ray, whose agents would go on for a minute, and deletes the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+FOLDER = "RAY_TMPDIR"
+"""Of a process that belongs to Ray: where that Ray keeps its files."""
+_END_S = 5.0
+_AGAIN_S = 0.2
+
+
+class LocalRay:
+    """Settles, until `close`, how this process starts Ray. A token or mode in the user's environment has precedence."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="specdec-", dir=os.environ.get(FOLDER)))
+        self._guard = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        settings = {FOLDER: str(self._folder), "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+        self.token_file: Path | None = None
+        """Holds the token, if there is one that was made here."""
+        if settings["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            self.token_file = make_token(self._folder / "ray-token")
+            settings["RAY_AUTH_TOKEN_PATH"] = str(self.token_file)
+        self._before = {name: os.environ.get(name) for name in settings}
+        settle(settings, loopback=True)
+
+    def close(self) -> None:
+        """After `ray.shutdown`."""
+        settle(self._before)
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+
+
+def make_token(path: Path) -> Path:
+    """Write the token of a new cluster where only the user can read it."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def settle(settings: Mapping[str, str | None], *, loopback: bool = False) -> None:
+    """Set the environment, for Ray in this process and in those it starts. Ray has read its own once, at its import."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
+
+    for name, value in settings.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    ray_constants.ENABLE_RAY_CLUSTER = not loopback  # without it Ray takes 127.0.0.1 for the address of this node
+
+
+def _clear(folder: str) -> None:
+    """End what Ray's daemons started, which themselves end with the owner, and delete Ray's files."""
+    for _ in range(10):
+        remains = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # ended, or of another user
+                if _belongs(process, folder):
+                    process.kill()
+                    remains.append(process)
+        psutil.wait_procs(remains, timeout=_END_S)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not remains and not os.path.exists(folder):
+            break
+        time.sleep(_AGAIN_S)  # what is ending may still write into the folder
+
+
+def _belongs(process: psutil.Process, folder: str) -> bool:
+    """Whether a daemon of the Ray in this folder started it; titles such as `ray::IDLE` overwrite environments."""
+    if "".join(process.cmdline()[:1]).startswith("ray::"):
+        return any(file.path.startswith(folder) for file in process.open_files())
+    environment = process.environ()
+    return environment.get(FOLDER) == folder and "RAY_RAYLET_PID" in environment
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    _clear(sys.argv[1])

@@ -1,0 +1,152 @@
+"""A Hugging Face checkpoint on disk: the tensors that a decoder needs, and the files that hold them.
+
+Reads the headers of the safetensors files and no tensor, so that a damaged checkpoint is refused before a process is
+started for it. Loads no PyTorch; knows no ranks and no layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from parallel.model.config import DecoderConfig
+
+Shape = tuple[int, ...]
+Split = Literal["heads", "kv_heads", "mlp", "whole"]
+"""What tensor-parallel ranks divide a tensor by."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
+
+
+def resolve_checkpoint(path: str) -> Path:
+    """The directory `path`, or the hub's cache or a download if `path` is a hub id; ValueError if it is neither."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise ValueError(f"{path}: is a file; name the checkpoint's directory")
+    if not _HUB_ID.fullmatch(path):
+        raise ValueError(f"{path}: no such directory")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub's client raises types of its own, of requests, httpx and the OS
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path}: neither a directory nor available from the Hugging Face hub ({reason})") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in the file; ValueError, one line, if there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file; save the checkpoint with it") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: is not JSON ({error}); save the checkpoint again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds no JSON object; save the checkpoint again")
+    return content
+
+
+# --- the tensors that a decoder needs ---------------------------------------------------------------------------------
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
+    """Every tensor that the whole decoder reads from its checkpoint."""
+    table = config.vocab_size, config.hidden_size
+    shapes = {f"{config.names.embedding}.weight": table} | dict(end_tensors(config))
+    if not config.tied:
+        shapes["lm_head.weight"] = table
+    for i in range(config.num_layers - config.stretch):
+        shapes |= {f"{config.names.blocks}.{i}.{name}": shape for name, shape, _ in block_tensors(config)}
+    return shapes
+
+
+def end_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    """The final norm and the table of learned positions, where there are any."""
+    if config.final_norm:
+        yield from ((name, shape) for name, shape, _ in _norm(config, config.names.final_norm))
+    if config.rope is None:
+        yield f"{config.names.positions}.weight", (config.max_positions + config.position_offset, config.hidden_size)
+
+
+def block_tensors(config: DecoderConfig) -> Iterator[tuple[str, Shape, Split]]:
+    """The tensors of one block, by their names within it."""
+    names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for name in "qkv":
+        rows, split = (queries, "heads") if name == "q" else (keys, "kv_heads")
+        yield from _linear(f"{names.attention}.{name}_proj", (rows, hidden), split, split if config.qkv_bias else None)
+    yield from _linear(f"{names.attention}.{names.o}", (hidden, queries), "heads", "whole" if config.o_bias else None)
+    for name in "qk" if config.qk_norm else "":
+        yield f"{names.attention}.{name}_norm.weight", (config.head_dim,), "whole"
+    for name in config.norm_names:
+        yield from _norm(config, name)
+    if config.num_experts:
+        yield f"{names.router}.weight", (config.num_experts, hidden), "whole"
+    for prefix in [f"{names.experts}.{i}." for i in range(config.num_experts)] or [""]:
+        for name in (names.gate, names.up) if config.gated else (names.up,):
+            yield from _linear(prefix + name, (inner, hidden), "mlp", "mlp" if config.mlp_bias else None)
+        yield from _linear(prefix + names.down, (hidden, inner), "mlp", "whole" if config.mlp_bias else None)
+
+
+def _linear(name: str, shape: Shape, split: Split, bias: Split | None) -> Iterator[tuple[str, Shape, Split]]:
+    yield f"{name}.weight", shape, split
+    if bias is not None:
+        yield f"{name}.bias", shape[:1], bias
+
+
+def _norm(config: DecoderConfig, name: str) -> Iterator[tuple[str, Shape, Split]]:
+    for kind in ("weight", "bias") if config.norm == "layer" else ("weight",):
+        yield f"{name}.{kind}", (config.hidden_size,), "whole"
+
+
+# --- the files that hold them -----------------------------------------------------------------------------------------
+
+
+def find_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, Path]:
+    """Tensor -> the file that holds it whole; ValueError, one line, for the first that is missing or does not fit."""
+    files, headers = _files(directory), dict[Path, Mapping[str, Shape]]()
+    for name, shape in wanted.items():
+        if name not in files:
+            raise ValueError(f"{directory}: tensor {name} is missing from the checkpoint; fetch it again")
+        file = files[name]
+        if file not in headers:
+            headers[file] = _read_header(file)
+        found = headers[file].get(name)
+        if found is None:
+            raise ValueError(f"{file}: tensor {name} is missing, though the index promises it; fetch the file again")
+        if found != shape:
+            raise ValueError(f"{file}: tensor {name} is {list(found)}, config.json asks {list(shape)}")
+    return {name: files[name] for name in wanted}
+
+
+def _files(directory: Path) -> Mapping[str, Path]:
+    """Tensor -> the file that should hold it."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise ValueError(f"{index}: has no weight_map; fetch it again")
+        return {name: directory / file for name, file in names.items()}
+    if single.exists():
+        return dict.fromkeys(_read_header(single), single)
+    raise ValueError(f"{directory}: holds neither model.safetensors nor model.safetensors.index.json; fetch them")
+
+
+def _read_header(file: Path) -> dict[str, Shape]:
+    """Name and shape of every tensor in the file, whose length is compared with its header."""
+    if not file.exists():
+        raise ValueError(f"{file}: no such file, though the index names it; fetch it")
+    try:
+        with safe_open(file, framework="np") as tensors:  # reads no tensor
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: not a whole safetensors file ({error}); fetch it again") from None

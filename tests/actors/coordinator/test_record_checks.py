@@ -1,0 +1,237 @@
+"""No record from any link ends the coordinator or changes what it must not; a scripted round goes on beside it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from math import inf, nan
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.coordinator import record_checks
+from actors.coordinator.clients import CLIENT
+from actors.coordinator.service import CoordinatorService, CoordinatorSpec
+from actors.protocol.membership import Alive, Hello, RankLost, Ready, Stop
+from actors.protocol.messages import (
+    HASH_SEED,
+    Abort,
+    DraftPreview,
+    DraftPreviewBatch,
+    Proposal,
+    ProposalBatch,
+    ReportOrder,
+    Request,
+    SamplingParams,
+    SparseDistribution,
+    Tokens,
+    TokenTree,
+    Verdict,
+    VerdictBatch,
+    extend_hash,
+)
+from actors.transport.channel import CODEC, Hub
+from tests.actors.service_harness import FACTS, SECRET
+from tests.actors.transport.test_codec import values_of
+
+OTHER = "client:2"
+LINKS = (
+    CLIENT,
+    f"{CLIENT}/out",
+    OTHER,
+    "target-0#0",
+    "target-0#0/heart",
+    "draft-0#0",
+    "target-1#0",
+    "draft--1#0",
+    "",
+    "x",
+)
+REQUEST = Request(1, (3, 4), SamplingParams(max_tokens=9))
+SMALL = {
+    int: st.integers(-2, 6) | st.just(10**9),
+    float: st.sampled_from([0.0, 1.5, nan, inf]),
+    str: st.sampled_from(["draft", "target", "x"]),
+}
+
+
+class Table:
+    """A coordinator service without a thread, whose links are played by calls; `sent` is what it has sent."""
+
+    def __init__(self) -> None:
+        self.hub, self.sent = Hub("tcp://127.0.0.1:*", SECRET), []
+        self.hub.send = lambda names, record: self.sent.extend((name, record) for name in names)
+        self.service = CoordinatorService(CoordinatorSpec("sync", 4, 1, 1, (1,)), self.hub)
+        for link, record in (
+            (CLIENT, Hello()),
+            *((f"{role}-0#0", Alive(role, 0, 0, 7)) for role in ("target", "draft")),
+            *((f"{role}-0#0", Ready(role, 0, FACTS, 1)) for role in ("target", "draft")),
+            (CLIENT, REQUEST),
+        ):
+            self.receive(link, record)
+        assert self.hub.num_unreadable == 0 and len(self.to("target-0#0")) == 2
+
+    def receive(self, link, record) -> bool:
+        """As the service's loop does; whether the record was accepted."""
+        accepted = self.service._accepts(link, record)
+        if accepted and not isinstance(record, Stop):
+            self.service._dispatch(link, record)
+        return accepted
+
+    def to(self, name) -> list[object]:
+        return [record for receiver, record in self.sent if receiver == name]
+
+
+@pytest.fixture
+def table():
+    table = Table()
+    yield table
+    table.hub.close()
+
+
+CHAIN = TokenTree((4, 5), (-1, 0))
+
+
+def proposal(tree=CHAIN, **changes):
+    return replace(Proposal.deterministic(1, 0, 2, 0, tree), **changes)
+
+
+def proposals(*made, **changes):
+    return replace(ProposalBatch(1, made, 0.0, 0.0), **changes)
+
+
+def verdicts(*made, **changes):
+    return replace(VerdictBatch(1, made, 0.0, 0.0), **changes)
+
+
+def preview(tree, values=()):
+    return DraftPreviewBatch((DraftPreview(1, 0, 2, 0, tree, values),))
+
+
+RIGHT = Verdict(1, 0, 2, (), 7)
+
+
+@st.composite
+def altered(draw):
+    """A record that is right, but for one field of any value."""
+    record = draw(st.sampled_from(ALMOST))
+    field = draw(st.sampled_from(fields(record)))
+    value = draw(values_of(get_type_hints(type(record))[field.name], SMALL))
+    return replace(record, **{field.name: value})
+
+
+RECORDS = st.one_of([values_of(record_type, SMALL) for record_type in CODEC.record_types])
+ALMOST = (
+    REQUEST,
+    verdicts(RIGHT),
+    proposals(proposal()),
+    preview(CHAIN),
+    Alive("target", 0, 0, 7),
+    Ready("draft", 0, {}, 1),
+)
+
+
+some = st.sampled_from
+PLACE = (st.just(1), some([0, 0, 1]), some([2, 2, 3]))
+PATH, NEXT = st.lists(some([1, 2, -1]), max_size=2).map(tuple), some([7, 97, -1])
+BAD_TREES = [TokenTree((), ()), TokenTree((4, 5), (-1, 3)), TokenTree((4, -5), (-1, 0)), TokenTree((4,), (-1, 0))]
+PREFIX = st.just(extend_hash(HASH_SEED, [3, 4]))
+
+
+def batches(batch_type, parts):
+    times = SMALL[float], SMALL[float]
+    return st.builds(batch_type, some([1, 2]), st.lists(parts, max_size=2).map(tuple), *times)
+
+
+VERDICTS = batches(VerdictBatch, st.builds(Verdict, *PLACE, PATH, NEXT))
+PROPOSALS = batches(ProposalBatch, st.builds(Proposal, *PLACE, PREFIX, some([CHAIN, *BAD_TREES]), some([(), (9,)])))
+PLAUSIBLE = st.tuples(st.just("target-0#0"), VERDICTS) | st.tuples(st.just("draft-0#0"), PROPOSALS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(LINKS), RECORDS | altered()) | PLAUSIBLE | PLAUSIBLE, max_size=30))
+def test_no_record_ends_the_coordinator(records):
+    table = Table()
+    try:
+        for link, record in records:
+            table.receive(link, record)
+        assert table.receive(CLIENT, ReportOrder())
+    finally:
+        table.hub.close()
+
+
+LARGE = TokenTree.chain(4, [5] * 5)
+WIDE = (None, SparseDistribution((96,), (1.5,)))
+REFUSED = {
+    "a client's verdict": (OTHER, verdicts(RIGHT)),
+    "a client's end": (OTHER, Stop("foreign")),
+    "a client's death of a rank": (OTHER, RankLost("target", 0, 0)),
+    "a client's heartbeat": (OTHER, Alive("target", 0, 0, 7)),
+    "the owner's verdict": (CLIENT, verdicts(RIGHT)),
+    "a drafter's verdict": ("draft-0#0", verdicts(RIGHT)),
+    "a drafter's end": ("draft-0#0", Stop("foreign")),
+    "the target's request": ("target-0#0", Request(2, (3,))),
+    "an unknown sender": ("someone", Hello()),
+    "a rank that does not exist": ("target-1#0", Alive("target", 1, 0, 7)),
+    "a rank as another": ("draft-0#0", Alive("target", 0, 0, 7)),
+    "a process as its successor": ("target-0#0", Alive("target", 0, 1, 7)),
+    "a heartbeat of the coordinator": (CLIENT, Alive("coordinator", 0, 0, 7)),
+    "the loss of no rank": (CLIENT, RankLost("target", 1, 0)),
+    "the loss of a negative rank": (CLIENT, RankLost("target", -1, 0)),
+    "what only the coordinator sends": (CLIENT, Tokens(1, 0, (3,))),
+    "sizes of another type": ("target-0#0", Ready("target", 0, FACTS | {"kv_slots": "many"}, 1)),
+    "a token beyond the vocabulary": (OTHER, Request(2, (3, 10**9))),
+    "a negative token": (OTHER, Request(2, (-3,))),
+    "a generated token beyond the vocabulary": (OTHER, Request(2, (3,), generated=(97,))),
+    "a bias that is no number": (OTHER, Request(2, (3,), SamplingParams(logit_bias=((3, nan),)))),
+    "a temperature without end": (OTHER, Request(2, (3,), SamplingParams(temperature=inf))),
+    "another client's request": (OTHER, REQUEST),
+    "the end of another client's request": (OTHER, Abort(1)),
+    "a phase of any length": (OTHER, ReportOrder(True, "x" * 100)),
+    "a verdict of another prefix": ("target-0#0", verdicts(replace(RIGHT, prefix_len=1))),
+    "a verdict of another epoch": ("target-0#0", verdicts(replace(RIGHT, epoch=1))),
+    "a verdict twice": ("target-0#0", verdicts(RIGHT, RIGHT)),
+    "a verdict on a node without a proposal": ("target-0#0", verdicts(replace(RIGHT, path=(1,)))),
+    "a next token beyond the vocabulary": ("target-0#0", verdicts(replace(RIGHT, next_token=97))),
+    "a time that is no number": ("target-0#0", verdicts(RIGHT, finished=nan)),
+    "no tree": ("draft-0#0", proposals(proposal(TokenTree((4, 5), (-1, 7))))),
+    "an empty tree": ("draft-0#0", proposals(proposal(TokenTree((), ())))),
+    "a draft token beyond the vocabulary": ("draft-0#0", proposals(proposal(TokenTree.chain(4, [97])))),
+    "more than was ordered": ("draft-0#0", proposals(proposal(LARGE))),
+    "sampling kinds of other nodes": ("draft-0#0", proposals(proposal(sampling_kinds=(0,)))),
+    "a sampling kind that does not exist": ("draft-0#0", proposals(proposal(sampling_kinds=(0, 9)))),
+    "a probability above one": ("draft-0#0", proposals(proposal(distributions=WIDE))),
+    "a draft that lasts without end": ("draft-0#0", proposals(proposal(), finished=inf)),
+    "a pass that lasts without end": ("draft-0#0", proposals(ahead=((0.0, nan, False),))),
+    "a preview that is no tree": ("draft-0#0", preview(TokenTree((4, 5), (0, 0)))),
+    "a preview without a value per node": ("draft-0#0", preview(TokenTree.chain(4, [5]), (0.0,))),
+}
+
+
+@pytest.mark.parametrize(("link", "record"), REFUSED.values(), ids=REFUSED)
+def test_what_the_sender_may_not_say_is_counted_and_changes_nothing(table, link, record):
+    table.sent.clear()
+    assert not table.receive(link, record) and table.hub.num_unreadable == 1
+    answers = [answer for answer in table.sent if not isinstance(record, Request)]
+    assert not answers
+    assert table.receive("target-0#0", verdicts(RIGHT))
+    assert table.to(CLIENT) == [Tokens(1, 0, (7,))]
+
+
+def test_a_client_learns_why_its_request_is_refused(table):
+    table.receive(OTHER + "/out", Request(2, (3, 10**9)))
+    (answer,) = table.to(OTHER)
+    assert (answer.request_id, answer.finish_reason) == (2, "error")
+    assert answer.error == "prompt: names token 1000000000, but the target has 97 tokens"
+
+
+def test_a_client_that_floods_is_answered_with_an_error_and_the_others_are_served(table, monkeypatch):
+    monkeypatch.setattr(record_checks, "MOST_IN_FLIGHT", 5)
+    for request_id in range(10, 20):
+        table.receive(OTHER, Request(request_id, (3, 4)))
+    errors = [answer for answer in table.to(OTHER) if answer.finish_reason == "error"]
+    assert [answer.request_id for answer in errors] == list(range(15, 20))
+    assert all("in flight: wait until some have ended" in answer.error for answer in errors)
+    assert table.receive(OTHER, Request(10, (3, 4))), "a repetition is no further request"
+    assert table.receive("client:3", Request(30, (3, 4))) and table.receive(CLIENT, Request(31, (3, 4)))

@@ -1,0 +1,86 @@
+"""Random options of a draft model: what is refused, under which name, and with which value."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from actors.drafters.model.config import (
+    Calibration,
+    CalibrationPolicy,
+    MlpParallel,
+    ModelDrafterConfig,
+    Parallel,
+    Strategy,
+)
+from actors.options import PipelineName, VerifyRule
+from actors.protocol.messages import SamplingKind
+
+SYNC, AHEAD = (PipelineName.sync, PipelineName.pingpong), (PipelineName.pearl, PipelineName.branches, PipelineName.tree)
+
+
+def refused(check, *arguments):
+    """The key and the value that the error line names; None if there is no error."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        key, _, rest = str(error).partition("=")
+        assert "\n" not in rest
+        return key, rest.partition(": ")[0]
+    return None
+
+
+def random_options(draw):
+    rarely = lambda value, default: value if draw.random() < 0.25 else default  # noqa: E731
+    return dict(
+        path=rarely("", "x"),
+        ranks=rarely(2, 1),
+        parallel=draw.choice(list(Parallel)),
+        layer_group=rarely(2, draw.randrange(2)),
+        layer_partition=rarely([1, 2, 1], []),
+        mlp_parallel=draw.choice(list(MlpParallel)),
+        calibration=draw.choice(list(Calibration)),
+        calibration_policy=draw.choice(list(CalibrationPolicy)),
+        calibrate_every=rarely(2, 1),
+        strategy=draw.choice(list(Strategy)),
+        batch_nodes=rarely(4, 0),
+    )
+
+
+def test_what_makes_no_sense_is_refused_by_its_name_and_value():
+    draw, found = random.Random(0), Counter()
+    for _ in range(600):
+        options = random_options(draw)
+        config = ModelDrafterConfig(**options)
+        by_layer = config.parallel == "layer"
+        rules = {
+            "path": not config.path,
+            "ranks": config.ranks > 1 and config.parallel == "single",
+            "batch_nodes": config.batch_nodes and config.strategy != "dynamic",
+            "layer_group": config.layer_group > 1 and not by_layer,
+            "layer_partition": config.layer_partition and not by_layer,
+            "calibration": config.mlp_parallel == "tensor" and config.calibration == "broadcast",
+            "calibrate_every": config.calibrate_every > 1 and config.calibration_policy != "every",
+        }
+        key = next((name for name, is_broken in rules.items() if is_broken), None)
+        expected = None if key is None else (f"draft.{key}", str(options[key]) or "''")
+        assert refused(config.check, "draft") == expected
+        found[key] += 1
+    assert set(found) == {None, *rules}, "every rule was broken at least once"
+
+
+def test_a_budget_for_the_batch_is_for_drafts_made_on_demand():
+    config = ModelDrafterConfig(path="x", strategy=Strategy.dynamic, batch_nodes=3)
+    for pipeline in (*SYNC, *AHEAD):
+        expected = ("draft.batch_nodes", "3") if pipeline in AHEAD else None
+        assert refused(config.check_with, VerifyRule.coupled, pipeline, "draft") == expected
+
+
+def test_chains_and_plain_trees_are_drawn_at_random_on_demand():
+    for strategy in Strategy:
+        for rule in VerifyRule:
+            for pipeline in (*SYNC, *AHEAD):
+                (kind,) = ModelDrafterConfig(strategy=strategy).sampling_kinds(rule, pipeline)
+                drawn = SamplingKind.IID if rule == "kseq" else SamplingKind.WITHOUT_REPLACEMENT
+                at_random = strategy in ("chain", "tree") and pipeline in SYNC
+                assert kind is (drawn if at_random else SamplingKind.DETERMINISTIC)

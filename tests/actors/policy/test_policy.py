@@ -1,0 +1,122 @@
+"""Policies: bounds of orders and waits, and which rounds the adaptive policy learns which costs from."""
+
+from __future__ import annotations
+
+import random
+from math import log2
+
+import pytest
+
+from actors.policy.draft_length import DraftLengths, DraftOutcome
+from actors.policy.estimators import Ewma, RoundCosts
+from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy, RoundObservation
+from actors.policy.speculation_switch import Mode
+
+LONGEST = 6
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_orders_are_within_their_bounds(pipeline):
+    policy, order = Policy(pipeline, LONGEST), PIPELINES[pipeline]
+    lengths = [policy.draft_length(1, remaining) for remaining in range(10)]
+    assert lengths == [0] * 10 if not order.drafts else lengths == [0, 0, 1, 2, 3, 4, 5, 6, 6, 6]
+    halves = [0, 1, 1, 2, 2, 3] if order.alternates else range(6)
+    assert [policy.num_orders(num_running) for num_running in range(6)] == list(halves)
+    assert policy.wait_s(0, 3, 1, has_first_part=False) == 0.0, "no request expects a draft"
+    assert (policy.wait_s(1, 1, 0, has_first_part=False) == 0.0) == order.alternates, "the other half is ready"
+    assert policy.wait_s(1, 0, 1, has_first_part=False) > 0
+    assert policy.mode is Mode.speculate and policy.switch is None
+
+
+def test_a_wait_is_learned_from_passes_and_from_drafts_that_were_verified():
+    policy = Policy("sync", 3)
+    for num_tokens in (0, 2, 0, 2):
+        outcomes = [DraftOutcome(1, 3, (), num_tokens)]
+        policy.update(RoundObservation(0.3, 0.1 + num_tokens, 0.0, 1, 1, 10.0, 1, num_tokens, outcomes))
+    prefill_s, verify_s = policy.wait._prefill_s, policy.wait._verify_s.mean
+    assert (prefill_s, verify_s) == (2.1, pytest.approx(0.1)), "passes over prompts count apart"
+    assert policy.wait._acceptance_len.mean == pytest.approx((4 * 0.81 + 2 * 0.9 + 2) / (0.81 + 0.9 + 1))
+
+
+def kind_of(num_running, mean_len):
+    """Batch sizes in steps of a half more, contexts in steps of twice as much from 512 tokens on."""
+    context = 0 if mean_len < 512 else 1 + int(log2(mean_len / 512))
+    return round(2 * log2(num_running)), context
+
+
+class ShadowPolicy:
+    """The measurements of every kind of load, kept apart for rounds that read prompts."""
+
+    def __init__(self, shortest):
+        self.shortest, self.after_prompt = shortest, False
+        self.plain, self.drafted, self.kinds = {}, {}, []
+
+    def update(self, seen):
+        kind = kind_of(seen.num_running, seen.mean_len)
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+        reads = seen.num_prompt_rows > 0
+        lengths = [outcome.num_ordered for outcome in seen.outcomes]
+        plain = self.plain.setdefault((kind, reads), Ewma(0.8))
+        drafted = self.drafted.setdefault((kind, reads), RoundCosts())
+        if not any(lengths):
+            plain.update(seen.verify_s)
+        elif not (self.shortest and (reads or self.after_prompt)):  # the first draft also read the prompt
+            mean = sum(lengths) / len(lengths)
+            drafted.update(max(lengths), mean, seen.seconds, seen.verify_s, seen.draft_s)
+        self.after_prompt = reads
+        return drafted, plain.mean, len(lengths)
+
+    def nearest(self, num_running, mean_len):
+        size, context = kind_of(num_running, mean_len)
+        return min(self.kinds, key=lambda known: abs(known[0] - size) + 4 * abs(known[1] - context))
+
+
+@pytest.mark.parametrize("shortest", [0, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_costs_are_learned_by_load_and_apart_where_prompts_were_read(monkeypatch, seed, shortest):
+    chosen = []
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, *arguments: chosen.append(arguments))
+    draw, policy, shadow = random.Random(seed), AdaptivePolicy("sync", shortest, LONGEST), ShadowPolicy(shortest)
+    switches = {}
+    for _ in range(60):
+        num_running, mean_len = draw.choice([1, 2, 3, 8]), draw.choice([100.0, 600.0, 1024.0, 5000.0])
+        lengths = [draw.choice([0, draw.randrange(LONGEST)]) for _ in range(num_running)]
+        outcomes = [DraftOutcome(i, length, (), length) for i, length in enumerate(lengths)]
+        draft_s, verify_s = draw.uniform(0.01, 0.02), draw.uniform(0.1, 0.12)
+        numbers = num_running, num_running, mean_len, draw.randrange(2), draw.choice([0, 0, 50])
+        seen = RoundObservation(draft_s + verify_s, verify_s, draft_s, *numbers, outcomes)
+        policy.update(seen)
+        assert chosen.pop() == shadow.update(seen)
+        switch = switches.setdefault(kind_of(num_running, mean_len), policy._load.switch)
+        assert policy._load.switch is switch and policy.switch is (None if shortest else switch)
+        other = draw.choice([1, 4, 16, 100]), draw.choice([50.0, 700.0, 3000.0, 100_000.0])
+        policy.expect_load(*other)
+        assert policy._load.switch is switches[shadow.nearest(*other)], "a load never seen is taken for the nearest"
+    policy.update(RoundObservation(0.1, 0.1, 0.0, 0, 1, 10.0, 0, 5, []))
+    assert not chosen, "a round without verdicts says nothing of drafts"
+
+
+@pytest.mark.parametrize("shortest", [0, 2])
+def test_where_plain_decoding_is_ruled_out_drafts_are_always_ordered(shortest):
+    policy = AdaptivePolicy("sync", shortest, LONGEST)
+    for _ in range(100):  # drafts that cost ten passes and bring nothing
+        length = policy.draft_length(1, 100)
+        outcomes = [DraftOutcome(1, length, (), 1)]
+        seconds = 0.01 + 0.1 * length
+        policy.update(RoundObservation(seconds, 0.01, seconds - 0.01, 1, 1, 10.0, 1, 0, outcomes))
+        if policy.mode is Mode.catch_up:
+            policy.caught_up()
+    assert (policy.draft_length(1, 100) == 0) == (shortest == 0)
+    assert (policy.mode is Mode.rest) == (shortest == 0) and policy.weighs_waiting == (shortest == 0)
+    assert [policy.draft_length(1, remaining) for remaining in (1, 2)] == [0, min(1, shortest)]
+
+
+def test_delays_from_before_a_rest_are_forgotten_at_its_trial():
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    policy.wait.update_delay(9.0, is_rest=False)
+    policy.caught_up()
+    assert policy.wait._first_s, "there was no rest"
+    policy._load.switch.mode = Mode.catch_up
+    policy.caught_up()
+    assert policy.mode is Mode.trial and not policy.wait._first_s

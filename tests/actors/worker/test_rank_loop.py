@@ -1,0 +1,231 @@
+"""The loop of a rank on random orders of records, old ones and gaps among them, against a list of what it must do."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
+from actors.protocol.messages import DraftBatch, VerifyBatch
+from actors.roles.draft import DraftRole
+from actors.worker.rank_loop import CHECK_S, RankLoop
+from parallel.comm.group import PeerLost
+
+FACTS = {"vocab_size": 9}
+
+
+class Script:
+    """A link whose records are given; None is a time in which none arrives. After the last one comes `Stop`."""
+
+    def __init__(self, records, log) -> None:
+        self._records, self.log = list(records), log
+
+    def send(self, record) -> None:
+        match record:
+            case Ready():
+                assert record.facts == FACTS and record.incarnation == 3
+                self.log.append(("ready", record.rank, record.epoch))
+            case Alive():
+                state = record.incarnation, record.epoch, record.waiting, record.round, record.busy
+                assert record.off_schedule
+                self.log.append(("alive", *state))
+            case _:
+                self.log.append(("sent", record))
+
+    def receive(self, timeout_s):
+        self.log.append(("received", timeout_s)) if timeout_s != CHECK_S else None
+        return self._records.pop(0) if self._records else Stop()
+
+
+class Role:
+    """A target: answers twice, with what its loop says of itself meanwhile."""
+
+    def __init__(self, log, status) -> None:
+        self.log, self.status = log, status
+
+    def answer(self, batch):
+        assert self.status().busy and self.status().round == batch.round
+        if batch.items == ("loses its peer",):
+            raise PeerLost("a peer is gone")
+        yield from ((batch.round, part) for part in range(2))
+
+    def forget(self) -> None:
+        self.log.append("forgot")
+
+
+class Group:
+    rank = 0
+
+    def __init__(self, log, epoch) -> None:
+        self.log, self.epoch = log, epoch
+
+    def adopt(self, other) -> None:
+        self.epoch = other.epoch
+
+    def close(self) -> None:
+        self.log.append(("left", self.epoch))
+
+    def broadcast(self, tensor):
+        self.log.append(("broadcast", tensor.item()))
+        return tensor
+
+
+def run(records, *, rank=0, make_role=Role, cancelled=lambda: False):
+    """What the loop did, and its status."""
+    log = []
+    role = "target" if make_role is Role else "draft"
+    spec = SimpleNamespace(role=role, rank=rank, incarnation=3, identity=f"{role}-{rank}", device="cpu")
+
+    def build(*_):
+        log.append("built")
+        return make_role(log, lambda: loop.status), FACTS
+
+    link = Script(records, log)
+    loop = RankLoop(spec, link, lambda _, join: Group(log, join.epoch), build, lambda _: None, cancelled)
+    loop.serve()
+    return log, loop.status
+
+
+def expected_log(records, rank):
+    """The rules, one record after the other."""
+    log, epoch, last, inside, built = [("alive", 3, 0, True, 0, False)], 0, 0, False, False
+
+    def leave():
+        log.extend([("left", epoch), "forgot"])
+
+    def wait():
+        log.append(("alive", 3, epoch, True, last, False))
+
+    for record in records:
+        match record:
+            case Join() if record.epoch > epoch:
+                if inside:
+                    leave()
+                epoch, last, inside = record.epoch, record.round, True
+                log.extend([] if built else ["built"])
+                built = True
+                log.append(("ready", rank, epoch))
+            case Join() if inside and record.epoch == epoch:
+                log.append(("ready", rank, epoch))
+            case Recall() if inside and record.epoch > epoch:
+                leave()
+                wait()
+                inside = False
+            case VerifyBatch() if inside and record.round > last:
+                loses = record.items == ("loses its peer",)
+                if record.after != last or loses:
+                    last = record.round if record.after == last else last
+                    leave()
+                    wait()
+                    inside = False
+                else:
+                    last = record.round
+                    log.extend(("sent", (last, part)) for part in range(2) if rank == 0)
+            case Stop():
+                break
+    if inside:
+        leave()
+    return log
+
+
+def random_record(draw, likely_after):
+    kind = draw.random()
+    if kind < 0.15:
+        return Join(draw.randrange(1, 5), draw.randrange(4))
+    if kind < 0.25:
+        return Recall(draw.randrange(1, 5))
+    if kind < 0.35:
+        return None
+    after = likely_after if draw.random() < 0.8 else draw.randrange(8)
+    return VerifyBatch(after + draw.randrange(3), after=after, items=("loses its peer",) * (draw.random() < 0.05))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_records_are_obeyed_in_order_and_old_ones_change_nothing(seed):
+    draw = random.Random(seed)
+    records, after = [Join(1, draw.randrange(3))], 0
+    after = records[0].round
+    for _ in range(30):
+        record = random_record(draw, after)
+        records.append(record)
+        if isinstance(record, VerifyBatch | Join):
+            after = record.round
+    if draw.random() < 0.2:
+        records.insert(draw.randrange(len(records)), Stop())
+    rank = draw.randrange(2)
+    log, status = run(records, rank=rank)
+    assert log == expected_log(records, rank)
+    assert not status.busy
+
+
+def test_a_rank_that_was_cancelled_ends():
+    for records in ([None], [Join(1, 0), None]):
+        answers = iter([False] * (len(records) - 1) + [True] * 9)
+        log, _ = run([*records, Join(2, 0)], cancelled=lambda answers=answers: next(answers))
+        assert ("ready", 0, 2) not in log
+
+
+class Drafter(DraftRole):
+    """Wants two steps after each batch; `pauses` are the seconds before each step."""
+
+    def __init__(self, log, status, pauses=(0.0, 0.25)) -> None:
+        self.log, self.pauses, self.steps = log, pauses, 0
+
+    @property
+    def wants_work(self):
+        return self.steps > 0
+
+    def pause_s(self):
+        return self.pauses[2 - self.steps]
+
+    def width(self):
+        return 7
+
+    def preview(self, *, last):
+        return ("preview", last)
+
+    def work(self, width):
+        self.log.append(("work", width))
+        self.steps -= 1
+
+    def answer(self, batch):
+        self.steps = 2
+        return []
+
+    def forget(self):
+        self.steps = 0
+
+
+def test_between_batches_all_ranks_take_the_steps_that_the_lead_takes():
+    join, batch = Join(1, 0), DraftBatch(1, after=0)
+    log, _ = run([join, batch, None, None], make_role=Drafter)
+    steps = [
+        *(("sent", ("preview", False)), ("received", 0.0), ("broadcast", 7), ("work", 7)),
+        *(("sent", ("preview", True)), ("received", 0.25), ("broadcast", 7), ("work", 7), ("sent", ("preview", True))),
+    ]
+    begin = log.index(("ready", 0, 1)) + 1
+    assert log[begin : begin + len(steps)] == steps
+    log, _ = run([join, batch, None, DraftBatch(2, after=1), None, None], make_role=Drafter)
+    interrupted = [*steps[:6], ("broadcast", -1), *steps]
+    assert log[begin : begin + len(interrupted)] == interrupted, "a record that came ends the steps of all ranks"
+
+
+def test_another_rank_follows_the_lead():
+    widths = iter([3, 0, -1])
+
+    class Following(Group):
+        def broadcast(self, tensor):
+            assert tensor.item() == -1, "only the lead chooses"
+            return torch.tensor(next(widths))
+
+    log = []
+    spec = SimpleNamespace(role="draft", rank=1, incarnation=3, identity="draft-1", device="cpu")
+    role = Drafter(log, None)
+    link = Script([Join(1, 0), DraftBatch(1, after=0), DraftBatch(2, after=1)], log)
+    role.answer = lambda batch: setattr(role, "steps", 2 if batch.round == 1 else 1) or []
+    loop = RankLoop(spec, link, lambda *_: Following(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False)
+    loop.serve()
+    assert [entry for entry in log if entry[0] in ("work", "sent", "received")] == [("work", 3), ("work", 0)]

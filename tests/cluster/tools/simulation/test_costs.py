@@ -1,0 +1,37 @@
+"""The cost of a pass between, below and above the numbers of rows that were measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.tools.simulation.costs import PassCost
+
+tables = st.dictionaries(st.integers(1, 60), st.floats(0, 1), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(tables, st.integers(1, 80))
+def test_a_cost_is_on_the_line_between_its_neighbours(table, rows):
+    cost, at = PassCost.table(table), sorted(table)
+    if len(at) == 1 or rows <= at[-1]:
+        expected = float(np.interp(rows, at, [table[i] for i in at]))
+    else:  # the last slope goes on
+        slope = (table[at[-1]] - table[at[-2]]) / (at[-1] - at[-2])
+        expected = table[at[-1]] + slope * (rows - at[-1])
+    assert cost(rows) == pytest.approx(expected, abs=1e-9)
+    assert PassCost.flat(0.5)(rows) == 0.5
+
+
+@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0))])
+def test_rows_ascend_from_one_on(points):
+    with pytest.raises(ValueError, match="rows .* ascending, from 1 on"):
+        PassCost(points)
+
+
+def test_no_pass_takes_less_than_no_time():
+    with pytest.raises(ValueError, match="seconds must be 0 or above"):
+        PassCost(((1, -0.1),))
+    assert PassCost(((1, 0.0),))(3) == 0.0
