@@ -1,0 +1,94 @@
+// Vectors of the machine's own width, and loops over the threads of PyTorch's OpenMP runtime.
+//
+// GCC's and Clang's vector extensions: one source for AVX-512, AVX2 and NEON. The OpenMP runtime is called by its entry
+// points and not by pragmas, so that a library built by either compiler binds to the one runtime that PyTorch has
+// loaded: a second one would bring threads of its own, which torch.set_num_threads does not govern.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, REGISTERS = 32;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int WIDTH = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int WIDTH = 4, REGISTERS = 32;
+#else
+#error "needs AVX-512, AVX2 with FMA, or NEON"
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef float Floats4 __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
+
+// As they lie in memory, at any address.
+typedef float FloatsAt __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t BfloatsAt __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+typedef int8_t BytesAt __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+
+struct Bfloat {
+    uint16_t bits;
+};
+
+inline Floats load(const float *from) { return *reinterpret_cast<const FloatsAt *>(from); }
+
+inline Floats load(const Bfloat *from) {
+    return (Floats)(__builtin_convertvector(*reinterpret_cast<const BfloatsAt *>(from), Words) << 16);
+}
+
+inline Floats load(const int8_t *from) {
+    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const BytesAt *>(from), Integers), Floats);
+}
+
+inline void store(float *to, Floats values) { *reinterpret_cast<FloatsAt *>(to) = values; }
+
+// The first `count` values, zeros after them.
+template <class Stored>
+inline Floats load_part(const Stored *from, int64_t count) {
+    Stored values[WIDTH] = {};
+    std::memcpy(values, from, count * sizeof(Stored));
+    return load(values);
+}
+
+// The lanes in four neighbouring sums, whose order does not depend on where the vector was computed.
+inline Floats4 quarter(Floats values) {
+    Floats4 parts[WIDTH / 4];
+    std::memcpy(parts, &values, sizeof(values));
+    for (int count = WIDTH / 4; count > 1; count /= 2)
+        for (int i = 0; i < count / 2; i++) parts[i] += parts[i + count / 2];
+    return parts[0];
+}
+
+inline float sum(Floats values) {
+    Floats4 part = quarter(values);
+    return (part[0] + part[2]) + (part[1] + part[3]);
+}
+
+// --- threads ----------------------------------------------------------------------------------------------------------
+
+extern "C" {
+void GOMP_parallel(void (*body)(void *), void *argument, unsigned num_threads, unsigned flags);
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+int omp_get_max_threads(void);
+int omp_in_parallel(void);
+}
+
+// Calls body(first, last) for equal shares of 0 .. count, one on every thread that torch.set_num_threads gave the caller.
+template <class Body>
+void share_out(int64_t count, bool is_worth_threads, Body body) {
+    if (!is_worth_threads || count < 2 || omp_get_max_threads() == 1 || omp_in_parallel()) return body(0, count);
+    struct Shared {
+        Body *body;
+        int64_t count;
+    } shared = {&body, count};
+    auto run = [](void *argument) {
+        auto *given = static_cast<Shared *>(argument);
+        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
+        const int64_t first = given->count * part / parts, last = given->count * (part + 1) / parts;
+        if (first < last) (*given->body)(first, last);
+    };
+    GOMP_parallel(run, &shared, 0, 0);
+}

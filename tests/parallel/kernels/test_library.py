@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from parallel.kernels import library
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler; apt-get install g++"
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the user's, and no compiler chosen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    library._library.cache_clear()
+    yield tmp_path
+    library._library.cache_clear()
+
+
+@NEEDS_COMPILER
+def test_ranks_that_start_together_compile_once(cache, monkeypatch):
+    calls, compiler = cache / "calls", cache / "counted"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || echo call >> {calls}\nexec {library.find_compiler()} "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    found: list[Path] = []
+    ranks = [threading.Thread(target=lambda: found.append(library.build(library.cache_folder()))) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(found) == 3 and len(set(found)) == 1 and calls.read_text() == "call\n"
+    assert library.cache_folder().stat().st_mode & 0o777 == 0o700
+    assert {file.name for file in found[0].parent.iterdir()} == {found[0].name, "lock"}, "only what is whole stays"
+    assert library.library() is not None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("/nowhere/c++", "CXX=/nowhere/c++: not found; install a C++ compiler"),
+        ("false", "false failed (no message); use GCC"),
+    ],
+)
+def test_without_kernels_the_log_names_the_remedy_once(cache, monkeypatch, caplog, compiler, why):
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.WARNING, "specdec.kernels"):
+        assert library.library() is None and library.function("multiply_rows") is None
+    (record,) = caplog.records
+    assert why in record.facts["why"]
+
+
+def test_the_switch_is_silent(cache, monkeypatch, caplog):
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert library.library() is None and not caplog.records
+
+
+def test_a_folder_that_others_may_write_to_is_refused(cache):
+    library.cache_folder().chmod(0o777)
+    with pytest.raises(library.NoKernelsError, match="make it yours with mode 0700"):
+        library.cache_folder()
+
+
+@NEEDS_COMPILER
+def test_the_kernels_use_the_openmp_runtime_of_pytorch():
+    assert library.library() is not None
+    mapped = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    assert len([name for name in mapped if name.startswith(("libgomp", "libomp", "libiomp"))]) == 1
