@@ -87,6 +87,7 @@ is_slurm_job() {
 
 run_tests() {
     cd "$root"
+    unset PYTHONDONTWRITEBYTECODE  # the tests start a hundred processes; each would compile the project again
     exec "$venv/bin/python" -P -m pytest "$@"
 }
 

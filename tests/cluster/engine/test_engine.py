@@ -118,8 +118,15 @@ def sampled():
     return {}
 
 
-@pytest.mark.parametrize("sampling", [EVERY_PROCESSOR, SamplingParams(temperature=1.0, max_tokens=16, seed=3)])
-@pytest.mark.parametrize("layout", ["plain", *LAYOUTS])
+def samplings_of_layouts():
+    """Each layout with two samplings; by default with one, in turn."""
+    for i, layout in enumerate(["plain", *LAYOUTS]):
+        for j, sampling in enumerate((EVERY_PROCESSOR, SamplingParams(temperature=1.0, max_tokens=16, seed=3))):
+            by_default = layout == "plain" or i % 2 == j
+            yield pytest.param(layout, sampling, marks=[] if by_default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("layout", "sampling"), list(samplings_of_layouts()))
 def test_sampled_tokens_depend_on_neither_layout_nor_batch(open_layout, open_engine, sampled, layout, sampling):
     engine = open_engine("none") if layout == "plain" else open_layout(layout)
     for size in (1, 3, 8):

@@ -88,8 +88,13 @@ def weather(monkeypatch):
 @pytest.mark.parametrize(
     ("pipeline", "drafter"),
     [
-        *((name, "model") for name in PipelineName),
-        pytest.param(PipelineName.pingpong, "ngram", marks=pytest.mark.slow),
+        (PipelineName.sync, "model"),
+        (PipelineName.tree, "model"),
+        *(
+            pytest.param(name, drafter, marks=pytest.mark.slow)
+            for name in (PipelineName.pearl, PipelineName.branches, PipelineName.pingpong)
+            for drafter in ("model", "ngram")
+        ),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(open_engine, weather, pipeline, drafter):

@@ -114,10 +114,10 @@ NAMES = ("0-model", "1-model", "2-model")
 @pytest.mark.parametrize(
     "dead, pipeline",
     [
-        ("lowest", PipelineName.branches),
         ("middle", PipelineName.branches),
-        ("middle", PipelineName.sync),
-        ("last", PipelineName.branches),
+        pytest.param("lowest", PipelineName.branches, marks=pytest.mark.slow),
+        pytest.param("middle", PipelineName.sync, marks=pytest.mark.slow),
+        pytest.param("last", PipelineName.branches, marks=pytest.mark.slow),
     ],
 )
 def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
@@ -140,7 +140,7 @@ def test_a_level_of_a_cascade_that_dies_is_replaced_and_used_again(
     assert [incident.identity for incident in engine.supervisor.incidents] == [identity]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_beside_the_one_that_died_keep_their_weights(open_engine, break_at, plain, monkeypatch, rank):
     loads, roles = [], []
     import actors.worker.factory

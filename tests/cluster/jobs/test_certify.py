@@ -76,7 +76,10 @@ def check(certificate, name):
     return next(one for one in certificate["checks"] if one["name"] == name)
 
 
-@pytest.mark.parametrize("rule", list(VerifyRule))
+SELDOM = [pytest.param(rule, marks=pytest.mark.slow) for rule in (VerifyRule.traversal, VerifyRule.kseq)]
+
+
+@pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection, *SELDOM])
 def test_every_rule_is_certified(run_certify, rule, tmp_path, capsys):
     certificate, error = run_certify(rule)
     assert error is None and certificate["passed"] and not failed(certificate)

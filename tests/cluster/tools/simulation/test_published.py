@@ -25,6 +25,7 @@ def test_ssd():
     assert not ahead.fitted and ahead.result.branch_hit_rate == pytest.approx(0.82, abs=0.03)
 
 
+@pytest.mark.slow
 def test_swiftspec():
     ahead, wide, over_chains, over_trees = swiftspec()
     assert abs(ahead.deviation) < 0.02, "what was fitted"

@@ -87,12 +87,15 @@ def test_held_out_perplexity_is_that_of_trained_models(losses: dict[str, float])
     assert losses["target"] == min(losses.values()), "it is better than its drafters"
 
 
-@pytest.mark.parametrize("role", ["drafter", "deep"])
+BY_DEFAULT_ONE = ["drafter", pytest.param("deep", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("role", BY_DEFAULT_ONE)
 def test_drafters_imitate_the_target(role: str, pair: dict[str, LlamaForCausalLM], held_out_rows: torch.Tensor):
     assert agreement_rate(pair["target"], pair[role], held_out_rows) > LOWEST_AGREEMENT
 
 
-@pytest.mark.parametrize("role", ["drafter", "deep"])
+@pytest.mark.parametrize("role", BY_DEFAULT_ONE)
 def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCausalLM]):
     tokenizer = load_tokenizer(pocket.TARGET)
     lines = pocket.PROMPTS.read_text(encoding="utf-8").splitlines()[::12]
