@@ -190,7 +190,7 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert free == 4.0, "bundles were given back"
 
 
-@pytest.mark.parametrize("name", ["coordinator", "target-0", "draft-0"])
+@pytest.mark.parametrize("name", ["coordinator", "target-0", pytest.param("draft-0", marks=pytest.mark.slow)])
 def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
     engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1), cluster=replace(CLUSTER, max_restarts=0))
     completions = [engine.submit(prompt, LONG) for prompt in PROMPTS]

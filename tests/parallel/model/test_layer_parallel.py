@@ -203,7 +203,7 @@ def test_ranks_agree_to_the_bit(deep_llama, on_ranks, calibration, mlp, ranks):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "padded"])
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("padded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mlp", "calibration"), WAYS)
 @pytest.mark.parametrize(("width", "ranks"), [(2, 2), (3, 3), (3, 1)])
 def test_after_calibration_every_rank_has_the_sequential_rows(

@@ -197,6 +197,7 @@ def test_the_error_of_the_rank_that_failed_is_raised(tiny_launch, one_free_threa
         run_on_ranks(roles_on_two_ranks(tiny_launch(PlanConfig()), fail_on_rank_one), as_threads=True)
 
 
+@pytest.mark.slow
 def test_ranks_may_be_processes(tiny_launch):
     config = tiny_launch(PlanConfig(), cluster=ClusterConfig(ClusterName.local))
     target, _ = roles_on_two_ranks(config, add_ranks_and_report)
