@@ -15,6 +15,9 @@ from actors.policy.policy import Policy
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import Commit, DraftBatch, DraftOrder, DraftPreviewBatch, Proposal, ProposalBatch
 
+MAX_UNREAD = 32
+"""Committed tokens that a drafter may have to read before a draft; more are read while the target works."""
+
 
 @dataclass(slots=True)
 class PendingOrder:
@@ -67,6 +70,7 @@ class DrafterSession:
     def commit(self, sequence: Sequence, commit: Commit) -> None:
         """The prefix grew: its draft is obsolete, and a preview may hold a draft for the new prefix."""
         self._outbox.commit(commit)
+        sequence.num_unread = 0 if sequence.draft.num_ordered else sequence.num_unread + len(commit.token_ids)
         preview, sequence.preview = sequence.preview, None
         sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)
 
@@ -110,8 +114,6 @@ class DrafterSession:
         reading = [sequence for sequence in sequences if sequence.is_being_read]
         for sequence in reading:
             sequence.is_being_read = sequence.request_id in self._outbox.partial
-        if reading and not any(sequence.is_being_read for sequence in reading):
-            self._policy.caught_up()
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class DrafterSession:
             if sequence.draft.is_answered or sequence.request_id in verifying or sequence.uncached_len != 1:
                 continue
             length = 0
-            if self.may_draft(sequence) and not sequence.is_being_read and sequence.request_id in self._outbox.known:
+            if self.may_draft(sequence) and not sequence.is_being_read and not self._has_to_read(sequence):
                 length = self._policy.draft_length(sequence.request_id, sequence.remaining)
             if length or (pending is not None and pending.prefixes.get(sequence.request_id) == sequence.prefix_len):
                 found.append((sequence, length))
@@ -144,6 +146,8 @@ class DrafterSession:
         """
         if self.pending is not None:
             return []
+        if self._policy.mode is Mode.catch_up and self._has_caught_up(running):
+            self._policy.caught_up()
         chosen = self.missing_drafts(running, verifying)[: self._policy.num_orders(len(running))]
         reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
         if not chosen and not reading and not self._outbox.is_due:
@@ -176,28 +180,43 @@ class DrafterSession:
         """Whether the drafter should read text while the target works: one chunk a round, where waiting is weighed."""
         if not self._policy.weighs_waiting or self._last_read >= round_:
             return False
-        known = self._outbox.known
-        return bool(self._outbox.partial) or any(self.may_draft(s) and s.request_id not in known for s in running)
+        return bool(self._outbox.partial) or any(self._has_to_read(sequence) for sequence in self._followed(running))
+
+    def _has_to_read(self, sequence: Sequence) -> bool:
+        """Whether the drafter does not know the request, or misses too much of its text to draft at once."""
+        if sequence.request_id not in self._outbox.known:
+            return True
+        policy = self._policy
+        if not policy.weighs_waiting or sequence.num_unread <= MAX_UNREAD:
+            return False
+        return policy.mode is Mode.catch_up or policy.draft_length(sequence.request_id, sequence.remaining) > 0
+
+    def _has_caught_up(self, running: Collection[Sequence]) -> bool:
+        """Whether the drafter has read the texts of all requests of the coming trial."""
+        followed = self._followed(running)
+        return bool(followed) and not any(s.is_being_read or self._has_to_read(s) for s in followed)
+
+    def _followed(self, running: Collection[Sequence]) -> list[Sequence]:
+        """Requests that drafts are made for, or are about to be; those first whose text was read."""
+        able = [sequence for sequence in running if self.may_draft(sequence)]
+        count = self._policy.num_followed(len(able))
+        return able if count == len(able) else sorted(able, key=self._has_to_read)[:count]
 
     def _read_texts(self, running: Collection[Sequence]) -> list[int]:
         """Requests whose committed text the drafter reads next, before drafts of it are waited for.
 
-        These are the requests it does not know, or knows in part; and after a rest all but those just drafted for.
+        These are the requests it does not know, or knows in part, and after a rest those of the trial.
         """
-        if self._policy.mode is Mode.rest:
-            return []
         reading = []
-        for sequence in running:
-            if not self.may_draft(sequence):
-                continue
+        for sequence in self._followed(running):
             if sequence.request_id not in self._outbox.known:
                 # A request that comes back is read at once: drafters may remember the text it had generated.
                 self._outbox.admit(sequence, None if sequence.num_generated else self._read_chunk)
             elif sequence.request_id in self._outbox.partial:
                 self._outbox.extend(sequence, self._read_chunk)
-            elif self._policy.mode is not Mode.catch_up:
+            elif not self._has_to_read(sequence):
                 continue
             if not sequence.draft.num_ordered:
-                sequence.is_being_read = True
+                sequence.is_being_read, sequence.num_unread = True, 0
                 reading.append(sequence.request_id)
         return reading

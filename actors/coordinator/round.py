@@ -47,20 +47,28 @@ class Round:
         self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_may_speculate: int
     ) -> RoundObservation:
         """The round that ends with this verdict, as the policy learns from it."""
+        num_running, mean_len, samples = load_of(running)
         return RoundObservation(
             now - self.started,
             batch.finished - batch.started,
             self.waited_s,
             self.num_tokens,
-            *load_of(running),
+            max(num_running, len(self.outcomes)),  # with those that ended in this round
+            mean_len,
             num_may_speculate,
             batch.num_tokens - self._num_rows,
             self.outcomes,
             self.skipped_drafts,
+            samples,
         )
 
 
-def load_of(running: Collection[Sequence]) -> tuple[int, float]:
-    """Number of running sequences, at least one, and their mean length."""
+def load_of(running: Collection[Sequence]) -> tuple[int, float, bool]:
+    """Number of running sequences, at least one, their mean length, and whether most of them are sampled."""
     num_running = max(1, len(running))
-    return num_running, sum([len(sequence.token_ids) for sequence in running]) / num_running
+    num_sampled = sum([sequence.request.sampling.temperature > 0 for sequence in running])
+    return (
+        num_running,
+        sum([len(sequence.token_ids) for sequence in running]) / num_running,
+        2 * num_sampled > num_running,
+    )

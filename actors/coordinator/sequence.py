@@ -113,6 +113,8 @@ class Sequence:
     """Drafts for the outcomes of the outstanding verdict."""
     is_being_read: bool = False
     """The drafter reads this text; drafts of it are not waited for."""
+    num_unread: int = 0
+    """Committed tokens since the drafter last drafted for this request or read its text."""
 
     def __post_init__(self) -> None:
         self.request_id, self.prompt_len = self.request.request_id, len(self.request.prompt)

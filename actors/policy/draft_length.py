@@ -10,7 +10,7 @@ Sources: goodput of SmartSpec (arXiv 2406.14066), survival-ordered allocation of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from actors.policy.estimators import RequestAcceptance, RoundCosts, Survival
@@ -52,7 +52,7 @@ class DraftLengths:
         self._shortest, self._longest = shortest, longest
         self._length = max(shortest, min(longest, FIRST_LENGTH))
         self._by_request: dict[int, int] = {}  # where lengths differ from `_length`
-        self._survivals: dict[int, Survival] = {}
+        self._survivals: dict[Hashable, Survival] = {}
         self._survival = Survival(longest)
         self._acceptance: dict[int, RequestAcceptance] = {}
         self._retries: dict[int, _Retry] = {}
@@ -69,8 +69,8 @@ class DraftLengths:
         self._by_request.pop(request_id, None)
         self._retries.pop(request_id, None)
 
-    def update(self, outcomes: Sequence[DraftOutcome], context: int) -> None:
-        """A round ended; acceptance is kept apart by `context`, a class of context lengths."""
+    def update(self, outcomes: Sequence[DraftOutcome], context: Hashable) -> None:
+        """A round ended; acceptance is kept apart by `context`, a class of texts."""
         survival = self._survivals.get(context)
         if survival is None:
             survival = self._survivals[context] = Survival(self._longest, like=self._survival)
@@ -92,15 +92,19 @@ class DraftLengths:
             else:
                 retry.wait, retry.rounds = min(2 * retry.wait, MAX_RETRY), 0
 
-    def choose(self, costs: RoundCosts, plain_verify_s: float, num_sequences: int) -> None:
-        """Set the lengths of the next drafts, for a batch of `num_sequences`, once rounds with drafts were measured."""
+    def choose(self, costs: RoundCosts, plain_verify_s: float, num_sequences: int) -> float:
+        """Set the lengths of the next drafts, for a batch of `num_sequences`, once rounds with drafts were measured.
+
+        Returns the tokens per second of one sequence that are expected of the best length, 0 before.
+        """
         if not costs.gap.weight:
-            return
+            return 0.0
         per_token_s = costs.per_token_s(plain_verify_s)
         tokens, seconds = self._survival.expected(), costs.seconds(self._longest, per_token_s)
         speeds = [tokens[k] / seconds[k] for k in range(self._longest + 1)]
         least = max(1, self._shortest)
-        length = speeds.index(max(speeds[least:]), least)
+        best = max(speeds[least:])
+        length = speeds.index(best, least)
         self._num_choices += 1
         if self._num_choices % EXPLORE_EVERY == 0:
             is_shorter = length > least and self._num_choices % (2 * EXPLORE_EVERY)
@@ -109,6 +113,7 @@ class DraftLengths:
         self._by_request = {}
         if num_sequences > 1:
             self._share_out(num_sequences, speeds[length], *per_token_s)
+        return best
 
     def _share_out(self, num_sequences: int, speed: float, draft_s: float, verify_s: float) -> None:
         """Lengths of the requests of a batch: place by place, as long as a place brings more than its time elsewhere.

@@ -162,7 +162,7 @@ class Rate:
     tokens: Ewma = field(default_factory=lambda: Ewma(_RATE_MEMORY))
     seconds: Ewma = field(default_factory=lambda: Ewma(_RATE_MEMORY, OUTLIER))
 
-    def update(self, num_tokens: int, seconds: float) -> None:
+    def update(self, num_tokens: float, seconds: float) -> None:
         self.tokens.update(num_tokens)
         self.seconds.update(seconds)
 

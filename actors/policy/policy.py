@@ -44,7 +44,8 @@ class RoundObservation:
 
     `outcomes` has one entry for each request that got a verdict. Of the `num_running` requests of the batch, whose mean
     length is `mean_len`, `num_may_speculate` allow speculation. The pass read `num_prompt_rows` of prompts besides.
-    `skipped_drafts`: drafts had been ordered, but the pass did not wait for them.
+    `skipped_drafts`: drafts had been ordered, but the pass did not wait for them. `samples`: most requests of the batch
+    are sampled, not greedy.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class RoundObservation:
     num_prompt_rows: int
     outcomes: Sequence[DraftOutcome]
     skipped_drafts: bool = False
+    samples: bool = False
 
 
 class Policy:
@@ -90,6 +92,10 @@ class Policy:
         """Requests to order drafts for at a time."""
         return (num_running + 1) // 2 if self.alternates else num_running
 
+    def num_followed(self, num_requests: int) -> int:
+        """Of so many running requests those whose text the drafter should have read."""
+        return num_requests
+
     def wait_s(self, num_expecting: int, num_ready: int, num_plain: int, *, has_first_part: bool) -> float:
         """Seconds that the target should wait for the next part of an answer; 0: start the pass now.
 
@@ -106,8 +112,8 @@ class Policy:
             if outcome.num_tokens:
                 self.wait.update_acceptance(outcome.num_tokens)
 
-    def expect_load(self, num_running: int, mean_len: float) -> None:
-        """Requests joined: the next rounds are of so many sequences of such a mean length."""
+    def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:
+        """Requests joined: the next rounds are of so many sequences of such a mean length, sampled or greedy."""
 
     def caught_up(self) -> None:
         """The drafter has read the committed text that it missed."""
@@ -137,6 +143,11 @@ class _LoadEstimate:
     """Of rounds that also read prompts: under steady traffic there may be no others."""
 
 
+SIMILAR = 2
+"""Steps of the batch size by which two loads may differ for one to begin with the conclusion of the other."""
+_Kind = tuple[int, int, bool]
+
+
 class AdaptivePolicy(Policy):
     """Lengths within [`shortest`, `longest`]; `shortest` 0 also allows plain decoding where that measures faster.
 
@@ -148,7 +159,7 @@ class AdaptivePolicy(Policy):
         self.weighs_waiting = shortest == 0
         super().__init__(pipeline, longest)
         self._lengths = DraftLengths(shortest, longest)
-        self._loads: dict[tuple[int, int], _LoadEstimate] = {}
+        self._loads: dict[_Kind, _LoadEstimate] = {}
         self._load = _LoadEstimate()
         self._last_read_prompt = False
 
@@ -161,22 +172,26 @@ class AdaptivePolicy(Policy):
         return self._load.switch if self.weighs_waiting else None
 
     def draft_length(self, request_id: int, remaining: int) -> int:
-        if self.weighs_waiting and not self._load.switch.speculates:
-            return 0
-        return max(0, min(self.longest_draft, remaining - 1, self._lengths.of(request_id)))
+        length = self._lengths.of(request_id)
+        if self.weighs_waiting:
+            if not self._load.switch.speculates:
+                return 0
+            if self._load.switch.mode is Mode.trial:
+                length = self._load.switch.trial_length
+        return max(0, min(self.longest_draft, remaining - 1, length))
 
-    def expect_load(self, num_running: int, mean_len: float) -> None:
-        self._load = self._nearest(_kind_of_load(num_running, mean_len))
+    def num_followed(self, num_requests: int) -> int:
+        return self._load.switch.num_followed(num_requests) if self.weighs_waiting else num_requests
+
+    def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:
+        self._load = self._estimate_of(_kind_of_load(num_running, mean_len, samples))
 
     def update(self, seen: RoundObservation) -> None:
         super().update(seen)
         if not seen.outcomes:
             return
-        kind = _kind_of_load(seen.num_running, seen.mean_len)
-        load = self._loads.get(kind)
-        if load is None:
-            load = self._loads[kind] = _LoadEstimate(self._nearest(kind).switch.for_similar_load())
-        self._load = load
+        kind = _kind_of_load(seen.num_running, seen.mean_len, seen.samples)
+        self._load = load = self._estimate_of(kind)
         reads = seen.num_prompt_rows > 0
         costs = load.reading if reads else load.decoding
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
@@ -188,6 +203,9 @@ class AdaptivePolicy(Policy):
         elif not is_first:
             mean = sum(lengths) / len(lengths)
             costs.with_drafts.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
+        self._lengths.update(seen.outcomes, kind[1:])
+        speed = self._lengths.choose(costs.with_drafts, costs.plain_verify_s.mean, len(lengths))
+        mode = load.switch.mode
         load.switch.update(
             seen.num_tokens,
             seen.seconds,
@@ -195,9 +213,11 @@ class AdaptivePolicy(Policy):
             willing=seen.num_may_speculate > 0,
             skipped_drafts=seen.skipped_drafts,
             num_prompt_rows=seen.num_prompt_rows,
+            whole_tokens=_whole_tokens(seen.outcomes) if mode is Mode.trial else None,
+            prospect=speed,
         )
-        self._lengths.update(seen.outcomes, kind[1])
-        self._lengths.choose(costs.with_drafts, costs.plain_verify_s.mean, len(lengths))
+        if mode is Mode.catch_up and load.switch.mode is Mode.trial:
+            self.wait.clear_delays()
 
     def caught_up(self) -> None:
         if self._load.switch.caught_up():
@@ -206,16 +226,27 @@ class AdaptivePolicy(Policy):
     def release(self, request_id: int) -> None:
         self._lengths.release(request_id)
 
-    def _nearest(self, kind: tuple[int, int]) -> _LoadEstimate:
-        """The load of this kind, or of the nearest one; a context of twice the length is a longer way."""
-        if kind in self._loads or not self._loads:
-            return self._loads.get(kind, self._load)
-        return self._loads[min(self._loads, key=lambda known: 4 * abs(known[1] - kind[1]) + abs(known[0] - kind[0]))]
+    def _estimate_of(self, kind: _Kind) -> _LoadEstimate:
+        """A load that was never seen begins with the conclusion of a similar one; its context may be any."""
+        if kind not in self._loads:
+            similar = [known for known in self._loads if known[2] == kind[2] and abs(known[0] - kind[0]) <= SIMILAR]
+            nearest = min(
+                similar, key=lambda known: 4 * abs(known[1] - kind[1]) + abs(known[0] - kind[0]), default=None
+            )
+            switch = self._loads[nearest].switch.for_similar_load() if nearest is not None else SpeculationSwitch()
+            self._loads[kind] = _LoadEstimate(switch)
+        return self._loads[kind]
 
 
-def _kind_of_load(num_running: int, mean_len: float) -> tuple[int, int]:
-    """Class of batch sizes, in steps of a half more, and of context lengths, in steps of twice as much."""
-    return round(2 * log2(num_running)), int(mean_len / 512).bit_length()
+def _whole_tokens(outcomes: Sequence[DraftOutcome]) -> float | None:
+    """What a round would have brought if each request had had a draft as the requests of a trial had."""
+    drafted = [max(1, outcome.num_tokens) for outcome in outcomes if outcome.num_ordered]
+    return len(outcomes) * sum(drafted) / len(drafted) if drafted else None
+
+
+def _kind_of_load(num_running: int, mean_len: float, samples: bool) -> _Kind:
+    """Class of batch sizes, in steps of a half more, of context lengths, in steps of twice as much, and of sampling."""
+    return round(2 * log2(num_running)), int(mean_len / 512).bit_length(), samples
 
 
 def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool) -> Policy:

@@ -1,8 +1,10 @@
 """The speculation switch: speculation goes on only while it measures faster than plain decoding.
 
-Counts rounds and compares two measured rates; it does not know what a draft is. While speculating, it measures a few
-plain rounds now and then (a probe); at rest, it lets the drafter catch up now and then and measures a few rounds of
-speculation (a trial). Both become rarer the clearer and the longer the result has been the same: this bounds the cost.
+Counts rounds and compares two measured rates; it does not know what a draft is. It begins with plain rounds, while the
+drafter reads the texts of a few requests of the batch, and tries speculation with those. While speculating, it measures
+a few plain rounds now and then (a probe); at rest it repeats the trial now and then. Both become rarer the clearer and
+the longer the result has been the same. What speculation lost against plain decoding is kept as a balance, in plain
+rounds: where it is used up, decoding is plain until a small share of the time has paid for another trial.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ class Mode(StrEnum):
     speculate = "speculate"
     probe = "probe"  # plain rounds, to measure what speculation is compared with
     rest = "rest"  # plain rounds because they are faster
-    catch_up = "catch_up"  # plain rounds in which the drafter reads the text it missed
-    trial = "trial"  # speculation, to measure whether it pays again
+    catch_up = "catch_up"  # plain rounds in which the drafter reads the text of the requests of a trial
+    trial = "trial"  # speculation with a few requests, to measure whether it pays
 
 
 PROBE_ROUNDS = 2
 TRIAL_ROUNDS = 6
+MIN_TRIAL = 2
+"""Rounds of a trial, at least and at most."""
+TRIAL_SHARE = 8
+"""One of so many requests takes part in a trial, at least two."""
+TRIAL_LENGTH = 2
+"""Draft tokens of a request in a trial, at most: what longer drafts would bring follows from cost and acceptance."""
 FIRST_PROBE = 6
-"""Rounds of speculation before the first probe."""
+"""Rounds of speculation before the first probe, where a load began with the conclusion of another."""
 MIN_INTERVAL, MAX_INTERVAL = 32, 512
 """Rounds of speculation between two probes."""
-MIN_REST, MAX_REST = 32, 512
-"""Plain rounds between two trials."""
+FIRST_REST, MIN_REST, MAX_REST = 16, 32, 128
+"""Plain rounds between two trials: after the first, and after later ones."""
 MARGIN = 0.6
 """Speculation ends if its gain is below 1 - `MARGIN` / sqrt(tokens it was measured on)."""
 STALE_ROUNDS = 8
@@ -38,13 +46,23 @@ STALE_ROUNDS = 8
 CLEAR_GAIN = 1.15
 """From this gain on probes become rarer."""
 RETURN_GAIN = 1.02
-"""Gain of a trial that ends a rest: a margin, so that noise does not switch back and forth."""
+"""Gain of a trial that ends it with success: a margin, so that noise does not switch back and forth."""
 REST_PER_CATCH_UP = 10
 """Rounds of rest, at least, for each round in which the drafter read the text it missed."""
 LATE_ROUNDS = 8
 """Rounds in a row that did not wait for their drafts, after which speculation ends: nothing is speculated any more."""
-HOPELESS_GAIN = 0.7
-"""A trial with a gain below this ends early, and the next one is further off."""
+HOPELESS_GAIN = 0.9
+"""A trial with a gain below this, expected of longer drafts too, ends early."""
+CLEAR_LOSS = 0.7
+"""Below this gain, if it is not the first trial, the next one is further off."""
+CREDIT = 1.0
+"""Plain rounds that speculation may lose before it is known whether it pays."""
+MAX_CREDIT = 4.0
+"""Plain rounds that it may lose after it has gained as many."""
+TRIAL_TAX = 0.02
+"""Share of the time of plain rounds that trials may lose."""
+_SLOW = 4.0
+"""Most that one round is charged with, in plain rounds: a pause of the machine is not the fault of speculation."""
 
 
 Rates = dict[int, Rate]
@@ -58,31 +76,56 @@ class _Comparison:
     gain: float | None
     tokens: float
     num_rounds: float
-    num_plain: float
 
 
 @dataclass(slots=True)
 class SpeculationSwitch:
-    """Mode of one kind of load, and the rates it follows from."""
+    """Mode of one kind of load, and the rates it follows from. `balance`: plain rounds that may still be lost."""
 
-    mode: Mode = Mode.speculate
+    mode: Mode = Mode.catch_up
     speculative: Rates = field(default_factory=dict)
     plain: Rates = field(default_factory=dict)
-    interval: int = FIRST_PROBE
-    rest: int = MIN_REST
+    interval: int = MIN_INTERVAL
+    rest: int = FIRST_REST
+    balance: float = CREDIT
     _rounds: int = 0  # since the mode began
     _catch_up_rounds: int = 0
     _late_rounds: int = 0  # in a row
+    _has_read: bool = False  # the drafter has caught up; the trial awaits a measured plain round
+    _after_prompt: bool = False
+    _prospect: float = 0.0
+    _is_concluded: bool = False  # the first trial ended
 
     @property
     def speculates(self) -> bool:
         """Whether the next rounds speculate."""
         return self.mode is Mode.speculate or self.mode is Mode.trial
 
+    @property
+    def trial_length(self) -> int:
+        """Draft tokens of a request in the next round of a trial: costs show where lengths vary."""
+        return min(self._rounds + 1, TRIAL_LENGTH)
+
+    def num_followed(self, num_requests: int) -> int:
+        """Requests whose texts the drafter should have read: all, those of a trial, or none."""
+        match self.mode:
+            case Mode.rest:
+                return 0
+            case Mode.catch_up | Mode.trial:
+                return min(num_requests, max(2, num_requests // TRIAL_SHARE))
+        return num_requests
+
     def for_similar_load(self) -> SpeculationSwitch:
-        """A switch that starts with the conclusion of this one."""
-        is_plain = self.mode in (Mode.rest, Mode.catch_up)
-        return SpeculationSwitch(Mode.rest if is_plain else Mode.speculate, rest=self.rest)
+        """A switch that starts with the conclusion of this one, if it has come to one."""
+        if not self._is_concluded:
+            return SpeculationSwitch(balance=self.balance)
+        mode = Mode.speculate if self.mode in (Mode.speculate, Mode.probe) else Mode.rest
+        rest = min(self.rest, 2 * MIN_REST)
+        return SpeculationSwitch(mode, interval=FIRST_PROBE, rest=rest, balance=self.balance, _is_concluded=True)
+
+    @property
+    def _knows_plain(self) -> bool:
+        return sum(rate.num_rounds for rate in self.plain.values()) > PROBE_ROUNDS - 0.5  # they are decayed
 
     @property
     def gain(self) -> float | None:
@@ -99,7 +142,7 @@ class SpeculationSwitch:
         }
 
     def _compare(self) -> _Comparison:
-        plain_s = seconds = tokens = num_rounds = num_plain = 0.0
+        plain_s = seconds = tokens = num_rounds = 0.0
         for kind, rate in self.speculative.items():
             plain = self.plain.get(kind)
             if plain is not None:
@@ -107,8 +150,7 @@ class SpeculationSwitch:
                 seconds += rate.seconds.total
                 tokens += rate.tokens.total
                 num_rounds += rate.num_rounds
-                num_plain += plain.num_rounds
-        return _Comparison(plain_s / seconds if seconds else None, tokens, num_rounds, num_plain)
+        return _Comparison(plain_s / seconds if seconds else None, tokens, num_rounds)
 
     def update(
         self,
@@ -119,17 +161,27 @@ class SpeculationSwitch:
         willing: bool,
         skipped_drafts: bool = False,
         num_prompt_rows: int = 0,
+        whole_tokens: float | None = None,
+        prospect: float = 0.0,
     ) -> None:
         """A round ended. `willing`: some request of it allows speculation.
 
-        `skipped_drafts`: drafts had been ordered, but the round did not wait for them.
+        `skipped_drafts`: drafts had been ordered, but the round did not wait for them. `whole_tokens`: what the round
+        would have brought if each request had had a draft. `prospect`: tokens per second of one request that are
+        expected of the best draft length.
         """
-        rates, kind = self.speculative if speculated else self.plain, num_prompt_rows.bit_length()
-        if kind not in rates:
-            rates[kind] = Rate()
-        rates[kind].update(num_tokens, seconds)
+        kind = num_prompt_rows.bit_length()
+        is_first, self._after_prompt = self._after_prompt and not kind, kind > 0
+        self._settle(num_tokens, seconds, kind, speculated=speculated)
+        # The first pass after prompts finds other data in the caches, and may be the first of its size.
+        rates = self.speculative if speculated else self.plain
+        is_disturbed = willing and self.mode is Mode.catch_up and self._knows_plain
+        if not is_first and not is_disturbed:
+            tokens = num_tokens if whole_tokens is None else whole_tokens
+            rates.setdefault(kind, Rate()).update(tokens, seconds)
         if not willing:
             return
+        self._prospect = prospect * self.plain[kind].seconds.mean if kind in self.plain else 0.0
         self._late_rounds = self._late_rounds + 1 if skipped_drafts else 0
         self._rounds += speculated == self.speculates
         match self.mode:
@@ -141,28 +193,47 @@ class SpeculationSwitch:
                 self._enter(Mode.speculate)
                 self._judge_speculation()
             case Mode.catch_up:
-                self._catch_up_rounds = self._rounds
-            case Mode.rest if self._rounds >= self.rest:
+                self._catch_up_rounds = self._rounds * self._is_concluded  # at first they measure plain decoding
+                self._begin_trial()
+            case Mode.rest if self._rounds >= self.rest and self.balance > 0:
                 self._enter(Mode.catch_up)
             case Mode.trial:
                 self._judge_trial()
 
     def caught_up(self) -> bool:
-        """The drafter has read the text it missed; returns whether a trial begins."""
-        if self.mode is not Mode.catch_up:
+        """The drafter has read the texts of the trial; returns whether it begins."""
+        self._has_read = self.mode is Mode.catch_up
+        return self._begin_trial()
+
+    def _begin_trial(self) -> bool:
+        if not self._has_read or not self._knows_plain:
             return False
         self._enter(Mode.trial)
         self.speculative = {}
         return True
 
     def _enter(self, mode: Mode) -> None:
-        self.mode, self._rounds, self._late_rounds = mode, 0, 0
+        self._is_concluded |= mode in (Mode.speculate, Mode.rest)
+        self.mode, self._rounds, self._late_rounds, self._has_read = mode, 0, 0, False
+
+    def _settle(self, num_tokens: int, seconds: float, kind: int, *, speculated: bool) -> None:
+        """Balance what the round took against what plain decoding would have taken for its tokens."""
+        plain = self.plain.get(kind)
+        if plain is None:
+            return
+        round_s = plain.seconds.mean
+        if speculated or self.mode is Mode.catch_up:
+            gained = num_tokens / plain.per_s - min(seconds, _SLOW * round_s)
+            self.balance = min(self.balance + gained / round_s, MAX_CREDIT)
+        elif self.balance < CREDIT:
+            self.balance = min(self.balance + TRIAL_TAX, CREDIT)
 
     def _judge_speculation(self) -> None:
         found = self._compare()
-        is_known = found.num_plain > PROBE_ROUNDS - 1 and found.num_rounds > FIRST_PROBE - 1
+        overdrawn = self.balance < 0
+        is_known = found.num_rounds > (0 if overdrawn else MIN_TRIAL - 1)
         gain = found.gain if is_known else None
-        if gain is not None and gain < 1 - MARGIN / found.tokens**0.5:
+        if gain is not None and gain < (1.0 if overdrawn else 1 - MARGIN / found.tokens**0.5):
             is_stale = self._rounds > STALE_ROUNDS
             self._enter(Mode.probe if is_stale else Mode.rest)
             if is_stale:
@@ -174,12 +245,15 @@ class SpeculationSwitch:
 
     def _judge_trial(self) -> None:
         gain = self.gain
-        if self._rounds >= TRIAL_ROUNDS and gain is not None and gain >= RETURN_GAIN:
+        hope = max(gain, self._prospect) if gain is not None and self._rounds >= MIN_TRIAL else None
+        if hope is not None and hope >= RETURN_GAIN:
             self._enter(Mode.speculate)
+            self.speculative = {}  # those of a few requests
             self.interval, self.rest = MIN_INTERVAL, max(MIN_REST, self.rest // 2)
             return
-        is_hopeless = self._rounds >= 2 and gain is not None and gain < HOPELESS_GAIN
-        if is_hopeless or max(self._rounds, self._late_rounds) >= TRIAL_ROUNDS:
+        is_hopeless = hope is not None and hope < HOPELESS_GAIN
+        if is_hopeless or self.balance < 0 or max(self._rounds, self._late_rounds) >= TRIAL_ROUNDS:
+            if self._is_concluded:
+                self.rest = min((4 if gain is not None and gain < CLEAR_LOSS else 2) * self.rest, MAX_REST)
+            self.rest = max(self.rest, REST_PER_CATCH_UP * self._catch_up_rounds)
             self._enter(Mode.rest)
-            longer = (4 if is_hopeless else 2) * self.rest
-            self.rest = min(max(longer, REST_PER_CATCH_UP * self._catch_up_rounds), MAX_REST)

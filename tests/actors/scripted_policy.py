@@ -29,6 +29,9 @@ class MoodyPolicy(Policy):
         most = super().draft_length(request_id, remaining)
         return min(most, self._lengths.get(request_id, most))
 
+    def num_followed(self, num_requests: int) -> int:
+        return 0 if self._mode is Mode.rest else num_requests
+
     def update(self, seen: RoundObservation) -> None:
         super().update(seen)
         if not seen.outcomes:

@@ -10,7 +10,7 @@ import pytest
 from actors.policy.draft_length import DraftLengths, DraftOutcome
 from actors.policy.estimators import Ewma, RoundCosts
 from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy, RoundObservation
-from actors.policy.speculation_switch import Mode
+from actors.policy.speculation_switch import CREDIT, Mode
 
 LONGEST = 6
 
@@ -67,16 +67,12 @@ class ShadowPolicy:
         self.after_prompt = reads
         return drafted, plain.mean, len(lengths)
 
-    def nearest(self, num_running, mean_len):
-        size, context = kind_of(num_running, mean_len)
-        return min(self.kinds, key=lambda known: abs(known[0] - size) + 4 * abs(known[1] - context))
-
 
 @pytest.mark.parametrize("shortest", [0, 2])
 @pytest.mark.parametrize("seed", range(8))
 def test_costs_are_learned_by_load_and_apart_where_prompts_were_read(monkeypatch, seed, shortest):
     chosen = []
-    monkeypatch.setattr(DraftLengths, "choose", lambda self, *arguments: chosen.append(arguments))
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, *arguments: float(chosen.append(arguments) or 0))
     draw, policy, shadow = random.Random(seed), AdaptivePolicy("sync", shortest, LONGEST), ShadowPolicy(shortest)
     switches = {}
     for _ in range(60):
@@ -90,9 +86,8 @@ def test_costs_are_learned_by_load_and_apart_where_prompts_were_read(monkeypatch
         assert chosen.pop() == shadow.update(seen)
         switch = switches.setdefault(kind_of(num_running, mean_len), policy._load.switch)
         assert policy._load.switch is switch and policy.switch is (None if shortest else switch)
-        other = draw.choice([1, 4, 16, 100]), draw.choice([50.0, 700.0, 3000.0, 100_000.0])
-        policy.expect_load(*other)
-        assert policy._load.switch is switches[shadow.nearest(*other)], "a load never seen is taken for the nearest"
+        policy.expect_load(num_running, mean_len, False)
+        assert policy._load.switch is switch
     policy.update(RoundObservation(0.1, 0.1, 0.0, 0, 1, 10.0, 0, 5, []))
     assert not chosen, "a round without verdicts says nothing of drafts"
 
@@ -101,22 +96,76 @@ def test_costs_are_learned_by_load_and_apart_where_prompts_were_read(monkeypatch
 def test_where_plain_decoding_is_ruled_out_drafts_are_always_ordered(shortest):
     policy = AdaptivePolicy("sync", shortest, LONGEST)
     for _ in range(100):  # drafts that cost ten passes and bring nothing
+        if policy.mode is Mode.catch_up:
+            policy.caught_up()
         length = policy.draft_length(1, 100)
         outcomes = [DraftOutcome(1, length, (), 1)]
         seconds = 0.01 + 0.1 * length
         policy.update(RoundObservation(seconds, 0.01, seconds - 0.01, 1, 1, 10.0, 1, 0, outcomes))
-        if policy.mode is Mode.catch_up:
-            policy.caught_up()
     assert (policy.draft_length(1, 100) == 0) == (shortest == 0)
     assert (policy.mode is Mode.rest) == (shortest == 0) and policy.weighs_waiting == (shortest == 0)
     assert [policy.draft_length(1, remaining) for remaining in (1, 2)] == [0, min(1, shortest)]
+
+
+def played(policy, num_running, num_rounds, gains_of, *, samples=False):
+    """Rounds of 10 ms; a draft token costs `gains_of` (cost, chance): more seconds, and accepted so often. Modes."""
+    cost_s, chance = gains_of
+    draw, modes = random.Random(1), []
+    for _ in range(num_rounds):
+        policy.expect_load(num_running, 100.0, samples)
+        if policy.mode is Mode.catch_up:
+            policy.caught_up()
+        modes.append(policy.mode)
+        drafted = policy.num_followed(num_running) if policy.mode in (Mode.trial, Mode.speculate) else 0
+        lengths = [policy.draft_length(i, 100) if i < drafted else 0 for i in range(num_running)]
+        outcomes = []
+        for i, length in enumerate(lengths):
+            accepted = next((place for place in range(length) if draw.random() >= chance), length)
+            outcomes.append(DraftOutcome(i, length, tuple(range(1, accepted + 1)), accepted + 1 if length else 0))
+        verify_s, draft_s = 0.01 + cost_s * sum(lengths) / num_running, cost_s * max(lengths)
+        num_tokens = sum(len(outcome.path) + 1 for outcome in outcomes)
+        load = num_running, 100.0, num_running, 0
+        policy.update(
+            RoundObservation(verify_s + draft_s, verify_s, draft_s, num_tokens, *load, outcomes, False, samples)
+        )
+    return modes
+
+
+@pytest.mark.parametrize("num_running", [1, 16, 64])
+def test_a_poor_drafter_rests_after_two_rounds_of_drafts(num_running):
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    modes = played(policy, num_running, 16, (1.5e-3, 0.02), samples=True)
+    assert modes.count(Mode.trial) <= 2 and Mode.speculate not in modes and modes[-1] is Mode.rest
+    assert policy.switch is not None and policy.switch.balance > 0
+
+
+@pytest.mark.parametrize("num_running", [1, 16, 64])
+def test_a_good_drafter_is_used_after_two_rounds_of_drafts(num_running):
+    modes = played(AdaptivePolicy("sync", 0, LONGEST), num_running, 20, (5e-4, 0.9))
+    assert modes.count(Mode.speculate) >= 14 and Mode.rest not in modes
+
+
+def test_sampled_and_greedy_requests_are_judged_apart_and_other_batch_sizes_anew():
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 16, 14, (1.5e-3, 0.02), samples=True)
+    for (num_running, samples), mode in {
+        (16, True): Mode.rest,
+        (20, True): Mode.rest,
+        (16, False): Mode.catch_up,
+        (1, True): Mode.catch_up,
+    }.items():
+        policy.expect_load(num_running, 100.0, samples)
+        assert policy.mode is mode
+    assert policy.switch is not None and policy.switch.balance == CREDIT
 
 
 def test_delays_from_before_a_rest_are_forgotten_at_its_trial():
     policy = AdaptivePolicy("sync", 0, LONGEST)
     policy.wait.update_delay(9.0, is_rest=False)
     policy.caught_up()
-    assert policy.wait._first_s, "there was no rest"
-    policy._load.switch.mode = Mode.catch_up
-    policy.caught_up()
+    assert policy.wait._first_s, "no plain round was measured"
+    outcomes = [DraftOutcome(1, 0, (), 0)]
+    for _ in range(2):
+        policy.update(RoundObservation(0.01, 0.01, 0.0, 1, 1, 10.0, 1, 0, outcomes))
+        policy.caught_up()
     assert policy.mode is Mode.trial and not policy.wait._first_s

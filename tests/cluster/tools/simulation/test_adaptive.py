@@ -67,7 +67,25 @@ def test_speculation_that_does_not_pay_costs_next_to_nothing(pipeline, case):
     assert simulate(fixed).tokens_per_s < 0.93 * plain.tokens_per_s, "the case is not hopeless"
     assert result.tokens_per_s > 0.97 * plain.tokens_per_s
     modes = result.counters["seconds_by_mode"]
-    assert modes["rest"] > 0.8 * sum(modes.values())
+    assert modes["rest"] > 0.65 * sum(modes.values())
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "branches"])
+@pytest.mark.parametrize("requests", [1, 16, 64])
+def test_a_poor_drafter_rests_after_two_rounds_of_drafts_however_short_the_output(pipeline, requests):
+    """From a cold start: two rounds try drafts, in a batch with a few of its requests; a rest later two more do."""
+    cold = replace(scenario(pipeline, (0.02, 2e-3, 10e-3, 0.35e-3, requests)), max_tokens=25, adaptive=True)
+    result, plain = simulate(cold), simulate(replace(cold, pipeline="plain"))
+    assert result.tokens_per_s > 0.95 * plain.tokens_per_s
+    num_drafted = sum(result.counters["orders_by_length"][1:])
+    assert 0 < num_drafted <= 4 * max(2, requests // 8)
+    assert result.counters["num_by_mode"]["rest"] and "speculate" not in result.counters["num_by_mode"]
+
+
+@pytest.mark.parametrize("requests", [1, 6])
+def test_a_good_drafter_pays_within_a_short_output(requests):
+    cold = replace(scenario("sync", (0.9, 0.8e-3, 10e-3, 0.1e-3, requests)), max_tokens=40, adaptive=True)
+    assert simulate(cold).tokens_per_s > 1.4 * simulate(replace(cold, pipeline="plain")).tokens_per_s
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "branches", "pingpong"])
@@ -81,7 +99,7 @@ def test_a_drafter_far_away_costs_next_to_nothing(pipeline, link_s):
 def test_a_drafter_at_some_distance_is_waited_for():
     """Where an exchange takes as long as a pass, waiting pays by far."""
     near = replace(scenario("branches", (0.8, 1.5e-3, 10e-3, 0.0, 1), 500), draft_link_s=5e-3, adaptive=True)
-    assert simulate(near).tokens_per_s > 1.6 * simulate(replace(near, pipeline="plain")).tokens_per_s
+    assert simulate(near).tokens_per_s > 1.5 * simulate(replace(near, pipeline="plain")).tokens_per_s
 
 
 def test_a_text_that_becomes_easy_is_speculated_for_again():
