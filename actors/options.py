@@ -19,6 +19,7 @@ CHECKPOINT = "give a directory with a Hugging Face checkpoint, or a hub id"
 MAX_RANKS = 1024
 """Ranks of a role: more are refused before a layout of them is computed."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("auto", "bfloat16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -54,6 +55,10 @@ class TargetConfig(Section):
     """Tensor-parallel ranks, each on a device of its own."""
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU."""
+    weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
+    """CPU: the type in which matrices are stored beside float32 activations: bfloat16, int8 (a factor for every
+    output), or auto: bfloat16 if the checkpoint's are, which rounds nothing, else `dtype`. Fewer bytes are read faster;
+    the output is that of the rounded model."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     stretch: Annotated[int, Range(0, cap=10_000, zero="off")] = 0
@@ -67,6 +72,14 @@ class TargetConfig(Section):
         known = self.name in ("pocket", "hf")
         require(known, f"{where}.name", self.name, "is set by target=pocket or target=hf; drop it")
         require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
+        check_weights(where, self.weights, self.dtype, self.device)
+
+
+def check_weights(where: str, weights: str, dtype: str, device: str) -> None:
+    """ValueError if weights are to be stored in a type that cannot be multiplied by there."""
+    is_possible = weights == "auto" or (device != "cuda" and dtype in ("auto", "float32"))
+    remedy = f"needs {where}.device=cpu and {where}.dtype=float32; set them or drop it"
+    require(is_possible, f"{where}.weights", weights, remedy)
 
 
 @dataclass(frozen=True, slots=True)

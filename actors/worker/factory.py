@@ -91,13 +91,15 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         spec.device,
         config.dtype,
         stretch=config.stretch,
+        weights=config.weights,
         max_model_len=config.max_model_len,
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
     )
     sizes: dict[str, Any] = fit.facts()
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
-    runner = open_model(config.path, group, spec.device, fit.dtype, fit.num_slots, stretch=config.stretch)
+    model = fit.dtype, fit.num_slots, config.stretch
+    runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes}

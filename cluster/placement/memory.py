@@ -16,7 +16,7 @@ from cluster import pocket
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import RankPlacement
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes
+from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ def _footprint(model: TargetConfig | ModelDrafterConfig, place: RankPlacement, m
         parts, shapes = 1 if model.parallel == Parallel.layer else place.size, read_config(model.path)
         length = shapes.max_positions
     dtype = dtype_name(model.dtype, place.device)
-    width, packed = ITEM_BYTES[dtype], place.device == "cpu" and dtype == "float32"
-    weights = place.size * weight_bytes(shapes, parts, width, packed=packed)
+    width, stored = ITEM_BYTES[dtype], weights_name(model.weights, dtype, place.device, model.path)
+    weights = place.size * weight_bytes(shapes, parts, width, weights=stored)
     num_slots = model.kv_slots or max_num_seqs * length
     return Footprint(weights, place.size * num_slots * kv_bytes_per_slot(shapes, parts, width))
 

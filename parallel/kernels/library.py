@@ -107,7 +107,7 @@ def _compile(compiler: str, sources: list[Path], library_file: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-            raise NoKernelsError(f"{compiler} failed ({first}); use GCC 11, Clang 14 or newer, or another CXX")
+            raise NoKernelsError(f"{compiler} failed ({first}); use GCC 12, Clang 14 or newer, or another CXX")
         unfinished.replace(library_file)
     except subprocess.TimeoutExpired:
         raise NoKernelsError(f"{compiler} took longer than {_LIMIT_S} s; try again") from None

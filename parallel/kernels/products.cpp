@@ -1,7 +1,12 @@
-// Products of a few rows with a matrix as checkpoints store it, [outputs, inputs]: every weight is read once.
+// Products of rows with a matrix that lies in panels of 16 outputs, [panel][input][16]: the order in which it is read.
 //
-// A tile is the products of up to ROWS rows with OUTPUTS outputs, one accumulator each. Whatever the tile, a product is
-// the sum over its inputs in the same order, so a row's results do not depend on the other rows of the pass.
+// A tile is the products of up to ROWS rows with up to PANELS panels: an accumulator for every output and row, to which
+// the inputs are added in order. Weights come from memory once, as up to four sequential streams; where rows make more
+// than a tile, blocks of inputs stay in the first cache for all of them. A result does not depend on its tile, so neither
+// on the other rows nor on the threads. Register tiles and panels: Goto and van de Geijn, "Anatomy of High-Performance
+// Matrix Multiplication", 2008.
+
+#include <sys/mman.h>
 
 #include <cmath>
 
@@ -9,8 +14,14 @@
 
 namespace {
 
-constexpr int OUTPUTS = REGISTERS == 32 ? 4 : 2;
-constexpr int ROWS = REGISTERS == 32 ? 6 : 4;
+constexpr int PANEL = 16, VECTORS = PANEL / WIDTH;
+constexpr int PANELS = VECTORS == 1 ? 4 : 1;  // of a tile: 4 or 2 vectors in the 32 or 16 registers
+constexpr int ROWS = 6;
+constexpr int COLUMNS = PANELS * PANEL;
+constexpr int BLOCK = 128;                  // inputs of a block: its weights take half of a first cache
+constexpr int CHUNK = 16 * ROWS;            // rows whose results are kept beside it
+constexpr int WORTH_WIDENING = 4 * ROWS;    // rows from which a block is turned into floats beforehand
+constexpr int AHEAD = 1024;                 // bytes from a read to its prefetch
 constexpr int64_t WORTH_THREADS = 1 << 15;  // multiplications; fewer take less time than to wake a thread
 
 struct Job {
@@ -19,88 +30,192 @@ struct Job {
     int64_t num_rows, inputs, outputs;
 };
 
-// sums[row][output] for `Rows` rows of x and the weights at w[0 .. OUTPUTS)
-template <class Stored, int Rows>
-inline void multiply_tile(const Stored *const (&w)[OUTPUTS], const float *x, int64_t inputs, float *sums) {
-    Floats total[Rows][OUTPUTS] = {};
-    int64_t i = 0;
-    for (; i + WIDTH <= inputs; i += WIDTH) {
-        Floats weights[OUTPUTS];
-        for (int n = 0; n < OUTPUTS; n++) weights[n] = load(w[n] + i);
-        for (int r = 0; r < Rows; r++) {
-            const Floats values = load(x + r * inputs + i);
-            for (int n = 0; n < OUTPUTS; n++) total[r][n] += values * weights[n];
-        }
-    }
-    if (i < inputs) {
-        Floats weights[OUTPUTS];
-        for (int n = 0; n < OUTPUTS; n++) weights[n] = load_part(w[n] + i, inputs - i);
-        for (int r = 0; r < Rows; r++) {
-            const Floats values = load_part(x + r * inputs + i, inputs - i);
-            for (int n = 0; n < OUTPUTS; n++) total[r][n] += values * weights[n];
-        }
-    }
+// results[row][column] of `Rows` rows of x and `Panels` panels, `stride` inputs apart; added to them, or in their place
+template <class Stored, int Panels, int Rows>
+void multiply_tile(const Stored *panels, int64_t stride, const float *x, int64_t x_stride, int64_t inputs, bool is_added,
+                   float *results) {
+    Floats total[Rows][Panels * VECTORS];
     for (int r = 0; r < Rows; r++)
-        for (int n = 0; n < OUTPUTS; n++) sums[r * OUTPUTS + n] = sum(total[r][n]);
+        for (int n = 0; n < Panels * VECTORS; n++)
+            total[r][n] = is_added ? load(results + r * COLUMNS + n * WIDTH) : Floats{};
+    const auto add = [&](int64_t i) __attribute__((always_inline)) {
+        Floats weights[Panels * VECTORS];
+        for (int p = 0; p < Panels; p++)
+            for (int v = 0; v < VECTORS; v++)
+                weights[p * VECTORS + v] = load(panels + (p * stride + i) * PANEL + v * WIDTH);
+        for (int r = 0; r < Rows; r++) {
+            const Floats value = x[r * x_stride + i] - Floats{};  // in every lane
+            for (int n = 0; n < Panels * VECTORS; n++) total[r][n] += value * weights[n];
+        }
+    };
+    constexpr int STEP = 4 / sizeof(Stored);  // inputs in a cache line of a panel
+    int64_t i = 0;
+    for (; i + STEP <= inputs; i += STEP) {
+        for (int p = 0; p < Panels; p++) __builtin_prefetch(panels + (p * stride + i) * PANEL + AHEAD / sizeof(Stored));
+        for (int j = 0; j < STEP; j++) add(i + j);
+    }
+    for (; i < inputs; i++) add(i);
+    for (int r = 0; r < Rows; r++)
+        for (int n = 0; n < Panels * VECTORS; n++) store(results + r * COLUMNS + n * WIDTH, total[r][n]);
 }
 
-template <class Stored, int Rows = ROWS>
-inline void multiply_some(int64_t rows, const Stored *const (&w)[OUTPUTS], const float *x, int64_t inputs, float *sums) {
-    if constexpr (Rows > 1) {
-        if (rows < Rows) return multiply_some<Stored, Rows - 1>(rows, w, x, inputs, sums);
+// The same for any number of rows, in tiles of nearly equal height.
+template <class Stored, int Panels, int Rows = ROWS>
+void multiply_tiles(const Stored *panels, int64_t stride, const float *x, int64_t x_stride, int64_t inputs, bool is_added,
+                    float *results, int64_t rows) {
+    const int64_t tiles = (rows + Rows - 1) / Rows;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
+        const float *from = x + row * x_stride;
+        float *to = results + row * COLUMNS;
+        if constexpr (Rows > 1) {
+            if (height < Rows) {
+                multiply_tiles<Stored, Panels, Rows - 1>(panels, stride, from, x_stride, inputs, is_added, to, height);
+                continue;
+            }
+        }
+        multiply_tile<Stored, Panels, Rows>(panels, stride, from, x_stride, inputs, is_added, to);
     }
-    multiply_tile<Stored, Rows>(w, x, inputs, sums);
+}
+
+// results[row][column] of a chunk of rows, scaled, with the bias
+template <class Stored, int Panels>
+void multiply_chunk(const Job &job, const Stored *matrix, int64_t column, int64_t row, int64_t rows, float *results) {
+    const Stored *panels = matrix + column * job.inputs;
+    const float *x = job.x + row * job.inputs;
+    const int64_t length = rows <= ROWS ? job.inputs : BLOCK;
+    for (int64_t i = 0; i < job.inputs || i == 0; i += length) {
+        const int64_t inputs = job.inputs - i < length ? job.inputs - i : length;
+        if constexpr (sizeof(Stored) < sizeof(float)) {
+            if (rows >= WORTH_WIDENING) {
+                float floats[Panels * BLOCK * PANEL];
+                for (int p = 0; p < Panels; p++)
+                    for (int64_t n = 0; n < inputs * PANEL; n += WIDTH)
+                        store(floats + p * BLOCK * PANEL + n, load(panels + (p * job.inputs + i) * PANEL + n));
+                multiply_tiles<float, Panels>(floats, BLOCK, x + i, job.inputs, inputs, i > 0, results, rows);
+                continue;
+            }
+        }
+        multiply_tiles<Stored, Panels>(panels + i * PANEL, job.inputs, x + i, job.inputs, inputs, i > 0, results, rows);
+    }
+    const int64_t valid = job.outputs - column < Panels * PANEL ? job.outputs - column : Panels * PANEL;
+    for (int64_t r = 0; r < rows; r++) {
+        float *result = results + r * COLUMNS;
+        if (job.scales)
+            for (int64_t n = 0; n < valid; n++) result[n] *= job.scales[column + n];
+        if (job.bias)
+            for (int64_t n = 0; n < valid; n++) result[n] += job.bias[column + n];
+    }
 }
 
 inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
+// All rows with `Panels` panels of the result, which has `columns`, from the column `first` on
+template <class Stored, int Panels>
+void multiply_panels(const Job &job, const Stored *matrix, int64_t first, int64_t columns, bool is_gated) {
+    const int64_t valid = columns - first < Panels * PANEL ? columns - first : Panels * PANEL;
+    for (int64_t row = 0; row < job.num_rows; row += CHUNK) {
+        const int64_t rows = job.num_rows - row < CHUNK ? job.num_rows - row : CHUNK;
+        float results[CHUNK * COLUMNS], others[CHUNK * COLUMNS];
+        multiply_chunk<Stored, Panels>(job, matrix, first, row, rows, results);
+        if (is_gated) multiply_chunk<Stored, Panels>(job, matrix, first + columns, row, rows, others);
+        for (int64_t r = 0; r < rows; r++) {
+            float *result = results + r * COLUMNS, *other = others + r * COLUMNS;
+            const int64_t place = (row + r) * columns + first;
+            if (is_gated)
+                for (int64_t n = 0; n < valid; n++) result[n] = silu(result[n]) * other[n];
+            if (job.addend)
+                for (int64_t n = 0; n < valid; n++) result[n] += job.addend[place + n];
+            std::memcpy(job.out + place, result, valid * sizeof(float));
+        }
+    }
+}
+
 template <class Stored>
 void multiply(const Job &job, const Stored *matrix, bool is_gated) {
-    const int64_t columns = is_gated ? job.outputs / 2 : job.outputs;  // of the result
-    const int width = is_gated ? OUTPUTS / 2 : OUTPUTS;
+    const int64_t columns = is_gated ? job.outputs / 2 : job.outputs;
     const bool is_large = job.num_rows * job.inputs * job.outputs >= WORTH_THREADS;
-    share_out((columns + width - 1) / width, is_large, [&](int64_t first_tile, int64_t last_tile) {
-        for (int64_t tile = first_tile; tile < last_tile; tile++) {
-            int64_t output[OUTPUTS];  // a tile that reaches over the end computes its last column again
-            const Stored *w[OUTPUTS];
-            for (int n = 0; n < OUTPUTS; n++) {
-                const int64_t column = tile * width + n % width;
-                output[n] = (column < columns ? column : columns - 1) + (n < width ? 0 : columns);
-                w[n] = matrix + output[n] * job.inputs;
-            }
-            const int valid = columns - tile * width < width ? columns - tile * width : width;
-            for (int64_t row = 0; row < job.num_rows; row += ROWS) {
-                const int64_t rows = job.num_rows - row < ROWS ? job.num_rows - row : ROWS;
-                float sums[ROWS * OUTPUTS];
-                multiply_some(rows, w, job.x + row * job.inputs, job.inputs, sums);
-                for (int64_t r = 0; r < rows; r++) {
-                    float *sum = sums + r * OUTPUTS;
-                    for (int n = 0; n < OUTPUTS; n++) {
-                        if (job.scales) sum[n] *= job.scales[output[n]];
-                        if (job.bias) sum[n] += job.bias[output[n]];
-                    }
-                    const int64_t place = (row + r) * columns + tile * width;
-                    for (int n = 0; n < valid; n++) {
-                        float result = is_gated ? silu(sum[n]) * sum[n + width] : sum[n];
-                        if (job.addend) result += job.addend[place + n];
-                        job.out[place + n] = result;
-                    }
-                }
-            }
+    share_out((columns + PANEL - 1) / PANEL, is_large, [&](int64_t panel, int64_t last) {
+        if constexpr (PANELS == 4) {
+            for (; panel + 4 <= last; panel += 4) multiply_panels<Stored, 4>(job, matrix, panel * PANEL, columns, is_gated);
+            for (; panel + 2 <= last; panel += 2) multiply_panels<Stored, 2>(job, matrix, panel * PANEL, columns, is_gated);
+        }
+        for (; panel < last; panel++) multiply_panels<Stored, 1>(job, matrix, panel * PANEL, columns, is_gated);
+    });
+}
+
+template <class Stored>
+void fill_panels(const Stored *matrix, Stored *panels, int64_t inputs, int64_t outputs) {
+    share_out((outputs + PANEL - 1) / PANEL, true, [&](int64_t panel, int64_t last) {
+        for (; panel < last; panel++) {
+            const int64_t first = panel * PANEL, valid = outputs - first < PANEL ? outputs - first : PANEL;
+            Stored *to = panels + first * inputs;
+            for (int64_t i = 0; i < inputs; i++)
+                for (int64_t n = 0; n < PANEL; n++)
+                    to[i * PANEL + n] = n < valid ? matrix[(first + n) * inputs + i] : Stored{};
         }
     });
 }
 
+inline float as_float(float value) { return value; }
+inline float as_float(int8_t value) { return value; }
+inline float as_float(Bfloat value) {
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof(result));
+    return result;
+}
+
+template <class Stored>
+void gather(const Stored *panels, const float *scales, const int64_t *ids, float *out, int64_t count, int64_t inputs,
+            int64_t outputs) {
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t id = ids[k];
+        const bool is_known = 0 <= id && id < outputs;
+        const Stored *from = panels + (is_known ? id / PANEL * PANEL * inputs + id % PANEL : 0);
+        const float scale = !is_known ? NAN : scales ? scales[id] : 1.0f;
+        for (int64_t i = 0; i < inputs; i++) out[k * inputs + i] = as_float(from[i * PANEL]) * scale;
+    }
+}
+
+template <class Body>
+void with_type(int stored, const void *matrix, Body body) {
+    if (stored == 0) body(static_cast<const float *>(matrix));
+    if (stored == 1) body(static_cast<const Bfloat *>(matrix));
+    if (stored == 2) body(static_cast<const int8_t *>(matrix));
+}
+
 }  // namespace
 
-// out [rows, outputs] = x [rows, inputs] @ matrix [outputs, inputs].T * scales + bias + addend; scales, bias, addend may
-// be null. `stored`: 0 float32, 1 bfloat16, 2 int8. Gated: the matrix holds the gates' rows, then the others', and
-// out [rows, outputs / 2] = silu(gates) * others.
-extern "C" void multiply_rows(const float *x, const void *matrix, const float *scales, const float *bias,
-                              const float *addend, float *out, int64_t num_rows, int64_t inputs, int64_t outputs,
-                              int stored, int is_gated) {
+// `stored` is the type of the weights: 0 float32, 1 bfloat16, 2 int8. Scales, bias and addend may be null.
+extern "C" {
+
+// out [rows, outputs] = x [rows, inputs] @ matrix.T * scales + bias + addend. Gated: the matrix holds the gates' outputs,
+// whose number is a multiple of PANEL, then as many others, and out [rows, outputs / 2] = silu(gates) * others + addend.
+void multiply_rows(const float *x, const void *panels, const float *scales, const float *bias, const float *addend,
+                   float *out, int64_t num_rows, int64_t inputs, int64_t outputs, int stored, int is_gated) {
     const Job job = {x, scales, bias, addend, out, num_rows, inputs, outputs};
-    if (stored == 0) multiply(job, static_cast<const float *>(matrix), is_gated);
-    if (stored == 1) multiply(job, static_cast<const Bfloat *>(matrix), is_gated);
-    if (stored == 2) multiply(job, static_cast<const int8_t *>(matrix), is_gated);
+    with_type(stored, panels, [&](auto *matrix) { multiply(job, matrix, is_gated); });
+}
+
+// matrix [outputs, inputs] -> panels, whose last one is filled up with zeros.
+void pack_panels(const void *matrix, void *panels, int64_t inputs, int64_t outputs, int stored) {
+#ifdef MADV_HUGEPAGE
+    // A pass reads all weights: with pages of 4 KiB the look-up of their addresses takes a tenth of the time.
+    const uintptr_t page = 1 << 21, size = stored == 0 ? 4 : stored == 1 ? 2 : 1;
+    const uintptr_t start = reinterpret_cast<uintptr_t>(panels), first = (start + page - 1) / page * page;
+    const uintptr_t last = (start + size * inputs * ((outputs + PANEL - 1) / PANEL * PANEL)) / page * page;
+    if (first < last) madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
+#endif
+    with_type(stored, matrix, [&](auto *from) {
+        using Stored = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+        fill_panels(from, static_cast<Stored *>(panels), inputs, outputs);
+    });
+}
+
+// out [count, inputs]: the rows `ids` of the matrix, scaled; NaN for an id that it does not have.
+void gather_rows(const void *panels, const float *scales, const int64_t *ids, float *out, int64_t count, int64_t inputs,
+                 int64_t outputs, int stored) {
+    with_type(stored, panels, [&](auto *from) { gather(from, scales, ids, out, count, inputs, outputs); });
+}
 }

@@ -1,11 +1,13 @@
-"""Products of a few rows with a matrix on CPU, by the kernel in `products.cpp`.
+"""Products of rows with a matrix on CPU, by the kernels in `products.cpp`.
 
-A weight is read once whatever the number of rows, and a row's results do not depend on the other rows of the call, to
-the bit: a token gets the same logits alone and beside draft tokens. Knows no layers.
+The matrix lies in panels of 16 outputs, in the order in which a product reads it. A row's results do not depend on the
+other rows of the call, to the bit: a token gets the same logits alone, beside draft tokens and in a prompt. Knows no
+layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -15,47 +17,72 @@ from torch import Tensor
 
 from parallel.kernels.library import function
 
+PANEL = 16
 _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 @cache
-def _kernel() -> Any:
-    return function("multiply_rows", *[c_void_p] * 6, *[c_int64] * 3, c_int, c_int)
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
+    """Multiply, gather and pack."""
+    multiply = function("multiply_rows", *[c_void_p] * 6, *[c_int64] * 3, c_int, c_int)
+    gather = function("gather_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int)
+    pack = function("pack_panels", *[c_void_p] * 2, *[c_int64] * 2, c_int)
+    return None if multiply is None or gather is None or pack is None else (multiply, gather, pack)
 
 
 def has_products() -> bool:
-    """Whether the kernel can be had on this machine; compiles it at the first call."""
-    return _kernel() is not None
+    """Whether this machine has the kernels; compiles them at the first call."""
+    return _kernels() is not None
 
 
-def product(
-    x: Tensor,
-    matrix: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scales: Tensor | None = None,
-    addend: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """x [T, inputs] @ matrix [outputs, inputs].T * scales + bias + addend, in float32; all tensors contiguous.
+class Panels:
+    """A matrix [outputs, inputs] of float32, bfloat16, or int8 with a factor for every output, to multiply rows by.
 
-    The matrix is float32, bfloat16, or int8 with a scale for every output. `gated`: its first half are the gates'
-    outputs, and the result [T, outputs / 2] is silu(gates) * others (+ addend).
+    `weights` holds it; its `nbytes` leaves out the zeros that fill up the last panel.
     """
-    num_rows, inputs = x.shape
-    outputs = matrix.shape[0]
-    out = torch.empty(num_rows, outputs // 2 if gated else outputs)
-    _kernel()(
-        x.data_ptr(),
-        matrix.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if addend is None else addend.data_ptr(),
-        out.data_ptr(),
-        num_rows,
-        inputs,
-        outputs,
-        _STORED[matrix.dtype],
-        gated,
-    )
-    return out
+
+    def __init__(self, matrix: Tensor, scales: Tensor | None = None) -> None:
+        kernels = _kernels()
+        assert kernels is not None, "ask has_products first"
+        self._multiply, self._gather, pack = kernels
+        self.outputs, self.inputs = matrix.shape
+        self.gates = self.outputs % (2 * PANEL) == 0
+        """Whether `multiply` can take the first half of the outputs for gates: they fill whole panels."""
+        self._stored = _STORED[matrix.dtype]
+        size = -(-self.outputs // PANEL) * PANEL * self.inputs
+        self.weights = matrix.new_empty(size)[: matrix.numel()]
+        self.scales = scales
+        pack(matrix.contiguous().data_ptr(), self.weights.data_ptr(), self.inputs, self.outputs, self._stored)
+        self._at = self.weights.data_ptr(), None if scales is None else scales.data_ptr()
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, addend: Tensor | None = None, *, gated: bool = False
+    ) -> Tensor:
+        """x [T, inputs] -> x @ matrix.T + bias + addend, [T, outputs], all in float32.
+
+        `gated`: half of the outputs are gates, the other half is multiplied by their silu: [T, outputs / 2].
+        """
+        assert x.shape[1] == self.inputs, f"rows of {x.shape[1]} for a matrix of {self.inputs} inputs"
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self.outputs // 2 if gated else self.outputs)
+        addend = None if addend is None else addend.contiguous()
+        self._multiply(
+            x.data_ptr(),
+            *self._at,
+            None if bias is None else bias.data_ptr(),
+            None if addend is None else addend.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            self.inputs,
+            self.outputs,
+            self._stored,
+            gated,
+        )
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [T] -> those rows of the matrix in float32, [T, inputs]."""
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self.inputs)
+        self._gather(*self._at, ids.data_ptr(), out.data_ptr(), len(ids), self.inputs, self.outputs, self._stored)
+        return out

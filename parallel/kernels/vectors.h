@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16, REGISTERS = 32;
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -23,10 +27,8 @@ typedef float Floats4 __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 
-// As they lie in memory, at any address.
+// As they lie in memory, at any address of a float.
 typedef float FloatsAt __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint16_t BfloatsAt __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
-typedef int8_t BytesAt __attribute__((vector_size(WIDTH), aligned(1), may_alias));
 
 struct Bfloat {
     uint16_t bits;
@@ -34,13 +36,35 @@ struct Bfloat {
 
 inline Floats load(const float *from) { return *reinterpret_cast<const FloatsAt *>(from); }
 
-inline Floats load(const Bfloat *from) {
-    return (Floats)(__builtin_convertvector(*reinterpret_cast<const BfloatsAt *>(from), Words) << 16);
+// Widening: GCC takes the general form apart into many instructions where x86 has one.
+#if defined(__AVX512F__)
+inline Words widen(const uint16_t *from) {
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
 }
+inline Integers widen(const int8_t *from) {
+    return (Integers)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+}
+#elif defined(__AVX2__)
+inline Words widen(const uint16_t *from) {
+    return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+}
+inline Integers widen(const int8_t *from) {
+    return (Integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
+}
+#else
+inline Words widen(const uint16_t *from) {
+    typedef uint16_t At __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const At *>(from), Words);
+}
+inline Integers widen(const int8_t *from) {
+    typedef int8_t At __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const At *>(from), Integers);
+}
+#endif
 
-inline Floats load(const int8_t *from) {
-    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const BytesAt *>(from), Integers), Floats);
-}
+inline Floats load(const Bfloat *from) { return (Floats)(widen(&from->bits) << 16); }
+
+inline Floats load(const int8_t *from) { return __builtin_convertvector(widen(from), Floats); }
 
 inline void store(float *to, Floats values) { *reinterpret_cast<FloatsAt *>(to) = values; }
 
@@ -52,18 +76,23 @@ inline Floats load_part(const Stored *from, int64_t count) {
     return load(values);
 }
 
-// The lanes in four neighbouring sums, whose order does not depend on where the vector was computed.
-inline Floats4 quarter(Floats values) {
+// The sum over the lanes, in the same order wherever the vector was computed.
+inline float sum(Floats values) {
     Floats4 parts[WIDTH / 4];
-    std::memcpy(parts, &values, sizeof(values));
+#if defined(__AVX512F__)
+    parts[0] = __builtin_shufflevector(values, values, 0, 1, 2, 3);
+    parts[1] = __builtin_shufflevector(values, values, 4, 5, 6, 7);
+    parts[2] = __builtin_shufflevector(values, values, 8, 9, 10, 11);
+    parts[3] = __builtin_shufflevector(values, values, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+    parts[0] = __builtin_shufflevector(values, values, 0, 1, 2, 3);
+    parts[1] = __builtin_shufflevector(values, values, 4, 5, 6, 7);
+#else
+    parts[0] = values;
+#endif
     for (int count = WIDTH / 4; count > 1; count /= 2)
         for (int i = 0; i < count / 2; i++) parts[i] += parts[i + count / 2];
-    return parts[0];
-}
-
-inline float sum(Floats values) {
-    Floats4 part = quarter(values);
-    return (part[0] + part[2]) + (part[1] + part[3]);
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
 // --- threads ----------------------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ class MLP(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         if not self.gated:
             return self.down(self.activation(self.gate_up(x)))
+        if self.activation is F.silu:
+            return self.down(self.gate_up.gated(x))
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(self.activation(gate).mul_(up))
 

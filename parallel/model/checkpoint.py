@@ -128,6 +128,19 @@ def find_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, Path
     return {name: files[name] for name in wanted}
 
 
+def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
+    """Whether all matrices are bfloat16: kept so, they are the numbers that they would be in float32."""
+    wanted = {name: shape for name, shape in tensor_shapes(config).items() if len(shape) == 2}
+    names: dict[Path, list[str]] = {}
+    for name, file in find_tensors(directory, wanted).items():
+        names.setdefault(file, []).append(name)
+    for file, within in names.items():
+        with safe_open(file, framework="np") as tensors:  # reads no tensor
+            if any(tensors.get_slice(name).get_dtype() != "BF16" for name in within):
+                return False
+    return True
+
+
 def _files(directory: Path) -> Mapping[str, Path]:
     """Tensor -> the file that should hold it."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PassPlan
 from parallel.kv.pool import KVPool
-from parallel.model.block import BLOCKS, Block
+from parallel.model.block import BLOCKS, Block, Experts
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import AttentionShape
 from parallel.model.layers.embedding import VocabTable
@@ -28,7 +28,8 @@ from parallel.model.partition import LayerLayout
 class Decoder(Layer):
     """Every layer is split over the group; with a `layout`, a `LayerParallelDecoder`, only the head is.
 
-    Weights are allocated uninitialised; `weights.load_weights` fills them.
+    Weights are allocated uninitialised; `weights.load_weights` fills them. `weights` is the type in which matrices are
+    stored, None for `dtype`, that of everything else.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Decoder(Layer):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         layout: LayerLayout | None = None,
+        weights: torch.dtype | None = None,
     ) -> None:
         if layout is None:
             config.check_ranks(group.size)
@@ -77,6 +79,17 @@ class Decoder(Layer):
         self.layers: list[Block] = [
             block(config, i, kv_layer.get(i), attention_group, mlp_group, **options) for i in range(config.num_layers)
         ]
+
+        if weights not in (None, dtype):
+            self._store_as(weights)
+
+    def _store_as(self, stored: torch.dtype) -> None:
+        """All matrices but positions, which are only added, and routers, whose choices rounding would change."""
+        kept = [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, Experts)]
+        kept += [] if self.positions is None else [self.positions]
+        for part in self.walk():
+            if isinstance(part, Weight) and part not in [layer.weight for layer in kept]:
+                part.store_as(stored)
 
     def make_pool(self, num_slots: int) -> KVPool:
         """A pool for the attention that this rank has."""
@@ -148,14 +161,14 @@ class Decoder(Layer):
             layer.silence()
 
     def pack(self) -> None:
-        """After loading: put the weights that are multiplied by into the layouts that suit the device."""
+        """After loading: put the weights that are multiplied by into the order in which they are read."""
         for layer in self.layers:
             pack_weights(layer)
-        self.lm_head.weight.pack(keep_plain=self.lm_head is self.embedding)
+        self.lm_head.weight.pack()
 
 
 def pack_weights(layer: Layer) -> None:
-    """Pack every weight within `layer`; none of them may be an embedding."""
+    """Pack every weight within `layer`."""
     for part in layer.walk():
         if isinstance(part, Weight):
             part.pack()

@@ -11,11 +11,11 @@ import psutil
 import torch
 
 from parallel.comm.group import Group
+from parallel.kernels.products import has_products
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.families.registry import read_config
-from parallel.model.layers.weight import packs
 from parallel.model.partition import LayerLayout
-from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes
+from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
 """Fraction of the memory left after the weights that the pool may take; other processes share a CPU's memory."""
@@ -30,10 +30,13 @@ class ModelMemory:
     num_slots: int
     weight_bytes: int
     kv_bytes: int
+    weights: torch.dtype
+    """In which matrices are stored."""
 
     def facts(self) -> dict[str, object]:
         return {
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": _name(self.dtype),
+            "weights": _name(self.weights),
             "max_model_len": self.max_model_len,
             "kv_slots": self.num_slots,
             "weight_bytes": self.weight_bytes,
@@ -43,6 +46,11 @@ class ModelMemory:
 
 def choose_dtype(name: str, device: str) -> torch.dtype:
     return getattr(torch, dtype_name(name, device))
+
+
+def choose_weights(weights: str, dtype: str, device: str, path: str = "") -> torch.dtype:
+    """The type in which the matrices of the checkpoint are stored."""
+    return getattr(torch, weights_name(weights, dtype_name(dtype, device), device, path, has_kernels=has_products()))
 
 
 def free_bytes(device: str) -> int:
@@ -62,6 +70,7 @@ def fit_slots(
     num_slots: int = 0,
     stretch: int = 0,
     layout: LayerLayout | None = None,
+    weights: str = "auto",
 ) -> ModelMemory:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit.
 
@@ -69,22 +78,26 @@ def fit_slots(
     `num_slots`, which must be the same on all ranks, do not fit.
     """
     config = read_config(resolve_checkpoint(path)).stretched(stretch)
-    chosen = choose_dtype(dtype, device)
+    chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
     share = config, group.size, chosen.itemsize, layout, group.rank
-    weights, per_slot = weight_bytes(*share, packed=packs(device, chosen)), kv_bytes_per_slot(*share)
-    left = free_bytes(device) - weights
+    held, per_slot = weight_bytes(*share, weights=_name(stored)), kv_bytes_per_slot(*share)
+    left = free_bytes(device) - held
     if left < per_slot * (num_slots or 1):
         raise ValueError(
-            f"{path}: {_gib(weights)} of weights and {_gib(per_slot * num_slots)} of KV do not fit the "
-            f"{_gib(left + weights)} free on {device}; use more ranks, a smaller dtype or fewer KV slots"
+            f"{path}: {_gib(held)} of weights and {_gib(per_slot * num_slots)} of KV do not fit the "
+            f"{_gib(left + held)} free on {device}; use more ranks, a smaller dtype or fewer KV slots"
         )
     if not num_slots:
         affordable = int(left * _POOL_SHARE[device.partition(":")[0]]) // per_slot
         num_slots = min(max_num_seqs * max_model_len, affordable)
         agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
         num_slots = int(agreed.min())
-    return ModelMemory(chosen, max_model_len, num_slots, weights, num_slots * per_slot)
+    return ModelMemory(chosen, max_model_len, num_slots, held, num_slots * per_slot, stored)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _gib(count: int) -> str:

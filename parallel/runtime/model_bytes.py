@@ -1,18 +1,21 @@
-"""Bytes of a model on a rank, from its shapes alone: before a weight is read and before a layout is chosen.
+"""Bytes of a model on a rank, from its shapes alone: before a weight is read.
 
-A CPU that packs its weights holds the matrices it multiplies by in two layouts. Loads no PyTorch, so that a process
-that only starts ranks need not either.
+Loads no PyTorch, so that a process that only starts ranks need not either.
 """
 
 from __future__ import annotations
 
 import math
 
-from parallel.model.checkpoint import block_tensors, end_tensors
+from parallel.model.checkpoint import block_tensors, end_tensors, resolve_checkpoint, stores_bfloat16
 from parallel.model.config import DecoderConfig
+from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STORED_BYTES = {**ITEM_BYTES, "int8": 1}
+SCALE_BYTES = 4
+"""Of every output of an int8 matrix."""
 
 
 def dtype_name(name: str, device: str) -> str:
@@ -24,6 +27,21 @@ def dtype_name(name: str, device: str) -> str:
     return name
 
 
+def weights_name(weights: str, dtype: str, device: str, path: str = "", *, has_kernels: bool = True) -> str:
+    """The type in which matrices are stored beside numbers of type `dtype`. `auto` is the same, or bfloat16 if the
+    checkpoint at `path` is, which on a CPU with kernels is read faster and rounds nothing."""
+    if weights == "auto":
+        if not path or dtype != "float32" or device != "cpu" or not has_kernels:
+            return dtype
+        directory = resolve_checkpoint(path)
+        return "bfloat16" if stores_bfloat16(directory, read_config(directory)) else dtype
+    if device.startswith("cuda") or dtype != "float32":
+        raise ValueError(
+            f"weights={weights}: needs a CPU and dtype=float32; write device=cpu or drop weights={weights}"
+        )
+    return weights
+
+
 def weight_bytes(
     config: DecoderConfig,
     ranks: int,
@@ -31,20 +49,28 @@ def weight_bytes(
     layout: LayerLayout | None = None,
     rank: int = 0,
     *,
-    packed: bool = False,
+    weights: str | None = None,
 ) -> int:
-    """The weights of one of the `ranks` that share the model tensor-parallel, or by `layout`."""
+    """The weights of one of the `ranks` that share the model tensor-parallel, or by `layout`; `weights` is the type of
+    matrices, None for one of `item_bytes`."""
     attention, mlp, held = _shares(config, ranks, layout, rank)
-    copies = 2 if packed else 1
+    stored_bytes = item_bytes if weights is None else STORED_BYTES[weights]
+    scale_bytes = SCALE_BYTES if weights == "int8" else 0
     parts = {"heads": attention, "kv_heads": min(attention, config.num_kv_heads), "mlp": mlp, "whole": 1}
-    numbers = sum(math.prod(shape) for _, shape in end_tensors(config))
+    count = item_bytes * sum(math.prod(shape) for _, shape in end_tensors(config))
+    # split by their inputs, so that every rank has all outputs; of experts each rank has some, and these whole
+    by_inputs = (f"{config.names.o}.weight", *([] if config.num_experts else [f"{config.names.down}.weight"]))
     for name, shape, split in block_tensors(config):
         num_layers = held if name.startswith(f"{config.names.attention}.") else config.num_layers
-        numbers += num_layers * math.prod(shape) // parts[split] * (copies if len(shape) == 2 else 1)
-    is_shared = config.tied and not packed and attention == ranks  # embedding and head
+        is_stored = len(shape) == 2 and name != f"{config.names.router}.weight"
+        size = math.prod(shape) // parts[split] * (stored_bytes if is_stored else item_bytes)
+        if is_stored:
+            size += scale_bytes * (shape[0] if name.endswith(by_inputs) else shape[0] // parts[split])
+        count += num_layers * size
+    is_shared = config.tied and attention == ranks  # embedding and head
     rows = [-(-config.vocab_size // size) for size in (attention, ranks)]
-    numbers += (rows[0] + (0 if is_shared else copies * rows[1])) * config.hidden_size
-    return numbers * item_bytes
+    num_rows = rows[0] + (0 if is_shared else rows[1])
+    return count + num_rows * (config.hidden_size * stored_bytes + scale_bytes)
 
 
 def kv_bytes_per_slot(

@@ -155,20 +155,22 @@ def open_model(
     stretch: int = 0,
     *,
     layout: LayerLayout | None = None,
+    weights: torch.dtype | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows; `options` are the runner's.
 
-    The ranks share the model tensor-parallel, or by `layout`; the runner is then a `LayerParallelRunner`.
+    Matrices are stored as `weights`, None for `dtype`. The ranks share the model tensor-parallel, or by `layout`; the
+    runner is then a `LayerParallelRunner`.
     """
     directory = resolve_checkpoint(str(path))
     config = read_config(directory).stretched(stretch)
     if layout is not None:
         from parallel.runtime.layer_parallel_runner import LayerParallelDecoder, LayerParallelRunner
 
-        decoder = LayerParallelDecoder(config, group, device, dtype, layout)
+        decoder = LayerParallelDecoder(config, group, device, dtype, layout, weights)
         load_weights(decoder, directory)
         return LayerParallelRunner(decoder, decoder.make_pool(num_slots), **options)
-    decoder = Decoder(config, group, device, dtype)
+    decoder = Decoder(config, group, device, dtype, weights=weights)
     load_weights(decoder, directory)
     return ModelRunner(decoder, decoder.make_pool(num_slots), **options)

@@ -149,11 +149,15 @@ def with_paths(config, models, path=None):
 
 @pytest.fixture
 def open_room(models):
-    """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise."""
+    """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise, and
+    `weights` the type in which the target's matrices are stored."""
 
-    def open_(config=None, *, path=None, rule="coupled", limits=None, slots=4096, pipeline="sync", wrap=None):
+    def open_(
+        config=None, *, path=None, rule="coupled", limits=None, slots=4096, pipeline="sync", wrap=None, weights=None
+    ):
         limits = limits or SchedulerConfig()
-        target = TargetRole(open_model(models["target"], num_slots=slots), rule, (EOS,), is_lead=True)
+        runner = open_model(models["target"], num_slots=slots, weights=weights)
+        target = TargetRole(runner, rule, (EOS,), is_lead=True)
         draft = None
         if config is not None:
             if isinstance(config, CascadeDrafterConfig):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,21 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
         if pipeline in AHEAD and drafter == "chain":
             assert room.stats.num_prefetched > 0, "no outlook was ever of use"
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("drafter", "pipeline"), [("chain", "sync"), ("tree", "tree")])
+def test_tokens_of_a_rounded_target_are_those_of_its_plain_decoding(
+    open_room, make_requests, models, plain_tokens, drafter, pipeline, stored
+):
+    requests, weights = make_requests(5, max_tokens=24), str(stored).removeprefix("torch.")
+    if stored not in plain_tokens:
+        plain = open_room(pipeline="plain", weights=stored).serve(requests)
+        plain_tokens[stored] = plain.tokens, plain.ends
+    config = replace(DRAFTERS[drafter], weights=weights)
+    room = open_room(config, path=models["target"], pipeline=pipeline, weights=stored).serve(requests)
+    assert (room.tokens, room.ends) == plain_tokens[stored]
+    assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])

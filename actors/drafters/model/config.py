@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.options import CHECKPOINT, DEVICES, DTYPES, MAX_RANKS, PipelineName, VerifyRule
+from actors.options import CHECKPOINT, DEVICES, DTYPES, MAX_RANKS, WEIGHTS, PipelineName, VerifyRule, check_weights
 from actors.protocol.messages import SamplingKind
 from actors.ranges import OneOf, Range, require
 
@@ -109,12 +109,15 @@ class ModelDrafterConfig(DrafterConfig):
     """Token slots in the KV pool of each rank, as `target.kv_slots`; 0 = sized from the memory that is free."""
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """float32, bfloat16, float16, or auto, as `target.dtype`."""
+    weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
+    """CPU: the type in which matrices are stored, as `target.weights`."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto, as `target.device`."""
 
     def check_fields(self, where: str) -> None:
         path, shared = self.path, self.parallel is not Parallel.single
         require(bool(path), f"{where}.path", path, CHECKPOINT)
+        check_weights(where, self.weights, self.dtype, self.device)
         remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
         require(shared or self.ranks == 1, f"{where}.ranks", self.ranks, remedy)
         nodes = self.batch_nodes

@@ -51,12 +51,14 @@ def open_draft_model(
         max_num_seqs=scheduler.max_num_seqs,
         num_slots=config.kv_slots,
         layout=layout,
+        weights=config.weights,
     )
     facts = fit.facts()
     if layout is not None:
         groups = [len(members) for members in layout.partition]
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
-    return open_model(config.path, group, device, fit.dtype, fit.num_slots, layout=layout), facts
+    runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, layout=layout, weights=fit.weights)
+    return runner, facts
 
 
 def layer_layout(

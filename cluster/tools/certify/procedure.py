@@ -44,7 +44,8 @@ def check_outputs(
     eos_token_ids, tokenizer = read_eos_token_ids(checkpoint), load_tokenizer(checkpoint)
     longest = max(len(output.prompt_ids) + max(len(output.plain), len(output.speculative)) for output in outputs)
     num_slots = longest + config.verify.law_size + 1
-    target = TextReader(config.target.path, config.target.device, config.target.dtype, num_slots, config.target.stretch)
+    model = config.target
+    target = TextReader(model.path, model.device, model.dtype, num_slots, stretch=model.stretch, weights=model.weights)
     bar.say("rounding")
     scorer = OutputScorer(target, rule, eos_token_ids)
     movement = scorer.movement([output for output in outputs if output.sampling == params[0]])
@@ -84,7 +85,7 @@ def _draft_reader(config: LaunchConfig, num_slots: int) -> TextReader | None:
         drafter = drafter.levels[-1]
     if not isinstance(drafter, ModelDrafterConfig):
         return None
-    return TextReader(drafter.path, drafter.device, drafter.dtype, num_slots)
+    return TextReader(drafter.path, drafter.device, drafter.dtype, num_slots, weights=drafter.weights)
 
 
 def num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_prompts: int) -> int:

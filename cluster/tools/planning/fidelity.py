@@ -27,7 +27,7 @@ from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, default_partition, partition_of
-from parallel.runtime.kv_sizing import choose_dtype
+from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.runtime.runner import ModelRunner, open_model
 
 WIDTHS = (1, 2, 3, 4)
@@ -117,7 +117,8 @@ def open_partition(
     """The draft model with these hyper-layers on one rank."""
     dtype, layout = choose_dtype(config.dtype, device), LayerLayout(partition_of(sizes, sum(sizes)), 1)
     num_slots = max(len(text.token_ids) for text in texts) + 1
-    return open_model(config.path, SINGLE, device, dtype, num_slots, layout=layout)
+    weights = choose_weights(config.weights, config.dtype, device, config.path)
+    return open_model(config.path, SINGLE, device, dtype, num_slots, layout=layout, weights=weights)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.logits import LogitRows, process_batch, top_children
 from cluster.tools.planning.rounds import KnownText
 from parallel.kv.pass_plan import Span
-from parallel.runtime.kv_sizing import choose_dtype
+from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.runtime.runner import open_model
 
 CHOICES = 8
@@ -93,7 +93,11 @@ def record(
     eos_token_ids: tuple[int, ...],
 ) -> Transcript:
     longest = max(len(text.token_ids) for text in texts)
-    runner = open_model(config.path, device=device, dtype=choose_dtype(config.dtype, device), num_slots=longest)
+    dtype, weights = (
+        choose_dtype(config.dtype, device),
+        choose_weights(config.weights, config.dtype, device, config.path),
+    )
+    runner = open_model(config.path, device=device, dtype=dtype, num_slots=longest, weights=weights)
     tokens: list[RecordedToken] = []
     for text in texts:
         prompt, written = text.token_ids[: text.prompt_len], text.token_ids[text.prompt_len :]

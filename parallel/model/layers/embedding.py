@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Unpack
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import Group
-from parallel.model.layers.linear import Shard
-from parallel.model.layers.weight import Layer, TensorOptions, Weight
+from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
 
 
 class VocabTable(Layer):
@@ -33,10 +31,10 @@ class VocabTable(Layer):
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, hidden]."""
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight.plain)
+            return self.weight.look_up(token_ids)
         local = token_ids - self.first
         elsewhere = (local < 0) | (local >= self.num_real)
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight.plain)
+        rows = self.weight.look_up(local.masked_fill_(elsewhere, 0))
         return self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -45,4 +43,5 @@ class VocabTable(Layer):
         return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
 
     def shards(self) -> Iterator[Shard]:
-        yield Shard(self.name, (slice(self.first, self.first + self.num_real),), self.weight.plain[: self.num_real])
+        rows = slice(self.first, self.first + self.num_real)
+        yield self.weight.shard(self.name, rows, own=slice(self.num_real))

@@ -7,26 +7,14 @@ followed by a row layer needs one all-reduce (Megatron-LM, arXiv 1909.08053, sec
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from parallel.comm.group import Group
-from parallel.model.layers.weight import Layer, TensorOptions, Weight
+from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
 
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part of a checkpoint tensor that this rank holds: `tensor[index]` is copied to `destination`."""
-
-    name: str
-    index: tuple[slice, ...]
-    destination: Tensor
-
-
-EVERY = slice(None)
 OutputShare = tuple[str, slice]
 """One of the fused outputs of a column layer: its name, and the rows of it that this rank has."""
 
@@ -50,11 +38,15 @@ class ColumnLinear(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         return self.weight.multiply(x, self.bias)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """Of two parts: silu of the first times the second."""
+        return self.weight.multiply_gated(x, self.bias)
+
     def shards(self, prefix: str) -> Iterator[Shard]:
         start = 0
         for name, rows in self.parts:
             stop = start + rows.stop - rows.start
-            yield Shard(f"{prefix}.{name}.weight", (rows,), self.weight.plain[start:stop])
+            yield self.weight.shard(f"{prefix}.{name}.weight", rows, own=slice(start, stop))
             if self.bias is not None:
                 yield Shard(f"{prefix}.{name}.bias", (rows,), self.bias[start:stop])
             start = stop
@@ -77,6 +69,6 @@ class RowLinear(Layer):
         return self.group.all_reduce(self.weight.multiply(x, self.bias))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        yield Shard(f"{prefix}.{self.name}.weight", (EVERY, self.columns), self.weight.plain)
+        yield self.weight.shard(f"{prefix}.{self.name}.weight", EVERY, self.columns)
         if self.bias is not None:
             yield Shard(f"{prefix}.{self.name}.bias", (EVERY,), self.bias)

@@ -1,4 +1,4 @@
-"""What a layer is made of: weights, and the layouts in which a CPU multiplies by them fastest.
+"""What a layer is made of: weights, how they are stored, and how rows are multiplied by them.
 
 Layers are plain objects, not `torch.nn.Module`s: for a pass of one row the hooks and attribute look-ups of a module
 cost as much as its kernels (a fifth of a small model's pass). Knows no ranks and no models.
@@ -7,14 +7,17 @@ cost as much as its kernels (a fifth of a small model's pass). Knows no ranks an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FEW_ROWS = 2
-_PACKABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+from parallel.kernels.products import Panels, has_products
+
+EVERY = slice(None)
+_LARGEST_CODE = 127
 
 
 class TensorOptions(TypedDict):
@@ -22,11 +25,6 @@ class TensorOptions(TypedDict):
 
     dtype: torch.dtype
     device: torch.device | str
-
-
-def packs(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether weights of this type on this device are packed."""
-    return _PACKABLE and torch.device(device).type == "cpu" and dtype == torch.float32
 
 
 class Layer:
@@ -46,32 +44,95 @@ class Layer:
         return sum(value.nbytes for value in tensors.values() if isinstance(value, Tensor) and value.dim())
 
 
-class Weight(Layer):
-    """A matrix [outputs, inputs] to multiply rows by; `plain` holds it until it is packed, and is empty after.
+class QuantizedRows:
+    """Rows of an int8 weight, to copy rows of a checkpoint to: each is rounded to multiples of its largest / 127.
 
-    A pass of a few rows reads every weight once and does little with it, so the layout decides. In float32 on CPU the
-    transposed matrix is best for one row or two and oneDNN's blocked layout, whose calls cost more, for any more: six
-    rows then cost about what one does, where the plain layout takes twice as long. Both are kept.
+    `columns` are the inputs that this rank holds. The factor is that of the whole row, so that the numbers, and with
+    them the tokens, do not depend on the number of ranks.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, columns: slice) -> None:
+        self._codes = codes
+        self._scales = scales
+        self._columns = columns
+
+    def copy_(self, rows: Tensor) -> None:
+        rows = rows.float()
+        torch.div(rows.abs().amax(1), _LARGEST_CODE, out=self._scales)
+        rows = rows[:, self._columns] / self._scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        self._codes.copy_(rows.round_())
+
+    def aminmax(self) -> tuple[Tensor, Tensor]:
+        """Not finite where a copied number was not."""
+        return torch.aminmax(self._scales) if len(self._scales) else (torch.zeros(()), torch.zeros(()))
+
+    def numel(self) -> int:
+        return self._codes.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a checkpoint tensor that this rank needs: `tensor[index]` is copied to `destination`."""
+
+    name: str
+    index: tuple[slice, ...]
+    destination: Tensor | QuantizedRows
+
+
+class Weight(Layer):
+    """A matrix [outputs, inputs] to multiply rows of type `dtype` by.
+
+    `plain` holds it as the checkpoint does until `pack`, which on a CPU, where there is a compiler, puts it into the
+    order of the kernel in `parallel/kernels/products.py` and leaves `plain` empty: nothing is kept twice. Elsewhere
+    PyTorch multiplies by `plain`. `store_as` chooses a smaller type than `dtype` for what is kept.
     """
 
     def __init__(self, outputs: int, inputs: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.outputs = outputs
+        self.dtype = dtype
         self.plain = torch.empty(outputs, inputs, dtype=dtype, device=device)
-        self._columns = self.plain
-        self._blocks: Tensor | None = None
+        self.scales: Tensor | None = None
+        self.packed: Tensor | None = None
+        self._panels: Panels | None = None
 
-    def pack(self, *, keep_plain: bool = False) -> None:
-        """Change to the layouts that suit the device, if any do; call it after loading."""
-        if not packs(self.plain.device, self.plain.dtype):
-            return
-        self._columns = self.plain.t().contiguous()
-        self._blocks = torch.ops.mkldnn._reorder_linear_weight(self.plain, 64)
-        if not keep_plain:
+    def store_as(self, stored: torch.dtype) -> None:
+        """Keep the weights as bfloat16, or as int8 with a factor for every output; call it before loading."""
+        self.plain = torch.zeros(self.plain.shape, dtype=stored, device=self.plain.device)
+        if stored == torch.int8:
+            self.scales = torch.zeros(self.outputs, device=self.plain.device)
+
+    def shard(self, name: str, rows: slice, columns: slice = EVERY, *, own: slice = EVERY) -> Shard:
+        """Those rows and columns of a checkpoint's tensor, which are this weight's rows `own`."""
+        if self.scales is None:
+            return Shard(name, (rows, columns), self.plain[own])
+        return Shard(name, (rows, EVERY), QuantizedRows(self.plain[own], self.scales[own], columns))
+
+    def pack(self) -> None:
+        """Change to the order of the kernel, if it can run; call it after loading."""
+        if self.dtype == torch.float32 and self.plain.device.type == "cpu" and has_products():
+            self._panels = Panels(self.plain, self.scales)
+            self.packed = self._panels.weights
             self.plain = self.plain.new_empty(0)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] -> [T, outputs]."""
-        if self._blocks is None:
-            return F.linear(x, self.plain, bias)
-        if x.shape[0] > _FEW_ROWS:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self._blocks, bias, "none", [], "")
-        return torch.mm(x, self._columns) if bias is None else torch.addmm(bias, x, self._columns)
+        if self._panels is not None:
+            return self._panels.multiply(x, bias)
+        return F.linear(x, self._widened(self.plain, self.scales), bias)
+
+    def multiply_gated(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, inputs] -> silu of the first half of the outputs times the second half, [T, outputs / 2]."""
+        if self._panels is not None and self._panels.gates:
+            return self._panels.multiply(x, bias, gated=True)
+        gate, up = self.multiply(x, bias).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """ids [T] -> those rows of the matrix, [T, inputs]."""
+        if self._panels is not None:
+            return self._panels.rows(ids)
+        return self._widened(F.embedding(ids, self.plain), None if self.scales is None else self.scales[ids])
+
+    def _widened(self, rows: Tensor, scales: Tensor | None) -> Tensor:
+        rows = rows.to(self.dtype)  # without effect where that is how they are stored
+        return rows if scales is None else rows * scales[:, None]

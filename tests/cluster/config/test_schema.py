@@ -38,15 +38,15 @@ PUBLIC_CHOICES = {
 }
 
 PUBLIC_KEYS = {
-    "target": "name path tp dtype device stretch max_model_len kv_slots",
+    "target": "name path tp dtype weights device stretch max_model_len kv_slots",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams"},
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width fan_out "
-    "ahead_width batch_nodes dtype device layer_partition mlp_parallel calibration calibration_policy calibrate_every "
-    "kv_slots",
+    "ahead_width batch_nodes dtype weights device layer_partition mlp_parallel calibration calibration_policy "
+    "calibrate_every kv_slots",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -276,6 +276,15 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["target.tp=0"], "target.tp=0: must be at least 1"),
         (["target.dtype=fp8"], "target.dtype=fp8: is unknown; choose one of auto, float32"),
         (["target.device=tpu"], "target.device=tpu: is unknown; choose one of auto, cpu, cuda"),
+        (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, bfloat16, int8"),
+        (
+            ["target.weights=int8", "target.device=cuda"],
+            "target.weights=int8: needs target.device=cpu and target.dtype=float32; set them or drop it",
+        ),
+        (
+            ["drafter.weights=bfloat16", "drafter.dtype=bfloat16"],
+            "drafter.weights=bfloat16: needs drafter.device=cpu and drafter.dtype=float32",
+        ),
         (["target.stretch=-1"], "target.stretch=-1: must be 0 (off) or above"),
         (["target.kv_slots=-1"], "target.kv_slots=-1: must be 0"),
         (["target.max_model_len=-1"], "target.max_model_len=-1: must be 0"),

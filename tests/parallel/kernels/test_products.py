@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.kernels.products import has_products, product
+from parallel.kernels.products import Panels, has_products
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="needs a C++ compiler; apt-get install g++")
-SHAPES = [(64, 32), (97, 33), (5, 7), (2, 300), (640, 192)]
+SHAPES = [(64, 32), (97, 33), (5, 7), (2, 300), (640, 192), (608, 40)]
 
 
 @pytest.fixture(params=[1, 2])
@@ -31,13 +31,14 @@ def test_every_kind_of_weight_and_what_follows_the_product(num_threads, shape):
     for num_rows in (1, 2, 5, 6, 7, 20):
         x, addend = torch.randn(num_rows, inputs), torch.randn(num_rows, outputs)
         expected = F.linear(x, matrix, bias)
-        close(product(x, matrix, bias), expected)
-        close(product(x, matrix, bias, addend=addend), expected + addend)
-        close(product(x, matrix.bfloat16()), F.linear(x, matrix.bfloat16().float()))
-        close(product(x, codes, scales=scales), F.linear(x, codes * scales[:, None]))
-        if outputs % 2 == 0:
+        close(Panels(matrix).multiply(x, bias), expected)
+        close(Panels(matrix).multiply(x, bias, addend), expected + addend)
+        close(Panels(matrix.bfloat16()).multiply(x), F.linear(x, matrix.bfloat16().float()))
+        close(Panels(codes, scales).multiply(x), F.linear(x, codes * scales[:, None]))
+        assert Panels(matrix).gates == (outputs % 32 == 0)
+        if outputs % 32 == 0:
             gate, up = expected.chunk(2, -1)
-            close(product(x, matrix, bias, gated=True), F.silu(gate) * up)
+            close(Panels(matrix).multiply(x, bias, gated=True), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -46,6 +47,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(num_threads, shape, stored)
     torch.manual_seed(0)
     matrix, x = torch.randn(shape).mul(50).to(stored), torch.randn(64, shape[1])
     scales = torch.rand(shape[0]) if stored == torch.int8 else None
-    alone = torch.cat([product(row, matrix, scales=scales) for row in x.split(1)])
+    panels = Panels(matrix, scales)
+    alone = torch.cat([panels.multiply(row) for row in x.split(1)])
     for num_rows in range(1, 65):
-        assert torch.equal(product(x[-num_rows:], matrix, scales=scales), alone[-num_rows:])
+        assert torch.equal(panels.multiply(x[-num_rows:]), alone[-num_rows:])
+    if shape[0] % 32 == 0:
+        alone = torch.cat([panels.multiply(row, gated=True) for row in x.split(1)])
+        assert torch.equal(panels.multiply(x, gated=True), alone)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_read_back(shape):
+    matrix, scales = torch.randn(shape).mul(50), torch.rand(shape[0])
+    codes, ids = matrix.to(torch.int8), torch.randint(0, shape[0], (9,))
+    assert torch.equal(Panels(matrix).rows(ids), matrix[ids])
+    assert torch.equal(Panels(matrix.bfloat16()).rows(ids), matrix.bfloat16()[ids].float())
+    assert torch.equal(Panels(codes, scales).rows(ids), codes[ids] * scales[ids, None])
+    unknown = Panels(matrix).rows(torch.tensor([-1, shape[0]]))
+    assert unknown.isnan().all(), "nothing outside of the matrix is read"

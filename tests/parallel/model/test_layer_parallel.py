@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
-from parallel.model.layers.weight import packs
 from parallel.model.partition import LayerLayout, default_partition, partition_of
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
@@ -324,7 +323,7 @@ def test_bytes_are_those_allocated(make_checkpoint, on_ranks, family, calibratio
     layout = LayerLayout(partition_of([1, 2, 2, 2, 1] if ranks > 1 else [1, 6, 1], 8), ranks, mlp, calibration)
     for rank, runner in enumerate(on_ranks(ranks, lambda group: open_model(path, group, num_slots=9, layout=layout))):
         config, dtype = runner.config, torch.float32
-        weights = weight_bytes(config, ranks, dtype.itemsize, layout, rank, packed=packs("cpu", dtype))
+        weights = weight_bytes(config, ranks, dtype.itemsize, layout, rank)
         assert weights == runner.decoder.nbytes()
         pool_bytes = runner.pool.keys.nbytes + runner.pool.values.nbytes
         assert (

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from parallel.comm.group import SINGLE
+from parallel.kernels.products import has_products
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import RMSNorm, RMSNormPlusOne
-from parallel.model.layers.weight import Layer, Weight, packs
+from parallel.model.layers.weight import Layer, QuantizedRows, Weight
 
 PLAIN = {"dtype": torch.float32, "device": "cpu"}
 
@@ -25,19 +26,63 @@ def test_a_packed_weight_is_the_same_weight(shape, with_bias):
     weight, bias = filled(*shape), torch.randn(shape[0]) if with_bias else None
     plain = weight.plain
     weight.pack()
-    assert weight.plain.numel() == 0 or not packs("cpu", torch.float32)
+    assert weight.plain.numel() == 0 or not has_products()
+    ids = torch.tensor([shape[0] - 1, 0])
+    assert torch.equal(weight.look_up(ids), plain[ids])
     for num_rows in (1, 2, 3, 4, 5, 70):
         x = torch.randn(num_rows, shape[1])
         torch.testing.assert_close(weight.multiply(x, bias), F.linear(x, plain, bias), atol=1e-3, rtol=0)
 
 
-def test_only_float32_on_cpu_is_packed():
+def test_only_float32_is_packed():
     for dtype in (torch.bfloat16, torch.float16):
         weight = filled(8, 8, dtype)
         plain = weight.plain
         weight.pack()
-        assert not packs("cpu", dtype) and weight.plain is plain
-    assert not packs("cuda", torch.float32)
+        assert weight.plain is plain
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(("stored", "error"), [(torch.bfloat16, 2**-8), (torch.int8, 0.5 / 127)])
+def test_a_smaller_type_rounds_and_nothing_else(monkeypatch, kernels, stored, error):
+    if not kernels:
+        monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
+    matrix, bias, x = torch.randn(64, 33), torch.randn(64), torch.randn(3, 33)
+    matrix[5] = 0
+    weight = Weight(64, 33, **PLAIN)
+    weight.store_as(stored)
+    weight.shard("w", slice(64)).destination.copy_(matrix)
+    weight.pack()
+    assert weight.nbytes() == 64 * 33 * stored.itemsize + (4 * 64 if stored == torch.int8 else 0)
+    rounded = weight.look_up(torch.arange(64))
+    largest = matrix.abs() if stored == torch.bfloat16 else matrix.abs().amax(1, keepdim=True)
+    assert rounded.dtype == torch.float32 and ((rounded - matrix).abs() <= largest * error * 1.001).all()
+    expected = F.linear(x, rounded, bias)
+    torch.testing.assert_close(weight.multiply(x, bias), expected, atol=1e-4, rtol=1e-4)
+    gate, up = expected.chunk(2, -1)
+    torch.testing.assert_close(weight.multiply_gated(x, bias), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
+
+
+def test_int8_weights_are_the_same_on_any_number_of_ranks(on_ranks):
+    torch.manual_seed(0)
+    matrix = torch.randn(10, 24)
+
+    def work(group):
+        row = RowLinear("c", 24, 10, group, bias=False, **PLAIN)
+        row.weight.store_as(torch.int8)
+        fill(row, "c.weight", matrix)
+        return group.all_gather(row.weight.look_up(torch.arange(10)))
+
+    (whole,) = on_ranks(1, work)
+    assert all(torch.equal(parts, whole) for parts in on_ranks(2, work))
+
+
+def test_numbers_that_are_not_finite_are_noticed_in_int8():
+    codes, scales = torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        rows = QuantizedRows(codes, scales, slice(None))
+        rows.copy_(torch.tensor([[1.0, 2, 3, 4], [0, bad, 1, 2]]))
+        assert not torch.stack(rows.aminmax()).isfinite().all()
 
 
 def test_bytes_count_shared_weights_once():
@@ -111,7 +156,7 @@ def test_a_vocabulary_of_any_size_is_shared(on_ranks, vocab_size, size):
         vocab = VocabTable("v", vocab_size, 6, group, **PLAIN)
         (shard,) = vocab.shards()
         shard.destination.copy_(table[shard.index])
-        vocab.weight.pack(keep_plain=True)
+        vocab.weight.pack()
         return vocab.embed(token_ids), vocab.logits(hidden)
 
     for embedded, logits in on_ranks(size, work):

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from parallel.comm.group import SINGLE
-from parallel.runtime.kv_sizing import choose_dtype, fit_slots
+from parallel.kernels.products import has_products
+from parallel.kv.pass_plan import Span
+from parallel.runtime.kv_sizing import choose_dtype, choose_weights, fit_slots
 from parallel.runtime.runner import open_model
 
 
@@ -37,3 +41,26 @@ def test_what_does_not_fit_is_named(llama, monkeypatch):
         fit_slots(str(llama.path), SINGLE, "cpu", "auto", max_num_seqs=1)
     with pytest.raises(ValueError, match="dtype=int8: unknown; use auto"):
         choose_dtype("int8", "cpu")
+
+
+def test_what_a_checkpoint_stores_in_bfloat16_is_kept_so_and_changes_no_bit(llama, tmp_path):
+    copy.deepcopy(llama.model).to(torch.bfloat16).save_pretrained(tmp_path)
+    sizes = {str(path): fit_slots(str(path), SINGLE, "cpu", "auto", max_num_seqs=1) for path in (llama.path, tmp_path)}
+    assert [fit.weights for fit in sizes.values()] == [
+        torch.float32,
+        torch.bfloat16 if has_products() else torch.float32,
+    ]
+    logits = []
+    for weights in (torch.float32, torch.bfloat16):
+        model = open_model(tmp_path, num_slots=8, weights=weights)
+        model.open(0)
+        logits.append(model.forward([Span(0, 5, num_logits=5)], [3, 1, 4, 1, 5]).logits)
+        assert not has_products() or torch.equal(logits[0], logits[-1])
+
+
+def test_smaller_weights_are_for_float32_on_cpu():
+    assert choose_weights("auto", "bfloat16", "cpu") == torch.bfloat16
+    assert choose_weights("int8", "auto", "cpu") == torch.int8
+    for device, dtype in (("cuda:0", "auto"), ("cpu", "bfloat16")):
+        with pytest.raises(ValueError, match="weights=int8: needs a CPU and dtype=float32"):
+            choose_weights("int8", dtype, device)

@@ -6,7 +6,6 @@ import torch
 from parallel.comm.group import Group
 from parallel.kv.pass_plan import Span
 from parallel.model.families.registry import read_config
-from parallel.model.layers.weight import packs
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
@@ -146,13 +145,22 @@ def test_an_unknown_backend_is_named(llama):
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_those_allocated(make_checkpoint, family, overrides, size, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.int8),
+    ],
+)
+def test_bytes_are_those_allocated(make_checkpoint, family, overrides, size, dtype, weights):
     group = Group()  # nothing is sent while a model is opened; rank 0 is the one with the row biases
     group.size = size
     path = make_checkpoint(family, **overrides).path
     config = read_config(path)
-    model = open_model(path, group, dtype=dtype, num_slots=10)
-    assert weight_bytes(config, size, dtype.itemsize, packed=packs("cpu", dtype)) == model.decoder.nbytes()
+    model = open_model(path, group, dtype=dtype, num_slots=10, weights=weights)
+    stored = None if weights is None else str(weights).removeprefix("torch.")
+    assert weight_bytes(config, size, dtype.itemsize, weights=stored) == model.decoder.nbytes()
     pool_bytes = model.pool.keys.nbytes + model.pool.values.nbytes
     assert kv_bytes_per_slot(config, size, dtype.itemsize) * 11 == pool_bytes  # with the scratch slot
