@@ -27,9 +27,10 @@ from actors.drafters.registry import DRAFTERS
 from actors.options import CHECKPOINT
 from cluster import pocket
 from cluster.config.errors import describe, unknown_key
-from cluster.config.jobs import PlanConfig, PromptsJobConfig, TrainConfig
+from cluster.config.jobs import BenchConfig, PlanConfig, PromptsJobConfig, TrainConfig
 from cluster.config.schema import CHOICES, LaunchConfig
 from cluster.config.validation import validate
+from cluster.io.prompts import prompt_sets
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.families.registry import read_config
 
@@ -156,10 +157,10 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     path = _checkpoint("target.path", config.target.path, {"pocket": pocket.TARGET})
     job = config.job
     if isinstance(job, PromptsJobConfig):
-        job = replace(job, prompts=_prompts(job.prompts, job.workload))
+        job = replace(job, prompts=_prompts(job))
     if isinstance(job, PlanConfig):
         costs = _file("job.costs", job.costs, "the YAML of docs/planning.md, or leave it empty") if job.costs else ""
-        job = replace(job, prompts=_prompts(job.prompts, "completion"), costs=costs)
+        job = replace(job, prompts=_prompt_file(job.prompts or str(pocket.PROMPTS)), costs=costs)
     drafter = config.drafter.with_paths(_DrafterPaths(path))
     return replace(config, target=replace(config.target, path=path), drafter=drafter, job=job)
 
@@ -196,13 +197,37 @@ class _DrafterPaths:
         return _checkpoint(key, path, {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER})
 
 
-def workload_prompts(workload: str) -> Path:
-    """The bundled prompts of a `job.workload`."""
-    return pocket.PROMPTS if workload == "completion" else pocket.PROMPTS.with_name(f"{workload}.jsonl")
+_COPIED = ("editing", "agent")
+"""Bundled workloads beside completion, each in a file of its name."""
 
 
-def _prompts(path: str, workload: str) -> str:
-    bundled = workload_prompts(workload)
-    if bundled != pocket.PROMPTS and path not in ("", str(bundled)):
-        raise ValueError(f"job.workload={workload}: names bundled prompts, but job.prompts is given; drop one of them")
-    return _file("job.prompts", path or str(bundled), "a JSONL file with a `prompt` or `turns` field")
+def workload_prompts(prompts: str, workload: str) -> Path:
+    """The file of a workload: in the folder `prompts`, else the bundled one. ValueError, one line, if there is none."""
+    folder = Path(prompts).expanduser()
+    bundled = {"completion": pocket.PROMPTS} | {name: pocket.PROMPTS.with_name(f"{name}.jsonl") for name in _COPIED}
+    sets = prompt_sets(folder) if prompts and folder.is_dir() else bundled
+    if workload not in sets:
+        raise ValueError(f"job.workload={workload}: is unknown; choose one of {', '.join(sets)}")
+    return sets[workload].absolute()
+
+
+def _prompts(job: PromptsJobConfig) -> str:
+    """The file of prompts; the folder of the files if `job.workloads` names several."""
+    path = Path(job.prompts).expanduser()
+    named = job.workloads if isinstance(job, BenchConfig) else []
+    if job.prompts and not path.is_dir():
+        names = (PromptsJobConfig().workload, path.stem, path.parent.name)  # the file may have been found already
+        if job.workload not in names:
+            raise ValueError(f"job.workload={job.workload}: names no set of a single file; drop it or job.prompts")
+        if named:
+            raise ValueError(f"job.workloads={named}: names no sets of a single file; drop it or job.prompts")
+        return _prompt_file(job.prompts)
+    if not named:
+        return str(workload_prompts(job.prompts, job.workload))
+    for workload in named:
+        workload_prompts(job.prompts, workload)
+    return str(path.absolute()) if job.prompts else ""
+
+
+def _prompt_file(path: str) -> str:
+    return _file("job.prompts", path, "a JSONL file with a `prompt` or `turns` field, or a folder of such files")

@@ -13,7 +13,6 @@ from actors.drafters.model.config import Parallel
 from actors.options import MAX_RANKS, PipelineName
 from actors.ranges import Choice, OneOf, Range, require
 
-WORKLOADS = ("completion", "editing", "agent")
 STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
 """Stages of `job=train` in the order in which they must run; each reads what earlier ones left in `job.out`."""
 
@@ -34,10 +33,11 @@ class PromptsJobConfig(JobConfig):
     """Base of the jobs that complete prompts."""
 
     prompts: str = ""
-    """JSONL file with a `prompt` field or Spec-Bench `turns` per line; empty = bundled prompts, see `job.workload`."""
-    workload: Annotated[str, OneOf(WORKLOADS)] = "completion"
+    """JSONL file with a `prompt` field or Spec-Bench `turns` per line, or a folder of such files, of which
+    `job.workload` names one; empty = bundled prompts."""
+    workload: str = "completion"
     """Bundled prompts: completion (held-out code), editing (answers copy from the prompt), or agent (sessions whose
-    prompts repeat each other)."""
+    prompts repeat each other); of a folder, the file NAME.jsonl or NAME/question.jsonl."""
     limit: Annotated[int, Range(0, zero="all prompts")] = 8
     """Prompts to read from the start of the file; 0 = all."""
 
@@ -68,8 +68,8 @@ class BenchConfig(PromptsJobConfig):
     """Measured runs of each configuration; medians are reported."""
     warmup: Annotated[int, Range(0)] = 1
     """Unmeasured runs before them, over as many prompts as are in flight."""
-    workloads: Annotated[list[str], OneOf(WORKLOADS)] = field(default_factory=list)
-    """Axis: bundled prompts, see `job.workload`."""
+    workloads: list[str] = field(default_factory=list)
+    """Axis: `job.workload`."""
     drafters: list[Any] = field(default_factory=list)
     """Axis: choices of `drafter=`, or their keys as `{name: model, path: DIR}`, or a cascade's levels as
     `[ngram,model]`."""

@@ -1,7 +1,7 @@
-"""Prompts from a JSONL file: one object per line, with a `prompt` text or the `turns` of Spec-Bench.
+"""Prompts from a JSONL file: one object per line, with a `prompt` text, as in HumanEval, or the `turns` of Spec-Bench.
 
-A file is read and checked as a whole before anything starts; an error names the bad line. Must not know tokenizers or
-engines.
+A folder may hold several such sets, each under its name. A file is read and checked as a whole before anything starts;
+an error names the bad line. Must not know tokenizers or engines.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ class Prompt:
         """The labels that are set."""
         labels = {"category": self.category, "question_id": self.question_id, "source": self.source}
         return {name: value for name, value in labels.items() if value is not None}
+
+
+def prompt_sets(folder: Path) -> dict[str, Path]:
+    """Name -> file of every prompt set in a folder: NAME.jsonl, or NAME/question.jsonl as Spec-Bench keeps them."""
+    nested = {file.parent.name: file for file in sorted(folder.glob("*/question.jsonl"))}
+    return nested | {file.stem: file for file in sorted(folder.glob("*.jsonl"))}
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
@@ -74,4 +80,4 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
         raise ValueError(f"{where} has neither a text `prompt` nor a list of texts `turns`; correct or remove it")
     if not text:
         raise ValueError(f"{where} has an empty prompt; correct or remove it")
-    return Prompt(text, record.get("category"), record.get("question_id"), record.get("source"))
+    return Prompt(text, record.get("category"), record.get("question_id", record.get("task_id")), record.get("source"))

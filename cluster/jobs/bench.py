@@ -38,7 +38,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     job: BenchConfig = config.job
     check_peers(job.peers, config.sampling.params())
     settings = expand(config)
-    files = {name: workload_prompts(name) for name in job.workloads} or {"": Path(job.prompts)}
+    files = {name: workload_prompts(job.prompts, name) for name in job.workloads} or {"": Path(job.prompts)}
     prompts = {name: read_prompts(file, job.limit) for name, file in files.items()}
     terminal = Terminal()
     runner = TrialRunner(config, prompts)

@@ -17,7 +17,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.drafters.registry import DRAFTERS
 from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
-from cluster.config.compose import checked, drafter_record, workload_prompts
+from cluster.config.compose import checked, drafter_record
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import CHOICES, LaunchConfig
 
@@ -162,10 +162,6 @@ def _with_lengths(drafter: DrafterConfig, lengths: Sequence[int]) -> list[Drafte
 
 def _check_axes(config: LaunchConfig) -> None:
     job = config.job
-    if job.workloads and job.prompts != str(workload_prompts(job.workload)):
-        raise ValueError(
-            f"job.workloads={job.workloads}: names bundled prompts, but job.prompts is given; drop one of them"
-        )
     widest = max(job.batches, default=1)
     if widest > config.scheduler.max_num_seqs:
         raise ValueError(

@@ -108,16 +108,20 @@ def peer_table(entries: Sequence[BenchEntry]) -> Table | None:
 
 
 def category_table(entries: Sequence[BenchEntry]) -> Table | None:
-    """Categories down, settings across: speed-up over plain decoding and acceptance length; None without categories."""
-    categories = list(dict.fromkeys(name for entry in entries for name in entry["categories"]))
-    if not categories:
-        return None
-    rows = []
-    for category in categories:
-        cells = [entry["categories"][category] for entry in entries]
-        shown = (f"{figure(it['speculative / plain'], 2, 'x')}  {figure(it['mean_acceptance_length'])}" for it in cells)
-        rows.append([category, *shown])
-    return ["category", *(entry["name"] for entry in entries)], rows
+    """Categories down, settings across: speed-up over plain decoding and acceptance length; None without categories.
+
+    Settings with other prompts may lack a category, or have none.
+    """
+    entries = [entry for entry in entries if entry["categories"]]
+    categories = dict.fromkeys(name for entry in entries for name in entry["categories"])
+    rows = [[name, *(_category_cell(entry["categories"].get(name)) for entry in entries)] for name in categories]
+    return (["category", *(entry["name"] for entry in entries)], rows) if rows else None
+
+
+def _category_cell(figures: dict[str, float | None] | None) -> str:
+    if figures is None:
+        return ""
+    return f"{figure(figures['speculative / plain'], 2, 'x')}  {figure(figures['mean_acceptance_length'])}"
 
 
 def csv_row(entry: BenchEntry) -> dict[str, object]:

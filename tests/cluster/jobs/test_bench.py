@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 
 from cluster.config.jobs import BenchConfig
 from cluster.jobs import bench
 from cluster.observability.report import RunFigures
-from cluster.tools.bench import plan, trials
+from cluster.tools.bench import trials
 
 FILES = {"report.json", "bench.csv", "bench.md", "bench.png", "acceptance.png", "drafters.png"}
 
@@ -75,13 +75,17 @@ def test_contexts_and_temperatures_are_axes(tiny_launch, prompts, tmp_path):
     assert all(entry["tokens_equal_plain"] for entry in report["settings"])
 
 
-def test_workloads_are_an_axis(tiny_launch, tmp_path, monkeypatch, prompts):
-    for module in (bench, plan):
-        monkeypatch.setattr(module, "workload_prompts", lambda name: Path(prompts))
-    job = BenchConfig(prompts=prompts, limit=1, repeats=1, warmup=0, workloads=["editing", "agent"])
+def test_workloads_are_an_axis(tiny_launch, tmp_path, prompts, capsys):
+    folder = tmp_path / "sets"
+    (folder / "spec_bench").mkdir(parents=True)
+    shutil.copy(prompts, folder / "spec_bench/question.jsonl")
+    (folder / "humaneval.jsonl").write_text('{"task_id": "HumanEval/0", "prompt": "def f():"}')
+    job = BenchConfig(prompts=str(folder), limit=1, repeats=1, warmup=0, workloads=["spec_bench", "humaneval"])
     bench.run(tiny_launch(job), tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [entry["setting"]["workload"] for entry in report["settings"]] == ["editing", "agent"]
+    assert [entry["setting"]["workload"] for entry in report["settings"]] == ["spec_bench", "humaneval"]
+    assert [list(entry["categories"]) for entry in report["settings"]] == [["qa"], []]
+    assert "category" in capsys.readouterr().out
 
 
 def test_an_interrupt_keeps_the_repeats_that_were_finished(tiny_launch, prompts, tmp_path, monkeypatch):

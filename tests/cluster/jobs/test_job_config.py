@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.compose import load_config
+from cluster.config.compose import checked, load_config
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,9 @@ from cluster.config.compose import load_config
         (["job=bench", "job.temperatures=[-1]"], "job.temperatures=[-1.0]: must all be 0 or above"),
         (["job=bench", "job.contexts=[0]"], "job.contexts=[0]: must all be at least 1"),
         (["job.workload=chat"], "job.workload=chat: is unknown; choose one of completion, editing, agent"),
-        (["job.workload=agent", "job.prompts=x"], "job.workload=agent: names bundled prompts, but job.prompts is"),
+        (["job.workload=agent", "job.prompts=x"], "job.workload=agent: names no set of a single file; drop it or"),
+        (["job=bench", "job.workloads=[chat]"], "job.workload=chat: is unknown; choose one of completion, editing"),
+        (["job=bench", "job.workloads=[agent]", "job.prompts=x"], "job.workloads=['agent']: names no sets of a single"),
     ],
 )
 def test_what_makes_no_sense_is_refused(overrides, line):
@@ -34,3 +36,14 @@ def test_a_workload_is_a_bundled_file(job):
         load_config([f"job={job}", f"job.workload={name}"]).job.prompts for name in ("completion", "editing", "agent")
     ]
     assert [path.rpartition("/")[2] for path in paths] == ["prompts.jsonl", "editing.jsonl", "agent.jsonl"]
+
+
+def test_a_workload_is_a_file_of_a_folder(tmp_path):
+    (tmp_path / "spec_bench").mkdir()
+    for name in ("spec_bench/question.jsonl", "humaneval.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "x"}')
+    for workload, name in (("spec_bench", "spec_bench/question.jsonl"), ("humaneval", "humaneval.jsonl")):
+        config = load_config([f"job.prompts={tmp_path}", f"job.workload={workload}"])
+        assert checked(config).job.prompts == config.job.prompts == str(tmp_path / name)
+    with pytest.raises(ValueError, match="^job.workload=completion: is unknown; choose one of spec_bench, humaneval$"):
+        load_config([f"job.prompts={tmp_path}"])
