@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,10 @@ from actors.sampling.noise import NoiseStream, gumbel, noise_key
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
 _BANNED = -math.inf
-_RANKED_FIRST = 512
+_PARTLY_RANKED = 1024
+"""Up to this many of the likeliest tokens are selected from a row; for more, sorting all of it is faster."""
+_RANKED_AT_ONCE = 1 << 21
+"""Logits ranked at a time, so that a large batch needs no more than tens of megabytes for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +87,42 @@ def process_logits(logits: Tensor, rows: LogitRows, eos_token_ids: Sequence[int]
     frequency at the output only. Tokens that tie with the last kept one are kept too. Returns `logits` itself if
     nothing applies, else a tensor of its own; banned tokens hold -inf.
     """
-    params, prompt_len, token_ids = rows.params, rows.prompt_len, rows.token_ids
-    if _edits(params):
-        paths = [[rows.tree.token_ids[i] for i in rows.tree.path_to(node)] for node in rows.row_nodes()]
-        logits = logits.clone()
-        _bias_(logits, params)
-        _ban_words_(logits, params, token_ids, paths)
-        _ban_early_end_(logits, params, eos_token_ids, len(token_ids) - prompt_len, paths)
-        _penalise_(logits, params, prompt_len, token_ids, paths)
-    if is_greedy(params):
+    return process_batch(logits, [rows], eos_token_ids)
+
+
+def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
+    """`process_logits` for the rows of many sequences, flat in `logits` [N, V]."""
+    if all(is_plain(rows.params) and (is_greedy(rows.params) or rows.params.temperature == 1.0) for rows in batch):
         return logits
-    logits = _divide(logits, [params.temperature])
-    return _keep_likely(logits, params)
+    params = [rows.params for rows in batch for _ in rows.row_nodes()]
+    assert len(params) == len(logits), "every logit row belongs to one tree node"
+    scores, start = logits, 0
+    for rows in batch:
+        end = start + len(rows.row_nodes())
+        if _edits(rows.params):
+            scores = logits.clone() if scores is logits else scores
+            _edit_(scores[start:end], rows, eos_token_ids)
+        start = end
+    scores = _divide(scores, params)
+    truncated = [row for row, one in enumerate(params) if _truncates(one) and not is_greedy(one)]
+    if not truncated:
+        return scores
+    if len(truncated) == len(scores):
+        return scores.masked_fill(scores < _least_kept(scores, params), _BANNED)
+    where = _indices(truncated, scores)
+    asking = scores.index_select(0, where)
+    asking.masked_fill_(asking < _least_kept(asking, [params[row] for row in truncated]), _BANNED)
+    return scores.index_copy(0, where, asking)
+
+
+def _edit_(logits: Tensor, rows: LogitRows, eos_token_ids: Sequence[int]) -> None:
+    """What changes the logits of single tokens, for one sequence."""
+    params, prompt_len, token_ids = rows.params, rows.prompt_len, rows.token_ids
+    paths = [[rows.tree.token_ids[i] for i in rows.tree.path_to(node)] for node in rows.row_nodes()]
+    _bias_(logits, params)
+    _ban_words_(logits, params, token_ids, paths)
+    _ban_early_end_(logits, params, eos_token_ids, len(token_ids) - prompt_len, paths)
+    _penalise_(logits, params, prompt_len, token_ids, paths)
 
 
 def _bias_(logits: Tensor, params: SamplingParams) -> None:
@@ -150,45 +178,66 @@ def _penalise_(
         logits.sub_((counts > 0) * presence)
 
 
-def _keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Min-p, top-k and top-p as one threshold after the other on tempered logits [n, V]."""
-    if params.min_p > 0:
-        logits = _ban_below(logits, logits.amax(dim=-1, keepdim=True) + math.log(params.min_p))
-    vocab_size = logits.shape[-1]
-    top_k = min(params.top_k or vocab_size, vocab_size)
-    if params.top_p < 1:
-        logits = _ban_below(logits, _nucleus_threshold(logits, top_k, params.top_p))
-    elif top_k < vocab_size:
-        logits = _ban_below(logits, logits.topk(top_k, dim=-1).values[:, -1:])
-    return logits
+def _least_kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The least tempered logit [n, 1] that min-p, top-k and top-p keep in each row of [n, V].
 
-
-def _nucleus_threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The least kept logit [n, 1]: of the `top_k` tokens, those with less than `top_p` of their mass before them.
-
-    A few hundred tokens nearly always hold that mass; ranking the whole vocabulary costs ten times as much. Both ways
-    sum the same numbers, so that a row does not depend on whether another row of the batch needs the whole vocabulary.
+    Rows are ranked no further than they ask: with a top-k its likeliest tokens, with a top-p alone the vocabulary.
     """
-    if top_k < logits.shape[-1]:
-        ranked = logits.topk(top_k, dim=-1)
-        mass = ranked.values.softmax(dim=-1, dtype=torch.float64)
-    else:
-        distribution = logits.softmax(dim=-1, dtype=torch.float64)
-        ranked = logits.topk(min(top_k, _RANKED_FIRST), dim=-1)
-        mass = distribution.gather(1, ranked.indices)
-        if bool((mass.sum(dim=-1) < top_p).any()):
-            ranked = logits.topk(top_k, dim=-1)
-            mass = distribution.gather(1, ranked.indices)
-    num_kept = (mass.cumsum(dim=-1) - mass < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    return ranked.values.gather(1, num_kept - 1)
+    least = logits.new_full((len(logits), 1), _BANNED)
+    if has_least := any(one.min_p > 0 for one in params):
+        shares = [math.log(one.min_p) if one.min_p > 0 else _BANNED for one in params]
+        least = logits.amax(dim=-1, keepdim=True) + logits.new_tensor(shares)[:, None]
+    vocab_size = logits.shape[-1]
+    top_ks = [min(one.top_k or vocab_size, vocab_size) for one in params]
+    few = [row for row, top_k in enumerate(top_ks) if top_k < vocab_size]
+    all_ = [row for row, one in enumerate(params) if top_ks[row] == vocab_size and one.top_p < 1]
+    for rows, width in ((few, max((top_ks[row] for row in few), default=0)), (all_, vocab_size)):
+        at_once = max(1, _RANKED_AT_ONCE // max(1, width))
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
+            where = _indices(some, logits)
+            ranked = _ranked(logits if len(some) == len(logits) else logits.index_select(0, where), width)
+            limits = [(top_ks[row], params[row].top_p) for row in some]
+            least.index_copy_(0, where, _last_kept(ranked, least.index_select(0, where), limits, has_least=has_least))
+    return least
 
 
-def _ban_below(logits: Tensor, least: Tensor) -> Tensor:
-    return logits.masked_fill(logits < least, _BANNED)
+def _ranked(logits: Tensor, width: int) -> Tensor:
+    """The `width` largest values of each row, in decreasing order."""
+    if width <= _PARTLY_RANKED:
+        return logits.topk(width, dim=-1).values
+    if logits.is_cuda:
+        return logits.sort(dim=-1, descending=True).values[:, :width]
+    negated = logits.neg().numpy()  # NumPy sorts 20 times as fast as torch on CPU, where AVX2 or better is there
+    negated.sort(axis=-1)
+    return torch.from_numpy(np.negative(negated, out=negated))[:, :width]
 
 
-def _divide(logits: Tensor, temperatures: list[float]) -> Tensor:
-    """Row i over `temperatures[i]`, or all rows over the only one; a tensor divisor rounds alike in every batch."""
+def _last_kept(ranked: Tensor, least: Tensor, limits: Sequence[tuple[int, float]], *, has_least: bool) -> Tensor:
+    """The least kept logit [n, 1] of ranked rows [n, width], with (top_k, top_p) for each; `has_least` tells whether
+    min-p gave any of them a `least`.
+
+    Kept are the tokens with less than `top_p` of the mass before them, of the mass of the `top_k` that reach `least`.
+    Weights are summed in the order of the ranks, so that a row does not depend on how far others are ranked.
+    """
+    width = ranked.shape[-1]
+    top_ks = _indices([top_k for top_k, _ in limits], ranked)[:, None]
+    top_ps = ranked.new_tensor([top_p if top_p < 1 else math.inf for _, top_p in limits], dtype=torch.float64)[:, None]
+    weights = ranked.to(torch.float64)
+    weights.sub_(weights[:, :1].clone()).exp_()
+    if any(top_k < width for top_k, _ in limits):
+        weights.masked_fill_(torch.arange(width, device=ranked.device) >= top_ks, 0.0)
+    if has_least:
+        weights.masked_fill_(ranked < least, 0.0)
+    sums = weights.cumsum_(dim=-1)
+    num_before = torch.searchsorted(sums, sums[:, -1:] * top_ps)  # sums that are smaller; of an increasing row
+    last = ranked.gather(1, torch.minimum(num_before, top_ks - 1))
+    return torch.maximum(last, least)
+
+
+def _divide(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Sampled rows over their temperatures; a tensor divisor rounds alike in every batch."""
+    temperatures = [1.0 if is_greedy(one) else one.temperature for one in params]
     if all(temperature == 1.0 for temperature in temperatures):
         return logits
     return logits / logits.new_tensor(temperatures)[:, None]
@@ -207,38 +256,24 @@ def _indices(values: Sequence, like: Tensor) -> Tensor:
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
-def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
-    """`process_logits` for the rows of many sequences, flat in `logits` [N, V]; plain sequences share one division."""
-    if len(batch) == 1:
-        return process_logits(logits, batch[0], eos_token_ids)
-    divisors, touched, start = [], [], 0
-    for rows in batch:
-        num_rows, plain = len(rows.row_nodes()), is_plain(rows.params)
-        divisors += [rows.params.temperature if plain and not is_greedy(rows.params) else 1.0] * num_rows
-        if not plain:
-            touched.append((rows, slice(start, start + num_rows)))
-        start += num_rows
-    assert start == len(logits), "every logit row belongs to one tree node"
-    scores = _divide(logits, divisors)
-    if touched and scores is logits:
-        scores = logits.clone()
-    for rows, where in touched:
-        scores[where] = process_logits(logits[where], rows, eos_token_ids)
-    return scores
-
-
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
     """The target's own token at every node, int64 [N], or `NO_TOKEN`: one arg-max, noise for the sampled rows only."""
     scores = process_batch(logits, batch, eos_token_ids)
-    params = [rows.params for rows in batch for _ in rows.row_nodes()]
-    positions = [position for rows in batch for position in rows.positions()]
-    values, token_ids = _with_noise(scores, params, positions).max(dim=-1)
+    if not all(is_greedy(rows.params) for rows in batch):
+        params = [rows.params for rows in batch for _ in rows.row_nodes()]
+        scores = _with_noise(scores, params, [position for rows in batch for position in rows.positions()])
+    values, token_ids = scores.max(dim=-1)
     return torch.where(values.isnan(), NO_TOKEN, token_ids)  # NaN is the largest value of a row that has any
 
 
 def choose(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Coupled draw from processed logits [n, V], int64 [n]; `positions[i]` is the index of the token being chosen."""
-    return _with_noise(scores, params, positions).argmax(dim=-1)
+    return _with_noise(scores, params, positions).max(dim=-1).indices  # on CPU three times as fast as argmax
+
+
+def choose_plain(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """`choose` from the logits of a model, where `is_plain` holds for all `params`."""
+    return choose(_divide(logits, params), params, positions)
 
 
 def top_children(
@@ -252,14 +287,14 @@ def top_children(
     """
     raced = _with_noise(scores, params, positions)
     # arg-max breaks ties as the target does; top-k promises no order among ties
-    token_ids = raced.argmax(dim=-1, keepdim=True) if width == 1 else raced.topk(width, dim=-1).indices
+    token_ids = raced.max(dim=-1, keepdim=True).indices if width == 1 else raced.topk(width, dim=-1).indices
     distribution = raced if given_noise else scores
     return token_ids, distribution.gather(1, token_ids) - distribution.logsumexp(dim=-1, keepdim=True)
 
 
 def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Scores plus the coupled noise of every sampled row; rows of one (seed, position) share one noise vector."""
-    sampled = [row for row in range(len(scores)) if not is_greedy(params[row])]
+    sampled = [row for row, one in enumerate(params) if not is_greedy(one)]
     if not sampled:
         return scores
     vectors: dict[tuple[int, int], int] = {}

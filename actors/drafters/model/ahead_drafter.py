@@ -23,10 +23,10 @@ from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, redraft
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.drafters.model.drafter import ModelDrafter, logit_rows
+from actors.drafters.model.drafter import ModelDrafter, node_rows
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
-from actors.sampling.logits import LogitRows, is_plain, process_batch, top_children
+from actors.sampling.logits import process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
 MAX_ROWS_AHEAD = 192
@@ -245,26 +245,16 @@ class AheadDrafter(ModelDrafter):
         batch, params, positions = [], [], []
         for state, nodes in fed:
             context, hypotheses = state.context, state.tree.nodes
-            batch.append(self._node_rows(state, nodes))
+            token_ids, parents = (node.token for node in hypotheses), (node.parent for node in hypotheses)
+            batch.append(node_rows(context, token_ids, parents, nodes))
             params += [self._drawing_params(context.sampling)] * len(nodes)
             positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
         scores = process_batch(logits, batch, self._options.eos_token_ids)
         ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
-        self._add(zip(*(values.tolist() for values in ranked), strict=True), fed)
-
-    def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_AheadState, list[int]]]) -> None:
-        """The children of every node that was fed, (token ids, log-probabilities) best first."""
+        children = zip(*(values.tolist() for values in ranked), strict=True)
         places = ((state.tree, node) for state, nodes in fed for node in nodes)
         for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
             tree.expand(node, token_ids, self._confidence.adjust(log_probs))
-
-    def _node_rows(self, state: _AheadState, nodes: list[int]) -> LogitRows:
-        """The nodes' histories for the logit processors; without any processor the root stands for every node."""
-        context, hypotheses = state.context, state.tree.nodes
-        if is_plain(context.sampling):
-            return logit_rows(context, TokenTree.root(hypotheses[0].token), [0] * len(nodes))
-        tree = TokenTree(tuple(node.token for node in hypotheses), tuple(node.parent for node in hypotheses))
-        return logit_rows(context, tree, nodes)
 
     def _take_proposal(self, context: Context, budget: int) -> Draft:
         """The best proposal of the tree; its verdict is awaited from now on."""

@@ -9,7 +9,7 @@ is due, the fuzzy rows of accepted tokens are dropped and so become part of that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +24,7 @@ from actors.drafters.model.prefill import prefill
 from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import DrawnChildren, draw_iid, draw_without_replacement
-from actors.sampling.logits import LogitRows, choose, is_greedy, is_plain, process_batch, top_children
+from actors.sampling.logits import LogitRows, choose_plain, is_greedy, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
 
@@ -158,13 +158,12 @@ class ModelDrafter:
 
     def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
         logits = self._feed_suffixes(contexts)
+        lengths, params = [len(context.token_ids) for context in contexts], [context.sampling for context in contexts]
+        spans = [Span(context.request_id, 1) for context in contexts]
         live = list(range(len(contexts)))
         columns: list[tuple[list[int], Tensor]] = []
         for depth in range(max(budgets)):
-            rows = [logit_rows(contexts[i], TokenTree.root(contexts[i].token_ids[-1])) for i in live]
-            scores = process_batch(logits, rows, self._options.eos_token_ids)
-            params = [contexts[i].sampling for i in live]
-            chosen = choose(scores, params, [len(contexts[i].token_ids) + depth for i in live])
+            chosen = choose_plain(logits, [params[i] for i in live], [lengths[i] + depth for i in live])
             columns.append((live, chosen))
             going = [i for i in live if budgets[i] > depth + 1]
             if not going:
@@ -172,17 +171,18 @@ class ModelDrafter:
             if len(going) < len(live):
                 chosen = chosen[[live.index(i) for i in going]]
             live = going
-            logits = self.runner.forward([Span(contexts[i].request_id, 1) for i in live], chosen, fuzzy=True).logits
-            for i in live:
-                rows_of = self._rows[contexts[i].request_id]
-                rows_of.of_node[depth + 1] = rows_of.num_suffix + depth
-        tokens: list[list[int]] = [[] for _ in contexts]
+            logits = self.runner.forward([spans[i] for i in live], chosen, fuzzy=True).logits
         drawn = torch.cat([column for _, column in columns]).tolist()  # the one host sync of the draft
+        tokens: list[list[int]] = [[] for _ in contexts]
         for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):
             tokens[i].append(token)
-        trees = (TokenTree.chain(one.token_ids[-1], draft) for one, draft in zip(contexts, tokens, strict=True))
-        drafts = map(Draft if self._coupled else Draft.chosen, trees)
-        return {context.request_id: draft for context, draft in zip(contexts, drafts, strict=True)}
+        drafts = {}
+        for context, draft in zip(contexts, tokens, strict=True):
+            rows = self._rows[context.request_id]
+            rows.of_node |= {node: rows.num_suffix + node - 1 for node in range(1, len(draft))}
+            tree = TokenTree.chain(context.token_ids[-1], draft)
+            drafts[context.request_id] = Draft(tree) if self._coupled else Draft.chosen(tree)
+        return drafts
 
     # --- trees: one level after the other -----------------------------------------------------------------------------
 
@@ -233,13 +233,15 @@ class ModelDrafter:
         """Children for every frontier node, in the order they were drawn. Fills `distributions` for nodes drawn at
         random."""
         batch = [
-            logit_rows(context, TokenTree(tuple(tree.token_ids), tuple(tree.parents)), nodes)
+            node_rows(context, tree.token_ids, tree.parents, nodes)
             for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
         ]
         scores, width = process_batch(logits, batch, self._options.eos_token_ids), self._growth.width(level)
-        positions = [position for rows in batch for position in rows.positions()]
-        params = [rows.params for rows in batch for _ in rows.row_nodes()]
-        drawing = [self._drawing_params(one) for one in params]
+        positions, params, drawing = [], [], []
+        for context, nodes in zip(contexts, frontier, strict=True):  # the nodes of a level are equally deep
+            positions += [len(context.token_ids) + level] * len(nodes)
+            params += [context.sampling] * len(nodes)
+            drawing += [self._drawing_params(context.sampling)] * len(nodes)
         likeliest = top_children(scores, drawing, positions, width, given_noise=self._is_dynamic)
         ranked = zip(*(values.tolist() for values in likeliest), strict=True)
         places = [(i, node) for i, nodes in enumerate(frontier) for node in nodes]
@@ -288,6 +290,11 @@ class ModelDrafter:
         return Draft(grown, sampling_kinds, tuple(distributions.get(node) for node in kept))
 
 
-def logit_rows(context: Context, tree: TokenTree, nodes: Sequence[int] | None = None) -> LogitRows:
-    """The rows of `nodes`, None: all nodes, of a tree after the context's text."""
+def node_rows(context: Context, token_ids: Iterable[int], parents: Iterable[int], nodes: Sequence[int]) -> LogitRows:
+    """The histories of some nodes of a tree after the context's text, for the logit processors; without any processor
+    the root stands for every node."""
+    if is_plain(context.sampling):
+        tree, nodes = TokenTree.root(context.token_ids[-1]), [0] * len(nodes)
+    else:
+        tree = TokenTree(tuple(token_ids), tuple(parents))
     return LogitRows(context.sampling, context.prompt_len, context.token_ids, tree, nodes)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.logits import (
@@ -204,6 +206,66 @@ def test_a_nucleus_wider_than_the_first_ranked_tokens(top_k, widest):
         torch.testing.assert_close(ours[row], transformers_row(logits[row], params, [0]))
     alone = process_logits(logits[2:], LogitRows(params, 1, [0], TokenTree.root(0)), EOS)
     assert torch.equal(ours[2:], alone)
+
+
+def kept_by_definition(row: torch.Tensor, params: SamplingParams) -> tuple[set[int], bool]:
+    """The tokens that min-p, top-k and top-p keep, by sorting, and whether rounding could decide about one."""
+    scores = (row / params.temperature).tolist()
+    alive = (
+        [x for x in scores if x >= (torch.tensor(max(scores)) + math.log(params.min_p)).item()]
+        if params.min_p
+        else scores
+    )
+    alive = sorted(alive, reverse=True)
+    if params.top_k:
+        alive = alive[: params.top_k]
+    weights = [math.exp(x - alive[0]) for x in alive]
+    least, before, close = alive[-1], 0.0, False
+    for i, weight in enumerate(weights):
+        share = before / math.fsum(weights)
+        close |= params.top_p < 1 and abs(share - params.top_p) < 1e-12
+        if i and params.top_p < 1 and share >= params.top_p:
+            least = alive[i - 1]
+            break
+        before += weight
+    return {token for token, x in enumerate(scores) if x >= least}, close
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_truncation_keeps_the_set_that_sorting_the_vocabulary_gives(data):
+    """Rows of one batch with limits of their own, flat and peaked, with many ties."""
+    vocab_size = data.draw(st.sampled_from([1, 2, 5, 40, 1500]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    share = st.floats(0.01, 0.999)
+    batch, parts = [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        params = SamplingParams(
+            temperature=data.draw(st.sampled_from([1.0, 0.7, 2.0])),
+            top_k=data.draw(st.sampled_from([0, 0, 1, 3, 30, 1100, 4000])),
+            top_p=data.draw(st.just(1.0) | share),
+            min_p=data.draw(st.just(0.0) | share),
+        )
+        step = data.draw(st.sampled_from([0.0, 0.5, 1e-6]))
+        row = rng.normal(size=vocab_size) * data.draw(st.sampled_from([0.0, 0.1, 3.0]))
+        parts.append(torch.tensor(np.round(row / step) * step if step else row, dtype=torch.float32)[None])
+        batch.append(LogitRows(params, 1, [0], TokenTree.root(0)))
+    logits = torch.cat(parts)
+    ours = process_batch(logits, batch, EOS)
+    for row, (rows, scores) in enumerate(zip(batch, ours, strict=True)):
+        expected, close = kept_by_definition(logits[row], rows.params)
+        if not close:
+            assert set(torch.isfinite(scores).nonzero()[:, 0].tolist()) == expected
+        alone = process_batch(logits[row : row + 1], [rows], EOS)
+        assert torch.equal(scores, alone[0])
+
+
+def test_a_batch_larger_than_what_is_ranked_at_once(monkeypatch):
+    logits = random_logits(9, 3000)
+    rows = LogitRows(SamplingParams(temperature=1.0, top_p=0.9), 1, [0], TokenTree.chain(0, range(8)))
+    together = process_logits(logits, rows, EOS)
+    monkeypatch.setattr("actors.sampling.logits._RANKED_AT_ONCE", 2 * 3000)
+    assert torch.equal(process_logits(logits, rows, EOS), together)
 
 
 def test_tokens_that_tie_with_the_last_kept_one_are_kept():
