@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from parallel.kv.pool import KVPool, SeqId
 
@@ -29,35 +27,6 @@ class Span:
     num_tokens: int
     parents: Sequence[int] | None = None
     num_logits: int = 1
-
-
-class AttentionPlan(Protocol):
-    """What an attention backend prepared for all layers of one pass."""
-
-    def prepare(self) -> None:
-        """Derive on the device what all layers share; called once, at the start of the pass."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put the pass's rows k, v [T, kv_heads, head_dim] into their slots."""
-
-    def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
-        """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        ...
-
-
-@dataclass(slots=True)
-class PassPlan:
-    """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
-
-    `positions` may be longer than T where a backend rounds a pass up; the rows after T are padding. `fuzzy` lets a
-    decoder that can run layers side by side do so.
-    """
-
-    num_rows: int
-    positions: Tensor  # [>= T]
-    logit_rows: Tensor | None  # [N]
-    attention: AttentionPlan
-    fuzzy: bool = False
 
 
 class PendingRows:
@@ -77,7 +46,10 @@ class PendingRows:
     def append(self, num_rows: int, parents: Sequence[int] | None) -> None:
         first = len(self.parents)
         if parents is None:
-            parents = range(first - 1, first + num_rows - 1)
+            depth = self.depths[-1] + 1 if first else 0
+            self.depths.extend(range(depth, depth + num_rows))
+            self.parents.extend(range(first - 1, first + num_rows - 1))
+            return
         assert len(parents) == num_rows, f"{num_rows} rows, {len(parents)} parents"
         for i, parent in enumerate(parents, first):
             assert -1 <= parent < i, f"pending row {i} names parent {parent}"
@@ -131,10 +103,12 @@ class SpanRows:
     def written_slots(self) -> np.ndarray:
         return self.slots[-self.num_rows :]
 
-    def positions(self) -> list[int]:
+    def positions(self) -> Sequence[int]:
         """Positions of the pass's rows."""
-        context = self.context
-        return [context + depth for depth in self.pending.depths[self.first_pending :]]
+        context, first = self.context, self.first_pending
+        if self.pending.is_chain:
+            return range(context + first, context + self.num_pending)
+        return [context + depth for depth in self.pending.depths[first:]]
 
 
 def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Span]) -> list[SpanRows]:

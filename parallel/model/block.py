@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import AttentionPlan
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
-from parallel.model.layers.attention import attend
+from parallel.model.layers.attention import AttentionPlan, Heads
 from parallel.model.layers.linear import ColumnLinear, RowLinear, Shard, even_rows
 from parallel.model.layers.norm import NORMS
-from parallel.model.layers.rope import Rotation, rotate
+from parallel.model.layers.rope import Rotation
 from parallel.model.layers.weight import Layer, TensorOptions
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -36,31 +35,21 @@ class Attention(Layer):
     def __init__(
         self, config: DecoderConfig, layer: int, group: Group, *, windowed: bool, **options: Unpack[TensorOptions]
     ) -> None:
-        self.layer = layer
-        self.windowed = windowed
-        self.head_dim = config.head_dim
-        self.num_heads = config.num_heads // group.size
-        self.num_kv_heads = config.local_kv_heads(group.size)
+        num_heads, num_kv_heads = config.num_heads // group.size, config.local_kv_heads(group.size)
         queries = config.num_heads * config.head_dim
         first = group.rank * config.num_kv_heads // group.size * config.head_dim
-        kv_rows = slice(first, first + self.num_kv_heads * config.head_dim)
+        kv_rows = slice(first, first + num_kv_heads * config.head_dim)
         parts = [("q_proj", even_rows(queries, group)), ("k_proj", kv_rows), ("v_proj", kv_rows)]
         self.qkv = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, **options)
         self.o = RowLinear(config.names.o, queries, config.hidden_size, group, bias=config.o_bias, **options)
         norm = NORMS[config.norm]
         self.q_norm = norm(config.head_dim, config.norm_eps, **options) if config.qk_norm else None
         self.k_norm = norm(config.head_dim, config.norm_eps, **options) if config.qk_norm else None
+        norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        self.heads = Heads(layer, num_heads, num_kv_heads, config.head_dim, windowed, norms)
 
     def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        rotated, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rotated.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
-            rotated = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
-        if rope is not None:
-            rotated = rotate(rotated, rope)
-        q, k = rotated.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
-        return self.o(attend(q, k, v, self.layer, plan, windowed=self.windowed))
+        return self.o(plan.attend(self.heads, self.qkv(x), rope))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from self.qkv.shards(prefix)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import PassPlan
 from parallel.kv.pool import KVPool
 from parallel.model.block import BLOCKS, Block, Experts
 from parallel.model.config import DecoderConfig
-from parallel.model.layers.attention import AttentionShape
+from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.linear import Shard
 from parallel.model.layers.norm import NORMS

@@ -18,28 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import AttentionPlan, PassPlan
 from parallel.model.decoder import Decoder
+from parallel.model.layers.attention import AttentionPlan, PassPlan
 from parallel.model.layers.rope import Rotation
 from parallel.model.partition import LayerLayout
-
-
-class WrittenRows:
-    """An attention plan that keeps the keys and values that the pass wrote, layer by layer."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan = plan
-        self.rows: list[Tensor] = []
-
-    def prepare(self) -> None:
-        self._plan.prepare()
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self.rows += [k, v]
-        self._plan.write(layer, k, v)
-
-    def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
-        return self._plan.attend(layer, q, windowed=windowed)
 
 
 class LayerParallelDecoder(Decoder):
@@ -53,19 +35,17 @@ class LayerParallelDecoder(Decoder):
         if self.layout.calibration == "broadcast" and self.group.size > 1 and not plan.fuzzy:
             *tapped, hidden = self._exact_on_one(token_ids, plan, taps)
         else:
-            *tapped, hidden = self._walk_layers(token_ids, plan, plan.attention, taps)
+            *tapped, hidden = self._walk_layers(token_ids, plan, taps)
         return self.normalize(hidden), tuple(tapped)
 
-    def _walk_layers(
-        self, token_ids: Tensor, plan: PassPlan, attention: AttentionPlan, taps: Sequence[int]
-    ) -> list[Tensor]:
+    def _walk_layers(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int]) -> list[Tensor]:
         """The residual stream after each of the `taps`, and after the last layer."""
         ropes = self.rotations(plan.positions)
         hidden = self.embed(token_ids, plan.positions)
         tapped = {0: hidden}
         partition = self.layout.partition if plan.fuzzy else [(i,) for i in range(len(self.layers))]
         for members in partition:
-            for layer, attended in zip(members, self._attend(members, hidden, ropes, attention), strict=True):
+            for layer, attended in zip(members, self._attend(members, hidden, ropes, plan.attention), strict=True):
                 hidden = self.layers[layer].finish(hidden, attended)
                 if layer + 1 in taps:
                     tapped[layer + 1] = hidden
@@ -100,9 +80,9 @@ class LayerParallelDecoder(Decoder):
         row = config.num_kv_heads * config.head_dim
         sizes = [row] * 2 * config.num_layers + [config.hidden_size] * (len(taps) + 1)
         if self.group.rank == 0:
-            written = WrittenRows(plan.attention)
-            states = self._walk_layers(token_ids, plan, written, taps)
-            parts = [rows.reshape(num_rows, row) for rows in written.rows]
+            states = self._walk_layers(token_ids, plan, taps)
+            keys, values = plan.attention.written()
+            parts = [rows.reshape(num_rows, row) for pair in zip(keys, values, strict=True) for rows in pair]
             self.group.broadcast(torch.cat([*parts, *states], 1))
             return states
         message = self.group.broadcast(torch.empty(num_rows, sum(sizes), dtype=self.dtype, device=self.device))

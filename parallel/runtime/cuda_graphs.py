@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PassPlan
 from parallel.model.decoder import Decoder
+from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.padded import PaddedPlan
 
 

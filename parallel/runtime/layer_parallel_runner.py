@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PassPlan, Span
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.layer_parallel import LayerParallelDecoder
+from parallel.model.layers.attention import PassPlan
 from parallel.runtime.runner import ModelRunner, PassOutput
 
 

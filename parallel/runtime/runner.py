@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import PassPlan, PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
+from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.padded import PaddedBackend
+from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights
@@ -40,7 +42,8 @@ class PassOutput:
 class ModelRunner:
     """Passes of one model over one pool. `forward` is `run(plan(...))`; plans may also be built ahead.
 
-    `backend` is "padded", the default on CUDA, or "sdpa". `graphs` captures padded passes on CUDA, by default except
+    `backend` is "ragged", the default in float32 on CPU where its kernel can be had, "padded", the default on CUDA, or
+    "sdpa". `graphs` captures padded passes on CUDA, by default except
     for mixtures of experts, whose passes depend on which experts the rows use.
     """
 
@@ -50,7 +53,7 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         cuda = decoder.device.type == "cuda"
-        backend = backend or ("padded" if cuda else "sdpa")
+        backend = backend or ("padded" if cuda else "ragged" if RaggedBackend.runs(pool) else "sdpa")
         can_capture = cuda and backend == "padded"
         graphs = can_capture and not decoder.config.num_experts if graphs is None else graphs
         shape = decoder.attention_shape()
@@ -62,8 +65,12 @@ class ModelRunner:
             self._backend = PaddedBackend(pool, shape, bucketed=graphs)
         elif backend == "sdpa":
             self._backend = SdpaBackend(pool, shape)
+        elif backend == "ragged":
+            if not RaggedBackend.runs(pool):
+                raise ValueError("backend='ragged' needs float32, a CPU and a C++ compiler; use 'sdpa'")
+            self._backend = RaggedBackend(pool, shape)
         else:
-            raise ValueError(f"attention backend {backend!r} is not known; known are 'sdpa' and 'padded'")
+            raise ValueError(f"attention backend {backend!r} is not known; known are 'ragged', 'sdpa' and 'padded'")
         self._passes = CapturedPasses(decoder) if graphs else decoder
         self._pending: dict[SeqId, PendingRows] = {}
 

@@ -1,18 +1,20 @@
-"""Attention of new rows over the pool of KV rows: one function, a backend behind it.
+"""Attention of new rows over the pool of KV rows: what a layer's heads are, and the steps that every backend shares.
 
-`attend` is the seam for kernels. What a row may see was decided when the pass was planned; a backend's plan brings it
-as views, slots and masks. Backends: `sdpa.py` takes the sequences one by one and is the oracle, `padded.py` takes
-them as one rectangle with a fixed number of kernels.
+What a row may see was decided when the pass was planned; a backend's plan brings it as slots, paths
+or masks. Backends: `ragged.py` takes all sequences in one call of a kernel of ours, `padded.py` takes them as one
+rectangle with a fixed number of kernels, and `sdpa.py` one by one: it is the oracle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import AttentionPlan
+from parallel.model.layers.norm import Norm
+from parallel.model.layers.rope import Rotation, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,63 @@ class AttentionShape:
     softcap: float | None = None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan, *, windowed: bool = False) -> Tensor:
-    """Store k and v, then let every row of q see what the plan shows it: [T, heads * head_dim]."""
-    plan.write(layer, k, v)
-    return plan.attend(layer, q, windowed=windowed)
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """One layer's heads on this rank. `layer` is its index in the rank's KV pool; `norms` those of queries and keys."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windowed: bool
+    norms: tuple[Norm, Norm] | None
+
+    def split(self, projected: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalised and rotated, and values: [T, heads, head_dim] each."""
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        heads = projected.view(projected.shape[0], -1, self.head_dim)
+        rotated, v = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), 1)
+        if self.norms is not None:
+            q, k = rotated.split_with_sizes((num_heads, num_kv_heads), 1)
+            rotated = torch.cat((self.norms[0](q), self.norms[1](k)), 1)
+        if rotation is not None:
+            rotated = rotate(rotated, rotation)
+        q, k = rotated.split_with_sizes((num_heads, num_kv_heads), 1)
+        return q, k, v
+
+
+class AttentionPlan(Protocol):
+    """What an attention backend prepared for all layers of one pass."""
+
+    def prepare(self) -> None:
+        """Derive on the device what all layers share; called once, at the start of the pass."""
+
+    def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
+        """Queries, keys and values [T, (num_heads + 2 num_kv_heads) * head_dim] as projected -> [T, num_heads *
+        head_dim]; keys and values go to their slots. May overwrite `projected`."""
+        ...
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put rows k, v [T, kv_heads, head_dim] into the pass's slots."""
+
+    def written(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, T, kv_heads, head_dim] in the pass's slots."""
+        ...
+
+
+@dataclass(slots=True)
+class PassPlan:
+    """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
+
+    `positions` may be longer than T where a backend rounds a pass up; the rows after T are padding. `fuzzy` lets a
+    decoder that can run layers side by side do so.
+    """
+
+    num_rows: int
+    positions: Tensor  # [>= T]
+    logit_rows: Tensor | None  # [N]
+    attention: AttentionPlan
+    fuzzy: bool = False
 
 
 def capped_attention(

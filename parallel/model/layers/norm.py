@@ -9,20 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.kernels.norms import has_norms, layer_norm, rms_norm
 from parallel.model.config import NormKind
 from parallel.model.layers.linear import EVERY, Shard
 from parallel.model.layers.weight import Layer, TensorOptions
 
 
 class RMSNorm(Layer):
-    """Along the last axis, in float32; few and cheap operations, since a block has two norms and rows are few."""
+    """Scaled by weight + `offset`, along the last axis, in float32."""
+
+    offset = 0.0
 
     def __init__(self, hidden: int, eps: float, **options: Unpack[TensorOptions]) -> None:
         self.hidden = hidden
+        self.eps = eps
         self.weight = torch.empty(hidden, **options)
         self._eps = torch.tensor(eps, dtype=torch.float32, device=options["device"])
+        self._has_kernel = _has_kernel(options)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._has_kernel:
+            return rms_norm(x, self.weight, self.eps, self.offset)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / self.hidden).rsqrt_()
         return self._weighted(x, x * scale)
@@ -37,6 +44,8 @@ class RMSNorm(Layer):
 class RMSNormPlusOne(RMSNorm):
     """Scaled by 1 + weight, in float32."""
 
+    offset = 1.0
+
     def _weighted(self, x: Tensor, normed: Tensor) -> Tensor:
         return torch.addcmul(normed, normed, self.weight).to(x.dtype)
 
@@ -47,13 +56,20 @@ class LayerNorm(Layer):
         self.weight = torch.empty(hidden, **options)
         self.bias = torch.empty(hidden, **options)
         self._eps = eps
+        self._has_kernel = _has_kernel(options)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._has_kernel:
+            return layer_norm(x, self.weight, self.bias, self._eps)
         return F.layer_norm(x, (self.hidden,), self.weight, self.bias, self._eps)
 
     def shards(self, name: str) -> Iterator[Shard]:
         yield Shard(f"{name}.weight", (EVERY,), self.weight)
         yield Shard(f"{name}.bias", (EVERY,), self.bias)
+
+
+def _has_kernel(options: TensorOptions) -> bool:
+    return torch.device(options["device"]).type == "cpu" and options["dtype"] == torch.float32 and has_norms()
 
 
 Norm = RMSNorm | LayerNorm

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import PassPlan, SpanRows
+from parallel.kv.pass_plan import SpanRows
 from parallel.kv.pool import KVPool
-from parallel.model.layers.attention import AttentionShape, capped_attention
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
+from parallel.model.layers.rope import Rotation
 
 _LONG_SPAN = 64
 _KEY_BLOCK = 64  # masked kernels need aligned rows
@@ -81,9 +82,15 @@ class PaddedPlan:
         pool.keys[layer].index_copy_(0, self.written_slots, k)
         pool.values[layer].index_copy_(0, self.written_slots, v)
 
-    def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
+    def written(self) -> tuple[Tensor, Tensor]:
+        pool = self.backend.pool
+        return pool.keys[:, self.written_slots], pool.values[:, self.written_slots]
+
+    def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
+        q, k, v = heads.split(projected, rotation)
+        self.write(heads.layer, k, v)
         parts = [
-            self._attend_rectangle(rectangle, layer, q, masks[windowed])
+            self._attend_rectangle(rectangle, heads.layer, q, masks[heads.windowed])
             for rectangle, masks in zip(self.rectangles, self.masks, strict=True)
         ]
         return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)

@@ -1,4 +1,5 @@
-"""Attention sequence by sequence with torch's scaled dot-product attention: the default on CPU, and the oracle.
+"""Attention sequence by sequence with torch's scaled dot-product attention: the oracle, and the default on CPU where
+there is no kernel (`ragged.py`).
 
 The keys of a sequence whose slots are one run are views of the pool, made once per pass for all layers; other keys are
 gathered. Knows no trees and no slot tables.
@@ -14,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import PassPlan, SpanRows
+from parallel.kv.pass_plan import SpanRows
 from parallel.kv.pool import KVPool
-from parallel.model.layers.attention import AttentionShape, capped_attention
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
+from parallel.model.layers.rope import Rotation
 
 _FOLDED_ROWS = 32
 """Up to this many rows the queries of a KV head's group are more rows of that head, so its keys are read once; above
@@ -40,33 +42,29 @@ class SdpaSpan:
 
 
 class SdpaPlan:
-    """Writes the pass's rows to `written`: one run of slots, or any slots."""
+    """Attention of `spans`, whose new rows go to the slots `written`."""
 
-    def __init__(self, pool: KVPool, shape: AttentionShape, spans: list[SdpaSpan], written: range | Tensor) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape, spans: list[SdpaSpan], written: Tensor) -> None:
         self._pool = pool
         self._scale = shape.scale
         self._softcap = shape.softcap
         self._spans = spans
-        self._slots = None if isinstance(written, range) else written
-        if isinstance(written, range):
-            self._new_keys = pool.keys.narrow(1, written.start, len(written)).unbind(0)
-            self._new_values = pool.values.narrow(1, written.start, len(written)).unbind(0)
+        self._slots = written
 
     def prepare(self) -> None:
         """Nothing to do: the masks were made with the plan."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        if self._slots is None:
-            self._new_keys[layer].copy_(k)
-            self._new_values[layer].copy_(v)
-        else:
-            self._pool.keys[layer].index_copy_(0, self._slots, k)
-            self._pool.values[layer].index_copy_(0, self._slots, v)
+        self._pool.keys[layer].index_copy_(0, self._slots, k)
+        self._pool.values[layer].index_copy_(0, self._slots, v)
 
-    def attend(self, layer: int, q: Tensor, *, windowed: bool) -> Tensor:
-        if len(self._spans) == 1:
-            return self._attend_span(self._spans[0], layer, q, windowed)
-        return torch.cat([self._attend_span(span, layer, q[span.rows], windowed) for span in self._spans])
+    def written(self) -> tuple[Tensor, Tensor]:
+        return self._pool.keys[:, self._slots], self._pool.values[:, self._slots]
+
+    def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
+        q, k, v = heads.split(projected, rotation)
+        self.write(heads.layer, k, v)
+        return torch.cat([self._attend_span(s, heads.layer, q[s.rows], heads.windowed) for s in self._spans])
 
     def _attend_span(self, span: SdpaSpan, layer: int, q: Tensor, windowed: bool) -> Tensor:
         """KV heads are the batch dimension, so that no key is repeated for the queries of its group."""
@@ -106,10 +104,7 @@ class SdpaBackend:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         positions = [position for rows in laid_out for position in rows.positions()]
         spans = [self._span(rows) for rows in laid_out]
-        if len(laid_out) == 1 and laid_out[0].run is not None:
-            written = laid_out[0].run[-laid_out[0].num_rows :]
-        else:
-            written = torch.from_numpy(np.concatenate([rows.written_slots for rows in laid_out])).to(self._device)
+        written = torch.from_numpy(np.concatenate([rows.written_slots for rows in laid_out])).to(self._device)
         attention = SdpaPlan(self._pool, self._shape, spans, written)
         every_row = len(wanted) == len(positions)
         logit_rows = None if every_row else torch.tensor(wanted, dtype=torch.int64, device=self._device)

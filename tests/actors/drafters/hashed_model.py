@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from parallel.comm.group import SINGLE
-from parallel.kv.pass_plan import PassPlan
 from parallel.kv.pool import KVPool
-from parallel.model.layers.attention import AttentionShape
+from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
 from parallel.runtime.runner import ModelRunner
 

@@ -8,6 +8,7 @@ from parallel.model.families import registry
 from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.parallel.backends import BACKENDS
 
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
@@ -64,7 +65,7 @@ def feed(model, chunks):
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "padded"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_are_those_of_transformers(checkpoint, backend):
     model = open_model(checkpoint.path, num_slots=64, backend=backend)
     expected = checkpoint.logits(TOKENS)
@@ -83,7 +84,7 @@ def test_ranks_share_a_model(make_checkpoint, on_ranks, name, size):
     expected = checkpoint.logits(TOKENS)
 
     def work(group):
-        models = [open_model(checkpoint.path, group, num_slots=64, backend=backend) for backend in ("sdpa", "padded")]
+        models = [open_model(checkpoint.path, group, num_slots=64, backend=backend) for backend in BACKENDS]
         return [feed(model, [30, 9, 1]) for model in models]
 
     for results in on_ranks(size, work):

@@ -16,6 +16,7 @@ from parallel.model.partition import LayerLayout, default_partition, partition_o
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.parallel.backends import BACKENDS
 
 CALIBRATIONS = ("recompute", "owner", "broadcast")
 WAYS = [(mlp, calibration) for mlp in ("replicated", "tensor") for calibration in CALIBRATIONS][:-1]
@@ -202,7 +203,7 @@ def test_ranks_agree_to_the_bit(deep_llama, on_ranks, calibration, mlp, ranks):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("padded", marks=pytest.mark.slow), *BACKENDS[2:]])
 @pytest.mark.parametrize(("mlp", "calibration"), WAYS)
 @pytest.mark.parametrize(("width", "ranks"), [(2, 2), (3, 3), (3, 1)])
 def test_after_calibration_every_rank_has_the_sequential_rows(

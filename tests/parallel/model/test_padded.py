@@ -9,6 +9,7 @@ import torch
 
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
+from tests.parallel.backends import BACKENDS
 
 LENGTHS = (1, 1, 2, 5, 7, 66, 70)  # two of them have a rectangle of their own
 MOST = 128
@@ -20,7 +21,7 @@ def test_rectangles_are_their_sequences_one_by_one(make_checkpoint, family, seed
     """Three query heads to each of two KV heads, so that neither number can stand for the other."""
     window = {} if family == "Llama" else {"sliding_window": 9}
     path = make_checkpoint(family, hidden_size=48, num_attention_heads=6, num_key_value_heads=2, **window).path
-    runners = [open_model(path, num_slots=700, backend=backend) for backend in ("sdpa", "padded", "padded")]
+    runners = [open_model(path, num_slots=700, backend=backend) for backend in ("sdpa", "padded", *BACKENDS[1:])]
     runners[2]._backend._bucketed = True
     draw = random.Random(seed)
     texts = dict.fromkeys(range(5), 0)

@@ -9,6 +9,7 @@ from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.parallel.backends import BACKENDS
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:
@@ -54,7 +55,7 @@ def ragged(path, backend, *, together, fragmented=False):
     return model.forward([span for span, _ in SPANS], [token for _, token_ids in SPANS for token in token_ids]).logits
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "padded", "bucketed"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "bucketed"])
 @pytest.mark.parametrize("fragmented", [False, True])
 def test_a_ragged_batch_is_its_sequences_one_by_one(llama, backend, fragmented):
     together = ragged(llama.path, backend, together=True, fragmented=fragmented)
@@ -66,14 +67,15 @@ def test_a_ragged_batch_is_its_sequences_one_by_one(llama, backend, fragmented):
 def test_a_long_span_beside_short_ones(llama):
     """Padded attention gives a prefill chunk a rectangle of its own and must put the rows back in order."""
     outputs = {}
-    for backend in ("sdpa", "padded"):
+    for backend in BACKENDS:
         model = open_runner(llama.path, backend)
         for seq_id in "xyz":
             model.open(seq_id)
         spans = [Span("x", 2, num_logits=2), Span("y", 90, num_logits=3), Span("z", 5, num_logits=5)]
         outputs[backend] = model.forward(spans, tokens(97, 8))
-    torch.testing.assert_close(outputs["padded"].logits, outputs["sdpa"].logits, atol=1e-4, rtol=0)
-    torch.testing.assert_close(outputs["padded"].hidden, outputs["sdpa"].hidden, atol=1e-4, rtol=0)
+    for backend in BACKENDS[1:]:
+        torch.testing.assert_close(outputs[backend].logits, outputs["sdpa"].logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(outputs[backend].hidden, outputs["sdpa"].hidden, atol=1e-4, rtol=0)
 
 
 def test_bucketed_passes_are_the_same_passes(llama):

@@ -1,0 +1,514 @@
+// Attention of all sequences of a pass over the pool of KV rows, and the steps before it: one call per layer.
+//
+// A row sees keys at the positions up to its own: the sequence's committed rows, then its own ancestors among the pending
+// ones. Scores, softmax and the weighted sum take them in the order of their positions, in chunks of CHUNK positions that
+// are merged in order. So a row's result depends only on its own query and the keys it sees, to the bit: not on the other
+// rows of the pass, on threads, or on whether its ancestors are pending or committed, a chain or a path of a tree.
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t CHUNK = 256;                     // positions of one task
+constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are computed together
+constexpr int ROWS = REGISTERS == 32 ? 4 : 2;      // queries whose scores are computed together
+constexpr int64_t GROUP = 64;                       // rows of one task
+constexpr int PARTS = REGISTERS == 32 ? 4 : 2;     // vectors of a head that are summed together
+constexpr int64_t WORTH_THREADS = 1 << 15;         // multiplications; fewer take less time than to wake a thread
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// The fields of a row of the array that describes the spans of a pass.
+struct Span {
+    int64_t first, num_rows;  // rows of the pass
+    int64_t context;          // committed rows of the sequence
+    int64_t num_pending;      // pending ones, those of this pass included
+    int64_t run;              // first slot, where all are one run; else -1
+    int64_t slots;            // else where its slots start among `Pass::slots`
+    int64_t parents;          // where its parents start among `Pass::parents`; -1: every row follows the one before
+};
+
+}  // namespace
+
+struct Layer {
+    float *keys, *values;  // [slots, num_kv_heads, head_dim]
+    const float *q_norm, *k_norm;
+    int64_t num_heads, num_kv_heads, head_dim, window;  // window 0: none
+    float scale, softcap, norm_eps, norm_offset;        // softcap 0: none
+};
+
+struct Pass {
+    const Span *spans;
+    const int64_t *slots, *parents, *written;
+    int64_t num_rows, num_spans;
+};
+
+namespace {
+
+inline Floats all(float value) { return value - Floats{}; }  // not + 0, which a compiler may not leave out
+
+template <int First>
+inline Floats interleaved(Floats a, Floats b) {  // a[First], b[First], a[First + 1], ...
+    Integers order;
+    for (int i = 0; i < WIDTH; i++) order[i] = First + i / 2 + (i % 2) * WIDTH;
+#ifdef __clang__
+    Floats result;
+    for (int i = 0; i < WIDTH; i++) result[i] = i % 2 ? b[First + i / 2] : a[First + i / 2];
+    return result;
+#else
+    return __builtin_shuffle(a, b, order);
+#endif
+}
+
+template <int Step = 1>
+inline void transpose(Floats (&square)[WIDTH]) {
+    if constexpr (Step < WIDTH) {
+        Floats next[WIDTH];
+        for (int i = 0; i < WIDTH / 2; i++) {
+            next[2 * i] = interleaved<0>(square[i], square[i + WIDTH / 2]);
+            next[2 * i + 1] = interleaved<WIDTH / 2>(square[i], square[i + WIDTH / 2]);
+        }
+        transpose<2 * Step>(next);
+        for (int i = 0; i < WIDTH; i++) square[i] = next[i];
+    }
+}
+
+// e to the power of x <= 0, zero below 1e-37: Cody and Waite's reduction, then the polynomial of Cephes' expf.
+inline Floats exponential(Floats x) {
+    const Floats shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    Floats r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
+    return x < -85.0f ? Floats{} : p * (Floats)power;
+}
+
+inline Floats capped(Floats x, float cap) {  // cap * tanh(x / cap), by e to the power of -2 |x / cap|
+    const Floats size = (x < 0.0f ? -x : x) * (1.0f / cap), power = exponential(size * -2.0f);
+    const Floats bounded = (1.0f - power) / (1.0f + power) * cap;
+    return x < 0.0f ? -bounded : bounded;
+}
+
+inline Floats load_some(const float *from, int64_t count) { return count >= WIDTH ? load(from) : load_part(from, count); }
+
+// --- before attention: norms of heads, rotation, new keys and values ---------------------------------------------------
+
+void normalize_head(float *x, const float *weight, int64_t length, float eps, float offset) {
+    Floats squares = {};
+    int64_t i = 0;
+    for (; i + WIDTH <= length; i += WIDTH) squares += load(x + i) * load(x + i);
+    if (i < length) {
+        const Floats rest = load_part(x + i, length - i);
+        squares += rest * rest;
+    }
+    const float factor = 1.0f / std::sqrt(sum(squares) / length + eps);
+    for (i = 0; i < length; i++) x[i] = x[i] * factor * (weight[i] + offset);
+}
+
+// x and `to` may be the same; the sign of the rotation is in sin.
+inline void rotate(const float *x, const float *cos, const float *sin, float *to, int64_t length) {
+    const int64_t half = length / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float low = x[i], high = x[i + half];
+        to[i] = low * cos[i] + high * sin[i];
+        to[i + half] = high * cos[i + half] + low * sin[i + half];
+    }
+}
+
+void prepare_row(const Layer &layer, float *heads, const float *cos, const float *sin, int64_t slot) {
+    const int64_t size = layer.head_dim, row = layer.num_kv_heads * size;
+    for (int64_t h = 0; h < layer.num_heads; h++, heads += size) {
+        if (layer.q_norm) normalize_head(heads, layer.q_norm, size, layer.norm_eps, layer.norm_offset);
+        if (cos) rotate(heads, cos, sin, heads, size);
+    }
+    float *keys = layer.keys + slot * row;
+    for (int64_t h = 0; h < layer.num_kv_heads; h++, heads += size, keys += size) {
+        if (layer.k_norm) normalize_head(heads, layer.k_norm, size, layer.norm_eps, layer.norm_offset);
+        if (cos) rotate(heads, cos, sin, keys, size);
+        else std::memcpy(keys, heads, size * sizeof(float));
+    }
+    std::memcpy(layer.values + slot * row, heads, row * sizeof(float));
+}
+
+// --- attention ---------------------------------------------------------------------------------------------------------
+
+// One KV head's keys and values of one sequence, by the index in the sequence's table of slots.
+struct Table {
+    const float *keys, *values;
+    const int64_t *slots;  // null: a run, whose first slot the pointers are at
+    int64_t stride;
+
+    const float *key(int64_t index) const { return keys + (slots ? slots[index] : index) * stride; }
+    const float *value(int64_t index) const { return values + (slots ? slots[index] : index) * stride; }
+};
+
+// A row of the pass with one query head: it sees the table's rows first .. shared, then those of its path.
+struct Query {
+    const float *q;
+    float *out;             // its result of this chunk [head_dim], the maximum and the total of its weights
+    float *scores;          // of the chunk's positions, then their weights
+    int64_t first, end;     // positions that it sees
+    const int64_t *path;    // path[d]: index in the table of its ancestor of depth d
+};
+
+// scores[r][k] for `Rows` queries and keys in `turned` [head_dim][KEYS]
+template <int Rows>
+inline void score_tile(const float *const *q, const float *turned, int64_t size, float *const *scores) {
+    Floats total[Rows][BLOCKS] = {};
+    for (int64_t i = 0; i < size; i++) {
+        Floats keys[BLOCKS];
+        for (int b = 0; b < BLOCKS; b++) keys[b] = load(turned + i * KEYS + b * WIDTH);
+        for (int r = 0; r < Rows; r++)
+            for (int b = 0; b < BLOCKS; b++) total[r][b] += q[r][i] * keys[b];
+    }
+    for (int r = 0; r < Rows; r++)
+        for (int b = 0; b < BLOCKS; b++) store(scores[r] + b * WIDTH, total[r][b]);
+}
+
+// Writes scores of the table's rows first .. last to to[query] + 0, rounded up to KEYS.
+void score(const Table &table, int64_t size, std::vector<Query> &queries, int64_t first, int64_t last, float *turned,
+           float *to, int64_t to_stride) {
+    for (int64_t start = first; start < last; start += KEYS) {
+        const float *keys[KEYS];
+        for (int64_t k = 0; k < KEYS; k++) keys[k] = table.key(start + k < last ? start + k : last - 1);
+        for (int block = 0; block < BLOCKS && start + block * WIDTH < last; block++)
+            for (int64_t i = 0; i < size; i += WIDTH) {
+                Floats square[WIDTH];
+                for (int k = 0; k < WIDTH; k++) square[k] = load_some(keys[block * WIDTH + k] + i, size - i);
+                transpose(square);
+                for (int k = 0; k < WIDTH && i + k < size; k++)
+                    store(turned + (i + k) * KEYS + block * WIDTH, square[k]);
+            }
+        const int64_t count = queries.size();
+        float *base = to + (start - first);
+        for (int64_t r = 0; r < count; r += ROWS) {
+            const float *q[ROWS];
+            float *scores[ROWS];
+            for (int64_t k = 0; k < ROWS; k++) {
+                const int64_t row = r + k < count ? r + k : count - 1;
+                q[k] = queries[row].q, scores[k] = base + row * to_stride;
+            }
+            if (count - r == 1) score_tile<1>(q, turned, size, scores);
+            else if (ROWS > 2 && count - r == 2) score_tile<2>(q, turned, size, scores);
+            else score_tile<ROWS>(q, turned, size, scores);
+        }
+    }
+}
+
+// Adds weights[r][k] * value k to out[r], for the values that `at(k)` gives, in the order of k.
+template <int Rows, int Parts, bool Whole, class At>
+inline void add_tile(float *const *out, const float *const *weights, int64_t count, At at, int64_t left) {
+    auto loaded = [left](const float *from, int p) {
+        return Whole || p + 1 < Parts ? load(from + p * WIDTH) : load_part(from + p * WIDTH, left - p * WIDTH);
+    };
+    Floats total[Rows][Parts];
+    for (int r = 0; r < Rows; r++)
+        for (int p = 0; p < Parts; p++) total[r][p] = loaded(out[r], p);
+    for (int64_t k = 0; k < count; k++) {
+        const float *value = at(k);
+        Floats values[Parts];
+        for (int p = 0; p < Parts; p++) values[p] = loaded(value, p);
+        for (int r = 0; r < Rows; r++)
+            for (int p = 0; p < Parts; p++) total[r][p] += weights[r][k] * values[p];
+    }
+    for (int r = 0; r < Rows; r++)
+        for (int p = 0; p < Parts; p++) {
+            if (Whole || p + 1 < Parts) store(out[r] + p * WIDTH, total[r][p]);
+            else std::memcpy(out[r] + p * WIDTH, &total[r][p], (left - p * WIDTH) * sizeof(float));
+        }
+}
+
+template <int Rows, int Parts = PARTS, class At>
+inline void add_parts(float *const *out, const float *const *weights, int64_t count, At at, int64_t left) {
+    if constexpr (Parts > 1) {
+        if (left <= (Parts - 1) * WIDTH) return add_parts<Rows, Parts - 1>(out, weights, count, at, left);
+    }
+    if (left >= Parts * WIDTH) add_tile<Rows, Parts, true>(out, weights, count, at, left);
+    else add_tile<Rows, Parts, false>(out, weights, count, at, left);
+}
+
+template <int Rows, class At>
+void add(float *const *out, const float *const *weights, int64_t count, At at, int64_t size) {
+    for (int64_t i = 0; i < size; i += PARTS * WIDTH) {
+        float *part[Rows];
+        for (int r = 0; r < Rows; r++) part[r] = out[r] + i;
+        add_parts<Rows>(part, weights, count, [&](int64_t k) { return at(k) + i; }, size - i);
+    }
+}
+
+// Scores of the chunk's positions -> weights, with their maximum and total. `first`, `end` are relative to the chunk.
+void soften(const Layer &layer, Query &query, int64_t first, int64_t end) {
+    const int64_t start = first / WIDTH * WIDTH, stop = (end + WIDTH - 1) / WIDTH * WIDTH;
+    for (int64_t i = start; i < first; i++) query.scores[i] = NONE;
+    for (int64_t i = end; i < stop; i++) query.scores[i] = NONE;
+    Floats most = all(NONE);
+    for (int64_t i = start; i < stop; i += WIDTH) {
+        Floats score = load(query.scores + i) * layer.scale;
+        if (layer.softcap > 0) {
+            const Floats bounded = capped(score, layer.softcap);
+            score = score == NONE ? score : bounded;
+        }
+        store(query.scores + i, score);
+        most = score > most ? score : most;
+    }
+    float max = most[0];
+    for (int k = 1; k < WIDTH; k++) max = most[k] > max ? most[k] : max;
+    Floats total = {};
+    for (int64_t i = start; i < stop; i += WIDTH) {
+        const Floats weight = exponential(load(query.scores + i) - max);
+        store(query.scores + i, weight);
+        total += weight;
+    }
+    query.out[layer.head_dim] = max, query.out[layer.head_dim + 1] = sum(total);
+}
+
+// What a thread needs besides its results; grows, and is kept for the next call.
+struct Workspace {
+    std::vector<Query> queries;
+    std::vector<float> scores, pending, turned, parts;
+    std::vector<int64_t> paths;
+};
+
+// Rows of one span with the query heads of one KV head, over consecutive chunks.
+struct Task {
+    int32_t span, kv_head, row, num_rows, chunk, last_chunk;
+    int64_t partial;  // where the chunk's results go among the partial ones; -1: `out` receives the result
+};
+
+struct Call {
+    const Layer &layer;
+    const Pass &pass;
+    float *heads;  // [num_rows, num_heads + 2 num_kv_heads, head_dim]
+    float *out;    // [num_rows, num_heads, head_dim]
+    float *partial;
+
+    float *head(const Task &task, int64_t index) const {  // of the task's rows and query heads
+        const int64_t group = layer.num_heads / layer.num_kv_heads, row = pass.spans[task.span].first + task.row;
+        return out + ((row + index / group) * layer.num_heads + task.kv_head * group + index % group) * layer.head_dim;
+    }
+};
+
+// The sum, maximum and total of one chunk, and of all chunks so far: [head_dim + 2].
+void merge(const float *part, float *so_far, int64_t size) {
+    const float max = part[size], before = so_far[size], most = max > before ? max : before;
+    if (max == NONE) return;
+    const float weight = exponential(all(max - most))[0], kept = exponential(all(before - most))[0];
+    for (int64_t i = 0; i < size; i++) so_far[i] = so_far[i] * kept + part[i] * weight;
+    so_far[size] = most, so_far[size + 1] = so_far[size + 1] * kept + part[size + 1] * weight;
+}
+
+void clear(float *so_far, int64_t size) {
+    std::memset(so_far, 0, (size + 2) * sizeof(float));
+    so_far[size] = NONE;
+}
+
+void finish(const float *so_far, float *out, int64_t size) {
+    const float factor = 1.0f / so_far[size + 1];
+    for (int64_t i = 0; i < size; i++) out[i] = so_far[i] * factor;
+}
+
+// The results of a chunk go to parts[row * group + query head of the KV head].
+void attend_chunk(const Call &call, const Task &task, int64_t chunk, Workspace &space, float *parts) {
+    const Layer &layer = call.layer;
+    const Span &span = call.pass.spans[task.span];
+    const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
+    const int64_t lo = chunk * CHUNK, hi = lo + CHUNK;
+    const bool chain = span.parents < 0;
+    Table table = {layer.keys + task.kv_head * size, layer.values + task.kv_head * size, nullptr,
+                   layer.num_kv_heads * size};
+    if (span.run >= 0) table.keys += span.run * table.stride, table.values += span.run * table.stride;
+    else table.slots = call.pass.slots + span.slots;
+
+    // the paths of tree rows, as indices in the table: path[depth]
+    const int64_t fed = span.num_pending - span.num_rows;
+    const int64_t *parents = chain ? nullptr : call.pass.parents + span.parents;
+    if (!chain) space.paths.resize(task.num_rows * span.num_pending);
+    space.queries.clear();
+    const int64_t row_heads = layer.num_heads + 2 * layer.num_kv_heads;
+    for (int64_t row = 0; row < task.num_rows; row++) {
+        const int64_t index = fed + task.row + row;
+        int64_t position = span.context + index;
+        const int64_t *path = nullptr;
+        if (!chain) {
+            int64_t depth = -1;
+            for (int64_t at = index; at >= 0; at = parents[at]) depth++;
+            position = span.context + depth;
+            int64_t *to = space.paths.data() + row * span.num_pending;
+            path = to;
+            for (int64_t at = index; at >= 0; at = parents[at]) to[depth--] = span.context + at;
+        }
+        const int64_t first = layer.window && position >= layer.window ? position - layer.window + 1 : 0;
+        for (int64_t g = 0; g < group; g++) {
+            float *part = parts + (row * group + g) * (size + 2);
+            clear(part, size);
+            if (first >= hi || position < lo) continue;  // it sees nothing of this chunk
+            const int64_t head = (span.first + task.row + row) * row_heads + task.kv_head * group + g;
+            space.queries.push_back({call.heads + head * size, part, nullptr, first > lo ? first : lo,
+                                     position < hi ? position + 1 : hi, path});
+        }
+    }
+    std::vector<Query> &queries = space.queries;
+    if (queries.empty()) return;
+
+    const int64_t shared = chain ? span.context + span.num_pending : span.context;
+    int64_t first = hi, end = lo;
+    for (const Query &query : queries) {
+        first = query.first < first ? query.first : first;
+        end = query.end > end ? query.end : end;
+    }
+    const int64_t last = end < shared ? end : shared;  // of the keys that every query finds at the same place
+    first = lo + (first - lo) / WIDTH * WIDTH;
+    space.turned.resize(size * KEYS);
+    space.scores.resize(queries.size() * (CHUNK + KEYS));
+    const int64_t stride = CHUNK + KEYS;
+    for (size_t r = 0; r < queries.size(); r++) queries[r].scores = space.scores.data() + r * stride;
+    if (first < last)
+        score(table, size, queries, first, last, space.turned.data(), space.scores.data() + (first - lo), stride);
+    if (!chain && end > shared) {  // of pending rows every query takes those of its path
+        const int64_t pending_stride = (span.num_pending + KEYS - 1) / KEYS * KEYS;
+        space.pending.resize(queries.size() * pending_stride);
+        score(table, size, queries, shared, shared + span.num_pending, space.turned.data(), space.pending.data(),
+              pending_stride);
+        for (size_t r = 0; r < queries.size(); r++) {
+            const Query &query = queries[r];
+            const float *found = space.pending.data() + r * pending_stride;
+            for (int64_t at = query.first > shared ? query.first : shared; at < query.end; at++)
+                query.scores[at - lo] = found[query.path[at - shared] - shared];
+        }
+    }
+    for (Query &query : queries) soften(layer, query, query.first - lo, query.end - lo);
+
+    for (size_t r = 0; r < queries.size(); r += ROWS) {
+        const size_t count = queries.size() - r < ROWS ? queries.size() - r : ROWS;
+        int64_t from = lo, to = last;  // what all of these see
+        for (size_t k = r; k < r + count; k++) {
+            from = queries[k].first > from ? queries[k].first : from;
+            to = queries[k].end < to ? queries[k].end : to;
+        }
+        if (count < 2 || from > to) from = to = lo;
+        auto one = [&](Query &query, int64_t start, int64_t stop) {
+            const float *weights = query.scores + (start - lo);
+            if (start < stop)
+                add<1>(&query.out, &weights, stop - start, [&](int64_t k) { return table.value(start + k); }, size);
+        };
+        if (from < to) {
+            float *out[ROWS];
+            const float *weights[ROWS];
+            for (size_t k = 0; k < ROWS; k++) {  // where fewer are left, the last is repeated
+                Query &query = queries[r + (k < count ? k : count - 1)];
+                if (k < count) one(query, query.first, from);
+                out[k] = query.out, weights[k] = query.scores + (from - lo);
+            }
+            auto at = [&](int64_t k) { return table.value(from + k); };
+            if (count == 2) add<2>(out, weights, to - from, at, size);
+            else add<ROWS>(out, weights, to - from, at, size);
+        }
+        for (size_t k = r; k < r + count; k++) {
+            Query &query = queries[k];
+            const int64_t done = from < to ? to : query.first;
+            one(query, done, query.end < last ? query.end : last);
+            if (!chain && query.end > shared) {
+                const int64_t start = query.first > shared ? query.first : shared;
+                const float *weights = query.scores + (start - lo);
+                add<1>(&query.out, &weights, query.end - start,
+                       [&](int64_t k) { return table.value(query.path[start - shared + k]); }, size);
+            }
+        }
+    }
+}
+
+void attend_task(const Call &call, const Task &task, Workspace &space) {
+    const Layer &layer = call.layer;
+    const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads, count = task.num_rows * group;
+    if (task.partial >= 0) return attend_chunk(call, task, task.chunk, space, call.partial + task.partial);
+    space.parts.resize(2 * count * (size + 2));
+    float *so_far = space.parts.data(), *parts = so_far + count * (size + 2);
+    for (int64_t r = 0; r < count; r++) clear(so_far + r * (size + 2), size);
+    for (int64_t chunk = task.chunk; chunk < task.last_chunk; chunk++) {
+        attend_chunk(call, task, chunk, space, parts);
+        for (int64_t i = 0; i < count * (size + 2); i += size + 2) merge(parts + i, so_far + i, size);
+    }
+    for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.head(task, r), size);
+}
+
+}  // namespace
+
+extern "C" {
+
+// heads [num_rows, num_heads + 2 num_kv_heads, head_dim]: queries, keys and values as the projection gave them. Queries are
+// normalised and rotated in place, keys and values go to their slots, and `out` [num_rows, num_heads * head_dim] receives
+// the attention of the rows of all spans. cos, sin [num_rows, head_dim], or null.
+void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float *cos, const float *sin, float *out) {
+    const int64_t size = layer->head_dim, group = layer->num_heads / layer->num_kv_heads;
+    const int64_t row = (layer->num_heads + 2 * layer->num_kv_heads) * size;
+    share_out(pass->num_rows, pass->num_rows * row * 8 >= WORTH_THREADS, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++)
+            prepare_row(*layer, heads + i * row, cos ? cos + i * size : nullptr, cos ? sin + i * size : nullptr,
+                        pass->written[i]);
+    });
+
+    static thread_local std::vector<Task> tasks;
+    static thread_local std::vector<float> partial;
+    tasks.clear();
+    int64_t work = 0, num_rest = 0;
+    for (int64_t s = 0; s < pass->num_spans; s++) {
+        const Span &span = pass->spans[s];
+        work += (span.context + span.num_pending) * span.num_rows * layer->num_heads * size;
+        num_rest += layer->num_kv_heads * ((span.num_rows + GROUP - 1) / GROUP);
+    }
+    // few tasks for the threads: the chunks of each are tasks
+    const bool split = work >= WORTH_THREADS && omp_get_max_threads() > 1 && num_rest < 4 * omp_get_max_threads();
+    int64_t num_partial = 0;
+    for (int64_t s = 0; s < pass->num_spans; s++) {
+        const Span &span = pass->spans[s];
+        for (int64_t row = 0; row < span.num_rows; row += GROUP) {
+            const int32_t rows = span.num_rows - row < GROUP ? span.num_rows - row : GROUP;
+            const int64_t fed = span.num_pending - span.num_rows;
+            // tree rows may see less: from the context on, and not all that is pending
+            const int64_t oldest = span.context + (span.parents < 0 ? fed + row : 0);
+            const int64_t length = span.context + fed + row + rows;
+            const int32_t first = layer->window && oldest >= layer->window ? (oldest - layer->window + 1) / CHUNK : 0;
+            const int32_t last = (length + CHUNK - 1) / CHUNK;
+            for (int32_t head = 0; head < layer->num_kv_heads; head++) {
+                Task task = {(int32_t)s, head, (int32_t)row, rows, first, last, -1};
+                if (!split || last - first < 2) {
+                    tasks.push_back(task);
+                    continue;
+                }
+                for (; task.chunk < last; task.chunk++) {
+                    task.partial = num_partial;
+                    num_partial += rows * group * (size + 2);
+                    tasks.push_back(task);
+                }
+            }
+        }
+    }
+    partial.resize(num_partial);
+    const Call call = {*layer, *pass, heads, out, partial.data()};
+    std::atomic<int64_t> next{0};
+    const int64_t num_tasks = tasks.size();
+    const Task *todo = tasks.data();  // `tasks` is another vector in another thread
+    share_out(num_tasks, work >= WORTH_THREADS, [&](int64_t, int64_t) {
+        static thread_local Workspace space;
+        for (int64_t i = next++; i < num_tasks; i = next++) attend_task(call, todo[i], space);
+    });
+    for (int64_t i = 0; i < num_tasks; i++) {
+        if (todo[i].partial < 0) continue;
+        const int64_t count = todo[i].num_rows * group, stride = count * (size + 2);
+        float *so_far = partial.data() + todo[i].partial;  // of the first chunk; the others are merged into it
+        for (int64_t chunk = 1; chunk < todo[i].last_chunk - todo[i].chunk; chunk++)
+            for (int64_t at = 0; at < stride; at += size + 2) merge(so_far + chunk * stride + at, so_far + at, size);
+        for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.head(todo[i], r), size);
+        i += todo[i].last_chunk - todo[i].chunk - 1;
+    }
+}
+}

@@ -1,0 +1,102 @@
+"""Attention of all sequences of a pass in one call per layer, by the kernel in `attention.cpp`.
+
+Its records are those of the C++ source, field by field. Knows no layers and no pool.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.kernels.library import function
+
+SPAN_FIELDS = ("first", "num_rows", "context", "num_pending", "run", "slots", "parents")
+
+
+class _LayerRecord(Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm")],
+        *[(name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window")],
+        *[(name, c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")],
+    ]
+
+
+class _PassRecord(Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("spans", "slots", "parents", "written")],
+        *[(name, c_int64) for name in ("num_rows", "num_spans")],
+    ]
+
+
+@cache
+def _kernel() -> Any:
+    return function("attend_rows", *[c_void_p] * 6)
+
+
+def has_attention() -> bool:
+    """Whether the kernel can be had on this machine; compiles it at the first call."""
+    return _kernel() is not None
+
+
+class LayerCall:
+    """One layer's attention: `keys` and `values` [slots, num_kv_heads, head_dim], its query heads, and the weights of
+    the heads' norms, which scale by weight + `norm_offset`. `window` 0 and `softcap` 0 are none."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        num_heads: int,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        norms: tuple[Tensor, Tensor] | None = None,
+        norm_eps: float = 0.0,
+        norm_offset: float = 0.0,
+    ) -> None:
+        self._tensors = keys, values, norms  # whose addresses the record has
+        _, num_kv_heads, head_dim = keys.shape
+        q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms else (None, None)
+        self._record = _LayerRecord(
+            keys.data_ptr(),
+            values.data_ptr(),
+            q_norm,
+            k_norm,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            window,
+            scale,
+            softcap,
+            norm_eps,
+            norm_offset,
+        )
+        self._pointer = byref(self._record)
+        self._width = num_heads * head_dim
+
+    def attend(self, rows: PassRows, projected: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """projected [T, (num_heads + 2 num_kv_heads) * head_dim] -> [T, num_heads * head_dim].
+
+        Keys and values go to their slots; queries are normalised and rotated in place. Rows of no span are not set.
+        """
+        out = torch.empty(projected.shape[0], self._width)
+        cos, sin = (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
+        _kernel()(self._pointer, rows.pointer, projected.data_ptr(), cos, sin, out.data_ptr())
+        return out
+
+
+class PassRows:
+    """The rows of a pass: the SPAN_FIELDS of every span, whose `slots` and `parents` are the starts of a span's
+    part in these two arrays, and the slot of every row. Arrays are int64."""
+
+    def __init__(self, spans: np.ndarray, slots: np.ndarray, parents: np.ndarray, written: np.ndarray) -> None:
+        self._arrays = spans, slots, parents, written
+        pointers = [array.ctypes.data for array in self._arrays]
+        self._record = _PassRecord(*pointers, len(written), spans.size // len(SPAN_FIELDS))
+        self.pointer = byref(self._record)

@@ -1,0 +1,44 @@
+"""Normalisation of rows on CPU, by the kernels in `norms.cpp`. Knows no layers."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.kernels.library import function
+
+
+@cache
+def _rms() -> Any:
+    return function("normalize_rms", *[c_void_p] * 3, *[c_int64] * 2, *[c_float] * 2)
+
+
+@cache
+def _layer() -> Any:
+    return function("normalize_layer", *[c_void_p] * 4, *[c_int64] * 2, c_float)
+
+
+def has_norms() -> bool:
+    """Whether the kernels can be had on this machine; compiles them at the first call."""
+    return _rms() is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """x / rms(x) * (weight + offset) along the last axis; float32."""
+    x, size = x.contiguous(), len(weight)
+    out = torch.empty_like(x)
+    _rms()(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, offset)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean(x)) / deviation(x) * weight + bias along the last axis; float32."""
+    x, size = x.contiguous(), len(weight)
+    out = torch.empty_like(x)
+    pointers = x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr()
+    _layer()(*pointers, x.numel() // size, size, eps)
+    return out

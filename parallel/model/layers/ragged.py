@@ -1,0 +1,121 @@
+"""Attention of all sequences in one call per layer, on CPU in float32: the default there.
+
+The kernel (`parallel/kernels/attention.cpp`) also normalises and rotates queries and keys and stores the new rows. It
+reads keys where they are: no gathering, no mask, no padding. A row's result is the same to the bit alone, in a batch,
+in a tree and in a chain. Knows no weights but those of the norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.kernels.attention import LayerCall, PassRows, has_attention
+from parallel.kv.pass_plan import SpanRows
+from parallel.kv.pool import KVPool
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
+from parallel.model.layers.norm import RMSNorm
+from parallel.model.layers.rope import Rotation
+
+
+class RaggedPlan:
+    """The rows of a pass, as the kernel takes them."""
+
+    def __init__(self, backend: RaggedBackend, rows: PassRows, slots: np.ndarray) -> None:
+        self._backend = backend
+        self._rows = rows
+        self._slots = slots
+
+    def prepare(self) -> None:
+        """Nothing to do: layers share the plan's arrays."""
+
+    def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
+        return self._backend.layer_call(heads).attend(self._rows, projected, rotation)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        pool, slots = self._backend.pool, torch.from_numpy(self._slots)
+        pool.keys[layer].index_copy_(0, slots, k)
+        pool.values[layer].index_copy_(0, slots, v)
+
+    def written(self) -> tuple[Tensor, Tensor]:
+        pool, slots = self._backend.pool, torch.from_numpy(self._slots)
+        return pool.keys[:, slots], pool.values[:, slots]
+
+
+class RaggedBackend:
+    """Plans passes over one pool for a model of one attention shape."""
+
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+        self.pool = pool
+        self._shape = shape
+        self._calls: dict[int, LayerCall] = {}
+
+    @staticmethod
+    def runs(pool: KVPool) -> bool:
+        """Whether this backend can serve the pool on this machine."""
+        return pool.keys.device.type == "cpu" and pool.keys.dtype == torch.float32 and has_attention()
+
+    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
+        spans: list[int] = []
+        slots: list[np.ndarray] = []
+        parents: list[int] = []
+        num_slots = num_rows = 0
+        for rows in laid_out:
+            first_slot, first_of_slots, first_of_parents = -1, -1, -1
+            if rows.run is not None:
+                first_slot = rows.run.start
+            else:
+                first_of_slots = num_slots
+                num_slots += len(rows.slots)
+                slots.append(rows.slots)
+            if not rows.pending.is_chain:
+                first_of_parents = len(parents)
+                parents += rows.pending.parents
+            size = rows.num_rows
+            spans += (num_rows, size, rows.context, rows.num_pending, first_slot, first_of_slots, first_of_parents)
+            num_rows += size
+        if num_rows == len(laid_out):
+            positions = [rows.positions()[0] for rows in laid_out]
+            written = np.array([rows.slots[-1] for rows in laid_out])
+        else:
+            positions = list(chain.from_iterable(rows.positions() for rows in laid_out))
+            written = np.concatenate([rows.written_slots for rows in laid_out])
+        tables = np.concatenate(slots) if slots else _NOTHING
+        kernel_rows = PassRows(
+            np.array(spans), tables, np.array(parents, dtype=np.int64) if parents else _NOTHING, written
+        )
+        logit_rows = None if len(wanted) == num_rows else torch.tensor(wanted, dtype=torch.int64)
+        return PassPlan(num_rows, torch.tensor(positions), logit_rows, RaggedPlan(self, kernel_rows, written))
+
+    def layer_call(self, heads: Heads) -> LayerCall:
+        call = self._calls.get(heads.layer)
+        if call is None:
+            call = self._calls[heads.layer] = self._make_call(heads)
+        return call
+
+    def _make_call(self, heads: Heads) -> LayerCall:
+        shape = self._shape
+        norms, eps, offset = None, 0.0, 0.0
+        if heads.norms is not None:
+            q_norm, k_norm = heads.norms
+            assert isinstance(q_norm, RMSNorm), "the norms of heads are RMS norms"
+            norms, eps, offset = (q_norm.weight, k_norm.weight), q_norm.eps, q_norm.offset
+        return LayerCall(
+            self.pool.keys[heads.layer],
+            self.pool.values[heads.layer],
+            heads.num_heads,
+            scale=heads.head_dim**-0.5 if shape.scale is None else shape.scale,
+            window=shape.window if heads.windowed and shape.window else 0,
+            softcap=shape.softcap or 0.0,
+            norms=norms,
+            norm_eps=eps,
+            norm_offset=offset,
+        )
+
+
+_NOTHING = np.empty(0, dtype=np.int64)

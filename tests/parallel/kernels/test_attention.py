@@ -1,0 +1,196 @@
+"""The attention kernel against attention row by row in float64, over random batches of chains and trees; and that a
+row's result is the same to the bit wherever it stands."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.kernels.attention import LayerCall, PassRows, has_attention
+
+pytestmark = pytest.mark.skipif(not has_attention(), reason="no C++ compiler")
+NUM_SLOTS = 2400
+
+
+@dataclass
+class Sequence:
+    """`context` committed rows, then pending ones; the last `num_rows` are fed. `parents` None is a chain."""
+
+    context: int
+    table: list[int]
+    parents: list[int] | None
+    num_rows: int
+
+    def path(self, row: int) -> list[int]:
+        """Indices in the table of the pending rows that fed row `row` sees."""
+        num_pending = len(self.table) - self.context
+        parents = self.parents or list(range(-1, num_pending - 1))
+        at, path = num_pending - self.num_rows + row, []
+        while at >= 0:
+            path.insert(0, self.context + at)
+            at = parents[at]
+        return path
+
+    def seen(self, row: int) -> list[int]:
+        """The slots that fed row `row` sees."""
+        return [self.table[i] for i in [*range(self.context), *self.path(row)]]
+
+
+@dataclass
+class Case:
+    """One layer, and a pass over it."""
+
+    num_heads: int
+    head_dim: int
+    window: int
+    softcap: float
+    sequences: list[Sequence]
+    keys: Tensor
+    values: Tensor
+    projected: Tensor
+    rotation: tuple[Tensor, Tensor] | None
+
+    @property
+    def spans(self) -> list[slice]:
+        """The rows of every sequence."""
+        stops = np.cumsum([sequence.num_rows for sequence in self.sequences]).tolist()
+        return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+    def attend(self, sequences: list[Sequence], rows: slice) -> Tensor:
+        """The kernel's results for `sequences`, which are fed `rows` of the case."""
+        call = LayerCall(
+            self.keys,
+            self.values,
+            self.num_heads,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+            softcap=self.softcap,
+        )
+        spans, slots, parents, written = [], [], [], []
+        first = 0
+        for one in sequences:
+            run = one.table[0] if one.table == [*range(one.table[0], one.table[0] + len(one.table))] else -1
+            num_pending = len(one.table) - one.context
+            spans += [
+                first,
+                one.num_rows,
+                one.context,
+                num_pending,
+                run,
+                len(slots),
+                len(parents) if one.parents else -1,
+            ]
+            slots += one.table
+            parents += one.parents or []
+            written += one.table[-one.num_rows :]
+            first += one.num_rows
+        arrays = (np.array(values, dtype=np.int64) for values in (spans, slots, parents, written))
+        rotation = self.rotation and (self.rotation[0][rows].clone(), self.rotation[1][rows].clone())
+        return call.attend(PassRows(*arrays), self.projected[rows].clone(), rotation)
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention row by row, and the pool afterwards."""
+        keys, values = self.keys.clone(), self.values.clone()
+        num_kv_heads, rows = keys.shape[1], self.projected.view(len(self.projected), -1, self.head_dim)
+        rotated, v = rows.split([self.num_heads + num_kv_heads, num_kv_heads], 1)
+        if self.rotation is not None:
+            cos, sin = (part[:, None] for part in self.rotation)
+            rotated = rotated * cos + rotated.roll(self.head_dim // 2, -1) * sin
+        q, k = rotated.split([self.num_heads, num_kv_heads], 1)
+        results = []
+        for sequence, span in zip(self.sequences, self.spans, strict=True):
+            written = sequence.table[-sequence.num_rows :]
+            keys[written], values[written] = k[span], v[span]
+            for row in range(sequence.num_rows):
+                seen = sequence.seen(row)[-self.window :]
+                grouped = q[span][row].double().view(num_kv_heads, -1, self.head_dim)
+                scores = torch.einsum("kgd,lkd->kgl", grouped, keys[seen].double()) * self.head_dim**-0.5
+                if self.softcap:
+                    scores = torch.tanh(scores / self.softcap) * self.softcap
+                results.append(torch.einsum("kgl,lkd->kgd", scores.softmax(-1), values[seen].double()).flatten())
+        return torch.stack(results).float(), keys, values
+
+
+def random_case(seed: int) -> Case:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    num_kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([12, 16, 48, 80, 128])
+    num_heads = num_kv_heads * draw.choice([1, 2, 3, 5])
+    sequences, first = [], 0
+    for _ in range(draw.randrange(1, 5)):
+        # around the borders of the kernel's vectors, blocks and chunks
+        context, num_rows = draw.choice([0, 1, 17, 100, 250, 256, 300]), draw.choice([1, 2, 5, 9, 70])
+        num_pending = num_rows + draw.choice([0, 0, 4])
+        table = list(range(first, first + context + num_pending))
+        first += len(table)
+        if draw.random() < 0.4:
+            draw.shuffle(table)
+        is_tree = draw.random() < 0.5
+        parents = [draw.randrange(-1, i) for i in range(num_pending)] if is_tree else None
+        sequences.append(Sequence(context, table, parents, num_rows))
+    num_rows = sum(one.num_rows for one in sequences)
+    return Case(
+        num_heads,
+        head_dim,
+        window=draw.choice([0, 0, 5, 40, 270]),
+        softcap=draw.choice([0.0, 0.0, 2.0]),
+        sequences=sequences,
+        keys=torch.randn(NUM_SLOTS, num_kv_heads, head_dim),
+        values=torch.randn(NUM_SLOTS, num_kv_heads, head_dim),
+        projected=torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim),
+        rotation=(torch.randn(num_rows, head_dim), torch.randn(num_rows, head_dim)) if seed % 4 else None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_row_attends_to_what_it_sees(seed):
+    case = random_case(seed)
+    expected, keys, values = case.expected()
+    result = case.attend(case.sequences, slice(None))
+    torch.testing.assert_close(result, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(case.keys, keys, atol=1e-5, rtol=0)
+    torch.testing.assert_close(case.values, values, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_row_is_the_same_to_the_bit_alone_and_in_company(seed):
+    """In a batch, in its sequence's pass, and as the last row of a chain whose other rows are committed."""
+    case = random_case(100 + seed)
+    together = case.attend(case.sequences, slice(None))
+    for sequence, span in zip(case.sequences, case.spans, strict=True):
+        assert torch.equal(case.attend([sequence], span), together[span])
+        for row in range(sequence.num_rows):
+            seen, at = sequence.seen(row), span.start + row
+            alone = Sequence(len(seen) - 1, seen, None, 1)
+            assert torch.equal(case.attend([alone], slice(at, at + 1))[0], together[at]), f"row {row}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_change_no_bit(seed):
+    case = random_case(200 + seed)
+    num_threads = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(case.attend(case.sequences, slice(None)))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_other_rows_of_the_pool_do_not_matter():
+    """Not even where they are no numbers: slots of other sequences, and tree rows that are no ancestors."""
+    case = random_case(7)
+    expected = case.attend(case.sequences, slice(None))
+    seen = {slot for one in case.sequences for row in range(one.num_rows) for slot in one.seen(row)}
+    unseen = sorted(set(range(NUM_SLOTS)) - seen)
+    case.keys[unseen] = torch.nan
+    case.values[unseen] = torch.nan
+    assert torch.equal(case.attend(case.sequences, slice(None)), expected)
