@@ -97,6 +97,6 @@ class PassRows:
 
     def __init__(self, spans: np.ndarray, slots: np.ndarray, parents: np.ndarray, written: np.ndarray) -> None:
         self._arrays = spans, slots, parents, written
-        pointers = [array.ctypes.data for array in self._arrays]
+        pointers = [array.__array_interface__["data"][0] for array in self._arrays]  # half the time of `ctypes.data`
         self._record = _PassRecord(*pointers, len(written), spans.size // len(SPAN_FIELDS))
         self.pointer = byref(self._record)

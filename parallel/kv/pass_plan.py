@@ -73,6 +73,8 @@ class PendingRows:
     def after_commit(self, keep: Sequence[int], retain: Sequence[int]) -> PendingRows:
         """The forest of the rows `retain` after the path `keep` is committed."""
         rest = PendingRows()
+        if not retain:
+            return rest
         renumbered = dict.fromkeys(keep[-1:], -1) | {row: i for i, row in enumerate(retain)}
         rest.append(len(retain), [renumbered[self.parents[row]] for row in retain])
         return rest

@@ -38,7 +38,10 @@ class _SlotTable:
             grown = np.empty(max(end, 2 * len(self.slots)), dtype=np.int64)
             grown[: self.num_rows] = self.slots[: self.num_rows]
             self.slots = grown
-        self.slots[self.num_rows : end] = np.arange(run.start, run.stop)
+        if end == self.num_rows + 1:
+            self.slots[self.num_rows] = run.start
+        else:
+            self.slots[self.num_rows : end] = np.arange(run.start, run.stop)
         continues = self.num_rows == 0 or self.slots[self.num_rows - 1] + 1 == run.start
         if self.run_len == self.num_rows and continues:
             self.run_len = end
@@ -133,6 +136,10 @@ class KVPool:
         table = self._tables[seq_id]
         start, num_kept = table.cached_len, len(keep) + len(retain)
         chosen = [*keep, *retain]
+        if num_kept == 1 and not retain and table.num_rows == start + 1:  # plain decoding
+            assert chosen == [0], f"row {chosen[0]} is not pending"
+            table.cached_len += 1
+            return
         if chosen != list(range(num_kept)):
             pending = table.slots[start : table.num_rows].copy()
             rest = np.ones(len(pending), dtype=bool)

@@ -18,16 +18,29 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Rope:
-    """cos and sin of every rotated dimension, for the positions of one pass."""
+    """cos and sin of every rotated dimension, for the positions of one pass.
+
+    On CPU they are looked up: the table grows to the largest position that occurred, rounded up to a power of two.
+    """
 
     def __init__(self, scaling: RopeScaling, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
         frequencies, self.amplitude = _FREQUENCIES[scaling.rope_type](scaling, head_dim)
         # the first half is negated: sin then carries the signs of the rotation
         self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
         self.dtype = dtype
+        self._table = self._rotation(torch.arange(0)) if self.frequencies.device.type == "cpu" else None
 
     def __call__(self, positions: Tensor) -> Rotation:
         """positions [T] -> cos, sin [T, 1, head_dim]."""
+        if self._table is None:
+            return self._rotation(positions)
+        last = int(positions.max())
+        if last >= len(self._table[0]):
+            self._table = self._rotation(torch.arange(1 << last.bit_length()))
+        cos, sin = self._table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _rotation(self, positions: Tensor) -> Rotation:
         angles = positions.view(-1, 1, 1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.amplitude != 1:
