@@ -161,7 +161,8 @@ class DrafterSession:
         if reading:
             self._last_read = least_round
         after, self.round = self.round, max(self.round + 1, least_round)
-        return [DraftBatch(self.round, admits, commits, releases, tuple(orders.values()), after)]
+        ahead = self._policy.works_ahead
+        return [DraftBatch(self.round, admits, commits, releases, tuple(orders.values()), after, works_ahead=ahead)]
 
     def _take_preview_or_order(self, sequence: Sequence, length: int) -> DraftOrder:
         """The order for one sequence; if a preview held its draft, the drafter only learns which draft was used."""

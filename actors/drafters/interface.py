@@ -156,6 +156,9 @@ class Truncates(Protocol):
 class DraftsAhead(Protocol):
     """Drafts while the target verifies."""
 
+    may_work_ahead: bool
+    """Whether it should before the next record, by the coordinator's policy; where not, `propose` drafts in full."""
+
     @property
     def wants_work(self) -> bool:
         """Whether a step has something to do before the next record arrives."""

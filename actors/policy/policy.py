@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2
 
+from actors.policy.draft_ahead_choice import DraftAheadChoice
 from actors.policy.draft_length import DraftLengths, DraftOutcome
 from actors.policy.draft_wait import DraftWait
 from actors.policy.estimators import Ewma, RoundCosts
@@ -21,19 +22,21 @@ class Pipeline:
     """The order of drafting and verifying.
 
     `alternates`: two halves of the batch in turn; while the target verifies one, the drafter drafts for the other. No
-    outcome has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016).
+    outcome has to be guessed; it takes at least two requests (MineDraft, arXiv 2603.18016). `works_ahead`: the drafter
+    prepares for the outcomes of a verdict while the target computes it.
     """
 
     drafts: bool = True
     alternates: bool = False
+    works_ahead: bool = False
 
 
 PIPELINES = {
     "plain": Pipeline(drafts=False),  # every pass verifies empty proposals: the baseline and the fallback
     "sync": Pipeline(),  # the whole batch is drafted for, then the whole batch is verified
-    "pearl": Pipeline(),  # the three that draft ahead differ in what the drafter prepares; here they are one
-    "branches": Pipeline(),
-    "tree": Pipeline(),
+    "pearl": Pipeline(works_ahead=True),  # the three differ in what the drafter prepares; here they are one
+    "branches": Pipeline(works_ahead=True),
+    "tree": Pipeline(works_ahead=True),
     "pingpong": Pipeline(alternates=True),
 }
 
@@ -73,6 +76,12 @@ class Policy:
         self.alternates = order.alternates
         """Whether drafts are also ordered while the target is busy, and a pass leaves out requests without one."""
         self.wait = DraftWait(self.weighs_waiting, num_draft_tokens)
+        self._may_work_ahead = order.works_ahead
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the drafter should work while the target verifies the drafts that are ordered now."""
+        return self._may_work_ahead
 
     @property
     def mode(self) -> Mode:
@@ -130,7 +139,15 @@ class _PassCosts:
     """What rounds cost, with drafts and without."""
 
     with_drafts: RoundCosts = field(default_factory=RoundCosts)
+    in_turn: RoundCosts = field(default_factory=RoundCosts)
+    """The same where the drafter does not work ahead: no pass of the target hides drafting or is slowed by it."""
     plain_verify_s: Ewma = field(default_factory=lambda: Ewma(_PLAIN_MEMORY))
+
+    @property
+    def slowdown(self) -> float:
+        """A pass over drafts beside a working drafter, in plain passes; 1 until both were measured."""
+        plain_s, verify_s = self.plain_verify_s.mean, self.with_drafts.verify.mean_y
+        return verify_s / plain_s if plain_s and verify_s else 1.0
 
 
 @dataclass(slots=True)
@@ -141,6 +158,7 @@ class _LoadEstimate:
     decoding: _PassCosts = field(default_factory=_PassCosts)
     reading: _PassCosts = field(default_factory=_PassCosts)
     """Of rounds that also read prompts: under steady traffic there may be no others."""
+    ahead: DraftAheadChoice = field(default_factory=DraftAheadChoice)
 
 
 SIMILAR = 2
@@ -162,6 +180,10 @@ class AdaptivePolicy(Policy):
         self._loads: dict[_Kind, _LoadEstimate] = {}
         self._load = _LoadEstimate()
         self._last_read_prompt = False
+
+    @property
+    def works_ahead(self) -> bool:
+        return self._may_work_ahead and self._load.ahead.works_ahead
 
     @property
     def mode(self) -> Mode:
@@ -194,6 +216,7 @@ class AdaptivePolicy(Policy):
         self._load = load = self._estimate_of(kind)
         reads = seen.num_prompt_rows > 0
         costs = load.reading if reads else load.decoding
+        drafting = costs.with_drafts if load.ahead.works_ahead else costs.in_turn
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
         longest = max(lengths)
         # Where drafts are always waited for, the first one also reads the prompt.
@@ -202,10 +225,12 @@ class AdaptivePolicy(Policy):
             costs.plain_verify_s.update(seen.verify_s)
         elif not is_first:
             mean = sum(lengths) / len(lengths)
-            costs.with_drafts.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
+            drafting.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
         self._lengths.update(seen.outcomes, kind[1:])
-        speed = self._lengths.choose(costs.with_drafts, costs.plain_verify_s.mean, len(lengths))
+        speed = self._lengths.choose(drafting, costs.plain_verify_s.mean, len(lengths))
         mode = load.switch.mode
+        if self._may_work_ahead and longest and not reads and self.mode is Mode.speculate:
+            load.ahead.update(seen.num_tokens, seen.seconds, costs.slowdown)
         load.switch.update(
             seen.num_tokens,
             seen.seconds,

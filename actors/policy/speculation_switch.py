@@ -94,6 +94,7 @@ class SpeculationSwitch:
     _has_read: bool = False  # the drafter has caught up; the trial awaits a measured plain round
     _after_prompt: bool = False
     _prospect: float = 0.0
+    _is_partial: bool = False  # only some requests take part in the trial
     _is_concluded: bool = False  # the first trial ended
 
     @property
@@ -181,6 +182,7 @@ class SpeculationSwitch:
             rates.setdefault(kind, Rate()).update(tokens, seconds)
         if not willing:
             return
+        self._is_partial |= whole_tokens is not None and whole_tokens != num_tokens
         self._prospect = prospect * self.plain[kind].seconds.mean if kind in self.plain else 0.0
         self._late_rounds = self._late_rounds + 1 if skipped_drafts else 0
         self._rounds += speculated == self.speculates
@@ -215,6 +217,7 @@ class SpeculationSwitch:
     def _enter(self, mode: Mode) -> None:
         self._is_concluded |= mode in (Mode.speculate, Mode.rest)
         self.mode, self._rounds, self._late_rounds, self._has_read = mode, 0, 0, False
+        self._is_partial = False
 
     def _settle(self, num_tokens: int, seconds: float, kind: int, *, speculated: bool) -> None:
         """Balance what the round took against what plain decoding would have taken for its tokens."""
@@ -235,6 +238,8 @@ class SpeculationSwitch:
         gain = found.gain if is_known else None
         if gain is not None and gain < (1.0 if overdrawn else 1 - MARGIN / found.tokens**0.5):
             is_stale = self._rounds > STALE_ROUNDS
+            if self._rounds < MIN_INTERVAL and not is_stale:  # the trial misled, or the text changed at once
+                self.rest = min(4 * self.rest, MAX_REST)
             self._enter(Mode.probe if is_stale else Mode.rest)
             if is_stale:
                 self.plain = {}
@@ -245,7 +250,10 @@ class SpeculationSwitch:
 
     def _judge_trial(self) -> None:
         gain = self.gain
-        hope = max(gain, self._prospect) if gain is not None and self._rounds >= MIN_TRIAL else None
+        hope = None
+        if gain is not None and self._rounds >= MIN_TRIAL:
+            # With a few requests a pass costs less than with all; what it would cost is in the prospect.
+            hope = self._prospect if self._is_partial and self._prospect else max(gain, self._prospect)
         if hope is not None and hope >= RETURN_GAIN:
             self._enter(Mode.speculate)
             self.speculative = {}  # those of a few requests

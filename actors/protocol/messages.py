@@ -252,7 +252,8 @@ class DraftBatch:
     """Coordinator to every draft rank: results of the last drafts, then orders for the next.
 
     `after` is the round of the role's previous batch: a rank that has not seen that one has missed a batch. A batch
-    from a level of a cascade to the level below belongs to one `epoch` of that role.
+    from a level of a cascade to the level below belongs to one `epoch` of that role. `works_ahead`: a drafter that can
+    may work until the next batch.
     """
 
     round: int
@@ -262,6 +263,7 @@ class DraftBatch:
     orders: tuple[DraftOrder, ...] = ()
     after: int = 0
     epoch: int = 0
+    works_ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ class DraftRole:
         """Bring the contexts up to the batch and propose: one batch of prepared drafts, one of the others."""
         started, ahead = self.clock(), self._works_ahead
         self._timing.record_arrival(started)
+        if ahead is not None:
+            ahead.may_work_ahead = batch.works_ahead
         orders = self._update_contexts(batch)
         hits = [(context, budget) for context, budget in orders if ahead is not None and ahead.prepared(context)]
         if hits:

@@ -18,6 +18,11 @@ class MoodyPolicy(Policy):
         self.rounds_in = dict.fromkeys(Mode, 0)
         self._choose = choose
         self._lengths: dict[int, int] = {}
+        self._works_ahead = True
+
+    @property
+    def works_ahead(self) -> bool:
+        return self._works_ahead
 
     @property
     def mode(self) -> Mode:
@@ -38,6 +43,7 @@ class MoodyPolicy(Policy):
             return
         self.rounds_in[self._mode] += 1
         self._lengths = {outcome.request_id: self._choose.randrange(6) for outcome in seen.outcomes}
+        self._works_ahead = self._choose.random() < 0.5
         if self._mode is not Mode.catch_up and self._choose.random() < 0.6:
             self._mode = self._choose.choice([mode for mode in Mode if mode is not Mode.trial])
 

@@ -86,6 +86,7 @@ class CascadeDrafter:
         self._lengths = lengths
         control = lengths if isinstance(lengths, LengthControl) else None
         self._control = control if spec.is_last else None
+        self.may_work_ahead = True
         self._make_random_source = make_random_source
         self._states: dict[int, RequestState] = {}
         self._ordered: list[tuple[RequestState, int, int]] = []  # state, its version, tokens ordered from the child

@@ -44,12 +44,14 @@ class _AheadState:
     budget: int = 0  # draft tokens of the last order, 0 before the first; an estimate of the next
     may_extend: bool = False  # a verdict is awaited and draft-ahead has something left to do
     num_shown: int = 0  # nodes of the tree in the last preview
+    is_in_turn: bool = False  # the pending draft is no tree: it was made as where nothing works ahead
 
 
 class AheadDrafter(ModelDrafter):
     """`pipeline` names a policy of `tree.AHEAD`."""
 
     waits_for_child = False
+    may_work_ahead = True
 
     def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, options: ModelOptions, pipeline: str) -> None:
         super().__init__(runner, config, options)
@@ -73,6 +75,8 @@ class AheadDrafter(ModelDrafter):
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         missed = [(one, budget) for one, budget in zip(contexts, budgets, strict=True) if not self.prepared(one)]
+        if missed and not self.may_work_ahead:
+            return self._propose_in_turn(contexts, budgets)
         able = self._with_room([context for context, _ in missed], [budget for _, budget in missed])
         for context, _ in able:
             self._prefill(context, leave=self._options.prefill_chunk)
@@ -80,8 +84,24 @@ class AheadDrafter(ModelDrafter):
             self._draft([self._states[context.request_id] for context, _ in able], [budget for _, budget in able])
         return [self._take_proposal(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
+    def _propose_in_turn(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        """Drafts of full length without trees; requests whose trees hold something still draw on those."""
+        fresh = [not self._states[context.request_id].num_rows and not self.prepared(context) for context in contexts]
+        orders = list(zip(contexts, budgets, fresh, strict=True))
+        in_turn = [(context, budget) for context, budget, is_fresh in orders if is_fresh]
+        drafts = iter(super().propose([one for one, _ in in_turn], [budget for _, budget in in_turn]))
+        for context, _ in in_turn:
+            self._states[context.request_id].is_in_turn = True
+        return [
+            next(drafts) if is_fresh else self._take_proposal(context, budget) for context, budget, is_fresh in orders
+        ]
+
     def observe(self, context: Context, commit: Commit) -> None:
         state, request_id = self._states[context.request_id], context.request_id
+        if state.is_in_turn:
+            super().observe(context, commit)
+            self._states[request_id] = _AheadState(context, DraftTree(commit.token_ids[-1]))
+            return
         tree = state.tree
         found = self._walk(tree, commit.token_ids)
         if len(found) > len(commit.token_ids):
@@ -143,7 +163,7 @@ class AheadDrafter(ModelDrafter):
 
     @property
     def wants_work(self) -> bool:
-        return any(state.may_extend for state in self._states.values())
+        return self.may_work_ahead and any(state.may_extend for state in self._states.values())
 
     def width(self, width_chooser: WidthChooser, time_s: float) -> int:
         busy = [state for state in self._states.values() if state.may_extend]

@@ -132,13 +132,6 @@ class ScriptedRunner:
         return ScriptedOutput(rows)
 
 
-class ScriptedAheadDrafter(AheadDrafter):
-    """Reads children off scripted rows."""
-
-    def _expand(self, logits: Iterable[ScriptedRow], fed: Any) -> None:
-        self._add((row.children(self._fan_out) for row in logits), fed)
-
-
 class ScriptedDrafter(ModelDrafter):
     """Reads candidates off scripted rows."""
 
@@ -163,6 +156,13 @@ class ScriptedDrafter(ModelDrafter):
             ]
             for nodes in frontier
         ]
+
+
+class ScriptedAheadDrafter(ScriptedDrafter, AheadDrafter):
+    """Reads children off scripted rows."""
+
+    def _expand(self, logits: Iterable[ScriptedRow], fed: Any) -> None:
+        self._add((row.children(self._fan_out) for row in logits), fed)
 
 
 def draft_role(
@@ -193,6 +193,8 @@ class ScriptedTarget:
     _text_of: TextOf
     _time: LaneClock
     _cost: PassCost
+    _slowdown: Callable[[], float] = lambda: 1.0
+    """Seconds of a pass over those beside an idle drafter."""
     _requests: dict[int, _TargetRequest] = field(default_factory=dict)
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
@@ -210,7 +212,7 @@ class ScriptedTarget:
             assert commit.token_ids == tuple(written), "a token was changed"
         num_rows = sum(item.num_tokens + _tree(item).num_draft_tokens for item in batch.items)
         if num_rows:
-            self._time.now += self._cost(num_rows)
+            self._time.now += self._cost(num_rows) * self._slowdown()
         verdicts = tuple(verdict for item in batch.items if (verdict := self._verify(item)) is not None)
         yield VerdictBatch(batch.round, verdicts, started, self._time.now, num_rows)
 

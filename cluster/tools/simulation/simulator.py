@@ -48,6 +48,8 @@ class Scenario(Section):
     prompt_len: Annotated[int, Range(1)] = 8
     target_link_s: Annotated[float, Range(0)] = 0.0
     draft_link_s: Annotated[float, Range(0)] = 0.0
+    interference: Annotated[float, Range(0)] = 0.0
+    """Share by which a target pass takes longer beside a drafter that works all the time: shared memory bandwidth."""
     coordinator_s: Annotated[float, Range(0)] = 0.0
     """Time the coordinator takes for every record."""
     exact: PassCost | None = None
@@ -152,8 +154,20 @@ class _Simulation:
 
     def _target_lane(self) -> RoleLane:
         scenario, time = self._scenario, LaneClock()
-        role = ScriptedTarget(self._text_of, time, scenario.verify)
+        role = ScriptedTarget(self._text_of, time, scenario.verify, self._slowdown)
         return RoleLane(self._clock, time, role.answer, partial(self._arrive, delay_s=scenario.target_link_s))
+
+    def _slowdown(self) -> float:
+        """Of the pass that begins: the drafter is taken to work as much beside it as beside the one before."""
+        if not self._scenario.interference or not self._target.busy:
+            return 1.0
+        start, end = self._target.busy[-1]
+        beside_s = 0.0
+        for began, ended in reversed(self._draft.busy):
+            if ended <= start:
+                break
+            beside_s += max(0.0, min(end, ended) - max(start, began))
+        return 1 + self._scenario.interference * beside_s / (end - start)
 
     def _draft_lane(self) -> RoleLane:
         scenario, time = self._scenario, LaneClock()

@@ -117,3 +117,16 @@ def test_the_shortest_draft_is_kept():
     bounded = replace(scenario("sync", HOPELESS["dear drafts"]), adaptive=True, min_draft_tokens=2)
     lengths = simulate(bounded).counters["orders_by_length"]
     assert lengths[0] == 0 and lengths[1] <= 1 < lengths[2], "only the end of a request may be too near for two"
+
+
+@pytest.mark.parametrize("pipeline", ["branches", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("interference", "works_ahead"), [(0.0, True), (0.6, False)])
+def test_draft_ahead_is_cut_where_it_slows_the_target_by_more_than_it_hides(pipeline, interference, works_ahead):
+    """Drafts that take half of a target pass; beside a working drafter the pass is `interference` longer."""
+    alone = scenario(pipeline, (0.8, 0.5e-3, 10e-3, 0.0, 1), 2000)
+    shared = replace(alone, drafter=replace(alone.drafter, num_draft_tokens=5), interference=interference)
+    adaptive, fixed = simulate(replace(shared, adaptive=True)), simulate(shared)
+    in_turn = simulate(replace(shared, pipeline="sync"))
+    assert (fixed.tokens_per_s > in_turn.tokens_per_s) is works_ahead
+    assert adaptive.tokens_per_s > 0.92 * max(fixed.tokens_per_s, in_turn.tokens_per_s)
+    assert (adaptive.draft_busy > 0.8 * fixed.draft_busy) is works_ahead
