@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from actors.logs import dump_stacks_on_signal
-from actors.worker import openmp
 from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
 from cluster.config.jobs import TrainConfig
@@ -105,8 +104,6 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
 
 
 def _run(config: LaunchConfig, run_dir: Path) -> None:
-    if config.cluster.name == "inprocess":  # this process will hold all ranks
-        openmp.configure_threads(shared=config.placement.name == "colocated")
     job = importlib.import_module(f"cluster.jobs.{config.job.name}")
     job.run(config.job if isinstance(config.job, TrainConfig) else config, run_dir)
 

@@ -48,7 +48,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
-    torch.set_num_threads(max(1, spec.num_threads))
+    openmp.set_num_threads(max(1, spec.num_threads))
     logger = logger_of(spec.identity)
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     name = link_name(spec.identity, spec.incarnation)
@@ -79,7 +79,13 @@ def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> 
     """The role of this rank and what it measured; a cascade level with a remote child needs the `mailbox`."""
     started = time.monotonic()
     role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group, mailbox)
-    process = {"pid": os.getpid(), "device": spec.device, "cores": list(spec.cores), "openmp": openmp.in_effect()}
+    process = {
+        "pid": os.getpid(),
+        "device": spec.device,
+        "cores": list(spec.cores),
+        "num_threads": torch.get_num_threads(),
+        "openmp": openmp.in_effect(),
+    }
     return role, {**process, "load_s": time.monotonic() - started, **facts}
 
 

@@ -1,7 +1,9 @@
-"""How long an idle OpenMP thread spins before it gives up its core: libgomp's default is milliseconds.
+"""The OpenMP threads of a rank: how many compute, and how long an idle one spins before it gives up its core.
 
-While threads spin, another rank on the same cores waits for threads that compute nothing: rounds took 10 to 40 times as
-long. libgomp reads these settings once, when PyTorch loads it. Standard library only.
+libgomp's default is milliseconds. While threads spin, another rank on the same cores waits for threads that compute
+nothing: rounds took 10 to 40 times as long. libgomp reads these settings once, when PyTorch loads it; of ranks that are
+threads of one process it lets none spin for long once their threads outnumber the cores. Loads PyTorch only to set the
+number of threads.
 """
 
 from __future__ import annotations
@@ -45,3 +47,15 @@ def configured_children(*, shared: bool) -> Iterator[None]:
     finally:
         for name in settings:
             del os.environ[name]
+
+
+def set_num_threads(count: int) -> None:
+    """Compute with so many threads in the calling thread, whatever other threads of this process choose.
+
+    The first call into PyTorch's pool from a thread adopts the number that any thread has set last, which would replace
+    this one; a question beforehand is that first call.
+    """
+    import torch
+
+    torch.get_num_threads()
+    torch.set_num_threads(count)

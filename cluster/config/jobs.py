@@ -86,7 +86,8 @@ class BenchConfig(PromptsJobConfig):
     contexts: Annotated[list[int], Range(1)] = field(default_factory=list)
     """Axis: prompt lengths in tokens, cut and joined from the prompts' texts; the prompts as they are if empty."""
     peers: list[str] = field(default_factory=list)
-    """Other engines to time on the same prompts: transformers (plain and assisted, one request at a time)."""
+    """Other engines to time on the same prompts, one request at a time, plain and speculating: transformers,
+    openvino-genai, llama-cpp; the last two are installed by the user, take float32 on a CPU and decode greedily."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from cluster.observability.report import versions, write_csv, write_json
 from cluster.tools.bench.entries import entry_of, remarks_on
 from cluster.tools.bench.figures import BASELINES, BenchEntry
 from cluster.tools.bench.machine import machine
-from cluster.tools.bench.peers import Transformers, check_peers
+from cluster.tools.bench.peers.interface import Peer
+from cluster.tools.bench.peers.registry import baselines, check_peers
 from cluster.tools.bench.plan import expand, setting_names
 from cluster.tools.bench.plots import draw_acceptance, draw_drafters, draw_speed
 from cluster.tools.bench.tables import (
@@ -65,7 +66,7 @@ def _write(
     run_dir: Path,
     config: LaunchConfig,
     entries: list[BenchEntry],
-    peers: dict[str, Transformers],
+    peers: dict[str, Peer],
     remarks: list[str],
     *,
     is_complete: bool,
@@ -74,7 +75,7 @@ def _write(
         "job": config.job.name,
         "complete": is_complete,
         "settings": entries,
-        "baselines": BASELINES,
+        "baselines": {**BASELINES, **baselines(config.job.peers)},
         "peers": {name: peer.describe() for name, peer in peers.items()},
         "machine": machine(),
         "stretch": config.target.stretch,

@@ -15,6 +15,7 @@ from pathlib import Path
 from actors.coordinator.service import CoordinatorSpec
 from actors.protocol.membership import Death
 from actors.transport.channel import SECRET_BYTES
+from actors.worker import openmp
 from actors.worker.spec import RankSpec
 from cluster.config.schema import ClusterName, LaunchConfig
 from cluster.placement.ranks import RankPlacement
@@ -94,6 +95,7 @@ class Backend(ABC):
 
 def make_backend(config: LaunchConfig, log_dir: Path | None, progress: Callable[[str], None]) -> Backend:
     if config.cluster.name == ClusterName.inprocess:
+        openmp.configure_threads(shared=config.placement.name == "colocated")  # this process will hold all ranks
         from cluster.runtime.inprocess import InprocessBackend
 
         return InprocessBackend(config, log_dir, progress)

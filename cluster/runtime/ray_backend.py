@@ -31,7 +31,7 @@ from cluster.observability.metrics import make_ray_watch, metric_labels
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
 from cluster.placement.relocation import NoRoom, relocate
 from cluster.runtime.backend import LOOPBACK, Backend
-from cluster.runtime.ray_local import LocalRay
+from cluster.runtime.ray_local import LocalRay, dashboard_apart
 from cluster.runtime.ray_nodes import await_head, await_layout, check_admitted, free_nodes, living_hosts
 from cluster.runtime.ray_reservation import Reservation, on_node
 
@@ -66,6 +66,8 @@ class RayBackend(Backend):
         self._reservation = Reservation()
         self._owns_ray = False
         self._local_ray: LocalRay | None = None
+        self._dashboard: threading.Thread | None = None
+        self._closing = threading.Event()
         self._homes: dict[str, RankPlacement] = {}
         self._coordinator_host = ""
 
@@ -83,16 +85,30 @@ class RayBackend(Backend):
             options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": cluster.dashboard}
         options |= {"namespace": cluster.namespace, "log_to_driver": False, "logging_level": "ERROR"}
         try:
-            context = ray.init(**options)
+            with dashboard_apart() as start_dashboard:
+                ray.init(**options)
         except (OSError, RayError, RuntimeError, ValueError) as error:
             line = str(error).strip().splitlines()[0]
             raise ValueError(f"cluster.address: Ray cannot be reached or started ({line}); see `ray status`") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's handler would end the process before its results are written
         self._owns_ray = True
-        if self._local_ray is not None and context.dashboard_url:
-            token = f", its token in {self._local_ray.token_file}" * bool(self._local_ray.token_file)
-            self._progress(f"dashboard\n  http://{context.dashboard_url}{token}")
+        if self._is_local and cluster.dashboard:
+            self._dashboard = threading.Thread(target=self._open_dashboard, args=(start_dashboard,), daemon=True)
+            self._dashboard.start()
+
+    def _open_dashboard(self, start: Callable[[], str]) -> None:
+        """Beside the ranks that load; an engine that works is not ended by a dashboard that does not start.
+
+        Ray's processes are killed with the thread that started them, which therefore lasts until `close`.
+        """
+        assert self._local_ray is not None
+        token = f", its token in {self._local_ray.token_file}" * bool(self._local_ray.token_file)
+        try:
+            self._progress(f"dashboard\n  http://{start()}{token}")
+        except Exception as error:  # Ray raises bare Exception for whatever ended the dashboard
+            self._progress(f"the dashboard did not start ({str(error).strip().splitlines()[-1]})")
+        self._closing.wait()
 
     def place(self) -> list[RankPlacement]:
         cluster = self._config.cluster
@@ -164,6 +180,9 @@ class RayBackend(Backend):
             shutil.copy(file, folder)
 
     def close(self, *, graceful: bool = False) -> None:
+        if self._dashboard is not None:
+            self._closing.set()
+            self._dashboard.join()
         if ray.is_initialized():
             self._actors.close(graceful=graceful)
             if self._relay is not None:

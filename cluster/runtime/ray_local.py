@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -53,6 +53,31 @@ class LocalRay:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
+
+
+@contextlib.contextmanager
+def dashboard_apart() -> Iterator[Callable[[], str]]:
+    """A Ray that is started inside the block has no dashboard; what is yielded starts it and returns its address.
+
+    Ray itself waits for the dashboard before it starts a worker, which takes seconds and serves no rank.
+    """
+    from ray._private.node import Node
+
+    start, held = Node.start_api_server, []
+
+    def start_now() -> str:
+        node, options = held.pop()
+        start(node, **options)
+        return node.webui_url
+
+    def hold(self: Node, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        held.append((self, {"include_dashboard": include_dashboard, "raise_on_failure": raise_on_failure}))
+
+    Node.start_api_server = hold
+    try:
+        yield start_now
+    finally:
+        Node.start_api_server = start
 
 
 def make_token(path: Path) -> Path:

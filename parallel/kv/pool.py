@@ -13,6 +13,8 @@ otherwise a run starts in the middle of the largest gap, which leaves room for t
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -64,6 +66,17 @@ class _SlotTable:
         self.run_len = end
 
 
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: a masked row is multiplied by a weight of zero, and zero times NaN is NaN.
+
+    On a CPU the system gives zeroed pages as rows are first written: writing a whole pool took half of the start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
 class KVPool:
     """Keys and values [num_layers, num_slots, num_kv_heads, head_dim] and the sequences' tables of slots.
 
@@ -80,9 +93,8 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        # zeros, not empty: a masked row is multiplied by a weight of zero, and zero times NaN is NaN
-        self.keys = torch.zeros(num_layers, num_slots + 1, num_kv_heads, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        shape = num_layers, num_slots + 1, num_kv_heads, head_dim
+        self.keys, self.values = (_zeros(shape, dtype, torch.device(device)) for _ in range(2))
         self.num_slots = num_slots
         self.scratch_slot = num_slots
         self.num_free = num_slots

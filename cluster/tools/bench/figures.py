@@ -11,6 +11,7 @@ turn, one request at a time, and nothing is predicted for other settings. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import ne
 from statistics import median
 from typing import Any, TypedDict, cast
 
@@ -40,9 +41,6 @@ TIMED = (
 
 BASELINES = {
     "speedup_vs_ar": "plain decoding: the same engine, prompts and settings with speculation off, in the same repeat",
-    "speculative / transformers": "transformers generate on the same checkpoint and prompts, one request at a time",
-    "speculative / transformers assisted": "the same with the same draft model, or prompt lookup, at the same length",
-    "plain / transformers": "transformers generate against this engine's plain decoding",
 }
 
 
@@ -55,13 +53,14 @@ class Spread(TypedDict):
 
 
 class SideFigures(TypedDict):
-    """One side by itself; `num_unequal_requests` compares its tokens with the speculative ones."""
+    """One side by itself; requests with other tokens than the speculative ones, and how many tokens those are."""
 
     tokens: int
     tokens_per_s: Spread | None
     decode_ms_per_token: Spread | None
     ttft_s: Spread | None
     num_unequal_requests: int | None
+    num_different_tokens: int | None
 
 
 class DraftingFigures(TypedDict):
@@ -139,13 +138,22 @@ def _spread(values: Sequence[float]) -> Spread:
 def _side(trials: Sequence[Trial], side: str, *, comparable: bool) -> SideFigures:
     runs = [trial[side] for trial in trials]
     unequal = [num_unequal_requests(trial[SPECULATIVE], trial[side]) for trial in trials]
+    different = [num_different_tokens(trial[SPECULATIVE], trial[side]) for trial in trials]
     return {
         "tokens": runs[0].num_tokens,
         "tokens_per_s": spread(_tokens_per_s(run) for run in runs),
         "decode_ms_per_token": spread(decode_ms_per_token(run.completed) for run in runs),
         "ttft_s": spread(served.ttft_s for run in runs for served in run.completed),
         "num_unequal_requests": max(unequal) if comparable else None,
+        "num_different_tokens": max(different) if comparable else None,
     }
+
+
+def num_different_tokens(run: Run, other: Run) -> int:
+    """Places at which requests that completed in both runs have different tokens, or one of them has none."""
+    others = {served.index: served.token_ids for served in other.completed}
+    pairs = [(served.token_ids, others[served.index]) for served in run.completed if served.index in others]
+    return sum(sum(map(ne, one, two)) + abs(len(one) - len(two)) for one, two in pairs)
 
 
 def _tokens_per_s(run: Run) -> float:

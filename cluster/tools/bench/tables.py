@@ -97,7 +97,7 @@ def peer_table(entries: Sequence[BenchEntry]) -> Table | None:
             figure(_median(side["decode_ms_per_token"])),
             figure(entry["ratios"][f"speculative / {peer}"]["median"], 2, "x"),
             figure(entry["ratios"][f"plain / {peer}"]["median"], 2, "x"),
-            _equality(side["num_unequal_requests"], entry),
+            _equality(side["num_unequal_requests"], entry, side["num_different_tokens"]),
         ]
         for entry in entries
         for peer in peer_sides(entry["sides"])
@@ -180,10 +180,11 @@ def _fastest(entries: Sequence[BenchEntry]) -> BenchEntry:
     return max(entries, key=lambda entry: entry["decode_tokens_per_s"] or 0.0)
 
 
-def _equality(num_unequal: int | None, entry: BenchEntry) -> str:
+def _equality(num_unequal: int | None, entry: BenchEntry, num_tokens: int | None = None) -> str:
     if num_unequal is None:
         return ABSENT
-    return f"{num_unequal} of {entry['num_requests']} differ" if num_unequal else "all equal"
+    counted = f", in {num_tokens} tokens" if num_tokens else ""
+    return f"{num_unequal} of {entry['num_requests']} differ{counted}" if num_unequal else "all equal"
 
 
 def _median(values: Spread | None, factor: float = 1.0) -> float | None:

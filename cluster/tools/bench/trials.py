@@ -24,7 +24,8 @@ from cluster.io.prompts import Prompt
 from cluster.observability.results import Run
 from cluster.run_prompts import all_completed, serve_prompts
 from cluster.tools.bench.machine import resident_bytes
-from cluster.tools.bench.peers import PEERS, Transformers
+from cluster.tools.bench.peers.interface import Peer
+from cluster.tools.bench.peers.registry import PEERS
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.tasks import PLAIN, SPECULATIVE, BenchTask, Trial, make_task
 
@@ -92,7 +93,7 @@ class TrialRunner:
 
     def __init__(self, config: LaunchConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:
         self.measured: list[SettingTrials] = []
-        self.peers: dict[str, Transformers] = {}
+        self.peers: dict[str, Peer] = {}
         self._config = config
         self._prompts = prompts
 
@@ -116,7 +117,7 @@ class TrialRunner:
         for name in self._config.job.peers:
             if name not in self.peers:
                 bar.say(f"loading {name}")
-                self.peers[name] = PEERS[name](engine)
+                self.peers[name] = PEERS[name].open(engine)
         return SettingTrials(make_task(setting, self._config, self._prompts[setting.workload], engine), engine)
 
     def _repeat(

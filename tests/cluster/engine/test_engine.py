@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineConfig, PipelineName, SamplingConfig
 from actors.protocol.messages import SamplingParams
 from actors.transport.channel import Link
 from cluster.completion import Completion
-from cluster.engine import EngineError
+from cluster.config.jobs import GenerateConfig
+from cluster.engine import Engine, EngineError
 from cluster.runtime.delay_proxy import Relay
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push", "for i in range(10): é😀"]
@@ -265,6 +267,12 @@ class TestLeaving:
         with pytest.raises(TimeoutError, match="still running"):
             completion.result(timeout_s=0)
         assert len(completion.result().token_ids) == 400
+
+
+def test_ranks_of_one_process_compute_with_the_threads_of_their_places(tiny_launch):
+    with Engine(tiny_launch(GenerateConfig(), drafter=NgramDrafterConfig())) as engine:
+        placed = {place.identity: place.num_threads for place in engine.places}
+        assert {identity: ready.facts["num_threads"] for identity, ready in engine.ready.items()} == placed
 
 
 def test_reports_are_windows(open_engine):

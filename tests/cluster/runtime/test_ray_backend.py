@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import shutil
 import signal
@@ -51,9 +52,11 @@ def running_ray():
     from cluster.runtime.ray_backend import RayBackend
 
     sections = (TargetConfig(), NgramDrafterConfig(), VerifyConfig(), PipelineConfig(), PlacementConfig())
-    backend = RayBackend(LaunchConfig(*sections, CLUSTER, GenerateConfig()))
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    config = LaunchConfig(*sections, replace(CLUSTER, dashboard=True), GenerateConfig())
+    backend = RayBackend(config, progress=lines.put)
     backend.connect()
-    yield
+    yield lines
     backend.close()
     assert not ray.is_initialized()
 
@@ -153,6 +156,19 @@ def test_a_ray_of_its_own_admits_no_process_without_its_token(running_ray):
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             assert not any(token in word for word in process.cmdline())
+
+
+def test_the_dashboard_starts_beside_the_ranks_and_asks_for_the_token(running_ray):
+    found = re.fullmatch(r"dashboard\n  (http://\S+), its token in (\S+)", running_ray.get(timeout=WAIT_S))
+    assert found is not None and found[2] == os.environ["RAY_AUTH_TOKEN_PATH"]
+
+    def asked(token: str) -> urllib.request.Request:
+        return urllib.request.Request(f"{found[1]}/api/version", headers={"Authorization": f"Bearer {token}"})
+
+    with urllib.request.urlopen(asked(Path(found[2]).read_text()), timeout=WAIT_S) as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(asked("0" * 64), timeout=WAIT_S)
 
 
 def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):

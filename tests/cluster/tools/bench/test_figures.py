@@ -121,7 +121,7 @@ def test_tables_name_baselines_and_mismatches():
     assert rows[0] == ["model k=3", "100.00", "5.00", "5%", "50%", "25%", "1", "2 MiB"]
     columns, rows = peer_table([entry()])
     assert [row[1] for row in rows] == [TRANSFORMERS, ASSISTED]
-    assert dict(zip(columns, rows[1], strict=True))["tokens"] == "2 of 2 differ"
+    assert dict(zip(columns, rows[1], strict=True))["tokens"] == "2 of 2 differ, in 2 tokens"
     columns, rows = category_table([entry()])
     assert rows[0] == ["qa", "3.00x  3.00"]
 

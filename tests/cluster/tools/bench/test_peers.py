@@ -1,9 +1,15 @@
-"""transformers as a peer: the same task by its own means."""
+"""Other engines as peers: the same task by their own means; those that are not installed are skipped."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from actors.drafters.config import NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
@@ -11,7 +17,12 @@ from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, TargetConfig
 from actors.protocol.messages import SamplingParams
 from cluster.io.prompts import Prompt
-from cluster.tools.bench.peers import Transformers, check_peers
+from cluster.tools.bench.peers.gguf_file import check_family, write_gguf
+from cluster.tools.bench.peers.hf_transformers import Transformers
+from cluster.tools.bench.peers.interface import check_float32_on_cpu
+from cluster.tools.bench.peers.llama_cpp import LlamaCpp
+from cluster.tools.bench.peers.openvino_pipeline import OpenVino
+from cluster.tools.bench.peers.registry import PEERS, check_peers
 from cluster.tools.bench.plan import Setting
 from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, BenchTask
 
@@ -82,3 +93,57 @@ def test_unknown_peers_and_sampling_without_counterpart_are_refused():
         check_peers(["vllm"], SAMPLING)
     with pytest.raises(ValueError, match="sampling.stop: transformers has no counterpart"):
         check_peers(["transformers"], SamplingParams(stop=("x",)))
+
+
+def test_a_peer_that_is_not_installed_says_how_to_install_it(monkeypatch):
+    kind = replace(PEERS["llama-cpp"], modules=("json", "no_such_bindings"))
+    monkeypatch.setitem(PEERS, "llama-cpp", kind)
+    with pytest.raises(ValueError, match=r"^job.peers=llama-cpp: no_such_bindings is not installed; pip install xll"):
+        check_peers(["llama-cpp"], SAMPLING)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("name", ["openvino-genai", "llama-cpp"])
+def test_peers_with_files_of_their_own_compute_the_same_model(name, family, tiny_checkpoint):
+    """Greedy tokens, plain and with a draft model that is often wrong: a missing bias, norm or rotation would show."""
+    for module in PEERS[name].modules:
+        pytest.importorskip(module)
+    target = TargetConfig(path=str(tiny_checkpoint(family)))
+    expected = tokens(Transformers(target, "float32", "cpu").complete(TRANSFORMERS, task(NoDrafterConfig())))
+    peer = OpenVino(target) if name == "openvino-genai" else LlamaCpp(target, max_model_len=128)
+    drafts = task(ModelDrafterConfig(path=str(tiny_checkpoint(family, seed=1)), num_draft_tokens=3))
+    assert list(peer.sides(drafts)) == list(PEERS[name].sides)
+    for side in peer.sides(drafts):
+        run = peer.complete(side, drafts)
+        assert tokens(run) == expected
+        assert all(0 < one.ttft_s < one.latency_s <= run.wall_s for one in run.requests)
+    assert peer.sides(task(NoDrafterConfig(), temperature=1.0)) == peer.sides(task(NoDrafterConfig(), batch=2)) == {}
+
+
+def test_a_gguf_file_holds_the_weights_and_the_tokens(target, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    write_gguf(target.path, tmp_path / "model.gguf", stretch=2)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    weights = load_file(Path(target.path, "model.safetensors"))
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    key = weights["model.layers.1.self_attn.k_proj.weight"].float().numpy()
+    num_layers = len({name.split(".")[2] for name in weights if ".layers." in name})
+    assert reader.fields["llama.block_count"].contents() == num_layers + 2
+    assert not found[f"blk.{num_layers}.attn_output.weight"].any()
+    assert (found["blk.0.ffn_up.weight"] == weights["model.layers.0.mlp.up_proj.weight"].float().numpy()).all()
+    num_heads = reader.fields["llama.attention.head_count_kv"].contents()
+    halves = found["blk.1.attn_k.weight"].reshape(num_heads, -1, 2, key.shape[1]).swapaxes(1, 2)
+    assert (halves.reshape(key.shape) == key).all()
+    vocabulary = json.loads(Path(target.path, "tokenizer.json").read_text())["model"]["vocab"]
+    listed = reader.fields["tokenizer.ggml.tokens"].contents()
+    assert all(listed[index] == token for token, index in vocabulary.items())
+
+
+def test_a_model_that_a_peer_cannot_be_given_is_one_line(target):
+    config = SimpleNamespace(model_type="gemma3", rope_parameters={})
+    with pytest.raises(ValueError, match=r"^here: model_type=gemma3 with rope_type=default; job.peers=llama-cpp takes"):
+        check_family("llama-cpp", "here", config)
+    with pytest.raises(
+        ValueError, match=r"^job.peers=llama-cpp: is compared in float32 on a CPU, not with target.dtype=b"
+    ):
+        check_float32_on_cpu("llama-cpp", {"dtype": "bfloat16", "device": "cpu"})

@@ -1,13 +1,8 @@
-"""The same prompts through other engines: `transformers`, plain and with its own speculation.
-
-A peer loads the same checkpoints in the same precision, on the same device, with as many threads as the target role
-has, and completes one request at a time, which is all its speculation supports.
-"""
+"""`transformers` as a peer: `generate`, plain and with its own speculation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,27 +15,21 @@ from actors.protocol.messages import SamplingParams
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
 from cluster.io.text import read_eos_token_ids
-from cluster.observability.results import Run, Served
+from cluster.observability.results import Run
+from cluster.tools.bench.peers.interface import Timed, complete_in_turn
 from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, BenchTask
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
-
-_CARRIED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "min_tokens", "seed")
-"""Sampling parameters of equal meaning there; `stop_token_ids` and `ignore_eos` are passed as end-of-text ids."""
 
 
 class Transformers:
     """`generate` of the transformers library; assisted by the same draft model, or by prompt lookup for `ngram`."""
 
     def __init__(self, target: TargetConfig, dtype: str, device: str) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         self._dtype, self._device = dtype, device
         self._eos_token_ids = read_eos_token_ids(Path(target.path))
-        self._model = self._load(target.path, target.stretch)
+        self._model = load_model(target.path, dtype, device, target.stretch)
         self._assistants: dict[str, Any] = {}
 
     def describe(self) -> dict[str, object]:
@@ -66,25 +55,15 @@ class Transformers:
         torch.set_num_threads(task.num_threads)
         self._model.generation_config = self._generation_config(task.sampling)
         speculation = self._speculation(task) if side == ASSISTED else {}
-        run = Run()
-        started = time.monotonic()
-        for index, prompt in enumerate(task.prompts):
-            run.requests.append(self._complete(index, prompt, task.sampling, speculation))
-        run.wall_s = time.monotonic() - started
-        return run
+        return complete_in_turn(task, lambda prompt: self._complete(prompt, task.sampling, speculation))
 
-    def _complete(self, index: int, prompt: Prompt, sampling: SamplingParams, speculation: dict[str, Any]) -> Served:
+    def _complete(self, prompt: Prompt, sampling: SamplingParams, speculation: dict[str, Any]) -> Timed:
         clock = _FirstToken()
         ids = torch.tensor([prompt.token_ids], device=self._device)
         torch.manual_seed(sampling.seed)
         started = time.monotonic()
         output = self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **speculation)
-        finished = time.monotonic()
-        tokens = tuple(output[0, ids.shape[1] :].tolist())
-        reason = "length" if len(tokens) == sampling.max_tokens else "stop"
-        return Served(
-            index, prompt, tokens, finish_reason=reason, ttft_s=clock.at - started, latency_s=finished - started
-        )
+        return tuple(output[0, ids.shape[1] :].tolist()), clock.at - started
 
     def _generation_config(self, sampling: SamplingParams, **more: object) -> GenerationConfig:
         from transformers import GenerationConfig
@@ -114,7 +93,7 @@ class Transformers:
                 return {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": longest}
             case ModelDrafterConfig(num_draft_tokens=length, path=path):
                 if path not in self._assistants:
-                    self._assistants[path] = self._load(path)
+                    self._assistants[path] = load_model(path, self._dtype, self._device)
                 assistant = self._assistants[path]
                 assistant.generation_config = self._generation_config(
                     SamplingParams(temperature=task.setting.temperature),
@@ -125,18 +104,23 @@ class Transformers:
                 return {"assistant_model": assistant}
         return {}
 
-    def _load(self, path: str, stretch: int = 0) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(path)
-        num_real = config.num_hidden_layers
-        if stretch:
-            config.num_hidden_layers += stretch
-            if getattr(config, "layer_types", None):
-                config.layer_types = [*config.layer_types, *config.layer_types[-1:] * stretch]
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, self._dtype)).eval()
-        silence_layers(model, num_real)
-        return torch.nn.Module.to(model, self._device)
+def load_model(path: str, dtype: str, device: str = "cpu", stretch: int = 0) -> Any:
+    """The checkpoint as transformers loads it, with `target.stretch` more layers that change nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(path)
+    num_real = config.num_hidden_layers
+    if stretch:
+        config.num_hidden_layers += stretch
+        if getattr(config, "layer_types", None):
+            config.layer_types = [*config.layer_types, *config.layer_types[-1:] * stretch]
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype)).eval()
+    silence_layers(model, num_real)
+    return torch.nn.Module.to(model, device)
 
 
 def silence_layers(model: Any, first: int) -> None:
@@ -148,27 +132,9 @@ def silence_layers(model: Any, first: int) -> None:
                     parameter.zero_()
 
 
-def _transformers(engine: Engine) -> Transformers:
+def of_engine(engine: Engine) -> Transformers:
     facts = engine.ready["target-0"].facts
     return Transformers(engine.config.target, str(facts["dtype"]), str(facts["device"]))
-
-
-PEERS: dict[str, Callable[[Engine], Transformers]] = {"transformers": _transformers}
-"""Values of `job.peers`."""
-
-
-def check_peers(peers: Sequence[str], sampling: SamplingParams) -> None:
-    """Raise ValueError, one line, for an unknown peer or a sampling parameter that it does not have."""
-    for name in peers:
-        if name not in PEERS:
-            raise ValueError(f"job.peers={name}: is unknown; choose from {', '.join(PEERS)}")
-    if not peers:
-        return
-    defaults = SamplingParams()
-    for field in SamplingParams.__dataclass_fields__:
-        carried = field in _CARRIED or field in ("stop_token_ids", "ignore_eos")
-        if not carried and getattr(sampling, field) != getattr(defaults, field):
-            raise ValueError(f"sampling.{field}: transformers has no counterpart; drop it or job.peers")
 
 
 class _FirstToken:
