@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import psutil
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -170,3 +171,14 @@ def test_misuse_is_an_assertion():
         pool.commit("a", [1, 1])
     with pytest.raises(AssertionError):
         pool.truncate("a", 2)
+
+
+def test_rows_are_zeros_that_take_memory_once_they_are_written():
+    before = psutil.Process().memory_info().rss
+    pool = KVPool(num_layers=2, num_slots=2**15, num_kv_heads=8, head_dim=64)
+    size = pool.keys.nbytes + pool.values.nbytes
+    assert size > 2**28
+    assert psutil.Process().memory_info().rss - before < size / 4
+    assert not pool.keys[:, ::4096].any() and not pool.values[:, ::4096].any()
+    pool.keys[1, 5] = 1.0
+    assert pool.keys[:, 4:7].sum(dim=(2, 3)).tolist() == [[0.0, 0.0, 0.0], [0.0, 8.0 * 64, 0.0]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def write_gguf(checkpoint: str, file: Path, stretch: int = 0) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    _add_tokenizer(writer, Path(checkpoint), config)
+    _add_tokens(writer, config)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -71,26 +70,21 @@ def interleaved(values: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
-def _add_tokenizer(writer: Any, checkpoint: Path, config: Any) -> None:
-    """Byte-level BPE. Prompts come as token ids, so that only the text of answers depends on it."""
+def _add_tokens(writer: Any, config: Any) -> None:
+    """A vocabulary of the tokens' numbers, `<17>`: prompts come as ids, and answers give theirs as text.
+
+    The tokens' own texts would not: those that are no whole characters are joined or dropped.
+    """
     import gguf  # pyright: ignore[reportMissingImports] (the user's to install)
 
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens = [f"[unused {index}]" for index in range(config.vocab_size)]
-    types = [gguf.TokenType.UNUSED] * config.vocab_size
-    for token, index in tokenizer["model"]["vocab"].items():
-        tokens[index], types[index] = token, gguf.TokenType.NORMAL
-    for added in tokenizer["added_tokens"]:
-        tokens[added["id"]], types[added["id"]] = added["content"], gguf.TokenType.CONTROL
+    types = [gguf.TokenType.NORMAL] * config.vocab_size
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if ends[0] is not None:
+        writer.add_eos_token_id(ends[0])
+        types[ends[0]] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
+    writer.add_token_list([f"<{index}>" for index in range(config.vocab_size)])
     writer.add_token_types(types)
-    merges = tokenizer["model"].get("merges", [])
-    joined = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-    writer.add_token_merges(joined or ["[unused] [unused]"])  # llama.cpp refuses a file without one
-    ends = config.eos_token_id
-    end = ends[0] if isinstance(ends, list) else ends
-    if end is not None:
-        writer.add_eos_token_id(end)
+    writer.add_token_merges(["< >"])  # llama.cpp refuses a file without one
     writer.add_add_bos_token(False)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from actors.options import TargetConfig
+from actors.protocol.messages import SamplingParams
 from cluster.engine import Engine
 from cluster.io.prompts import Prompt
+from cluster.io.text import read_eos_token_ids
 from cluster.observability.results import Run
 from cluster.tools.bench.peers.gguf_file import write_gguf
 from cluster.tools.bench.peers.interface import Timed, check_float32_on_cpu, complete_in_turn, greedy_sides
@@ -28,7 +30,7 @@ class LlamaCpp:
         self._folder = TemporaryDirectory(prefix="specdec-gguf-")
         self._files: dict[str, str] = {}
         self._servers: dict[object, Any] = {}
-        self._ids: dict[tuple[object, str], tuple[str, tuple[int, ...]]] = {}
+        self._eos_token_ids = read_eos_token_ids(Path(target.path))
 
     def describe(self) -> dict[str, object]:
         import xllamacpp  # pyright: ignore[reportMissingImports] (the user's to install)
@@ -49,36 +51,16 @@ class LlamaCpp:
         key = self.sides(task)[side]
         if key not in self._servers:
             self._servers[key] = self._open(task, speculates=side == LLAMA_CPP_DRAFT)
-        texts: list[str] = []
+        return complete_in_turn(task, lambda prompt: self._complete(self._servers[key], prompt, task.sampling))
 
-        def complete(prompt: Prompt) -> Timed:
-            answer = self._ask(key, prompt, task)
-            texts.append(answer["choices"][0]["text"])
-            return (), answer["timings"]["prompt_ms"] / 1e3
-
-        run = complete_in_turn(task, complete)
-        run.requests = [
-            replace(served, token_ids=self._token_ids(key, served.prompt, task, text))
-            for served, text in zip(run.requests, texts, strict=True)
-        ]
-        return run
-
-    def _token_ids(self, key: object, prompt: Prompt, task: BenchTask, text: str) -> tuple[int, ...]:
-        """The tokens of an answer. Only answers with probabilities have them, which take time, so it is asked again."""
-        known = self._ids.get((key, prompt.text))
-        if known is None or known[0] != text:
-            choice = self._ask(key, prompt, task, n_probs=1)["choices"][0]
-            known = choice["text"], tuple(token["id"] for token in choice["logprobs"]["content"])
-            self._ids[key, prompt.text] = known
-        return known[1]
-
-    def _ask(self, key: object, prompt: Prompt, task: BenchTask, **more: object) -> dict[str, Any]:
+    def _complete(self, server: Any, prompt: Prompt, sampling: SamplingParams) -> Timed:
         assert prompt.token_ids is not None, "a task's prompts are tokenized"
-        sampling = task.sampling
         request = {"temperature": 0, "n_predict": sampling.max_tokens, "ignore_eos": sampling.ignore_eos}
-        return self._servers[key].handle_completions(
-            {"prompt": list(prompt.token_ids), "cache_prompt": False, **request, **more}
-        )
+        answer = server.handle_completions({"prompt": list(prompt.token_ids), "cache_prompt": False, **request})
+        choice = answer["choices"][0]
+        tokens = tuple(int(number) for number in re.findall(r"\d+", choice["text"]))
+        ended = self._eos_token_ids[:1] if choice["finish_reason"] == "stop" else ()
+        return tokens + ended, answer["timings"]["prompt_ms"] / 1e3
 
     def _open(self, task: BenchTask, *, speculates: bool) -> Any:
         import xllamacpp  # pyright: ignore[reportMissingImports] (the user's to install)
