@@ -105,9 +105,9 @@ class PipelineConfig(Section):
     pingpong alternates between two halves of the batch."""
     adaptive: bool = True
     """true: choose draft lengths from measured costs and acceptance, at most `drafter.num_draft_tokens`, and the number
-    of prepared outcomes, at most `drafter.ahead_width` of each request; wait for a late draft only while it pays, and
-    decode plainly while that measures faster. false: every draft has the configured length and is waited for, at most
-    ten seconds, after which the drafter counts as hanging."""
+    of prepared outcomes, at most `drafter.ahead_width` of each request; wait for a late draft only while it pays, draft
+    ahead only while that measures faster than in turn, and decode plainly while that does. false: every draft has the
+    configured length and is waited for, at most ten seconds, after which the drafter counts as hanging."""
     min_draft_tokens: Annotated[int, Range(0)] = 0
     """Shortest draft that `adaptive` may choose, in tokens; above 0 it waits for drafts and never falls back to plain
     decoding."""
