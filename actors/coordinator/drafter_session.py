@@ -6,6 +6,7 @@ file knows which requests can have a draft now. It neither starts a target pass 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,19 @@ from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import DraftState, PreviewTree, Sequence
 from actors.policy.policy import Policy
 from actors.policy.speculation_switch import Mode
-from actors.protocol.messages import Commit, DraftBatch, DraftOrder, DraftPreviewBatch, Proposal, ProposalBatch
+from actors.protocol.messages import (
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    DraftPreviewBatch,
+    Proposal,
+    ProposalBatch,
+    TopTokens,
+    VerdictBatch,
+)
+
+_MOST_UNSENT = 64
+"""Passes whose top tokens are kept for a drafter that gets no batch meanwhile."""
 
 MAX_UNREAD = 32
 """Committed tokens that a drafter may have to read before a draft; more are read while the target works."""
@@ -47,12 +60,14 @@ class DrafterSession:
         self.pending: PendingOrder | None = None
         self._policy = policy
         self._outbox = Outbox()
+        self._top_tokens: deque[TopTokens] = deque(maxlen=_MOST_UNSENT)
         self._read_chunk = read_chunk
         self._last_read = first_round  # the last round whose batch held text to read
 
     def lose(self, sequences: Collection[Sequence]) -> None:
         """The drafter and its state are lost; drafts that arrived before remain valid."""
         self.is_present, self.pending, self._outbox = False, None, Outbox()
+        self._top_tokens.clear()
         for sequence in sequences:
             sequence.draft = DraftState(proposal=sequence.draft.proposal)
             sequence.is_being_read, sequence.preview = False, None
@@ -73,6 +88,11 @@ class DrafterSession:
         sequence.num_unread = 0 if sequence.draft.num_ordered else sequence.num_unread + len(commit.token_ids)
         preview, sequence.preview = sequence.preview, None
         sequence.draft = DraftState(prepared=preview.after(commit.token_ids) if preview is not None else None)
+
+    def add_top_tokens(self, batch: VerdictBatch) -> None:
+        """Keep them for the next batch to the drafter; they need no request, so they outlive theirs."""
+        if batch.top_tokens is not None and self.is_present:
+            self._top_tokens.append(batch.top_tokens)
 
     def release(self, sequence: Sequence) -> None:
         """The request ended or was preempted."""
@@ -161,8 +181,20 @@ class DrafterSession:
         if reading:
             self._last_read = least_round
         after, self.round = self.round, max(self.round + 1, least_round)
-        ahead = self._policy.works_ahead
-        return [DraftBatch(self.round, admits, commits, releases, tuple(orders.values()), after, works_ahead=ahead)]
+        top_tokens, ahead = tuple(self._top_tokens), self._policy.works_ahead
+        self._top_tokens.clear()
+        return [
+            DraftBatch(
+                self.round,
+                admits,
+                commits,
+                releases,
+                tuple(orders.values()),
+                after,
+                works_ahead=ahead,
+                top_tokens=top_tokens,
+            )
+        ]
 
     def _take_preview_or_order(self, sequence: Sequence, length: int) -> DraftOrder:
         """The order for one sequence; if a preview held its draft, the drafter only learns which draft was used."""

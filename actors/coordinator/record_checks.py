@@ -76,6 +76,9 @@ class RecordChecks:
                         raise ValueError(f"{name}: {size!r} is not a positive number")
             case VerdictBatch():
                 self._check_verdicts(record)
+            case DraftBatch():  # of one level of a cascade to another
+                for top_tokens in record.top_tokens:
+                    top_tokens.check(self.vocab_size)
             case ProposalBatch():
                 self._check_proposals(record)
             case DraftPreviewBatch():
@@ -107,6 +110,8 @@ class RecordChecks:
 
     def _check_verdicts(self, batch: VerdictBatch) -> None:
         _check_finite((batch.started, batch.finished, batch.committed))
+        if batch.top_tokens is not None:
+            batch.top_tokens.check(self.vocab_size)
         for verdict in batch.verdicts:
             if verdict.next_token != NO_TOKEN:
                 check_tokens("next_token", (verdict.next_token,), self.vocab_size)

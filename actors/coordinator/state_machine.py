@@ -188,6 +188,7 @@ class Coordinator:
             self.stats.num_stale += 1
             return []
         self._end_outage("target", now)
+        self._drafter_session.add_top_tokens(batch)
         speculated = any(proposal is not None for proposal in round_.verifying.values())
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         verifying = round_.verifying

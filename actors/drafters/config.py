@@ -75,6 +75,16 @@ class DrafterConfig(Choice):
         """Draft tokens a round, at most; a field of every record but that of `drafter=none`."""
         return 0
 
+    @property
+    def target_top_k(self) -> int:
+        """Likeliest tokens of the target's distribution at every verified row that the drafter learns from; 0: none."""
+        return 0
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the rows of prompts count as verified; the target then computes their logits too."""
+        return False
+
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         """Raise ValueError for a field that cannot be combined with this verification rule or pipeline."""
 

@@ -23,6 +23,7 @@ from actors.protocol.messages import (
     SamplingParams,
     SparseDistribution,
     TokenTree,
+    TopTokens,
     extend_hash,
     retract_hash,
 )
@@ -194,6 +195,16 @@ class SendsPreviews(Protocol):
         """The coordinator read `tree` off a preview; its verdict comes as if `propose` had returned it."""
 
 
+class ReadsTopTokens(Protocol):
+    """Learns from the likeliest tokens at the rows of the passes that verify, whichever request they are of.
+
+    Its record says how many (`target_top_k`) and whether of prompts too (`reads_prompts`).
+    """
+
+    def read_top_tokens(self, top_tokens: TopTokens) -> None:
+        """Those of one pass, before the next `propose`; some may be missing."""
+
+
 class HasLevels(Protocol):
     """Consists of levels that draft for each other."""
 
@@ -213,6 +224,7 @@ class Capabilities:
     works_ahead: DraftsAhead | None = None
     sends_previews: SendsPreviews | None = None
     has_levels: HasLevels | None = None
+    reads_top_tokens: ReadsTopTokens | None = None
 
 
 class Drafter(Protocol):

@@ -6,6 +6,8 @@ To add a drafter, write one file with its record and its class, and add one row 
 
 from __future__ import annotations
 
+from actors.drafters.adjacency.aded import AdedDrafterConfig
+from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig, NoDrafterConfig
 from actors.drafters.lookup.copy import CopyDrafterConfig
@@ -21,5 +23,7 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
     "suffix": SuffixDrafterConfig,
     "maxgram": MaxgramDrafterConfig,
     "copy": CopyDrafterConfig,
+    "recycling": RecyclingDrafterConfig,
+    "aded": AdedDrafterConfig,
     "cascade": CascadeDrafterConfig,
 }

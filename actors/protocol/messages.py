@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import isfinite
 from typing import Any
 
 from actors.protocol.sampling_params import SamplingParams
@@ -200,6 +201,38 @@ class Tokens:
     error: str | None = None
 
 
+# --- what a drafter may learn from the target ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The `k` likeliest next tokens after each of n rows of a verifying pass, for a drafter that learns from them.
+
+    `contexts` [n, 2] are the token before a row's own, -1 if there is none, and the row's own; `token_ids` [n, k] the
+    likeliest first and `probs` [n, k] are the model's, before sampling parameters apply. Arrays are bytes, little
+    endian: int32, int32 and float32.
+    """
+
+    k: int
+    contexts: bytes
+    token_ids: bytes
+    probs: bytes
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError unless the arrays fit together and hold tokens of this vocabulary and probabilities."""
+        num_rows, cell = len(self.contexts) // 8, 4 * self.k
+        sizes = len(self.contexts), len(self.token_ids), len(self.probs)
+        if self.k < 1 or sizes != (8 * num_rows, cell * num_rows, cell * num_rows):
+            raise ValueError(f"top tokens: {sizes} bytes are not rows of {self.k} tokens")
+        if num_rows:
+            contexts, token_ids = (memoryview(part).cast("i").tolist() for part in (self.contexts, self.token_ids))
+            probs = memoryview(self.probs).cast("f").tolist()
+            check_tokens("top tokens", [*contexts[1::2], *token_ids], vocab_size)
+            check_tokens("top tokens", [token for token in contexts[::2] if token != NO_TOKEN], vocab_size)
+            if not (isfinite(sum(probs)) and 0 <= min(probs) <= max(probs) <= 1 + _ROUNDING):
+                raise ValueError("top tokens: a probability is not between 0 and 1")
+
+
 # --- the four records of a round, and one ahead of it -----------------------------------------------------------------
 
 
@@ -253,7 +286,8 @@ class DraftBatch:
 
     `after` is the round of the role's previous batch: a rank that has not seen that one has missed a batch. A batch
     from a level of a cascade to the level below belongs to one `epoch` of that role. `works_ahead`: a drafter that can
-    may work until the next batch.
+    may work until the next batch. `top_tokens` are those of the passes since the last batch, of any requests, if the
+    drafter asks for them.
     """
 
     round: int
@@ -264,6 +298,7 @@ class DraftBatch:
     after: int = 0
     epoch: int = 0
     works_ahead: bool = True
+    top_tokens: tuple[TopTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +389,8 @@ class VerifyBatch:
 class VerdictBatch:
     """Target lead to coordinator, sent as soon as the verdicts are known.
 
-    `started` is when work on the batch began, `committed` when the commits of the round before were done.
+    `started` is when work on the batch began, `committed` when the commits of the round before were done. `top_tokens`
+    are those of all its rows, if the drafter asks for them.
     """
 
     round: int
@@ -363,6 +399,7 @@ class VerdictBatch:
     finished: float
     num_tokens: int = 0
     committed: float = 0.0
+    top_tokens: TopTokens | None = None
 
 
 # --- between a client and the coordinator ----------------------------------------------------------------------------

@@ -100,6 +100,9 @@ class DraftRole:
 
     def _update_contexts(self, batch: DraftBatch) -> list[tuple[Context, int]]:
         """Bring the contexts up to the batch; returns (context, draft tokens wanted) of the orders to propose for."""
+        if (reader := self._capabilities.reads_top_tokens) is not None:
+            for top_tokens in batch.top_tokens:
+                reader.read_top_tokens(top_tokens)
         for request_id in batch.releases:
             if self.contexts.pop(request_id, None) is not None:
                 self.drafter.release(request_id)

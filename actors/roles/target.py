@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from actors.protocol.messages import Admit, Commit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
 from parallel.runtime.runner import ModelRunner
 
@@ -32,9 +33,17 @@ class TargetContext:
 class TargetRole:
     """Answers each `VerifyBatch` with a `VerdictBatch`; has no work between batches."""
 
-    def __init__(self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, is_lead: bool) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rule: str,
+        eos_token_ids: Sequence[int],
+        *,
+        is_lead: bool,
+        top_tokens: TopTokensReader | None = None,
+    ) -> None:
         self.runner = runner
-        self._verifier = Verifier(runner, rule, eos_token_ids)
+        self._verifier = Verifier(runner, rule, eos_token_ids, top_tokens=top_tokens)
         self._is_lead = is_lead
         self.contexts: dict[int, TargetContext] = {}
 
@@ -48,13 +57,14 @@ class TargetRole:
         for commit in batch.commits:
             self._commit(commit)
         committed = time.monotonic()
-        verdicts, num_rows = (), 0
+        verdicts, num_rows, top_tokens = (), 0, None
         if batch.items:
             inputs = [self._verify_input(item) for item in batch.items]
             logits, num_rows = self._verifier.forward(inputs)
-            verdicts = self._verify(inputs, logits) if self._is_lead else ()
+            if self._is_lead:
+                verdicts, top_tokens = self._verify(inputs, logits), self._verifier.top_tokens()
             self._commit_chunks(inputs)
-        yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows, committed)
+        yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows, committed, top_tokens)
 
     def forget(self) -> None:
         """Drop every request and its rows."""

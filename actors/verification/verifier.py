@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from actors.protocol.messages import NO_TOKEN, Proposal, SamplingParams, SparseDistribution, TokenTree
+from actors.protocol.messages import NO_TOKEN, Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
 from actors.sampling.draft_sampling import truncate_distribution
 from actors.sampling.logits import LogitRows, choose_batch, probabilities, process_logits
 from actors.verification.coupled import verify_coupled
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
+from actors.verification.top_tokens import TopTokensReader
 from parallel.runtime.runner import ModelRunner, Span
 
 
@@ -55,15 +56,23 @@ def _random_source(verified: VerifyInput) -> RandomSource:
 
 class Verifier:
     """`law_size`: keep only that many of the likeliest tokens of each distribution. Set for a level of a cascade, whose
-    tokens are tested by ratio against the distribution that it sends; None for the target."""
+    tokens are tested by ratio against the distribution that it sends; None for the target. `top_tokens` reads the
+    likeliest tokens at the rows of each pass."""
 
     def __init__(
-        self, runner: ModelRunner, rule: str, eos_token_ids: Sequence[int], *, law_size: int | None = None
+        self,
+        runner: ModelRunner,
+        rule: str,
+        eos_token_ids: Sequence[int],
+        *,
+        law_size: int | None = None,
+        top_tokens: TopTokensReader | None = None,
     ) -> None:
         self.runner = runner
         self._rule = rule
         self._eos_token_ids = tuple(eos_token_ids)
         self._law_size = law_size
+        self._reader = top_tokens
 
     def reaches_root(self, verified: VerifyInput) -> bool:
         """Whether the pass, whose rows are still pending, feeds or fed the last token of the text."""
@@ -87,7 +96,13 @@ class Verifier:
             num_nodes = len(tree.parents)
             spans.append(Span(verified.seq_id, len(fed) + num_nodes - 1, parents, num_nodes))
             token_ids += [*fed, *tree.token_ids[1:]]
+        if self._reader is not None:
+            return self._reader.forward(self.runner, spans, token_ids, inputs), len(token_ids)
         return self.runner.forward(spans, token_ids).logits, len(token_ids)
+
+    def top_tokens(self) -> TopTokens | None:
+        """Those of the last pass, computed here if they were asked for."""
+        return self._reader.read() if self._reader is not None else None
 
     def verify(
         self,

@@ -25,6 +25,7 @@ from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.topology import level_roles
 from actors.transport.channel import Link, link_name
+from actors.verification.top_tokens import TopTokensReader
 from actors.worker import openmp
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import RankLoop, RankRole
@@ -106,7 +107,9 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     model = fit.dtype, fit.num_slots, config.stretch
     runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
-    role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=spec.rank == 0)
+    is_lead = spec.rank == 0
+    reader = TopTokensReader.of(spec.drafter, is_lead=is_lead)
+    role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=is_lead, top_tokens=reader)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes}
 

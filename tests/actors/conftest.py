@@ -21,6 +21,7 @@ from actors.protocol.messages import DraftBatch, Request, SamplingParams, Verify
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub, Link
+from actors.verification.top_tokens import TopTokensReader
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import open_model
 from tests.actors.service_harness import SECRET, Stage
@@ -156,8 +157,9 @@ def open_room(models):
         config=None, *, path=None, rule="coupled", limits=None, slots=4096, pipeline="sync", wrap=None, weights=None
     ):
         limits = limits or SchedulerConfig()
+        reader = TopTokensReader.of(config, is_lead=True) if config is not None else None
         runner = open_model(models["target"], num_slots=slots, weights=weights)
-        target = TargetRole(runner, rule, (EOS,), is_lead=True)
+        target = TargetRole(runner, rule, (EOS,), is_lead=True, top_tokens=reader)
         draft = None
         if config is not None:
             if isinstance(config, CascadeDrafterConfig):

@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from actors.drafters.adjacency.aded import AdedDrafterConfig
+from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Draft
 from actors.drafters.lookup.copy import CopyDrafterConfig
@@ -30,12 +32,14 @@ DRAFTERS = {
     "ngram": NgramDrafterConfig(min_ngram=1),
     "suffix": SuffixDrafterConfig(min_match=1, width=2),
     "copy": CopyDrafterConfig(trigger_len=1),
+    "recycling": RecyclingDrafterConfig(num_draft_tokens=12, width=4),
+    "aded": AdedDrafterConfig(num_draft_tokens=9),
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
 }
-LOOKUPS = ("ngram", "suffix", "copy")
+LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded")
 EVERY_PROCESSOR = dict(
     top_k=40,
     top_p=0.95,

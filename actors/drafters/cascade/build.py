@@ -48,6 +48,7 @@ def build_levels(
                 merge=config.merge if top else 0,
                 is_last=top,
                 works_ahead=setup.pipeline in AHEAD and is_last,
+                child_top_k=config.levels[0].target_top_k if level == 1 else 0,
             )
             below = ChildLevel(port, config.level_name(level - 1), max(most[:level]))
             drafter = CascadeDrafter(runner, below, spec, setup.model_options, lengths)

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.drafters.interface import Context, Drafter
-from actors.protocol.messages import Admit, Commit, DraftBatch, DraftOrder, LevelWork, Proposal, ProposalBatch
+from actors.protocol.messages import (
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    LevelWork,
+    Proposal,
+    ProposalBatch,
+    TopTokens,
+)
 from actors.roles.draft import DraftRole
 from actors.sampling.noise import NoiseStream, noise_key
 
@@ -94,6 +103,7 @@ class ChildLevel:
         self._epoch = port.epoch
         self._texts: dict[int, _ChildText] = {}
         self._releases: list[int] = []
+        self._top_tokens: list[TopTokens] = []
         self._work: list[LevelWork] = []
 
     @property
@@ -121,6 +131,11 @@ class ChildLevel:
         """The parent accepted this path of the child's last draft; its tokens follow the text of that draft."""
         self._texts[request_id].path = path
 
+    def add_top_tokens(self, top_tokens: TopTokens | None) -> None:
+        """The child learns them with the next record."""
+        if top_tokens is not None:
+            self._top_tokens.append(top_tokens)
+
     def release(self, request_id: int) -> None:
         """The request ended."""
         text = self._texts.pop(request_id, None)
@@ -147,7 +162,9 @@ class ChildLevel:
         releases, self._releases = tuple(self._releases), []
         self._round += 1
         self._awaited = self._round
-        self._port.post(DraftBatch(self._round, tuple(admits), tuple(commits), releases, tuple(sent)))
+        top_tokens, self._top_tokens = tuple(self._top_tokens), []
+        batch = DraftBatch(self._round, tuple(admits), tuple(commits), releases, tuple(sent), top_tokens=top_tokens)
+        self._port.post(batch)
 
     def collect(self, *, wait: bool = True) -> dict[int, Proposal] | None:
         """The child's drafts by request; empty if it is lost, None without `wait` if they are not there yet."""

@@ -85,6 +85,9 @@ class CascadeDrafterConfig(DrafterConfig):
             require(is_model, f"{where}.levels[{i}]", level.name, remedy)
             remedy = "a level that verifies passes up a chain; leave it at chain"
             require(level.strategy is Strategy.chain, f"{where}.levels[{i}].strategy", level.strategy, remedy)
+        learns, forwards = self.levels[0].target_top_k > 0, self.levels[1].num_draft_tokens == 0
+        remedy = "learns from level 1, which forwards drafts without a pass; let that pass up at least 1"
+        require(not (learns and forwards), f"{where}.levels[0]", self.levels[0].name, remedy)
         for i, tail in enumerate(self.tails):
             remedy = "must be 0 or above, and 0 for the first level, which has no level before it"
             require(i > 0 or tail == 0, f"{where}.tails[{i}]", tail, remedy)

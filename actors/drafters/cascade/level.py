@@ -36,6 +36,7 @@ from actors.protocol.messages import Commit, LevelWork, Proposal, SamplingKind, 
 from actors.sampling.logits import is_greedy
 from actors.sampling.noise import NoiseStream, noise_key
 from actors.verification.random_source import HashRandomSource, RandomSource
+from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
 from parallel.runtime.runner import ModelRunner
 
@@ -53,6 +54,8 @@ class LevelSpec:
     is_last: bool = True
     """The target verifies this level's drafts, so the level counts their acceptance; else its parent does."""
     works_ahead: bool = False
+    child_top_k: int = 0
+    """Likeliest tokens of this level's distributions that the child learns from; 0: none."""
 
 
 class CascadeDrafter:
@@ -81,7 +84,8 @@ class CascadeDrafter:
         # A level may verify by any exact rule; k-SEQ is not exact for the draws of lookups and of levels.
         rule = "rejection" if options.rule == "kseq" else options.rule
         law_size = None if self._coupled else options.law_size
-        self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size)
+        reader = TopTokensReader(spec.child_top_k) if spec.child_top_k else None
+        self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size, top_tokens=reader)
         self._prefill_chunk = options.prefill_chunk
         self._lengths = lengths
         control = lengths if isinstance(lengths, LengthControl) else None
@@ -239,6 +243,7 @@ class CascadeDrafter:
             return
         logits, _ = self._verifier.forward(inputs)
         results = self._verifier.verify(inputs, logits, self._random_source)
+        self._child.add_top_tokens(self._verifier.top_tokens())
         source = self._lengths.source(self._spec.number)
         for (state, num_tokens), verified, result in zip(reviewed, inputs, results, strict=True):
             self._stats.record_review(verified, source, num_tokens, result.path)

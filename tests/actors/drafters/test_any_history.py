@@ -9,12 +9,15 @@ shadow's, every KV row is that of its text, and a draft is what a drafter makes 
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from actors.coordinator.sequence import PreviewTree
+from actors.drafters.adjacency.aded import AdedDrafterConfig
+from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
 from actors.drafters.cascade import build
 from actors.drafters.cascade.build import build_levels
 from actors.drafters.cascade.child import LocalChild
@@ -32,7 +35,16 @@ from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, 
 from actors.drafters.registry import DRAFTERS
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.membership import RoleBack, RoleLost
-from actors.protocol.messages import HASH_SEED, Admit, Commit, DraftBatch, DraftOrder, SamplingParams, extend_hash
+from actors.protocol.messages import (
+    HASH_SEED,
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    SamplingParams,
+    TopTokens,
+    extend_hash,
+)
 from actors.protocol.token_tree import TokenTree
 from actors.roles.draft import DraftRole
 from actors.sampling.logits import LogitRows, process_batch, top_children
@@ -98,6 +110,8 @@ CASES = {
     "copy": Case(COPY, is_below=True),
     "suffix": Case(SuffixDrafterConfig(min_match=1, width=2, shared_tokens=0), is_below=True),
     "maxgram": Case(MaxgramDrafterConfig(shared_bigrams=False), is_below=True),
+    "recycling": Case(RecyclingDrafterConfig(num_draft_tokens=9, width=3), is_below=True),
+    "aded": Case(AdedDrafterConfig(), is_below=True, repeats=False),
     "two": Case(TWO),
     "two-rejection": Case(TWO, rule="rejection"),
     "two-below": Case(TWO, is_below=True),
@@ -270,7 +284,18 @@ class Parent:
             if budget > 0:
                 shadow.is_ordered, shadow.draft = True, tree
         self.choose.shuffle(orders)
-        return DraftBatch(1, tuple(admits), tuple(commits), tuple(releases), tuple(orders))
+        top_tokens = tuple(self.top_tokens() for _ in range(self.choose.randrange(3)))
+        return DraftBatch(1, tuple(admits), tuple(commits), tuple(releases), tuple(orders), top_tokens=top_tokens)
+
+    def top_tokens(self):
+        """What the target might have found at some rows, of requests that may have ended."""
+        k, num_rows = max(1, self.case.config.target_top_k), self.choose.randrange(9)
+        tokens = [self.choose.randrange(VOCAB_SIZE) for _ in range(num_rows * (k + 2))]
+        contexts, token_ids = (array("i", part).tobytes() for part in (tokens[: 2 * num_rows], tokens[2 * num_rows :]))
+        top_tokens = TopTokens(k, contexts, token_ids, array("f", [1 / k] * (num_rows * k)).tobytes())
+        if (reader := self.fresh.capabilities.reads_top_tokens) is not None:
+            reader.read_top_tokens(top_tokens)
+        return top_tokens
 
     def admit(self, request_id, again=None):
         self.num_admissions += 1

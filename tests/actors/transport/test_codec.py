@@ -20,6 +20,7 @@ VALUES = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(max_size=9),
+    bytes: st.binary(max_size=9),
     bool: st.booleans(),
     object: JSON,
 }

@@ -61,6 +61,10 @@ def test_a_level_that_passes_on_what_is_beneath_it_may_be_written_by_hand():
     "overrides, line",
     [
         (["drafter.levels=[ngram]"], "drafter.levels=['ngram']: must be at least two"),
+        (
+            ["drafter.levels=[recycling,{name: model, num_draft_tokens: 0},model]", "pipeline=sync"],
+            "drafter.levels[0]=recycling: learns from level 1, which forwards drafts without a pass",
+        ),
         (["drafter.levels=[ngram,eagle]"], "drafter.levels[1]=eagle: is no level; give a name or"),
         (["drafter.levels=[model,ngram]"], "drafter.levels[1]=ngram: only the first level may lack a model"),
         (["drafter.levels=[{name: ngram, pace: 2},model]"], "drafter.levels[0].pace: no such key"),

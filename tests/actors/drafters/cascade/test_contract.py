@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
@@ -49,6 +50,7 @@ CASCADES = {
     "merged": cascade(TREE, model("drafter", 4), tails=(0, 2), merge=5),
     "deepest-first": cascade(model("drafter", 4), model("tiny", 4)),
     "middle-passes-on": cascade(MAXGRAM, model("small", 0), model("drafter", 4)),
+    "recycling-model": cascade(RecyclingDrafterConfig(num_draft_tokens=6), model("drafter", 5)),
     "last-passes-on": cascade(NGRAM, model("small", 4), model("drafter", 0), length=4),
 }
 QUICK = [
@@ -61,6 +63,7 @@ QUICK = [
     ("middle-passes-on", "greedy", "branches"),
     ("last-passes-on", "T=1", "sync"),
     ("suffix-model-model", "greedy", "branches"),
+    ("recycling-model", "T=1", "sync"),
     ("merged", "T=1", "sync"),
     ("merged", "greedy", "branches"),
     ("deepest-first", "T=1", "pingpong"),

@@ -1,0 +1,135 @@
+"""`drafter=recycling`: a tree of the candidates that the target ranked highest when each token was last verified.
+
+No model, no device. One matrix for all requests holds, for every token of the vocabulary, the target's `width`
+likeliest next tokens at the last row that held this token; verdicts bring those rows, rejected nodes and prompts
+included. A draft starts at the last token and follows the matrix along a fixed tree, one gather per depth. Source: Luo
+et al., "Turning Trash into Treasure: Token Recycling" (arXiv 2408.08696).
+
+The paper's tree has 80 nodes. Here the tree of a budget is the set of paths with the highest product of `RANK_SHARES`,
+the measured share of rows at which the target's next token has a given rank; so any budget has its best tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated
+
+import numpy as np
+
+from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.interface import Capabilities, Context, Draft
+from actors.protocol.messages import Commit, TokenTree, TopTokens
+from actors.ranges import Range
+
+RANK_SHARES = (0.47, 0.095, 0.045, 0.027, 0.018, 0.015, 0.012, 0.010)
+"""Share of verified rows at which the target's likeliest token had rank 0, 1, ... among the candidates of the row's
+token: the bundled target, 16 prompts of each workload, greedy. Later ranks are taken to decay by a fifth each."""
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RecyclingDrafterConfig(DrafterConfig):
+    """Token recycling: the target's own candidates at each token's last verified row, along a fixed tree."""
+
+    name: str = "recycling"
+    num_draft_tokens: Annotated[int, Range(1, cap=1024, remedy="for none write drafter=none")] = 24
+    """Nodes of the tree, at most; 80 as published."""
+    width: Annotated[int, Range(1, cap=64)] = 8
+    """Candidates kept for every token of the vocabulary; 4 bytes each."""
+    reads_prompts: bool = True
+    """Also take candidates from the rows of prompts. The target then computes logits at every token it reads; without
+    it the matrix fills from drafts alone, and slowly."""
+
+    @property
+    def target_top_k(self) -> int:
+        return self.width
+
+    def build(self, setup: DraftSetup) -> tuple[RecyclingDrafter, dict[str, object]]:
+        return RecyclingDrafter(self), {}
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTemplate:
+    """Node i is candidate `ranks[i]` of node `parents[i]`; `depths` are the slices of nodes of one depth, from 1."""
+
+    parents: np.ndarray
+    ranks: np.ndarray
+    depths: tuple[slice, ...]
+    parent_tuple: tuple[int, ...]
+
+
+@cache
+def tree_template(num_nodes: int, width: int) -> TreeTemplate:
+    """The `num_nodes` likeliest paths of ranks below `width`."""
+    shares = [*RANK_SHARES, *(RANK_SHARES[-1] * 0.8**i for i in range(1, width))][:width]
+    chosen: list[tuple[int, ...]] = []
+    offered: list[tuple[float, tuple[int, ...]]] = [(-shares[0], (0,))]
+    while len(chosen) < num_nodes:
+        value, path = heapq.heappop(offered)
+        chosen.append(path)
+        heapq.heappush(offered, (value * shares[0], (*path, 0)))
+        if (rank := path[-1]) + 1 < width:
+            heapq.heappush(offered, (value / shares[rank] * shares[rank + 1], (*path[:-1], rank + 1)))
+    chosen.sort(key=lambda path: (len(path), path))
+    place = {(): 0} | {path: i for i, path in enumerate(chosen, 1)}
+    parents = (-1, *(place[path[:-1]] for path in chosen))
+    sizes = np.bincount([len(path) for path in chosen])[1:]
+    ends = np.cumsum(sizes) + 1
+    depths = tuple(slice(int(end - size), int(end)) for size, end in zip(sizes, ends, strict=True))
+    return TreeTemplate(np.array(parents), np.array([0, *(path[-1] for path in chosen)]), depths, parents)
+
+
+class RecyclingDrafter:
+    """`matrix` [tokens + 1, width] grows with the largest token seen; its last row, index -1, is that of no token."""
+
+    def __init__(self, config: RecyclingDrafterConfig) -> None:
+        self.capabilities = Capabilities(truncates=self, reads_top_tokens=self)
+        self._width = config.width
+        self.matrix = np.full((1, config.width), _UNKNOWN, np.int32)
+
+    def open(self, context: Context) -> None:
+        """Nothing to do: requests share the matrix."""
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        """Nothing to do: top tokens arrive by `read_top_tokens`."""
+
+    def truncate(self, context: Context) -> None:
+        """Nothing to do: no text is kept."""
+
+    def release(self, request_id: int) -> None:
+        """Nothing to do."""
+
+    def read_top_tokens(self, top_tokens: TopTokens) -> None:
+        """Replace the candidates of every row's token; of rows with one token the last counts."""
+        width = min(top_tokens.k, self._width)
+        tokens = np.frombuffer(top_tokens.contexts, np.int32)[1::2]
+        candidates = np.frombuffer(top_tokens.token_ids, np.int32).reshape(-1, top_tokens.k)[:, :width]
+        if not len(tokens):
+            return
+        if (largest := int(max(tokens.max(), candidates.max()))) >= len(self.matrix) - 1:
+            grown = np.full((largest + largest // 4 + 2, self._width), _UNKNOWN, np.int32)
+            grown[: len(self.matrix) - 1] = self.matrix[:-1]
+            self.matrix = grown
+        self.matrix[tokens, :width] = candidates
+
+    def _propose(self, context: Context, budget: int) -> Draft:
+        root, matrix = context.token_ids[-1], self.matrix
+        if root >= len(matrix) - 1:
+            return Draft.nothing(context)
+        template = tree_template(budget, self._width)
+        tokens = np.empty(len(template.parents), np.int64)
+        tokens[0] = root
+        for depth in template.depths:
+            tokens[depth] = matrix[tokens[template.parents[depth]], template.ranks[depth]]
+        known = tokens >= 0
+        if known.all():
+            return Draft.chosen(TokenTree(tuple(tokens.tolist()), template.parent_tuple))
+        parents = (known.cumsum() - 1)[template.parents[known]]
+        parents[0] = -1
+        return Draft.chosen(TokenTree(tuple(tokens[known].tolist()), tuple(parents.tolist())))

@@ -1,0 +1,92 @@
+"""The likeliest tokens at the rows of a verifying pass, for drafters that learn from them.
+
+A reader stands between a `Verifier` and its runner: it asks for the logits of further rows if prompts are read, keeps
+those of the last pass, and turns them into one record by one `topk` and one transfer. Knows rows and tokens, not the
+drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.drafters.config import DrafterConfig
+from actors.protocol.messages import NO_TOKEN, TopTokens
+from parallel.runtime.runner import ModelRunner, Span
+
+
+class _Fed(Protocol):
+    """A sequence of the pass."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class TopTokensReader:
+    """`k` tokens of each row; `reads_prompts`: also of rows that read committed text. Only the lead keeps logits."""
+
+    def __init__(self, k: int, *, reads_prompts: bool = False, is_lead: bool = True) -> None:
+        self._k = k
+        self._reads_prompts = reads_prompts
+        self._is_lead = is_lead
+        self._logits: Tensor | None = None
+        self._contexts: list[np.ndarray] = []
+
+    @staticmethod
+    def of(drafter: DrafterConfig, *, is_lead: bool) -> TopTokensReader | None:
+        """The reader that the drafter asks for, if it asks for one."""
+        if not drafter.target_top_k:
+            return None
+        return TopTokensReader(drafter.target_top_k, reads_prompts=drafter.reads_prompts, is_lead=is_lead)
+
+    def forward(
+        self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int], inputs: Sequence[_Fed]
+    ) -> Tensor:
+        """The pass; returns the logits of the rows that `spans` ask for."""
+        self._contexts, start = [], 0
+        for span, fed in zip(spans, inputs, strict=True):
+            end, before = start + span.num_tokens, runner.cached_len(span.seq_id) - 1
+            num_rows = span.num_tokens if self._reads_prompts else span.num_logits
+            if num_rows:
+                first = fed.token_ids[before] if before >= 0 else NO_TOKEN
+                self._contexts.append(_contexts(span, token_ids[start:end], first)[-num_rows:])
+            start = end
+        asked = [replace(span, num_logits=span.num_tokens) for span in spans] if self._reads_prompts else spans
+        logits = runner.forward(asked, token_ids).logits
+        self._logits = logits if self._is_lead else None
+        if all(span.num_logits == one.num_logits for span, one in zip(spans, asked, strict=True)):
+            return logits
+        ends = np.cumsum([span.num_tokens for span in spans])
+        wanted = [np.arange(end - span.num_logits, end) for span, end in zip(spans, ends, strict=True)]
+        return logits[torch.from_numpy(np.concatenate(wanted)).to(logits.device)]
+
+    def read(self) -> TopTokens | None:
+        """The top tokens of the last pass, once; rows whose logits are NaN are left out."""
+        logits, self._logits = self._logits, None
+        if logits is None or not len(logits):
+            return None
+        k = min(self._k, logits.shape[-1])
+        top = logits.topk(k)
+        probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+        both = torch.cat([top.indices.int().view(torch.float32), probs], 1).cpu().numpy()  # one transfer
+        contexts = np.concatenate(self._contexts)
+        good = np.isfinite(both[:, k:]).all(1)
+        if not good.all():
+            both, contexts = both[good], contexts[good]
+        return TopTokens(k, contexts.tobytes(), both[:, :k].tobytes(), both[:, k:].tobytes())
+
+
+def _contexts(span: Span, token_ids: Sequence[int], first: int) -> np.ndarray:
+    """(token before, token) of each row of the span [n, 2]; `first` is the token before the span."""
+    own = np.asarray(token_ids, np.int32)
+    before = np.empty_like(own)
+    before[0], before[1:] = first, own[:-1]
+    if span.parents is not None:
+        parents = np.asarray(span.parents)
+        before = np.where(parents < 0, first, own[parents])
+    return np.stack([before, own], 1, dtype=np.int32)
