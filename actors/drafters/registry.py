@@ -6,8 +6,7 @@ To add a drafter, write one file with its record and its class, and add one row 
 
 from __future__ import annotations
 
-from actors.drafters.adjacency.aded import AdedDrafterConfig
-from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
+from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig, NoDrafterConfig
 from actors.drafters.lookup.copy import CopyDrafterConfig
@@ -15,6 +14,7 @@ from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.retrieval.config import RestDrafterConfig
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {
     "none": NoDrafterConfig,
@@ -25,5 +25,6 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
     "copy": CopyDrafterConfig,
     "recycling": RecyclingDrafterConfig,
     "aded": AdedDrafterConfig,
+    "rest": RestDrafterConfig,
     "cascade": CascadeDrafterConfig,
 }

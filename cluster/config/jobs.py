@@ -196,6 +196,21 @@ class PassesConfig(JobConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class DatastoreConfig(JobConfig):
+    """Make the datastore file of `drafter=rest` from text files, in the target's tokens."""
+
+    name: str = "datastore"
+    """Set by the choice `job=`."""
+    files: list[str] = field(default_factory=list)
+    """Text files, or JSONL with a `text` or `prompt` field: paths or patterns such as `texts/**/*.txt`."""
+    out: str = ""
+    """File to write, 8 bytes per token; empty = `datastore` in the run directory."""
+
+    def check_fields(self, where: str) -> None:
+        require(bool(self.files), f"{where}.files", self.files, "must name at least one file or pattern")
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
     """Train a pair of bundled size: tokenizer, target, and a drafter distilled from it."""
 
@@ -253,6 +268,7 @@ JOBS: tuple[JobConfig, ...] = (
     DrillConfig(),
     PlanConfig(),
     PassesConfig(),
+    DatastoreConfig(),
     TrainConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""

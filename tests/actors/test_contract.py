@@ -12,18 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.drafters.adjacency.aded import AdedDrafterConfig
-from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
+from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Draft
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.options import SchedulerConfig
 from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
+from tests.actors.drafters.retrieval.small_store import small_store
 from tests.actors.scripted_policy import MoodyPolicy
 
 MAX_ROWS = 256
@@ -34,12 +35,13 @@ DRAFTERS = {
     "copy": CopyDrafterConfig(trigger_len=1),
     "recycling": RecyclingDrafterConfig(num_draft_tokens=12, width=4),
     "aded": AdedDrafterConfig(num_draft_tokens=9),
+    "rest": RestDrafterConfig(num_draft_tokens=9, datastore=small_store(), shortest_match=1),
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
 }
-LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded")
+LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest")
 EVERY_PROCESSOR = dict(
     top_k=40,
     top_p=0.95,

@@ -10,71 +10,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import count
-from pathlib import Path
-from typing import Annotated
 
+from actors.drafters.adjacency.config import AdedDrafterConfig, TreeConstruction
 from actors.drafters.adjacency.tree_search import search_tree
 from actors.drafters.adjacency.trigrams import WINDOW, TrigramTable
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree, TopTokens
-from actors.ranges import Range
-
-
-class TreeConstruction(StrEnum):
-    """How the tree is found in the table."""
-
-    best_first = "best_first"
-    search = "search"
-
-
-@dataclass(frozen=True, slots=True)
-class AdedDrafterConfig(DrafterConfig):
-    """Tri-grams with the target's probabilities, nudged by what it emits."""
-
-    name: str = "aded"
-    num_draft_tokens: Annotated[int, Range(1, cap=1024, remedy="for none write drafter=none")] = 16
-    """Nodes of the tree, at most; 64 as published."""
-    construction: TreeConstruction = TreeConstruction.best_first
-    """best_first: the likeliest paths; search: the paper's Monte Carlo tree search, a hundred times as slow."""
-    min_probability: Annotated[float, Range(0, 1)] = 0.01
-    """best_first leaves out paths less likely than this."""
-    iterations: Annotated[int, Range(1)] = 150
-    """Iterations of a search, each four tokens deep at most; 150 as published."""
-    width: Annotated[int, Range(1, cap=64)] = 12
-    """Followers kept for each pair of tokens; 12 as published."""
-    max_pairs: Annotated[int, Range(1)] = 100_000
-    """Pairs of tokens in the table, the one unchanged for longest dropped first; about 1 kB each."""
-    learns: bool = True
-    """Take the target's distribution at every verified row into the table; false: only the tokens it emits, and the
-    corpus, as published."""
-    reads_prompts: bool = True
-    """Also at the rows of prompts. The target then computes logits at every token it reads."""
-    corpus: str = ""
-    """Text whose tri-grams fill the table at start: a text file, or JSONL with a `text` or `prompt` field; empty =
-    none."""
-    tokenizer: str = ""
-    """Checkpoint directory whose tokenizer reads the corpus; empty = the target's."""
-
-    @property
-    def target_top_k(self) -> int:
-        return self.width if self.learns else 0
-
-    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        if not self.corpus:
-            return self
-        tokenizer = resolve.checkpoint(f"{where}.tokenizer", self.tokenizer or resolve.target)
-        corpus = resolve.file(f"{where}.corpus", self.corpus, "a text file, or JSONL with a `text` field")
-        return replace(self, corpus=corpus, tokenizer=tokenizer)
-
-    def build(self, setup: DraftSetup) -> tuple[AdedDrafter, dict[str, object]]:
-        from actors.drafters.lookup.corpus import read_corpus  # loads the tokenizers library
-
-        corpus = read_corpus(Path(self.corpus), Path(self.tokenizer)) if self.corpus else ()
-        return AdedDrafter(self, corpus), {"corpus_tokens": sum(map(len, corpus))}
 
 
 class AdedDrafter:

@@ -15,40 +15,17 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated
 
 import numpy as np
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.adjacency.config import RecyclingDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree, TopTokens
-from actors.ranges import Range
 
 RANK_SHARES = (0.47, 0.095, 0.045, 0.027, 0.018, 0.015, 0.012, 0.010)
 """Share of verified rows at which the target's likeliest token had rank 0, 1, ... among the candidates of the row's
 token: the bundled target, 16 prompts of each workload, greedy. Later ranks are taken to decay by a fifth each."""
 _UNKNOWN = -1
-
-
-@dataclass(frozen=True, slots=True)
-class RecyclingDrafterConfig(DrafterConfig):
-    """Token recycling: the target's own candidates at each token's last verified row, along a fixed tree."""
-
-    name: str = "recycling"
-    num_draft_tokens: Annotated[int, Range(1, cap=1024, remedy="for none write drafter=none")] = 24
-    """Nodes of the tree, at most; 80 as published."""
-    width: Annotated[int, Range(1, cap=64)] = 8
-    """Candidates kept for every token of the vocabulary; 4 bytes each."""
-    reads_prompts: bool = True
-    """Also take candidates from the rows of prompts. The target then computes logits at every token it reads; without
-    it the matrix fills from drafts alone, and slowly."""
-
-    @property
-    def target_top_k(self) -> int:
-        return self.width
-
-    def build(self, setup: DraftSetup) -> tuple[RecyclingDrafter, dict[str, object]]:
-        return RecyclingDrafter(self), {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,24 +12,27 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 
-def read_corpus(path: Path, checkpoint: Path) -> list[list[int]]:
-    """Documents of the file in the vocabulary of the checkpoint; ValueError, one line, for what is no corpus."""
+def read_corpus(path: Path, checkpoint: Path, key: str = "drafter.corpus") -> list[list[int]]:
+    """Documents of the file in the vocabulary of the checkpoint; ValueError, one line, for what is no corpus.
+
+    `key` names the option in it.
+    """
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    encodings = tokenizer.encode_batch(list(_documents(path)), add_special_tokens=False)
+    encodings = tokenizer.encode_batch(list(_documents(path, key)), add_special_tokens=False)
     return [encoding.ids for encoding in encodings if encoding.ids]
 
 
-def _documents(path: Path) -> Iterator[str]:
+def _documents(path: Path, key: str) -> Iterator[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"drafter.corpus={path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+        raise ValueError(f"{key}={path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     if path.suffix != ".jsonl":
         yield text
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield _document(line, f"drafter.corpus={path}: line {number}")
+            yield _document(line, f"{key}={path}: line {number}")
 
 
 def _document(line: str, where: str) -> str:

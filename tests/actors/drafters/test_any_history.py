@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from actors.coordinator.sequence import PreviewTree
-from actors.drafters.adjacency.aded import AdedDrafterConfig
-from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
+from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.cascade import build
 from actors.drafters.cascade.build import build_levels
 from actors.drafters.cascade.child import LocalChild
@@ -33,6 +32,7 @@ from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model import loading
 from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.registry import DRAFTERS
+from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
@@ -50,6 +50,7 @@ from actors.roles.draft import DraftRole
 from actors.sampling.logits import LogitRows, process_batch, top_children
 from parallel.comm.group import SINGLE
 from tests.actors.drafters.hashed_model import VOCAB_SIZE, hashed_runner, marks_of, marks_of_text
+from tests.actors.drafters.retrieval.small_store import small_store
 
 MAX_POSITIONS = 40
 ROOMY = 1000
@@ -112,6 +113,7 @@ CASES = {
     "maxgram": Case(MaxgramDrafterConfig(shared_bigrams=False), is_below=True),
     "recycling": Case(RecyclingDrafterConfig(num_draft_tokens=9, width=3), is_below=True),
     "aded": Case(AdedDrafterConfig(), is_below=True, repeats=False),
+    "rest": Case(RestDrafterConfig(datastore=small_store(), shortest_match=1), is_below=True),
     "two": Case(TWO),
     "two-rejection": Case(TWO, rule="rejection"),
     "two-below": Case(TWO, is_below=True),

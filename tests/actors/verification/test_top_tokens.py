@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
+from actors.drafters.adjacency.config import RecyclingDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.protocol.messages import NO_TOKEN, TopTokens, VerdictBatch
 from actors.verification.top_tokens import TopTokensReader

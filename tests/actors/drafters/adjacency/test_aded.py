@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from actors.drafters.adjacency import tree_search
-from actors.drafters.adjacency.aded import AdedDrafter, AdedDrafterConfig, TreeConstruction
+from actors.drafters.adjacency.aded import AdedDrafter
+from actors.drafters.adjacency.config import AdedDrafterConfig, TreeConstruction
 from actors.drafters.adjacency.tree_search import search_tree
 from actors.drafters.adjacency.trigrams import HEAVIEST, NUDGE, TrigramTable
 from actors.drafters.interface import Context

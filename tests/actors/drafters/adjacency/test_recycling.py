@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.drafters.adjacency.recycling import RecyclingDrafter, RecyclingDrafterConfig, tree_template
+from actors.drafters.adjacency.config import RecyclingDrafterConfig
+from actors.drafters.adjacency.recycling import RecyclingDrafter, tree_template
 from actors.drafters.interface import Context
 from actors.protocol.messages import SamplingParams, TopTokens
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from actors.drafters.adjacency.recycling import RecyclingDrafterConfig
+from actors.drafters.adjacency.config import RecyclingDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.draft_ahead.tree import AHEAD
