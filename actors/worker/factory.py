@@ -20,6 +20,7 @@ from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
 from actors.drafters.config import DraftSetup
 from actors.logs import log_event, logger_of
+from actors.options import PipelineName
 from actors.protocol.membership import Join
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
@@ -108,7 +109,8 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     model = fit.dtype, fit.num_slots, config.stretch
     runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
     is_lead = spec.rank == 0
-    reader = TopTokensReader.of(spec.drafter, is_lead=is_lead)
+    drafts = spec.pipeline != PipelineName.plain
+    reader = TopTokensReader.of(spec.drafter, is_lead=is_lead) if drafts else None
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=is_lead, top_tokens=reader)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes}

@@ -29,12 +29,12 @@ from cluster.observability.report import Circumstances, RunFigures
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
-    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "cascade"},
+    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "cascade"},
     "verify": {"coupled", "rejection", "traversal", "kseq"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
-    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "train"},
+    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "datastore", "train"},
 }
 
 PUBLIC_KEYS = {
@@ -43,6 +43,9 @@ PUBLIC_KEYS = {
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
+    "drafter=recycling": "name num_draft_tokens width reads_prompts",
+    "drafter=aded": "name num_draft_tokens construction min_probability iterations width max_pairs learns "
+    "reads_prompts corpus tokenizer",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width fan_out "
     "ahead_width batch_nodes dtype weights device layer_partition mlp_parallel calibration calibration_policy "
@@ -92,6 +95,7 @@ def required(group: str, choice: str) -> list[str]:
     """Overrides without which a choice is incomplete."""
     return {
         ("target", "hf"): [f"target.path={config_module.pocket.TARGET}"],
+        ("job", "datastore"): ["job.files=[texts]"],
         ("cluster", "existing"): ["cluster.address=auto"],
         ("cluster", "slurm"): ["cluster.address=n1:6379"],
     }.get((group, choice), [])
@@ -141,7 +145,11 @@ def test_keys_are_the_public_ones(where: str):
     assert {item.name for item in fields(getattr(config, section))} == set(PUBLIC_KEYS[where].split())
 
 
-@pytest.mark.parametrize(("group", "choice"), [(group, choice) for group in CHOICES for choice in CHOICES[group]])
+# drafter=rest needs a file of the target's tokenizer: tests/cluster/jobs/test_datastore_job.py
+EVERY_CHOICE = [(group, choice) for group in CHOICES for choice in CHOICES[group] if choice != "rest"]
+
+
+@pytest.mark.parametrize(("group", "choice"), EVERY_CHOICE)
 def test_every_choice_composes(group: str, choice: str):
     section = getattr(load_config([f"{group}={choice}", *required(group, choice)]), group)
     assert type(section) is type(CHOICES[group][choice])
@@ -248,7 +256,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, path"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of cascade, copy, maxgram, model"),
+        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, cascade, copy, maxgram, model"),
         (["drafter=4"], "a group takes the name of one of its choices"),
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (
