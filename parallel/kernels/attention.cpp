@@ -278,9 +278,9 @@ struct Workspace {
     std::vector<int64_t> paths;
 };
 
-// Rows of one span with the query heads of one KV head, over consecutive chunks.
+// Rows of one span with the query heads of some KV heads, over consecutive chunks.
 struct Task {
-    int32_t span, kv_head, row, num_rows, chunk, last_chunk;
+    int32_t span, kv_head, num_kv_heads, row, num_rows, chunk, last_chunk;
     int64_t partial;  // where the chunk's results go among the partial ones; -1: `out` receives the result
 };
 
@@ -291,9 +291,11 @@ struct Call {
     float *out;    // [num_rows, num_heads, head_dim]
     float *partial;
 
-    float *head(const Task &task, int64_t index) const {  // of the task's rows and query heads
-        const int64_t group = layer.num_heads / layer.num_kv_heads, row = pass.spans[task.span].first + task.row;
-        return out + ((row + index / group) * layer.num_heads + task.kv_head * group + index % group) * layer.head_dim;
+    // Where a result of the task goes: they are numbered by KV head, row, and query head of the KV head.
+    float *place(const Task &task, int64_t index) const {
+        const int64_t group = layer.num_heads / layer.num_kv_heads, row = index / group % task.num_rows;
+        const int64_t head = (task.kv_head + index / group / task.num_rows) * group + index % group;
+        return out + ((pass.spans[task.span].first + task.row + row) * layer.num_heads + head) * layer.head_dim;
     }
 };
 
@@ -317,13 +319,13 @@ void finish(const float *so_far, float *out, int64_t size) {
 }
 
 // The results of a chunk go to parts[row * group + query head of the KV head].
-void attend_chunk(const Call &call, const Task &task, int64_t chunk, Workspace &space, float *parts) {
+void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t chunk, Workspace &space, float *parts) {
     const Layer &layer = call.layer;
     const Span &span = call.pass.spans[task.span];
     const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
     const int64_t lo = chunk * CHUNK, hi = lo + CHUNK;
     const bool chain = span.parents < 0;
-    Table table = {layer.keys + task.kv_head * size, layer.values + task.kv_head * size, nullptr,
+    Table table = {layer.keys + kv_head * size, layer.values + kv_head * size, nullptr,
                    layer.num_kv_heads * size};
     if (span.run >= 0) table.keys += span.run * table.stride, table.values += span.run * table.stride;
     else table.slots = call.pass.slots + span.slots;
@@ -351,7 +353,7 @@ void attend_chunk(const Call &call, const Task &task, int64_t chunk, Workspace &
             float *part = parts + (row * group + g) * (size + 2);
             clear(part, size);
             if (first >= hi || position < lo) continue;  // it sees nothing of this chunk
-            const int64_t head = (span.first + task.row + row) * row_heads + task.kv_head * group + g;
+            const int64_t head = (span.first + task.row + row) * row_heads + kv_head * group + g;
             space.queries.push_back({call.heads + head * size, part, nullptr, first > lo ? first : lo,
                                      position < hi ? position + 1 : hi, path});
         }
@@ -426,9 +428,18 @@ void attend_chunk(const Call &call, const Task &task, int64_t chunk, Workspace &
     }
 }
 
+// All heads of a chunk one after the other: their keys are neighbours in memory.
+void attend_chunk(const Call &call, const Task &task, int64_t chunk, Workspace &space, float *parts) {
+    const int64_t group = call.layer.num_heads / call.layer.num_kv_heads;
+    for (int64_t h = 0; h < task.num_kv_heads; h++)
+        attend_head(call, task, task.kv_head + h, chunk, space,
+                    parts + h * task.num_rows * group * (call.layer.head_dim + 2));
+}
+
 void attend_task(const Call &call, const Task &task, Workspace &space) {
     const Layer &layer = call.layer;
-    const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads, count = task.num_rows * group;
+    const int64_t size = layer.head_dim;
+    const int64_t count = task.num_rows * task.num_kv_heads * (layer.num_heads / layer.num_kv_heads);
     if (task.partial >= 0) return attend_chunk(call, task, task.chunk, space, call.partial + task.partial);
     space.parts.resize(2 * count * (size + 2));
     float *so_far = space.parts.data(), *parts = so_far + count * (size + 2);
@@ -437,7 +448,7 @@ void attend_task(const Call &call, const Task &task, Workspace &space) {
         attend_chunk(call, task, chunk, space, parts);
         for (int64_t i = 0; i < count * (size + 2); i += size + 2) merge(parts + i, so_far + i, size);
     }
-    for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.head(task, r), size);
+    for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(task, r), size);
 }
 
 }  // namespace
@@ -459,14 +470,14 @@ void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float
     static thread_local std::vector<Task> tasks;
     static thread_local std::vector<float> partial;
     tasks.clear();
-    int64_t work = 0, num_rest = 0;
+    int64_t work = 0, num_groups = 0;
     for (int64_t s = 0; s < pass->num_spans; s++) {
         const Span &span = pass->spans[s];
         work += (span.context + span.num_pending) * span.num_rows * layer->num_heads * size;
-        num_rest += layer->num_kv_heads * ((span.num_rows + GROUP - 1) / GROUP);
+        num_groups += (span.num_rows + GROUP - 1) / GROUP;
     }
-    // few tasks for the threads: the chunks of each are tasks
-    const bool split = work >= WORTH_THREADS && omp_get_max_threads() > 1 && num_rest < 4 * omp_get_max_threads();
+    // few tasks for the threads: chunks are tasks or, where they are few, heads too
+    const bool split = work >= WORTH_THREADS && omp_get_max_threads() > 1 && num_groups < 4 * omp_get_max_threads();
     int64_t num_partial = 0;
     for (int64_t s = 0; s < pass->num_spans; s++) {
         const Span &span = pass->spans[s];
@@ -478,15 +489,16 @@ void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float
             const int64_t length = span.context + fed + row + rows;
             const int32_t first = layer->window && oldest >= layer->window ? (oldest - layer->window + 1) / CHUNK : 0;
             const int32_t last = (length + CHUNK - 1) / CHUNK;
-            for (int32_t head = 0; head < layer->num_kv_heads; head++) {
-                Task task = {(int32_t)s, head, (int32_t)row, rows, first, last, -1};
+            const int32_t num_kv_heads = layer->num_kv_heads, heads = split && last - first < 4 ? 1 : num_kv_heads;
+            for (int32_t head = 0; head < num_kv_heads; head += heads) {
+                Task task = {(int32_t)s, head, heads, (int32_t)row, rows, first, last, -1};
                 if (!split || last - first < 2) {
                     tasks.push_back(task);
                     continue;
                 }
                 for (; task.chunk < last; task.chunk++) {
                     task.partial = num_partial;
-                    num_partial += rows * group * (size + 2);
+                    num_partial += rows * heads * group * (size + 2);
                     tasks.push_back(task);
                 }
             }
@@ -503,11 +515,11 @@ void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float
     });
     for (int64_t i = 0; i < num_tasks; i++) {
         if (todo[i].partial < 0) continue;
-        const int64_t count = todo[i].num_rows * group, stride = count * (size + 2);
+        const int64_t count = todo[i].num_rows * todo[i].num_kv_heads * group, stride = count * (size + 2);
         float *so_far = partial.data() + todo[i].partial;  // of the first chunk; the others are merged into it
         for (int64_t chunk = 1; chunk < todo[i].last_chunk - todo[i].chunk; chunk++)
             for (int64_t at = 0; at < stride; at += size + 2) merge(so_far + chunk * stride + at, so_far + at, size);
-        for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.head(todo[i], r), size);
+        for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(todo[i], r), size);
         i += todo[i].last_chunk - todo[i].chunk - 1;
     }
 }
