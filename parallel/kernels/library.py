@@ -64,7 +64,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """A folder of this user that nobody else may write to, because what lies in it is loaded."""
+    """A folder of this user that no other user may write to, because what lies in it is loaded."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "specdec" / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
