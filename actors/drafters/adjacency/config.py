@@ -61,7 +61,7 @@ class AdedDrafterConfig(DrafterConfig):
     width: Annotated[int, Range(1, cap=64)] = 12
     """Followers kept for each pair of tokens; 12 as published."""
     max_pairs: Annotated[int, Range(1)] = 100_000
-    """Pairs of tokens in the table, the one unchanged for longest dropped first; about 1 kB each."""
+    """Pairs of tokens in the table, the one unchanged for longest dropped first; about 1.5 kB each."""
     learns: bool = True
     """Take the target's distribution at every verified row into the table; false: only the tokens it emits, and the
     corpus, as published."""
