@@ -84,9 +84,13 @@ class DraftCounters(SpeculationCounts):
 
     def add_verdict(self, tree: TokenTree, num_accepted: int) -> None:
         super().add_verdict(tree, num_accepted)
-        for position in range(max(tree.depths())):
-            count_at(self.num_drafted_per_pos, position)
-            count_at(self.num_accepted_per_pos, position, position < num_accepted)
+        drafted, accepted, depth = self.num_drafted_per_pos, self.num_accepted_per_pos, max(tree.depths())
+        drafted.extend([0] * (depth - len(drafted)))
+        accepted.extend([0] * (depth - len(accepted)))
+        for position in range(depth):
+            drafted[position] += 1
+        for position in range(min(depth, num_accepted)):
+            accepted[position] += 1
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 The coordinator listens with a `Hub`; every rank and client connects with a `Link`. Four one-way records make a round; a
 role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code connects
-threads, processes and hosts. Carries no tensors and decides nothing; lost records are detected elsewhere
-(`actors/coordinator/membership.py`).
+threads, processes and hosts; between threads of one process records pass through memory (`Hub(near=True)`). Carries no
+tensors and decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
 
 Every connection is encrypted and authenticated by CurveZMQ (RFC 26). The key pair of the hub is derived from the
 `secret` of the engine, its public half too: that is never sent, and a handshake cannot be begun without it, so the
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import select
 import time
 from collections import Counter
@@ -62,6 +63,8 @@ _SELECT_BELOW_S = 0.01
 _FD_SETSIZE = 1024
 """`select` cannot watch descriptors from this number on."""
 _WARN_EVERY_S = 5.0
+_NEAR_HUBS: dict[tuple[int, str, bytes], tuple[zmq.Context, str]] = {}
+"""Hubs that threads of this process reach without a network, by process (a fork shares no thread), address, secret."""
 
 
 def link_name(identity: str, incarnation: int) -> str:
@@ -76,39 +79,51 @@ def _hub_keys(secret: bytes) -> tuple[bytes, bytes]:
 
 
 class _Endpoint:
-    """What both ends share: one socket in a context of its own, so that `close` waits for what is on its way."""
+    """What both ends share: sockets, of which those that use a network are in a context of this endpoint alone, so that
+    `close` waits for what is on its way."""
 
-    def __init__(self, kind: int, longest: int) -> None:
+    def __init__(self) -> None:
         self.num_unreadable = 0
         self._warned_at = -_WARN_EVERY_S
         self._context = zmq.Context()
-        self._socket = self._context.socket(kind)
-        self._socket.linger = LINGER_MS
-        self._socket.sndhwm = MOST_QUEUED
-        self._socket.maxmsgsize = longest
-        self._socket.handshake_ivl = HANDSHAKE_MS
-        self._descriptor: int = self._socket.FD
+        self._watched: list[tuple[zmq.Socket[bytes], int]] = []
+        self._descriptors: list[int] = []
+
+    def _open(self, context: zmq.Context, kind: int, longest: int) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        socket.linger = LINGER_MS
+        socket.sndhwm = MOST_QUEUED
+        socket.maxmsgsize = longest
+        socket.handshake_ivl = HANDSHAKE_MS
+        self._watched.insert(0, (socket, zmq.POLLIN))
+        self._descriptors.append(int(socket.get(zmq.FD)))
+        return socket
 
     def close(self) -> None:
+        for socket, _ in self._watched:
+            socket.close(LINGER_MS)
         self._context.destroy(LINGER_MS)
 
-    def _wait(self, timeout_s: float | None) -> bool:
-        """Whether a record arrived within `timeout_s`."""
+    def _wait(self, timeout_s: float | None) -> zmq.Socket[bytes] | None:
+        """A socket to which a record came within `timeout_s`; of two, the one that was opened last."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not int(self._socket.EVENTS) & zmq.POLLIN:  # ZeroMQ looks at its descriptor when this is read
+        while True:
+            for socket, _ in self._watched:  # ZeroMQ looks at a socket's descriptor when its events are read
+                if int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                    return socket
             left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is None or left_s >= _SELECT_BELOW_S or self._descriptor >= _FD_SETSIZE:
-                return bool(self._socket.poll(None if left_s is None else ceil(left_s * 1e3)))
-            if left_s <= 0:
-                return False
-            select.select((self._descriptor,), (), (), left_s)
-        return True
+            if left_s is not None and left_s <= 0:
+                return None
+            if left_s is not None and left_s < _SELECT_BELOW_S and max(self._descriptors) < _FD_SETSIZE:
+                select.select(self._descriptors, (), (), left_s)
+            elif ready := zmq.zmq_poll(self._watched, -1 if left_s is None else ceil(left_s * 1e3)):
+                return ready[0][0]
 
-    def _messages(self, timeout_s: float | None) -> Iterator[list[bytes]]:
-        """The parts of each message that arrives within `timeout_s`."""
+    def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[bytes]]]:
+        """The parts of each message that arrives within `timeout_s`, and its socket."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._wait(timeout_s):
-            yield self._socket.recv_multipart()
+        while (socket := self._wait(timeout_s)) is not None:
+            yield socket, socket.recv_multipart()
             if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
                 return
 
@@ -125,17 +140,20 @@ class Hub(_Endpoint):
     """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Use from one thread.
 
     Raises ValueError if the address is still taken after `bind_wait_s`. Peers are read in turn, so that none that sends
-    without pause delays the others.
+    without pause delays the others. With `near`, links that this process makes to it with the same secret, while it is
+    there, pass records through memory: no network, no encryption, no thread of ZeroMQ in between; they are read before
+    those of other processes. Only for a hub that lives as long as they do, since such a link finds no successor of it
+    in another process.
     """
 
-    def __init__(self, address: str, secret: bytes, bind_wait_s: float = 0.0) -> None:
-        super().__init__(zmq.ROUTER, LONGEST_TO_HUB)
+    def __init__(self, address: str, secret: bytes, bind_wait_s: float = 0.0, *, near: bool = False) -> None:
+        super().__init__()
+        self._socket = self._open_router(self._context)
         self._socket.curve_publickey, self._socket.curve_secretkey = _hub_keys(secret)
         self._socket.curve_server = True
-        self._socket.router_handover = True  # a process that was cut off connects again under its name
-        self._socket.router_mandatory = True  # report that a peer is gone
         self._socket.ipv6 = "[" in address
-        self._names: set[str] = set()
+        self._names: dict[str, zmq.Socket[bytes]] = {}
+        self._near_key = (os.getpid(), "", secret)
         self._num_refused: Counter[str] = Counter()
         deadline = time.monotonic() + bind_wait_s
         while True:
@@ -148,6 +166,21 @@ class Hub(_Endpoint):
                     raise ValueError(f"cannot listen on {address}: {error.strerror}; choose a free port") from error
             time.sleep(RECONNECT_MS / 1e3)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._near_key = (os.getpid(), self.address, secret)
+        if near:
+            context, endpoint = zmq.Context.instance(), f"inproc://{self.address}"
+            self._open_router(context).bind(endpoint)
+            _NEAR_HUBS[self._near_key] = context, endpoint
+
+    def _open_router(self, context: zmq.Context) -> zmq.Socket[bytes]:
+        router = self._open(context, zmq.ROUTER, LONGEST_TO_HUB)
+        router.router_handover = True  # a process that was cut off connects again under its name
+        router.router_mandatory = True  # report that a peer is gone
+        return router
+
+    def close(self) -> None:
+        _NEAR_HUBS.pop(self._near_key, None)
+        super().close()
 
     def identities(self) -> list[str]:
         """Of the links that have sent a record and were connected when they were last sent one."""
@@ -163,18 +196,20 @@ class Hub(_Endpoint):
             self._post(identity, payload)
 
     def _post(self, identity: str, payload: bytes) -> None:
+        socket = self._names.get(identity, self._socket)
         try:
-            self._socket.send_multipart((identity.encode(), payload), zmq.NOBLOCK)
+            socket.send(identity.encode(), zmq.SNDMORE | zmq.NOBLOCK)
+            socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             return
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._names.discard(identity)
+            self._names.pop(identity, None)
 
     def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
         """The next (identity, record), or None after `timeout_s`. Unreadable records are counted and skipped."""
-        for name, *payload in self._messages(timeout_s):
+        for socket, (name, *payload) in self._messages(timeout_s):
             identity = name.decode(errors="replace")
             if self._num_refused[identity] >= MOST_REFUSED:
                 continue
@@ -183,7 +218,7 @@ class Hub(_Endpoint):
             except CodecError as error:
                 self.refuse(identity, error)
                 continue
-            self._names.add(identity)
+            self._names[identity] = socket
             return identity, record
         return None
 
@@ -201,20 +236,23 @@ class Link(_Endpoint):
     """
 
     def __init__(self, address: str, identity: str, secret: bytes, *, keeps: str = "all") -> None:
-        super().__init__(zmq.DEALER, LONGEST_TO_LINK)
+        super().__init__()
+        near = _NEAR_HUBS.get((os.getpid(), address, secret))
+        context, self._endpoint = (self._context, address) if near is None else near
+        self._socket = self._open(context, zmq.DEALER, LONGEST_TO_LINK)
         self.identity = identity
         self._socket.identity = identity.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_serverkey = _hub_keys(secret)[0]
-        self._socket.conflate = keeps == "newest"
+        # In memory the name of the link is a record of the same queue, which a newer one would replace.
+        self._socket.conflate = keeps == "newest" and near is None
         self._socket.reconnect_ivl = RECONNECT_MS
         self._socket.connect_timeout = CONNECT_MS
         self._socket.heartbeat_ivl = BEAT_MS
         self._socket.heartbeat_timeout = self._socket.heartbeat_ttl = GIVE_UP_MS
         self._socket.ipv6 = "[" in address
-        self._address = address
         try:
-            self._socket.connect(address)
+            self._socket.connect(self._endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ValueError(f"{address}: not an address of the form tcp://HOST:PORT ({error.strerror})") from error
@@ -224,20 +262,23 @@ class Link(_Endpoint):
         self._post(CODEC.encode(record))
 
     def _post(self, payload: bytes) -> None:
-        self._reopen_if_broken()
-        with contextlib.suppress(zmq.Again):
+        try:
             self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            self._reopen_if_broken()
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(payload, zmq.NOBLOCK)
 
     def _reopen_if_broken(self) -> None:
         """ZeroMQ gives a connection up for good if its bytes were changed on their way: the socket takes no record."""
-        if not int(self._socket.EVENTS) & zmq.POLLOUT:
+        if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
             with contextlib.suppress(zmq.ZMQError):
-                self._socket.disconnect(self._address)
-            self._socket.connect(self._address)
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
 
     def receive(self, timeout_s: float | None = None) -> Any | None:
         """The next record, or None after `timeout_s`. Unreadable ones are counted and skipped."""
-        for message in self._messages(timeout_s):
+        for _, message in self._messages(timeout_s):
             try:
                 return CODEC.decode(b"".join(message))
             except CodecError as error:

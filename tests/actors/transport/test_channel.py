@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import zmq
 
 from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Silent, Stop
 from actors.protocol.messages import (
@@ -274,3 +275,60 @@ def test_an_identity_counts_as_connected_until_a_record_for_it_is_lost(hub, open
     while hub.identities():
         assert time.monotonic() < deadline
         hub.send(["client:1"], Hello())
+
+
+# --- threads of one process ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def near_hub():
+    hub = Hub(ANY_PORT, SECRET, near=True)
+    yield hub
+    hub.close()
+
+
+def far_address(hub):
+    """The same address in other words: what a link of another process connects to."""
+    return hub.address.replace("127.0.0.1", "localhost")
+
+
+def test_a_hub_serves_threads_through_memory_and_others_through_the_network(near_hub):
+    near, far = Link(near_hub.address, "target-0", SECRET), Link(far_address(near_hub), "target-1", SECRET)
+    greet(near_hub, near, far)
+    assert [link._socket.get_string(zmq.LAST_ENDPOINT).partition(":")[0] for link in (near, far)] == ["inproc", "tcp"]
+    for record in RECORDS:
+        near_hub.send(["target-0", "target-1"], record)
+        assert near.receive(5.0) == far.receive(5.0) == record
+    for number in range(500):
+        far.send(Abort(number))
+    near.send(Hello())
+    before = 0
+    while near_hub.receive(5.0) != (near.identity, Hello()):
+        before += 1
+    assert before < 500, "what others send does not delay the threads"
+    assert near_hub.receive(5.0) == (far.identity, Abort(before))
+    near.close()
+    far.close()
+
+
+def test_a_thread_needs_the_secret_too(near_hub):
+    link = Link(near_hub.address, "target-0", bytes(32))
+    assert link.is_refused(5.0)
+    link.send(Hello())
+    assert near_hub.receive(0.05) is None
+    link.close()
+
+
+def test_a_near_link_outlives_its_hub_and_finds_the_next_one_of_its_process():
+    hub = Hub(ANY_PORT, SECRET, near=True)
+    link = Link(hub.address, "target-0", SECRET)
+    greet(hub, link)
+    hub.close()
+    assert link.receive(0.01) is None
+    link.send(Abort(1))
+    successor = Hub(hub.address, SECRET, bind_wait_s=5.0, near=True)
+    assert successor.receive(5.0) == ("target-0", Abort(1))
+    successor.send(["target-0"], Stop("again"))
+    assert link.receive(5.0) == Stop("again")
+    link.close()
+    successor.close()

@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_origin, get_type_hints
 
-import msgpack
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -74,7 +73,7 @@ def test_no_value_of_another_type_is_taken(record_type, data):
     record = msgspec.to_builtins(data.draw(values_of(record_type)))
     for name in [name for name in hints if get_origin(hints[name]) is not dict]:
         for value in WRONG:
-            payload = CODEC._tags[record_type] + msgpack.packb(record | {name: value})
+            payload = CODEC._tags[record_type] + msgspec.msgpack.encode(record | {name: value})
             with contextlib.suppress(CodecError):
                 taken = getattr(CODEC.decode(payload), name)
                 assert fits(taken, hints[name]), f"{name}={value!r}"
@@ -101,6 +100,14 @@ def test_deep_nesting_is_refused():
     nested = b"\x84\xa4role\xa1x\xa4rank\x00\xa5epoch\x00\xa5facts\x81\xa1x" + b"\x91" * 100_000 + b"\x00"
     with pytest.raises(CodecError):
         CODEC.decode(ready + nested)
+
+
+@pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+def test_a_size_that_the_bytes_do_not_have_is_refused(header):
+    """Four thousand million elements, announced in five bytes."""
+    ready = next(tag for record_type, tag in CODEC._tags.items() if record_type.__name__ == "Ready")
+    with pytest.raises(CodecError):
+        CODEC.decode(ready + b"\x84\xa4role\xa1x\xa4rank\x00\xa5epoch\x00\xa5facts\x81\xa1x" + header)
 
 
 @pytest.mark.parametrize("tag", [len(CODEC.record_types), 255])
