@@ -89,9 +89,11 @@ class Coordinator:
         if self._round.verifying is None or batch.round != self._verify_round:
             return True
         for verdict in batch.verdicts:
-            sequence, proposal = self._sequences.get(verdict.request_id), self._round.verifying.get(verdict.request_id)
+            if verdict.request_id not in self._round.verifying:
+                continue  # ended since; its number may be that of a new request by now
+            sequence, proposal = self._sequences[verdict.request_id], self._round.verifying[verdict.request_id]
             is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
-            if sequence is not None and not (sequence.is_prefix_of(verdict) and is_path):
+            if not (sequence.is_prefix_of(verdict) and is_path):
                 return False
         return len({verdict.request_id for verdict in batch.verdicts}) == len(batch.verdicts)
 

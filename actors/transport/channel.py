@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, cast
 
 import zmq
 from zmq.utils import z85
@@ -117,7 +117,7 @@ class _Endpoint:
             if left_s is not None and left_s < _SELECT_BELOW_S and max(self._descriptors) < _FD_SETSIZE:
                 select.select(self._descriptors, (), (), left_s)
             elif ready := zmq.zmq_poll(self._watched, -1 if left_s is None else ceil(left_s * 1e3)):
-                return ready[0][0]
+                return cast("zmq.Socket[bytes]", ready[0][0])
 
     def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[bytes]]]:
         """The parts of each message that arrives within `timeout_s`, and its socket."""

@@ -235,3 +235,10 @@ def test_a_client_that_floods_is_answered_with_an_error_and_the_others_are_serve
     assert all("in flight: wait until some have ended" in answer.error for answer in errors)
     assert table.receive(OTHER, Request(10, (3, 4))), "a repetition is no further request"
     assert table.receive("client:3", Request(30, (3, 4))) and table.receive(CLIENT, Request(31, (3, 4)))
+
+
+def test_a_verdict_on_a_request_that_was_aborted_is_stale_though_its_number_is_used_again(table):
+    """Refused, it would cost the role its epoch."""
+    assert table.receive(CLIENT, Abort(1)) and table.receive(OTHER, replace(REQUEST, prompt=(3, 4, 5)))
+    assert table.receive("target-0#0", verdicts(RIGHT))
+    assert table.service._coordinator.stats.num_stale == 1 and not table.to(OTHER)
