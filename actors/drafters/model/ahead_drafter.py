@@ -271,7 +271,10 @@ class AheadDrafter(ModelDrafter):
             positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
         scores = process_batch(logits, batch, self._options.eos_token_ids)
         ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
-        children = zip(*(values.tolist() for values in ranked), strict=True)
+        self._add(zip(*(values.tolist() for values in ranked), strict=True), fed)
+
+    def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_AheadState, list[int]]]) -> None:
+        """The children of every node that was fed, (token ids, log-probabilities) best first."""
         places = ((state.tree, node) for state, nodes in fed for node in nodes)
         for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
             tree.expand(node, token_ids, self._confidence.adjust(log_probs))
