@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports PyTorch: tests measure no speed, and many small threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Process groups look up the names of their peers' addresses, which takes 5 s by default where no name server answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# The same examples in every run: what a run reports, the next one reports too. `explore` draws new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 TINY = {
     "hidden_size": 32,

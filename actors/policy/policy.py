@@ -151,7 +151,7 @@ class _PassCosts:
 
 
 @dataclass(slots=True)
-class _LoadEstimate:
+class LoadEstimate:
     """What was measured under one kind of load: so many sequences of about such a length."""
 
     switch: SpeculationSwitch = field(default_factory=SpeculationSwitch)
@@ -177,8 +177,8 @@ class AdaptivePolicy(Policy):
         self.weighs_waiting = shortest == 0
         super().__init__(pipeline, longest)
         self._lengths = DraftLengths(shortest, longest)
-        self._loads: dict[_Kind, _LoadEstimate] = {}
-        self._load = _LoadEstimate()
+        self._loads: dict[_Kind, LoadEstimate] = {}
+        self._load = LoadEstimate()
         self._last_read_prompt = False
 
     @property
@@ -251,7 +251,7 @@ class AdaptivePolicy(Policy):
     def release(self, request_id: int) -> None:
         self._lengths.release(request_id)
 
-    def _estimate_of(self, kind: _Kind) -> _LoadEstimate:
+    def _estimate_of(self, kind: _Kind) -> LoadEstimate:
         """A load that was never seen begins with the conclusion of a similar one; its context may be any."""
         if kind not in self._loads:
             similar = [known for known in self._loads if known[2] == kind[2] and abs(known[0] - kind[0]) <= SIMILAR]
@@ -259,7 +259,7 @@ class AdaptivePolicy(Policy):
                 similar, key=lambda known: 4 * abs(known[1] - kind[1]) + abs(known[0] - kind[0]), default=None
             )
             switch = self._loads[nearest].switch.for_similar_load() if nearest is not None else SpeculationSwitch()
-            self._loads[kind] = _LoadEstimate(switch)
+            self._loads[kind] = LoadEstimate(switch)
         return self._loads[kind]
 
 

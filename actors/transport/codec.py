@@ -1,13 +1,14 @@
 """Records to bytes and back: a frozen dataclass as msgpack behind one byte that names its type.
 
-msgspec checks a record against the annotations of its type: a value of another type, a boolean where an integer belongs
-or a missing field is refused while it is read. Knows nothing of what the records mean.
+msgpack carries a record, msgspec checks it against the annotations of its type: a value of another type, a boolean
+where an integer belongs or a missing field is refused while it is read. Knows nothing of what the records mean.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import msgspec
 
 
@@ -21,15 +22,23 @@ class Codec:
     def __init__(self, record_types: tuple[type, ...]) -> None:
         self.record_types = record_types
         self._tags = {record_type: bytes([tag]) for tag, record_type in enumerate(record_types)}
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoders = [msgspec.msgpack.Decoder(record_type) for record_type in record_types]
 
     def encode(self, record: Any) -> bytes:
-        return self._tags[type(record)] + self._encoder.encode(record)
+        payload = msgpack.Packer().pack(msgspec.to_builtins(record, builtin_types=(bytes,)))
+        return self._tags[type(record)] + payload
 
     def decode(self, payload: bytes) -> Any:
         """Raises CodecError for anything but a whole record of a known type."""
         try:
-            return self._decoders[payload[0]].decode(memoryview(payload)[1:])
-        except (msgspec.DecodeError, ValueError, IndexError, TypeError, RecursionError, MemoryError) as error:
+            fields = msgpack.unpackb(memoryview(payload)[1:])
+            return msgspec.convert(fields, self.record_types[payload[0]])
+        except (
+            msgspec.ValidationError,
+            msgpack.UnpackException,
+            ValueError,
+            IndexError,
+            TypeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise CodecError(f"not a record: {error}") from error

@@ -69,7 +69,7 @@ def test_turns_as_transformers_does(name, data):
     x = torch.randn(len(positions), 4, head_dim, generator=torch.Generator().manual_seed(0))
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
-    torch.testing.assert_close(rotate(x, rope(positions)), expected[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rotate(x, rope(positions)), expected[0].transpose(0, 1), atol=5e-4, rtol=1e-4)
 
 
 def test_the_older_spelling_means_the_same():
