@@ -16,7 +16,7 @@ from cluster.tools.bench.machine import machine
 from cluster.tools.planning.layouts import draft_model
 from cluster.tools.planning.passes import PassTask, Sharing, measure_passes
 from cluster.tools.planning.passes_table import device_for, entry_of, read_model, sharings, table_of
-from parallel.runtime.kv_sizing import choose_dtype
+from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -30,7 +30,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         for name, model in models.items():
             progress(f"timing passes of {name}")
             dtype = choose_dtype(drafter.dtype, device)
-            task = PassTask(model, sharings(model, job), tuple(job.rows), job.context, job.repeats, dtype)
+            weights = choose_weights(drafter.weights, drafter.dtype, device)
+            task = PassTask(model, sharings(model, job), tuple(job.rows), job.context, job.repeats, dtype, weights)
             times = measure_passes(task, device)
             single = {one.num_rows: one for one in times if one.sharing == Sharing()}
             entries[name] = [entry_of(one, single[one.num_rows]) for one in times]

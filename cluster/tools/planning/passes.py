@@ -79,6 +79,7 @@ class PassTask:
     context: int
     repeats: int
     dtype: torch.dtype = torch.float32
+    weights: torch.dtype | None = None
 
 
 def measure_passes(task: PassTask, device: str = "cpu") -> list[PassTime]:
@@ -128,10 +129,10 @@ class _SharingClock:
         if sharing.layer_group:
             partition = default_partition(task.config.num_layers, sharing.layer_group)
             layout = LayerLayout(partition, sharing.ranks, sharing.mlp)
-            decoder = LayerParallelDecoder(task.config, timed, device, task.dtype, layout)
+            decoder = LayerParallelDecoder(task.config, timed, device, task.dtype, layout, task.weights)
             self._runner: ModelRunner = LayerParallelRunner(decoder, decoder.make_pool(num_slots))
         else:
-            decoder = Decoder(task.config, timed, device, task.dtype)
+            decoder = Decoder(task.config, timed, device, task.dtype, weights=task.weights)
             self._runner = ModelRunner(decoder, decoder.make_pool(num_slots))
         fill_at_random(decoder)
         self._runner.open(0)

@@ -62,6 +62,11 @@ class QuantizedRows:
         rows = rows[:, self._columns] / self._scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         self._codes.copy_(rows.round_())
 
+    def normal_(self, *, std: float) -> None:
+        """Any numbers of about this size, for measuring."""
+        self._codes.random_(-_LARGEST_CODE, _LARGEST_CODE + 1)
+        self._scales.fill_(2 * std / _LARGEST_CODE)
+
     def aminmax(self) -> tuple[Tensor, Tensor]:
         """Not finite where a copied number was not."""
         return torch.aminmax(self._scales) if len(self._scales) else (torch.zeros(()), torch.zeros(()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cluster.tools.planning.passes import PassTask, Sharing, measure_passes
 from parallel.model.families.registry import read_config
@@ -22,7 +23,8 @@ SINGLE, TENSOR, LAYER = Sharing(), Sharing(2), Sharing(2, 2, "tensor")
 @pytest.fixture(scope="module")
 def times():
     sharings = (SINGLE, TENSOR, LAYER, Sharing(1, 2))
-    return measure_passes(PassTask(read_config(SHAPE), sharings, num_rows=(1, 3), context=8, repeats=3))
+    task = PassTask(read_config(SHAPE), sharings, num_rows=(1, 3), context=8, repeats=3, weights=torch.int8)
+    return measure_passes(task)
 
 
 def test_every_sharing_is_measured_in_every_kind_of_pass(times):
