@@ -56,6 +56,10 @@ class QuantizedRows:
         self._scales = scales
         self._columns = columns
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._codes.dtype
+
     def copy_(self, rows: Tensor) -> None:
         rows = rows.float()
         torch.div(rows.abs().amax(1), _LARGEST_CODE, out=self._scales)

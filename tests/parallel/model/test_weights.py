@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -157,6 +158,9 @@ def test_weights_that_are_no_numbers_are_refused_as_they_are_loaded(make_checkpo
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity"):
         open_model(path, num_slots=8, dtype=torch.float16)  # which 1e30 does not fit
+    if not math.isfinite(value):
+        with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity"):
+            open_model(path, num_slots=8, weights=torch.int8)
 
 
 def test_a_directory_that_is_none(tmp_path):
