@@ -26,6 +26,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @NEEDS_COMPILER
+@pytest.mark.slow
 def test_ranks_that_start_together_compile_once(cache, monkeypatch):
     calls, compiler = cache / "calls", cache / "counted"
     compiler.write_text(

@@ -42,8 +42,15 @@ def plain_decoding(case):
     return simulate(scenario("plain", HOPELESS[case]))
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "branches", pytest.param("tree", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+def cases_of_pipelines():
+    """Every case in three pipelines; by default each in one."""
+    by_default = [("easy", "sync"), ("hard", "branches"), ("batch", "sync")]
+    for case in CASES:
+        for pipeline in ("sync", "branches", "tree"):
+            yield pytest.param(case, pipeline, marks=[] if (case, pipeline) in by_default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("case", "pipeline"), list(cases_of_pipelines()))
 def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
     """Probes, learning and all: within 7 % of a length that was tuned on the very same text of a few hundred rounds."""
     fixed = scenario(pipeline, CASES[case])

@@ -34,6 +34,7 @@ def test_swiftspec():
     assert -0.2 < over_chains.deviation < -0.1 and -0.2 < over_trees.deviation < -0.05
 
 
+@pytest.mark.slow
 def test_swiftspec_at_a_usual_acceptance_falls_short():
     cases = (replace(case, max_tokens=1000) for case in (SWIFT_ASYNC, SWIFT_SYNC_TREE))
     ahead, tree = (simulate(with_acceptance(case, 0.8)) for case in cases)
