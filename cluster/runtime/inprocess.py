@@ -43,7 +43,7 @@ class InprocessBackend(Backend):
         self._threads: list[threading.Thread] = []
         self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._hub = Hub(ANY_PORT, self.secret)
+        self._hub = Hub(ANY_PORT, self.secret, near=True)
         self._store = None
 
     def place(self) -> list[RankPlacement]:

@@ -302,6 +302,7 @@ def test_two_engines_side_by_side(open_engine):
     asked = [[engine.submit(prompt, GREEDY) for prompt in PROMPTS] for engine in engines]
     first, second = ([completion.result() for completion in completions] for completions in asked)
     assert tokens_of(first) == tokens_of(second)
+    assert all(engine._connection._receiver._endpoint.startswith("inproc:") for engine in engines), "no network"
     engines[0].close()
     assert tokens_of(engines[1].generate(PROMPTS, GREEDY)) == tokens_of(first)
 
