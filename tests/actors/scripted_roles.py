@@ -309,10 +309,15 @@ class World:
             self.ends[news.request_id] = news
 
     def deliver_one(self) -> bool:
-        """One role's answer, now and then an old one once more; False if nothing is under way."""
+        """One role's answer, now and then an old one once more; False if nothing is under way.
+
+        Where a draft was lost on the way, time passes until the coordinator waits for it no longer.
+        """
         ready = [queue for queue in self.answers.values() if queue]
         if not ready:
-            return False
+            if self.coordinator.wait_until is not None:
+                self.stop_waiting()
+            return bool(self.answers["target"])
         if self.coordinator.wait_until is not None and self.choose.random() < self.lateness:
             assert not self.answers["target"], "it waits while the target works"
             self.stop_waiting()
