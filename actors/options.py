@@ -117,7 +117,7 @@ class PipelineConfig(Section):
 class SchedulerConfig(Section):
     """Bounds on one target pass."""
 
-    max_num_seqs: Annotated[int, Range(1)] = 16
+    max_num_seqs: Annotated[int, Range(1)] = 64
     """Sequences that run at a time."""
     max_num_batched_tokens: Annotated[int, Range(1)] = 2048
     """Rows of one pass in all: prompt chunks, roots and draft tokens."""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.drafters.config import DrafterConfig
 from actors.protocol.messages import NO_TOKEN, TopTokens
 from parallel.runtime.runner import ModelRunner, Span
 
@@ -38,11 +37,9 @@ class TopTokensReader:
         self._contexts: list[np.ndarray] = []
 
     @staticmethod
-    def of(drafter: DrafterConfig, *, is_lead: bool) -> TopTokensReader | None:
-        """The reader that the drafter asks for, if it asks for one."""
-        if not drafter.target_top_k:
-            return None
-        return TopTokensReader(drafter.target_top_k, reads_prompts=drafter.reads_prompts, is_lead=is_lead)
+    def of(k: int, *, reads_prompts: bool = False, is_lead: bool = True) -> TopTokensReader | None:
+        """The reader for a drafter that asks for `k` tokens; None if it asks for none."""
+        return TopTokensReader(k, reads_prompts=reads_prompts, is_lead=is_lead) if k else None
 
     def forward(
         self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int], inputs: Sequence[_Fed]

@@ -109,8 +109,8 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     model = fit.dtype, fit.num_slots, config.stretch
     runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
     is_lead = spec.rank == 0
-    drafts = spec.pipeline != PipelineName.plain
-    reader = TopTokensReader.of(spec.drafter, is_lead=is_lead) if drafts else None
+    top_k = spec.drafter.target_top_k if spec.pipeline != PipelineName.plain else 0
+    reader = TopTokensReader.of(top_k, reads_prompts=spec.drafter.reads_prompts, is_lead=is_lead)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=is_lead, top_tokens=reader)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes}

@@ -157,7 +157,7 @@ def open_room(models):
         config=None, *, path=None, rule="coupled", limits=None, slots=4096, pipeline="sync", wrap=None, weights=None
     ):
         limits = limits or SchedulerConfig()
-        reader = TopTokensReader.of(config, is_lead=True) if config is not None else None
+        reader = TopTokensReader.of(config.target_top_k, reads_prompts=config.reads_prompts) if config else None
         runner = open_model(models["target"], num_slots=slots, weights=weights)
         target = TargetRole(runner, rule, (EOS,), is_lead=True, top_tokens=reader)
         draft = None

@@ -84,7 +84,7 @@ class CascadeDrafter:
         # A level may verify by any exact rule; k-SEQ is not exact for the draws of lookups and of levels.
         rule = "rejection" if options.rule == "kseq" else options.rule
         law_size = None if self._coupled else options.law_size
-        reader = TopTokensReader(spec.child_top_k) if spec.child_top_k else None
+        reader = TopTokensReader.of(spec.child_top_k)
         self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size, top_tokens=reader)
         self._prefill_chunk = options.prefill_chunk
         self._lengths = lengths

@@ -114,7 +114,7 @@ def test_help_explains_every_key(record, name):
 
 def test_help_of_a_key_names_type_default_range_and_meaning():
     assert help_text("scheduler.max_num_seqs").splitlines() == [
-        "scheduler.max_num_seqs=16",
+        "scheduler.max_num_seqs=64",
         "    whole number, at least 1",
         "    Sequences that run at a time.",
     ]

@@ -106,7 +106,7 @@ def test_workloads_share_the_engines(bench_launch):
         ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, ngram"),
         ({"pipelines": ["zigzag"]}, "job.pipelines=zigzag: no such choice"),
         ({"parallels": ["wide"]}, "job.parallels=wide: no such way; choose from single, tensor, layer"),
-        ({"batches": [1, 99]}, "job.batches=99: only 16 sequences"),
+        ({"batches": [1, 99]}, "job.batches=99: only 64 sequences"),
         ({"draft_lengths": [4000]}, "scheduler.max_num_batched_tokens=2048: cannot hold"),
     ],
 )
