@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
+from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.ranges import Range
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TreeConstruction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class AdedDrafterConfig(DrafterConfig):
+class AdedDrafterConfig(CorpusDrafterConfig):
     """Tri-grams with the target's probabilities, nudged by what it emits."""
 
     name: str = "aded"
@@ -67,26 +67,13 @@ class AdedDrafterConfig(DrafterConfig):
     corpus, as published."""
     reads_prompts: bool = True
     """Also at the rows of prompts. The target then computes logits at every token it reads."""
-    corpus: str = ""
-    """Text whose tri-grams fill the table at start: a text file, or JSONL with a `text` or `prompt` field; empty =
-    none."""
-    tokenizer: str = ""
-    """Checkpoint directory whose tokenizer reads the corpus; empty = the target's."""
 
     @property
     def target_top_k(self) -> int:
         return self.width if self.learns else 0
 
-    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        if not self.corpus:
-            return self
-        tokenizer = resolve.checkpoint(f"{where}.tokenizer", self.tokenizer or resolve.target)
-        corpus = resolve.file(f"{where}.corpus", self.corpus, "a text file, or JSONL with a `text` field")
-        return replace(self, corpus=corpus, tokenizer=tokenizer)
-
     def build(self, setup: DraftSetup) -> tuple[AdedDrafter, dict[str, object]]:
         from actors.drafters.adjacency.aded import AdedDrafter
-        from actors.drafters.lookup.corpus import read_corpus  # loads the tokenizers library
 
-        corpus = read_corpus(Path(self.corpus), Path(self.tokenizer)) if self.corpus else ()
+        corpus = self.documents()
         return AdedDrafter(self, corpus), {"corpus_tokens": sum(map(len, corpus))}

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path
 from typing import Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
+from actors.drafters.config import DraftSetup
 from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range
@@ -29,7 +29,7 @@ _REVOCABLE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class SuffixDrafterConfig(DrafterConfig):
+class SuffixDrafterConfig(CorpusDrafterConfig):
     """Suffix lookup: what followed the longest match in this request's text, in others' answers and in a corpus."""
 
     name: str = "suffix"
@@ -45,22 +45,9 @@ class SuffixDrafterConfig(DrafterConfig):
     """Children per node, the likeliest continuations first; 1 = a chain."""
     shared_tokens: Annotated[int, Range(0, zero="requests share nothing")] = 250_000
     """Tokens of finished requests' answers to draft from, the oldest dropped first; 0 = requests share nothing."""
-    corpus: str = ""
-    """Text to draft from, read at start: a text file, or JSONL with a `text` or `prompt` field; empty = none."""
-    tokenizer: str = ""
-    """Checkpoint directory whose tokenizer reads the corpus; empty = the target's."""
-
-    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        if not self.corpus:
-            return self
-        tokenizer = resolve.checkpoint(f"{where}.tokenizer", self.tokenizer or resolve.target)
-        corpus = resolve.file(f"{where}.corpus", self.corpus, "a text file, or JSONL with a `text` field")
-        return replace(self, corpus=corpus, tokenizer=tokenizer)
 
     def build(self, setup: DraftSetup) -> tuple[SuffixDrafter, dict[str, object]]:
-        from actors.drafters.lookup.corpus import read_corpus  # loads the tokenizers library
-
-        corpus = read_corpus(Path(self.corpus), Path(self.tokenizer)) if self.corpus else ()
+        corpus = self.documents()
         return SuffixDrafter(self, corpus), {"corpus_tokens": sum(map(len, corpus))}
 
 
