@@ -17,10 +17,10 @@ from torch import Tensor
 from parallel.comm.group import SINGLE, Group
 from parallel.model.config import Activation, DecoderConfig, NormPlacement
 from parallel.model.layers.attention import AttentionPlan, Heads
-from parallel.model.layers.linear import ColumnLinear, RowLinear, Shard, even_rows
+from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rotation
-from parallel.model.layers.weight import Layer, TensorOptions
+from parallel.model.layers.weight import Layer, Shard, TensorOptions
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

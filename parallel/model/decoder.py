@@ -17,10 +17,9 @@ from parallel.model.block import BLOCKS, Block, Experts
 from parallel.model.config import DecoderConfig
 from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.embedding import VocabTable
-from parallel.model.layers.linear import Shard
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
-from parallel.model.layers.weight import Layer, TensorOptions, Weight
+from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
 from parallel.model.partition import LayerLayout
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from parallel.model.checkpoint import find_tensors, resolve_checkpoint, tensor_shapes
 from parallel.model.decoder import Decoder
-from parallel.model.layers.linear import Shard
+from parallel.model.layers.weight import Shard
 
 
 @torch.inference_mode()

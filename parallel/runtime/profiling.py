@@ -19,8 +19,7 @@ from parallel.comm.group import SINGLE, Group
 from parallel.model.block import make_mlp
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder, pack_weights
-from parallel.model.layers.linear import Shard
-from parallel.model.layers.weight import Layer
+from parallel.model.layers.weight import Layer, Shard
 from parallel.model.partition import MlpParallel
 
 _WARM_UP, _TRIALS = 3, 15

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from parallel.kernels.norms import has_norms, layer_norm, rms_norm
 from parallel.model.config import NormKind
-from parallel.model.layers.linear import EVERY, Shard
-from parallel.model.layers.weight import Layer, TensorOptions
+from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 
 
 class RMSNorm(Layer):
