@@ -318,7 +318,9 @@ def launch_script(checkout: Path, *arguments: str, **env: str) -> tuple[subproce
     """What the script did, and the interpreter's calls, each as `cwd|argument|argument|`."""
     calls = checkout.parent / "calls"
     calls.unlink(missing_ok=True)
-    environment = {**os.environ, "SPECDEC_PYTHON": str(checkout.parent / "python3"), **env}
+    # the tests themselves may have been started with an environment of the user's own
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
+    environment = {**inherited, "SPECDEC_PYTHON": str(checkout.parent / "python3"), **env}
     program: Sequence[str] = [str(checkout / "launch.sh"), *arguments]
     done = subprocess.run(program, cwd="/", env=environment, capture_output=True, text=True, check=False)
     return done, calls.read_text().splitlines() if calls.exists() else []
