@@ -83,8 +83,11 @@ def _race(
 
 
 def _distribution(log_weights: np.ndarray, token_ids: np.ndarray, greedy: bool) -> SparseDistribution:
-    """Softmax over the candidates that can occur at all; one-hot when greedy."""
+    """Softmax over the candidates that can occur at all; one-hot when greedy, and where none can, as after a ban of
+    every token of a trimmed vocabulary."""
+    if greedy or log_weights[0] == -np.inf:
+        return SparseDistribution((int(token_ids[0]),), (1.0,))
     probs = np.exp(log_weights - log_weights[0])
-    support = 1 if greedy else int(np.count_nonzero(probs))
+    support = int(np.count_nonzero(probs))
     probs = probs[:support] / probs[:support].sum()
     return SparseDistribution(tuple(token_ids[:support].tolist()), tuple(probs.tolist()))

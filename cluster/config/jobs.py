@@ -211,6 +211,24 @@ class DatastoreConfig(JobConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyConfig(PromptsJobConfig):
+    """Count the tokens that the target writes, or those of text files, into a token list for `drafter.vocabulary`."""
+
+    name: str = "vocabulary"
+    """Set by the choice `job=`."""
+    limit: Annotated[int, Range(0, zero="all prompts")] = 0
+    """Prompts to read from the start of the file; 0 = all."""
+    concurrency: Annotated[int, Range(0, zero="all at once")] = 4
+    """Requests in flight; 0 = all at once."""
+    files: list[str] = field(default_factory=list)
+    """Count these texts instead of completing prompts: paths or patterns, as of job=datastore."""
+    size: Annotated[int, Range(0, zero="every token that occurred")] = 0
+    """Tokens to list, at most; 0 = every token that occurred."""
+    out: str = ""
+    """File to write; empty = `vocabulary.json` in the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
     """Train a pair of bundled size: tokenizer, target, and a drafter distilled from it."""
 
@@ -269,6 +287,7 @@ JOBS: tuple[JobConfig, ...] = (
     PlanConfig(),
     PassesConfig(),
     DatastoreConfig(),
+    VocabularyConfig(),
     TrainConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""

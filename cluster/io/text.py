@@ -6,6 +6,7 @@ The rest of the engine knows token ids only. Imports the `tokenizers` library al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -34,6 +35,15 @@ def read_eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     return ()
+
+
+def named_files(patterns: Sequence[str]) -> list[Path]:
+    """The files that paths and patterns of `job.files` name, sorted. Raises ValueError if there are none."""
+    found = sorted({path for pattern in patterns for path in glob(str(Path(pattern).expanduser()), recursive=True)})
+    files = [path for path in map(Path, found) if path.is_file()]
+    if not files:
+        raise ValueError(f"job.files={list(patterns)}: name no file; give paths or patterns such as 'texts/**/*.txt'")
+    return files
 
 
 class TextStream:

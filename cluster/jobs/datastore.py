@@ -6,13 +6,13 @@ Reads text and writes one file; starts no engine.
 from __future__ import annotations
 
 from dataclasses import asdict
-from glob import glob
 from pathlib import Path
 
 from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.retrieval.datastore import tokenizer_digest, write_datastore
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
+from cluster.io.text import named_files
 from cluster.observability.report import write_json
 
 
@@ -20,10 +20,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for patterns without files, and for files that are no text."""
     terminal, job, target = Terminal(), config.job, Path(config.target.path)
     out = Path(job.out).expanduser() if job.out else run_dir / "datastore"
-    files = sorted({path for pattern in job.files for path in glob(str(Path(pattern).expanduser()), recursive=True)})
-    files = [path for path in map(Path, files) if path.is_file()]
-    if not files:
-        raise ValueError(f"job.files={list(job.files)}: name no file; give paths or patterns such as 'texts/**/*.txt'")
+    files = named_files(job.files)
     out.parent.mkdir(parents=True, exist_ok=True)
     with terminal.starting() as progress:
         documents = []

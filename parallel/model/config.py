@@ -57,6 +57,18 @@ class CheckpointNames:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRows:
+    """The rows of the head that are computed, and the column of `width` in which the logits of each stand.
+
+    All other columns hold -inf: tokens that are never chosen.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """One decoder; what differs between families is a field.
 
@@ -65,7 +77,7 @@ class DecoderConfig:
     `rope` in windowed layers. `attention_scale` None is 1/sqrt(head_dim). Soft caps bound logits x by
     cap * tanh(x / cap). With `num_experts`, an MLP is a mixture of that many MLPs of `intermediate_size`, of which
     every token uses `experts_per_token`. The last `stretch` of `num_layers` layers add nothing to the residual stream:
-    the same tokens at the cost of a larger model.
+    the same tokens at the cost of a larger model. `head` None computes the logits of the whole vocabulary.
     """
 
     vocab_size: int
@@ -101,6 +113,17 @@ class DecoderConfig:
     logit_softcap: float | None = None
     names: CheckpointNames = CheckpointNames()
     stretch: int = 0
+    head: HeadRows | None = None
+
+    @property
+    def num_head_rows(self) -> int:
+        """Tokens whose logits are computed."""
+        return self.vocab_size if self.head is None else len(self.head.rows)
+
+    @property
+    def num_logits(self) -> int:
+        """Columns of a row of logits."""
+        return self.vocab_size if self.head is None else self.head.width
 
     def with_window(self, window: int | None, layers: Iterable[int]) -> DecoderConfig:
         """The same decoder with a sliding window in `layers`; without one if `window` is None or 0 or no layer is."""

@@ -58,10 +58,15 @@ class Decoder(Layer):
         table, embedding = (config.vocab_size, config.hidden_size), f"{names.embedding}.weight"
         self.embedding = VocabTable(embedding, *table, attention_group, **options)
         self.norm = NORMS[config.norm](config.hidden_size, config.norm_eps, **options) if config.final_norm else None
-        if config.tied and attention_group.size == group.size:
+        self._columns: Tensor | None = None  # of the logits, where the head has only some rows
+        if config.tied and attention_group.size == group.size and config.head is None:
             self.lm_head = self.embedding
         else:
-            self.lm_head = VocabTable(embedding if config.tied else "lm_head.weight", *table, group, **options)
+            name, picked = embedding if config.tied else "lm_head.weight", None
+            if config.head is not None:
+                picked = config.head.rows
+                self._columns = torch.tensor(config.head.columns, device=device)
+            self.lm_head = VocabTable(name, config.num_head_rows, config.hidden_size, group, picked, **options)
         # a tensor of the model's type, because transformers rounds the factor to it
         self._embedding_scale = config.embedding_scale and torch.tensor(config.embedding_scale, **options)
         self.rope = config.rope and Rope(config.rope, config.head_dim, dtype, device)
@@ -135,9 +140,13 @@ class Decoder(Layer):
         return hidden if self.norm is None else self.norm(hidden)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> logits [N, vocab], on every rank."""
+        """hidden [N, H] -> logits [N, `num_logits`], on every rank."""
         logits, softcap = self.lm_head.logits(hidden), self.config.logit_softcap
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if self._columns is None:
+            return logits
+        return logits.new_full((len(logits), self.config.num_logits), -torch.inf).index_copy_(1, self._columns, logits)
 
     def shards(self) -> Iterator[Shard]:
         """Every checkpoint tensor this rank needs and where its part goes."""

@@ -25,7 +25,8 @@ def load_weights(decoder: Decoder, path: str | Path) -> None:
     for file in dict.fromkeys(files.values()):
         with safe_open(file, framework="pt") as tensors:
             for shard in [one for one in shards if files[one.name] == file]:
-                shard.destination.copy_(tensors.get_slice(shard.name)[shard.index])
+                part = tensors.get_slice(shard.name)[shard.index]
+                shard.destination.copy_(part if shard.picked is None else part[list(shard.picked)])
                 _check_finite(shard, file)
     decoder.silence_stretch()
     decoder.pack()

@@ -5,7 +5,7 @@ All ranks of a group use the smallest of their numbers. Knows bytes, no sequence
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -13,6 +13,7 @@ import torch
 from parallel.comm.group import Group
 from parallel.kernels.products import has_products
 from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.config import HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout
 from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
@@ -71,13 +72,14 @@ def fit_slots(
     stretch: int = 0,
     layout: LayerLayout | None = None,
     weights: str = "auto",
+    head: HeadRows | None = None,
 ) -> ModelMemory:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
     `num_slots`, which must be the same on all ranks, do not fit.
     """
-    config = read_config(resolve_checkpoint(path)).stretched(stretch)
+    config = replace(read_config(resolve_checkpoint(path)).stretched(stretch), head=head)
     chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
     share = config, group.size, chosen.itemsize, layout, group.rank

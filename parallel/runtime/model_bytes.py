@@ -16,6 +16,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORED_BYTES = {**ITEM_BYTES, "int8": 1}
 SCALE_BYTES = 4
 """Of every output of an int8 matrix."""
+COLUMN_BYTES = 8
+"""Of every row of a head that has only some: the place of its logit."""
 
 
 def dtype_name(name: str, device: str) -> str:
@@ -67,10 +69,10 @@ def weight_bytes(
         if is_stored:
             size += scale_bytes * (shape[0] if name.endswith(by_inputs) else shape[0] // parts[split])
         count += num_layers * size
-    is_shared = config.tied and attention == ranks  # embedding and head
-    rows = [-(-config.vocab_size // size) for size in (attention, ranks)]
-    num_rows = rows[0] + (0 if is_shared else rows[1])
-    return count + num_rows * (config.hidden_size * stored_bytes + scale_bytes)
+    is_shared = config.tied and attention == ranks and config.head is None  # embedding and head
+    num_rows = -(-config.vocab_size // attention) + (0 if is_shared else -(-config.num_head_rows // ranks))
+    columns = 0 if config.head is None else COLUMN_BYTES * config.num_head_rows
+    return count + columns + num_rows * (config.hidden_size * stored_bytes + scale_bytes)
 
 
 def kv_bytes_per_slot(

@@ -6,7 +6,7 @@ A sequence is an identifier here. Knows neither the tokens of a sequence nor why
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.checkpoint import resolve_checkpoint
-from parallel.model.config import DecoderConfig
+from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
@@ -32,7 +32,7 @@ from parallel.runtime.cuda_graphs import CapturedPasses
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """logits [N, vocab] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap."""
+    """logits [N, `num_logits`] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap."""
 
     logits: Tensor
     hidden: Tensor
@@ -136,7 +136,7 @@ class ModelRunner:
         if plan.logit_rows is None:
             return PassOutput(self.decoder.head(hidden).float(), hidden, features)
         if len(plan.logit_rows) == 0:
-            no_logits = hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            no_logits = hidden.new_empty(0, self.config.num_logits, dtype=torch.float32)
             return PassOutput(no_logits, hidden, features)
         return PassOutput(self.decoder.head(hidden.index_select(0, plan.logit_rows)).float(), hidden, features)
 
@@ -163,15 +163,16 @@ def open_model(
     *,
     layout: LayerLayout | None = None,
     weights: torch.dtype | None = None,
+    head: HeadRows | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows; `options` are the runner's.
 
     Matrices are stored as `weights`, None for `dtype`. The ranks share the model tensor-parallel, or by `layout`; the
-    runner is then a `LayerParallelRunner`.
+    runner is then a `LayerParallelRunner`. With `head`, logits are computed for some tokens only.
     """
     directory = resolve_checkpoint(str(path))
-    config = read_config(directory).stretched(stretch)
+    config = replace(read_config(directory).stretched(stretch), head=head)
     if layout is not None:
         from parallel.runtime.layer_parallel_runner import LayerParallelDecoder, LayerParallelRunner
 

@@ -25,6 +25,7 @@ from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
 from tests.actors.drafters.retrieval.small_store import small_store
+from tests.actors.drafters.vocabulary.small_list import every_other
 from tests.actors.scripted_policy import MoodyPolicy
 
 MAX_ROWS = 256
@@ -40,6 +41,9 @@ DRAFTERS = {
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
+    "trimmed": ModelDrafterConfig(
+        strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3, vocabulary=every_other()
+    ),
 }
 LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest")
 EVERY_PROCESSOR = dict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
@@ -113,6 +114,11 @@ class ModelDrafterConfig(DrafterConfig):
     """CPU: the type in which matrices are stored, as `target.weights`."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto, as `target.device`."""
+    vocabulary: str = ""
+    """A token list made by `job=vocabulary`: the model drafts these tokens only and computes no other logits; empty =
+    all tokens."""
+    vocabulary_size: Annotated[int, Range(0, zero="all of them")] = 0
+    """Tokens of the list to draft, the most frequent first; 0 = all of them."""
 
     def check_fields(self, where: str) -> None:
         path, shared = self.path, self.parallel is not Parallel.single
@@ -123,6 +129,8 @@ class ModelDrafterConfig(DrafterConfig):
         nodes = self.batch_nodes
         remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
         require(self.strategy is Strategy.dynamic or not nodes, f"{where}.batch_nodes", nodes, remedy)
+        size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
+        require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
         self._check_layers(where)
 
     def _check_layers(self, where: str) -> None:
@@ -144,7 +152,14 @@ class ModelDrafterConfig(DrafterConfig):
         require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        return replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
+        config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
+        if not self.vocabulary:
+            return config
+        from actors.drafters.vocabulary.token_list import read_token_list
+
+        vocabulary = resolve.file(f"{where}.vocabulary", self.vocabulary, "one made by job=vocabulary")
+        read_token_list(Path(vocabulary), Path(resolve.target), f"{where}.vocabulary")
+        return replace(config, vocabulary=vocabulary)
 
     def check_checkpoints(self, where: str = "drafter") -> None:
         from parallel.model.families.registry import read_config

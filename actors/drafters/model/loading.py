@@ -5,6 +5,7 @@ Decides which layers of a draft model run side by side, so that a launch refuses
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from actors.drafters.config import DraftSetup
@@ -15,7 +16,7 @@ from actors.drafters.model.drafter import ModelDrafter
 from actors.options import PipelineName, SchedulerConfig
 from parallel.comm.group import Group
 from parallel.model.checkpoint import resolve_checkpoint
-from parallel.model.config import DecoderConfig
+from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
 from parallel.runtime.kv_sizing import choose_dtype, fit_slots
@@ -43,6 +44,7 @@ def open_draft_model(
 ) -> tuple[ModelRunner, dict[str, object]]:
     """This rank's part of the draft model, and the facts it reports."""
     layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
+    head = head_rows(config)
     fit = fit_slots(
         config.path,
         group,
@@ -52,13 +54,28 @@ def open_draft_model(
         num_slots=config.kv_slots,
         layout=layout,
         weights=config.weights,
+        head=head,
     )
     facts = fit.facts()
+    if head is not None:
+        facts["draft_vocabulary"] = len(head.rows)
     if layout is not None:
         groups = [len(members) for members in layout.partition]
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
-    runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, layout=layout, weights=fit.weights)
-    return runner, facts
+    options = {"layout": layout, "weights": fit.weights, "head": head}
+    return open_model(config.path, group, device, fit.dtype, fit.num_slots, **options), facts
+
+
+def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
+    """The tokens that the drafter may propose, by `drafter.vocabulary`; None: all of the model's."""
+    if not config.vocabulary:
+        return None
+    from actors.drafters.vocabulary.token_list import read_token_list
+
+    size = read_config(resolve_checkpoint(config.path)).vocab_size
+    tokens = [token for token in read_token_list(Path(config.vocabulary)) if token < size]
+    listed = tuple(sorted(tokens[: config.vocabulary_size or None]))
+    return HeadRows(listed, listed, size)
 
 
 def layer_layout(

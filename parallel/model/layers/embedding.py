@@ -7,20 +7,33 @@ logits. Knows no blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Unpack
 
 from torch import Tensor
 
 from parallel.comm.group import Group
-from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
+from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
 
 
 class VocabTable(Layer):
-    """This rank's rows of a [vocab, hidden] table: the embedding, the head, or, tied, both."""
+    """This rank's rows of a [vocab, hidden] table: the embedding, the head, or, tied, both.
 
-    def __init__(self, name: str, vocab_size: int, hidden: int, group: Group, **options: Unpack[TensorOptions]) -> None:
+    With `picked` the table consists of these rows of the checkpoint's, in this order; `vocab_size` is their number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden: int,
+        group: Group,
+        picked: tuple[int, ...] | None = None,
+        **options: Unpack[TensorOptions],
+    ) -> None:
         self.name = name
         self.vocab_size = vocab_size
+        self.picked = picked
         self.group = group
         share = -(-vocab_size // group.size)
         self.first = group.rank * share
@@ -43,5 +56,8 @@ class VocabTable(Layer):
         return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
 
     def shards(self) -> Iterator[Shard]:
-        rows = slice(self.first, self.first + self.num_real)
-        yield self.weight.shard(self.name, rows, own=slice(self.num_real))
+        rows, own = slice(self.first, self.first + self.num_real), slice(self.num_real)
+        if self.picked is None:
+            yield self.weight.shard(self.name, rows, own=own)
+        else:
+            yield replace(self.weight.shard(self.name, EVERY, own=own), picked=self.picked[rows])

@@ -81,11 +81,13 @@ class QuantizedRows:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a checkpoint tensor that this rank needs: `tensor[index]` is copied to `destination`."""
+    """The part of a checkpoint tensor that this rank needs: `tensor[index]` is copied to `destination`; of its rows
+    only `picked`, in that order, where they are given."""
 
     name: str
     index: tuple[slice, ...]
     destination: Tensor | QuantizedRows
+    picked: tuple[int, ...] | None = None
 
 
 class Weight(Layer):

@@ -34,7 +34,7 @@ PUBLIC_CHOICES = {
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
-    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "datastore", "train"},
+    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "datastore", "vocabulary", "train"},
 }
 
 PUBLIC_KEYS = {
@@ -49,7 +49,7 @@ PUBLIC_KEYS = {
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width fan_out "
     "ahead_width batch_nodes dtype weights device layer_partition mlp_parallel calibration calibration_policy "
-    "calibrate_every kv_slots",
+    "calibrate_every kv_slots vocabulary vocabulary_size",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -65,6 +65,7 @@ PUBLIC_KEYS = {
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
     "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
+    "job=vocabulary": "name prompts workload limit concurrency files size out",
     "job=passes": "name models ranks layer_groups rows context repeats",
 }
 """Names that scripts of users rely on: add to these, rename or remove none."""
