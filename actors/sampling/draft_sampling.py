@@ -22,10 +22,15 @@ from actors.sampling.noise import NoiseStream, gumbel, noise_key
 
 @dataclass(frozen=True, slots=True)
 class DrawnChildren:
-    """Children of one node in draw order, which is also the order of their tests, and their distribution."""
+    """Children of one node in draw order, which is also the order of their tests, and their distribution.
+
+    `log_probs` are those of the tokens under it; `scores` those of `draw_beam`, else 0.
+    """
 
     token_ids: tuple[int, ...]
     distribution: SparseDistribution
+    log_probs: tuple[float, ...]
+    scores: tuple[float, ...]
 
 
 def draw_without_replacement(
@@ -40,7 +45,7 @@ def draw_without_replacement(
     keys = [
         noise_key(p.seed, NoiseStream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=True)
     ]
-    return _race(scores, params, keys, top_m, lambda raced: np.argsort(-raced[0], kind="stable")[:width])
+    return _race(scores, params, keys, top_m, lambda raced, _: (np.argsort(-raced[0], kind="stable")[:width], None))
 
 
 def draw_iid(
@@ -52,7 +57,38 @@ def draw_iid(
         for p, step, node in zip(params, steps, nodes, strict=True)
         for draw in range(width)
     ]
-    return _race(scores, params, keys, top_m, lambda raced: np.argmax(raced, axis=-1))
+    return _race(scores, params, keys, top_m, lambda raced, _: (np.argmax(raced, axis=-1), None))
+
+
+def draw_beam(
+    scores: Tensor,
+    params: Sequence[SamplingParams],
+    steps: Sequence[int],
+    nodes: Sequence[int],
+    width: int,
+    top_m: int,
+    paths: Sequence[tuple[float, float]],
+) -> list[DrawnChildren]:
+    """The children of beams in a stochastic beam search (Kool et al., arXiv 1903.06059, section 4.1; RSD-S).
+
+    `paths[i]` is the log-probability of row i's path and its score, a Gumbel perturbation of it; both are 0 at the
+    root. A child's score is its own perturbed log-probability, given that the largest of all children's is the score
+    of their parent. The `width` paths with the highest scores of a level are paths drawn without replacement.
+    """
+    keys = [
+        noise_key(p.seed, NoiseStream.DRAFT, step, node) for p, step, node in zip(params, steps, nodes, strict=True)
+    ]
+
+    def highest(raced: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray]:
+        log_prob, score = paths[row]
+        perturbed = log_prob + raced[0]
+        with np.errstate(divide="ignore"):  # of the largest child, whose score is its parent's
+            gap = score - perturbed + np.log1p(-np.exp(perturbed - perturbed.max()))
+        given = score - np.maximum(gap, 0.0) - np.log1p(np.exp(-np.abs(gap)))
+        order = np.argsort(-given, kind="stable")[:width]
+        return order, given[order]
+
+    return _race(scores, params, keys, top_m, highest)
 
 
 def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:
@@ -66,9 +102,10 @@ def _race(
     params: Sequence[SamplingParams],
     keys: list[int],
     top_m: int,
-    winners: Callable[[np.ndarray], np.ndarray],
+    winners: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray | None]],
 ) -> list[DrawnChildren]:
-    """Children of every row: `winners` of its perturbed logits [races, m], where a row has as many races as keys."""
+    """Children of every row: `winners` of its perturbed log-probabilities [races, m], where a row has as many races as
+    keys, and their scores."""
     log_weights, token_ids = scores.topk(min(top_m, scores.shape[-1]), dim=-1)
     noise = gumbel(keys, token_ids.repeat_interleave(len(keys) // len(scores), dim=0))
     noise = noise.to("cpu", torch.float64).numpy().reshape(len(scores), -1, log_weights.shape[-1])
@@ -76,9 +113,11 @@ def _race(
     drawn = []
     for row, p in enumerate(params):
         distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
-        m = len(distribution.token_ids)
-        order = winners(log_weights[row, :m] + noise[row, :, :m])
-        drawn.append(DrawnChildren(tuple(distribution.token_ids[i] for i in order), distribution))
+        log_probs = np.log(distribution.probs)
+        order, given = winners(log_probs + noise[row, :, : len(log_probs)], row)
+        chosen = tuple(distribution.token_ids[i] for i in order)
+        ranks = tuple(given.tolist()) if given is not None else (0.0,) * len(chosen)
+        drawn.append(DrawnChildren(chosen, distribution, tuple(log_probs[order].tolist()), ranks))
     return drawn
 
 

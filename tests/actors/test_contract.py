@@ -39,6 +39,8 @@ DRAFTERS = {
     "rest": RestDrafterConfig(num_draft_tokens=9, datastore=small_store(), shortest_match=1),
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
+    "branching": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, branching=[3, 2, 1]),
+    "beam": ModelDrafterConfig(strategy=Strategy.beam, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
     "trimmed": ModelDrafterConfig(

@@ -54,8 +54,21 @@ class Strategy(StrEnum):
 
     chain = "chain"
     tree = "tree"
+    beam = "beam"
     best_first = "best_first"
     dynamic = "dynamic"
+
+
+class Draws(StrEnum):
+    """How the children of a node are drawn for a ratio rule."""
+
+    auto = "auto"
+    independent = "independent"
+    without_replacement = "without_replacement"
+
+
+DRAWN = (Strategy.chain, Strategy.tree, Strategy.beam)
+"""Shapes whose tokens are drawn at random where a ratio rule verifies; of the others the likeliest tokens are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +102,21 @@ class ModelDrafterConfig(DrafterConfig):
     calibrate_every: Annotated[int, Range(1, remedy="see drafter.calibration_policy=never")] = 1
     """parallel=layer: rounds from one calibration to the next."""
     strategy: Strategy = Strategy.chain
-    """chain: one guess per position; tree: `width` children per node; best_first: a tree grown where it is likely;
-    dynamic: likewise, with one budget for the whole batch, and only while another pass pays (asynchronous pipelines:
-    as best_first)."""
+    """chain: one guess per position; tree: a fixed shape, `branching`; beam: the `width` best paths of every level
+    (RSD-S); best_first: a tree grown where it is likely; dynamic: likewise, with one budget for the whole batch, and
+    only while another pass pays (asynchronous pipelines grow every tree as best_first)."""
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
     depth: Annotated[int, Range(1, cap=128)] = 5
     """Longest path of a tree, in tokens: one pass of the draft model for each."""
     width: Annotated[int, Range(1, cap=64)] = 2
-    """Children per node of a tree; of a dynamic one, at most."""
+    """Children per node of a tree, of a dynamic one at most; paths of a beam. strategy=tree: children of the root."""
+    branching: Annotated[list[int], Range(1, cap=64)] = field(default_factory=list)
+    """strategy=tree: children of every node by its depth, as [4,2,1,1]; empty = `width` at the root and 1 below it,
+    `depth` levels."""
+    draws: Draws = Draws.auto
+    """A ratio rule, strategy=chain, tree or beam: whether the children of a node are drawn independently (SpecInfer,
+    MCSD, SpecTr) or without_replacement (RSD); auto: without replacement, for verify=kseq independently."""
     batch_nodes: Annotated[int, Range(0, zero="each request its own")] = 0
     """strategy=dynamic, pipeline=sync or pingpong: draft tokens of a round, over all requests; 0 = `num_draft_tokens`
     for each."""
@@ -126,12 +145,23 @@ class ModelDrafterConfig(DrafterConfig):
         check_weights(where, self.weights, self.dtype, self.device)
         remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
         require(shared or self.ranks == 1, f"{where}.ranks", self.ranks, remedy)
+        self._check_shape(where)
         nodes = self.batch_nodes
         remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
         require(self.strategy is Strategy.dynamic or not nodes, f"{where}.batch_nodes", nodes, remedy)
         size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
         require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
         self._check_layers(where)
+
+    def _check_shape(self, where: str) -> None:
+        is_tree = self.strategy is Strategy.tree
+        remedy = f"is the shape of a fixed tree; add {where}.strategy=tree or drop it"
+        require(is_tree or not self.branching, f"{where}.branching", self.branching, remedy)
+        remedy = f"{where}.strategy={self.strategy} takes the likeliest tokens and draws none; drop it"
+        require(self.strategy in DRAWN or self.draws is Draws.auto, f"{where}.draws", self.draws, remedy)
+        remedy = f"the paths of {where}.strategy=beam are drawn without replacement; drop it or use strategy=tree"
+        is_independent = self.draws is Draws.independent
+        require(not (is_independent and self.strategy is Strategy.beam), f"{where}.draws", self.draws, remedy)
 
     def _check_layers(self, where: str) -> None:
         by_layer = self.parallel is Parallel.layer
@@ -150,6 +180,11 @@ class ModelDrafterConfig(DrafterConfig):
         nodes = self.batch_nodes
         remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
         require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)
+        is_given = self.draws is not Draws.auto
+        remedy = "verify=coupled draws with the noise that the target draws with; drop it or choose a ratio rule"
+        require(not (is_given and rule is VerifyRule.coupled), f"{where}.draws", self.draws, remedy)
+        remedy = f"pipeline={pipeline} takes the likeliest tokens and draws none; use sync or pingpong, or drop it"
+        require(not (is_given and pipeline in AHEAD), f"{where}.draws", self.draws, remedy)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
@@ -178,9 +213,20 @@ class ModelDrafterConfig(DrafterConfig):
         return [self.path]
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
-        if self.strategy not in (Strategy.chain, Strategy.tree) or pipeline in AHEAD:
+        if self.strategy not in DRAWN or pipeline in AHEAD:
             return {SamplingKind.DETERMINISTIC}
-        return {SamplingKind.IID if rule is VerifyRule.kseq else SamplingKind.WITHOUT_REPLACEMENT}
+        return {self.draw_kind(rule)}
+
+    def draw_kind(self, rule: str) -> SamplingKind:
+        """How children are drawn at random for a ratio rule."""
+        by_rule = self.draws is Draws.auto and self.strategy is not Strategy.beam and rule == VerifyRule.kseq
+        is_independent = by_rule or self.draws is Draws.independent
+        return SamplingKind.IID if is_independent else SamplingKind.WITHOUT_REPLACEMENT
+
+    @property
+    def widest(self) -> int:
+        """Children of one node, at most."""
+        return 1 if self.strategy is Strategy.chain else max(self.branching, default=self.width)
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.model.loading import build_model_drafter

@@ -19,11 +19,18 @@ from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import DRAWN, ModelDrafterConfig, Strategy
 from actors.drafters.model.prefill import prefill
-from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, Growth, StaticGrowth
+from actors.drafters.model.tree_growth import (
+    BeamGrowth,
+    BestFirstGrowth,
+    Candidate,
+    GrowingTree,
+    Growth,
+    StaticGrowth,
+)
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
-from actors.sampling.draft_sampling import DrawnChildren, draw_iid, draw_without_replacement
+from actors.sampling.draft_sampling import DrawnChildren, draw_beam, draw_iid, draw_without_replacement
 from actors.sampling.logits import LogitRows, choose_plain, is_greedy, is_plain, process_batch, top_children
 from parallel.runtime.runner import ModelRunner, Span
 
@@ -45,10 +52,12 @@ class ModelDrafter:
         self.capabilities = Capabilities(runner.config.vocab_size, prefills=self, truncates=self)
         self._options = options
         self._coupled = options.rule == "coupled"
-        self._kind = SamplingKind.IID if options.rule == "kseq" else SamplingKind.WITHOUT_REPLACEMENT
+        self._kind = config.draw_kind(options.rule)
         self._is_chain = config.strategy is Strategy.chain
+        self._is_beam = config.strategy is Strategy.beam
         self._is_dynamic = config.strategy is Strategy.dynamic
-        self._may_sample = config.strategy in (Strategy.chain, Strategy.tree)
+        self._may_sample = config.strategy in DRAWN
+        self._ranks_given_noise = config.strategy in (Strategy.beam, Strategy.dynamic)
         self._price = PassPrice()
         self._price_share = 0.0
         self._growth = self._make_growth(config)
@@ -108,7 +117,9 @@ class ModelDrafter:
             case Strategy.chain:
                 return StaticGrowth([1] * config.num_draft_tokens)
             case Strategy.tree:
-                return StaticGrowth([config.width, *[1] * (config.depth - 1)])
+                return StaticGrowth(config.branching or [config.width, *[1] * (config.depth - 1)])
+            case Strategy.beam:
+                return BeamGrowth(config.depth, config.width)
             case Strategy.best_first:
                 return BestFirstGrowth(config.depth, config.width)
             case Strategy.dynamic:
@@ -242,31 +253,45 @@ class ModelDrafter:
             positions += [len(context.token_ids) + level] * len(nodes)
             params += [context.sampling] * len(nodes)
             drawing += [self._drawing_params(context.sampling)] * len(nodes)
-        likeliest = top_children(scores, drawing, positions, width, given_noise=self._is_dynamic)
+        likeliest = top_children(scores, drawing, positions, width, given_noise=self._ranks_given_noise)
         ranked = zip(*(values.tolist() for values in likeliest), strict=True)
         places = [(i, node) for i, nodes in enumerate(frontier) for node in nodes]
         sampled = [row for row, one in enumerate(params) if self._samples(one)]
-        drawn = dict(zip(sampled, self._draw(scores, contexts, places, sampled, width), strict=True))
+        drawn = dict(zip(sampled, self._draw(scores, contexts, trees, places, sampled, width), strict=True))
         offered: list[list[Candidate]] = [[] for _ in contexts]
         for row, ((i, node), (token_ids, log_probs)) in enumerate(zip(places, ranked, strict=True)):
             if row in drawn:
-                distributions[i][node] = drawn[row].distribution
-                offered[i] += [Candidate(node, token, 0.0) for token in drawn[row].token_ids]
+                children = drawn[row]
+                distributions[i][node] = children.distribution
+                fields = zip(children.token_ids, children.log_probs, children.scores, strict=True)
+                offered[i] += [Candidate(node, *child) for child in fields]
             else:
-                pairs = zip(token_ids, log_probs, strict=True)
-                offered[i] += [Candidate(node, token, value) for token, value in pairs if value > -torch.inf]
+                path, pairs = trees[i].values[node], zip(token_ids, log_probs, strict=True)
+                offered[i] += [
+                    Candidate(node, token, value, path + value) for token, value in pairs if value > -torch.inf
+                ]
         return offered
 
     def _draw(
-        self, scores: Tensor, contexts: list[Context], places: list[tuple[int, int]], rows: list[int], width: int
+        self,
+        scores: Tensor,
+        contexts: list[Context],
+        trees: list[GrowingTree],
+        places: list[tuple[int, int]],
+        rows: list[int],
+        width: int,
     ) -> list[DrawnChildren]:
         """Children drawn at random for these rows of `scores`; row r is at node `places[r][1]` of a context's tree."""
         if not rows:
             return []
+        at, nodes = [contexts[places[row][0]] for row in rows], [places[row][1] for row in rows]
+        keys = [one.sampling for one in at], [context.step for context in at], nodes
+        if self._is_beam:
+            parents = [trees[places[row][0]] for row in rows]
+            values = [(tree.values[node], tree.scores[node]) for tree, node in zip(parents, nodes, strict=True)]
+            return draw_beam(scores[rows], *keys, width, self._options.law_size, values)
         draw = draw_iid if self._kind is SamplingKind.IID else draw_without_replacement
-        at = [contexts[places[row][0]] for row in rows]
-        steps, nodes = [context.step for context in at], [places[row][1] for row in rows]
-        return draw(scores[rows], [one.sampling for one in at], steps, nodes, width, self._options.law_size)
+        return draw(scores[rows], *keys, width, self._options.law_size)
 
     def _samples(self, params: SamplingParams) -> bool:
         """Whether children are drawn at random from a distribution that travels with them, rather than chosen."""

@@ -5,13 +5,14 @@ Decides which layers of a draft model run side by side, so that a launch refuses
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.ahead_drafter import AheadDrafter
-from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import PipelineName, SchedulerConfig
 from parallel.comm.group import Group
@@ -97,7 +98,7 @@ def _rows_fed(config: ModelDrafterConfig, pipeline: str) -> int:
     """Rows of one request in most fuzzy passes."""
     if pipeline in (PipelineName.branches, PipelineName.tree):
         return config.ahead_width
-    return 1 if config.strategy is Strategy.chain else config.width
+    return min(config.num_draft_tokens, prod(config.branching)) if config.branching else config.widest
 
 
 def layer_partition(config: ModelDrafterConfig, model: DecoderConfig) -> Partition:

@@ -9,31 +9,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from actors.protocol.messages import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A possible child of a node; `log_prob` is the log-probability that it is accepted given its parent."""
+    """A possible child of a node; `log_prob` is the log-probability that it is accepted given its parent, `score` what
+    a beam ranks its path by."""
 
     parent: int
     token: int
     log_prob: float
+    score: float = 0.0
 
 
 class GrowingTree:
-    """Nodes in the order they were added, each with the log-probability of its whole path."""
+    """Nodes in the order they were added, each with the log-probability of its whole path and its score."""
 
     def __init__(self, root: int) -> None:
         self.token_ids = [root]
         self.parents = [-1]
         self.values = [0.0]
+        self.scores = [0.0]
 
     def add(self, candidate: Candidate) -> int:
         self.token_ids.append(candidate.token)
         self.parents.append(candidate.parent)
         self.values.append(self.values[candidate.parent] + candidate.log_prob)
+        self.scores.append(candidate.score)
         return len(self.token_ids) - 1
 
     def depth(self, node: int) -> int:
@@ -88,15 +94,20 @@ class StaticGrowth(Growth):
     """A fixed shape: every node of depth d gets `branching[d]` children, until the tree has `budget` nodes.
 
     Nodes are added in the order their tokens were drawn and none is dropped afterwards, so sampled draws stay exact
-    under any rule. A chain is `branching = [1, 1, ...]`.
+    under any rule. A chain is `branching = [1, 1, ...]`. With draws without replacement this is RSD-C (arXiv
+    2402.14160), with independent ones SpecInfer and MCSD (2305.09781, 2401.06706).
     """
 
     def __init__(self, branching: Sequence[int]) -> None:
         self.depth = len(branching)
         self._branching = branching
+        self._level_sizes = list(accumulate(branching, mul))
 
     def width(self, level: int) -> int:
         return self._branching[level]
+
+    def max_fed(self, budget: int) -> int:
+        return min(budget, sum(self._level_sizes[: self.max_depth(budget) - 1]))
 
     def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
         room = budget + 1 - len(tree.token_ids)
@@ -105,6 +116,23 @@ class StaticGrowth(Growth):
 
     def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
         return TokenTree(tuple(tree.token_ids), tuple(tree.parents)), list(range(len(tree.token_ids)))
+
+
+class BeamGrowth(StaticGrowth):
+    """The `width` paths of each level with the highest score, of all nodes' candidates; nothing is dropped afterwards.
+
+    Where the scores are those of `draw_beam`, this is stochastic beam search (RSD-S, arXiv 2402.14160, section 3.2):
+    sequences drawn without replacement. Siblings are in decreasing order of their scores, which is the order in which
+    they were drawn: exact under rejection and traversal.
+    """
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__([width] * depth)
+        self._level_sizes = [width] * depth
+
+    def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
+        best = sorted(candidates, key=lambda candidate: -candidate.score)[: self.width(0)]
+        return super().extend(tree, best, budget)
 
 
 class BestFirstGrowth(Growth):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import is_greedy
@@ -149,9 +149,9 @@ def schemes_of(verify: VerifyConfig, drafter: DrafterConfig, kinds: set[Sampling
 
     Under the coupled rule the tokens of a model share the target's noise.
     """
-    width = drafter.width if isinstance(drafter, ModelDrafterConfig | SuffixDrafterConfig) else 1
-    if isinstance(drafter, ModelDrafterConfig) and drafter.strategy is Strategy.chain:
-        width = 1
+    width = drafter.width if isinstance(drafter, SuffixDrafterConfig) else 1
+    if isinstance(drafter, ModelDrafterConfig):
+        width = drafter.widest
     drawn = sorted(kinds) or [SamplingKind.DETERMINISTIC]
     if verify.rule is VerifyRule.coupled:
         has_model = isinstance(drafter, ModelDrafterConfig | CascadeDrafterConfig)

@@ -89,6 +89,8 @@ COPY = CopyDrafterConfig(trigger_len=1)
 SHAPES = {
     "chain": model(),
     "tree": model(9, strategy=Strategy.tree, depth=4, width=3),
+    "branching": model(11, strategy=Strategy.tree, branching=[3, 2, 1]),
+    "beam": model(9, strategy=Strategy.beam, depth=4, width=3),
     "best_first": model(7, strategy=Strategy.best_first, depth=5, width=3),
     "dynamic": model(7, strategy=Strategy.dynamic, depth=5, width=3),
     "layer": model(parallel=Parallel.layer),
@@ -102,6 +104,7 @@ CASES = {
     "layer-below": Case(model(parallel=Parallel.layer, calibration_policy=CalibrationPolicy.mismatch), is_below=True),
     "chain-rejection": Case(SHAPES["chain"], rule="rejection"),
     "tree-kseq": Case(SHAPES["tree"], rule="kseq"),
+    "beam-traversal": Case(SHAPES["beam"], rule="traversal"),
     "chain-pearl": Case(SHAPES["chain"], "pearl"),
     "best_first-branches": Case(SHAPES["best_first"], "branches"),
     "best_first-tree": Case(SHAPES["best_first"], "tree"),
@@ -438,10 +441,7 @@ class Parent:
         rows = LogitRows(sampling, context.prompt_len, text, TokenTree.root(text[-1]))
         scores = process_batch(self.fresh.runner.decoder.logits_after(text), [rows], (1,))
         drawing = sampling if self.case.rule == "coupled" else replace(sampling, temperature=0.0)
-        if self.case.pipeline in AHEAD:
-            width = config.fan_out
-        else:
-            width = 1 if config.strategy is Strategy.chain else config.width
+        width = config.fan_out if self.case.pipeline in AHEAD else config.widest
         return top_children(scores, [drawing], [len(text)], min(width, VOCAB_SIZE))[0][0].tolist()
 
 

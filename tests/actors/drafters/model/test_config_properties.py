@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from actors.drafters.model.config import (
     Calibration,
     CalibrationPolicy,
+    Draws,
     MlpParallel,
     ModelDrafterConfig,
     Parallel,
@@ -15,6 +18,7 @@ from actors.drafters.model.config import (
 )
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
+from actors.verification.rules import check_scheme
 
 SYNC, AHEAD = (PipelineName.sync, PipelineName.pingpong), (PipelineName.pearl, PipelineName.branches, PipelineName.tree)
 
@@ -43,6 +47,8 @@ def random_options(draw):
         calibration_policy=draw.choice(list(CalibrationPolicy)),
         calibrate_every=rarely(2, 1),
         strategy=draw.choice(list(Strategy)),
+        branching=rarely([3, 1], []),
+        draws=rarely(draw.choice(list(Draws)), Draws.auto),
         batch_nodes=rarely(4, 0),
     )
 
@@ -56,6 +62,9 @@ def test_what_makes_no_sense_is_refused_by_its_name_and_value():
         rules = {
             "path": not config.path,
             "ranks": config.ranks > 1 and config.parallel == "single",
+            "branching": config.branching and config.strategy != "tree",
+            "draws": (config.draws != "auto" and config.strategy in ("best_first", "dynamic"))
+            or (config.draws == "independent" and config.strategy == "beam"),
             "batch_nodes": config.batch_nodes and config.strategy != "dynamic",
             "layer_group": config.layer_group > 1 and not by_layer,
             "layer_partition": config.layer_partition and not by_layer,
@@ -76,11 +85,31 @@ def test_a_budget_for_the_batch_is_for_drafts_made_on_demand():
         assert refused(config.check_with, VerifyRule.coupled, pipeline, "draft") == expected
 
 
+def test_how_children_are_drawn_is_for_rules_and_pipelines_that_draw():
+    config = ModelDrafterConfig(path="x", strategy=Strategy.tree, draws=Draws.independent)
+    for rule in VerifyRule:
+        for pipeline in (*SYNC, *AHEAD):
+            wrong = rule == "coupled" or pipeline in AHEAD
+            found = refused(config.check_with, rule, pipeline, "draft")
+            assert found == (("draft.draws", "independent") if wrong else None)
+
+
+def test_draws_are_as_asked_for_and_a_rule_that_is_not_exact_for_them_refuses():
+    of = lambda rule, **options: ModelDrafterConfig(path="x", **options).draw_kind(rule)  # noqa: E731
+    for rule in ("rejection", "traversal", "kseq"):
+        for strategy in (Strategy.chain, Strategy.tree):
+            assert of(rule, strategy=strategy, draws=Draws.independent) is SamplingKind.IID
+            assert of(rule, strategy=strategy, draws=Draws.without_replacement) is SamplingKind.WITHOUT_REPLACEMENT
+        assert of(rule, strategy=Strategy.beam) is SamplingKind.WITHOUT_REPLACEMENT
+    with pytest.raises(ValueError, match="kseq would bias the output of a drafter that draws WITHOUT_REPLACEMENT"):
+        check_scheme("kseq", {of("kseq", strategy=Strategy.beam)})
+
+
 def test_chains_and_plain_trees_are_drawn_at_random_on_demand():
     for strategy in Strategy:
         for rule in VerifyRule:
             for pipeline in (*SYNC, *AHEAD):
                 (kind,) = ModelDrafterConfig(strategy=strategy).sampling_kinds(rule, pipeline)
-                drawn = SamplingKind.IID if rule == "kseq" else SamplingKind.WITHOUT_REPLACEMENT
-                at_random = strategy in ("chain", "tree") and pipeline in SYNC
+                drawn = SamplingKind.IID if rule == "kseq" and strategy != "beam" else SamplingKind.WITHOUT_REPLACEMENT
+                at_random = strategy in ("chain", "tree", "beam") and pipeline in SYNC
                 assert kind is (drawn if at_random else SamplingKind.DETERMINISTIC)

@@ -21,6 +21,7 @@ MAX_LEN = 256
 SHAPES = {
     "chain": ModelDrafterConfig(num_draft_tokens=4),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3),
+    "beam": ModelDrafterConfig(strategy=Strategy.beam, num_draft_tokens=12, depth=4, width=3),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=7, depth=4, width=3),
 }
 DEPTH = 4
@@ -187,9 +188,12 @@ def test_a_chain_costs_one_pass_per_token(open_drafter):
 
 
 @pytest.mark.parametrize(
-    ("rule", "draw"), [("rejection", SamplingKind.WITHOUT_REPLACEMENT), ("kseq", SamplingKind.IID)]
+    ("shape", "rule", "draw"),
+    [
+        *((shape, "rejection", SamplingKind.WITHOUT_REPLACEMENT) for shape in ("chain", "tree", "beam")),
+        *((shape, "kseq", SamplingKind.IID) for shape in ("chain", "tree")),
+    ],
 )
-@pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_sampled_drafts_show_the_laws_they_were_drawn_from(open_drafter, shape, rule, draw):
     drafter, _ = open_drafter(shape, rule=rule)
     (context,) = opened(drafter, context_of(1, 9, temperature=1.0))

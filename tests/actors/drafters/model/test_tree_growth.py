@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, GrowingTree, StaticGrowth
+from actors.drafters.model.tree_growth import BeamGrowth, BestFirstGrowth, Candidate, GrowingTree, StaticGrowth
 
 
 def grow(growth, budget, offer):
@@ -33,6 +33,24 @@ def test_a_chain_is_one_branch_as_deep_as_the_budget():
 def test_branches_start_at_the_root_in_drawing_order():
     (tree, _), _ = grow(StaticGrowth([3, 1]), 6, numbered)
     assert tree.token_ids == (9, 0, 1, 2, 10, 20, 30) and tree.parents == (-1, 0, 0, 0, 1, 2, 3)
+
+
+def test_every_level_has_a_branching_of_its_own():
+    growth = StaticGrowth([3, 2, 1])
+    (tree, _), _ = grow(growth, 15, numbered)
+    assert tree.parents == (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)
+    assert [growth.max_fed(budget) for budget in (1, 2, 3, 15)] == [0, 2, 3, 9], "all levels but the last"
+
+
+def test_a_beam_is_the_best_of_a_level_with_siblings_in_order():
+    """Ranked by score over all parents; what is left out is nobody's sibling."""
+    growth, tree = BeamGrowth(3, 2), GrowingTree(9)
+    candidates = [Candidate(0, 1, -1.0, -0.5), Candidate(0, 2, -1.0, 0.0), Candidate(0, 3, -1.0, -0.2)]
+    assert growth.extend(tree, candidates, 5) == [1, 2] and tree.token_ids == [9, 2, 3]
+    below = [Candidate(1, 4, -1, -0.3), Candidate(1, 5, -1, -0.1), Candidate(2, 6, -1, -0.2), Candidate(2, 7, -1, -9)]
+    assert growth.extend(tree, below, 5) == [3, 4] and tree.token_ids[3:] == [5, 6]
+    assert growth.extend(tree, [Candidate(3, 8, -1, -0.1), Candidate(4, 9, -1, -0.2)], 5) == []
+    assert tree.parents == [-1, 0, 0, 1, 2, 3] and growth.finish(tree, 5)[1] == list(range(6))
 
 
 @pytest.mark.parametrize("budget", range(1, 7))
