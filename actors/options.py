@@ -28,6 +28,7 @@ class VerifyRule(StrEnum):
 
     coupled = "coupled"
     rejection = "rejection"
+    block = "block"
     traversal = "traversal"
     kseq = "kseq"
 
@@ -88,10 +89,10 @@ class VerifyConfig(Section):
 
     rule: VerifyRule = VerifyRule.coupled
     """coupled: target and drafter share their noise, so that sampled text does not depend on the drafter; rejection:
-    recursive rejection sampling; traversal: traversal verification, on a chain block verification; kseq: K-SEQ, for
-    drafts that are drawn independently. The last three need draft probabilities."""
+    recursive rejection sampling; block: block verification, for chains; traversal: traversal verification, the same for
+    trees; kseq: K-SEQ, for drafts that are drawn independently. The last four need draft probabilities."""
     law_size: Annotated[int, Range(1)] = 64
-    """Entries of a draft distribution that are sent to the target for rejection, traversal and kseq. The drafter
+    """Entries of a draft distribution that are sent to the target for every rule but coupled. The drafter
     samples from the distribution cut to this size, so the output stays exact."""
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.ranges import Choice
+from actors.verification.compatibility import DraftTrait
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -76,6 +77,11 @@ class DrafterConfig(Choice):
         return 0
 
     @property
+    def is_chain(self) -> bool:
+        """Whether no node of its proposals has several children."""
+        return False
+
+    @property
     def target_top_k(self) -> int:
         """Likeliest tokens of the target's distribution at every verified row that the drafter learns from; 0: none."""
         return 0
@@ -103,6 +109,10 @@ class DrafterConfig(Choice):
         """How the tokens of its proposals are drawn, as far as a verification rule must know."""
         return {SamplingKind.DETERMINISTIC}
 
+    def draft_traits(self, rule: VerifyRule, pipeline: PipelineName) -> set[DraftTrait]:
+        """What else a verification rule must know of its proposals."""
+        return set() if self.is_chain else {DraftTrait.BRANCHES}
+
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         """The drafter on this rank, and the facts that its role reports."""
         raise ValueError(f"drafter={self.name}: has no drafter to build")
@@ -116,3 +126,7 @@ class NoDrafterConfig(DrafterConfig):
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return set()
+
+    @property
+    def is_chain(self) -> bool:
+        return True

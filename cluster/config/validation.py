@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actors.options import VerifyRule
 from actors.ranges import require
+from actors.verification.compatibility import check_scheme
 
 if TYPE_CHECKING:
     from cluster.config.schema import LaunchConfig
@@ -24,10 +24,7 @@ def validate(config: LaunchConfig) -> None:
     config.drafter.check_with(rule, pipeline)
     for where in ("verify", "pipeline", "placement", "scheduler", "cluster", "job", "sampling"):
         getattr(config, where).check(where)
-    if rule is not VerifyRule.coupled:  # which is exact for any proposal
-        from actors.verification.rules import check_scheme  # loads PyTorch
-
-        check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline))
+    check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline), config.drafter.draft_traits(rule, pipeline))
     _check_lengths(config)
     _check_machines(config)
     if config.job.name == "plan":

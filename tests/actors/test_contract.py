@@ -20,10 +20,11 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.retrieval.config import RestDrafterConfig
-from actors.options import SchedulerConfig
+from actors.options import PipelineName, SchedulerConfig
 from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
+from actors.verification.compatibility import is_exact
 from tests.actors.drafters.retrieval.small_store import small_store
 from tests.actors.drafters.vocabulary.small_list import every_other
 from tests.actors.scripted_policy import MoodyPolicy
@@ -238,14 +239,15 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
     assert (room.stats.num_stale > 0) == (adversary == "wrong-root")
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal", "kseq"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, drafter):
-    if rule == "kseq" and drafter in LOOKUPS:
-        pytest.skip("kseq is exact for independent draws only")
+    config, sync = DRAFTERS[drafter], PipelineName.sync
+    if not is_exact(rule, config.sampling_kinds(rule, sync), config.draft_traits(rule, sync)):
+        pytest.skip("refused at the start")
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)
-    room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)
+    room = open_room(config, rule=rule).serve(requests)
     assert room.tokens == plain.tokens
 
 

@@ -164,6 +164,10 @@ class CascadeDrafterConfig(DrafterConfig):
         left_out = self.lengths is LevelLengths.auto or not any(level.num_draft_tokens for level in self.levels[1:])
         return left_out or (bool(self.tails) and all(self.tails[1:]))
 
+    @property
+    def is_chain(self) -> bool:
+        return not self.merge and (self.levels[0].is_chain or not self._forwards_first_level())
+
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.cascade.build import build_levels
 

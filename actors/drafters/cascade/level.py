@@ -40,6 +40,10 @@ from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
 from parallel.runtime.runner import ModelRunner
 
+_RULES_OF_LEVELS = {"kseq": "rejection", "block": "traversal"}
+"""A level may verify by any exact rule: k-SEQ is not exact for the draws of lookups and of levels, and what a level
+below proposes may branch, where traversal is what block verification is on a chain."""
+
 
 @dataclass(frozen=True, slots=True)
 class LevelSpec:
@@ -81,8 +85,7 @@ class CascadeDrafter:
         self._child = child
         self._spec = spec
         self._coupled = options.rule == "coupled"
-        # A level may verify by any exact rule; k-SEQ is not exact for the draws of lookups and of levels.
-        rule = "rejection" if options.rule == "kseq" else options.rule
+        rule = _RULES_OF_LEVELS.get(options.rule, options.rule)
         law_size = None if self._coupled else options.law_size
         reader = TopTokensReader.of(spec.child_top_k)
         self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size, top_tokens=reader)

@@ -29,6 +29,10 @@ class CopyDrafterConfig(DrafterConfig):
     trigger_len: Annotated[int, Range(1)] = 2
     """Last tokens of the output that a place of the prompt must agree with before copying starts there."""
 
+    @property
+    def is_chain(self) -> bool:
+        return True
+
     def build(self, setup: DraftSetup) -> tuple[CopyDrafter, dict[str, object]]:
         return CopyDrafter(self.trigger_len), {}
 

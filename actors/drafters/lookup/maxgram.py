@@ -37,6 +37,10 @@ class MaxgramDrafterConfig(DrafterConfig):
     shared_bigrams: bool = True
     """Also use the bigrams of finished requests where a request has none of its own; false = requests share nothing."""
 
+    @property
+    def is_chain(self) -> bool:
+        return True
+
     def build(self, setup: DraftSetup) -> tuple[MaxgramDrafter, dict[str, object]]:
         return MaxgramDrafter(self), {}
 

@@ -34,6 +34,10 @@ class NgramDrafterConfig(DrafterConfig):
         longest = self.max_ngram
         require(longest >= self.min_ngram, f"{where}.max_ngram", longest, "must not be below drafter.min_ngram")
 
+    @property
+    def is_chain(self) -> bool:
+        return True
+
     def build(self, setup: DraftSetup) -> tuple[NgramDrafter, dict[str, object]]:
         return NgramDrafter(self), {}
 

@@ -46,6 +46,10 @@ class SuffixDrafterConfig(CorpusDrafterConfig):
     shared_tokens: Annotated[int, Range(0, zero="requests share nothing")] = 250_000
     """Tokens of finished requests' answers to draft from, the oldest dropped first; 0 = requests share nothing."""
 
+    @property
+    def is_chain(self) -> bool:
+        return self.width == 1
+
     def build(self, setup: DraftSetup) -> tuple[SuffixDrafter, dict[str, object]]:
         corpus = self.documents()
         return SuffixDrafter(self, corpus), {"corpus_tokens": sum(map(len, corpus))}

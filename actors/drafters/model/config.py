@@ -228,6 +228,10 @@ class ModelDrafterConfig(DrafterConfig):
         """Children of one node, at most."""
         return 1 if self.strategy is Strategy.chain else max(self.branching, default=self.width)
 
+    @property
+    def is_chain(self) -> bool:
+        return self.strategy is Strategy.chain
+
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.model.loading import build_model_drafter
 

@@ -15,6 +15,7 @@ import numpy as np
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, TokenTree
 from actors.verification import coupled
+from actors.verification.compatibility import EXACT_FOR, DraftTrait
 from actors.verification.distributions import TargetRow
 from actors.verification.random_source import RandomSource
 from actors.verification.rules import RULES
@@ -37,8 +38,8 @@ FOUND_OUT = 1e-3
 VOCAB_SIZE = 3
 """Two would hide mistakes with duplicates."""
 NUM_MODELS = 6
-SHAPES = ((1, 1), (2, 1))
-"""Children per level: a chain, and a tree that branches."""
+CHAIN, LONG_CHAIN, TREE = (1, 1), (1, 1, 1), (2, 1)
+"""Children per level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,9 @@ class Enumeration:
 
 def check_exactness(rule: VerifyRule, kinds: Collection[SamplingKind]) -> Check:
     """Enumerate `rule` for drafts of these sampling kinds (deterministic if none is given)."""
-    schemes = [
-        [(kind,) * width for width in shape]
-        for kind in sorted(kinds) or [SamplingKind.DETERMINISTIC]
-        for shape in SHAPES
-    ]
+    drawn = sorted(kinds) or [SamplingKind.DETERMINISTIC]
+    shapes = (CHAIN, TREE if DraftTrait.BRANCHES in EXACT_FOR[rule][1] else LONG_CHAIN)
+    schemes = [[(kind,) * width for width in shape] for kind in drawn for shape in shapes]
     # Looked up at the call, so that the check runs the function that the engine calls.
     in_use = coupled.verify_coupled if rule is VerifyRule.coupled else RULES[rule]
     controls = {name: max(_distances(rule, broken, schemes)) for name, broken in _broken(rule).items()}

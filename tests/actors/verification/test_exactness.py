@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 
 from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
-from actors.verification.rules import ALLOWED, RULES, check_scheme
-from cluster.tools.certify.rule_enumeration import WeightedDraft, emission, enumerate_drafts, total_variation
-
-ROOT, DET, COUPLED, IID, WOR = (
-    SamplingKind.ROOT,
-    SamplingKind.DETERMINISTIC,
-    SamplingKind.COUPLED,
-    SamplingKind.IID,
-    SamplingKind.WITHOUT_REPLACEMENT,
+from actors.verification.compatibility import is_exact
+from actors.verification.rules import RULES
+from cluster.tools.certify.rule_enumeration import (
+    WeightedDraft,
+    emission,
+    enumerate_drafts,
+    ratio_outcomes,
+    total_variation,
 )
+
+ROOT, DET, _, IID, WOR = SamplingKind
 EXACT = 1e-12
 
 CHAINS = ((1,), (1, 1), (1, 1, 1))
@@ -42,10 +45,12 @@ def check(rule, p, q, levels, vocab_size: int, drafts=None):
     return total_variation(emission(rule, drafts or enumerate_drafts(q, levels), p, length), p, length)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "block"])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_rejection_and_traversal_are_exact(random_law, rule, name):
+def test_rejection_traversal_and_block_are_exact(random_law, rule, name):
     levels = SCHEMES[name]
+    if rule == "block" and any(len(level) > 1 for level in levels):
+        return
     for vocab_size in (3, 4) if len(levels) == 1 or name.endswith("(2, 1)") else (3,):
         p, q = random_law(vocab_size, seed=1), random_law(vocab_size, seed=2)
         assert check(RULES[rule], p, q, levels, vocab_size) < EXACT
@@ -75,13 +80,15 @@ def test_larger_enumerations(random_law, rule, vocab_size, kind, widths):
 def test_zeros_and_disjoint_supports(random_law, rule, seed, target, draft):
     p, q = random_law(3, seed, target), random_law(3, seed + 100, draft)
     for kind in (IID, WOR):
-        if kind in ALLOWED[rule]:
-            assert check(RULES[rule], p, q, scheme(kind, 2, 1), 3) < EXACT
+        if is_exact(rule, {kind}):
+            widths = (1, 1) if rule == "block" else (2, 1)
+            assert check(RULES[rule], p, q, scheme(kind, *widths), 3) < EXACT
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1)])
+@pytest.mark.parametrize("rule, widths", [(rule, widths) for rule in RULES for widths in [(1, 1, 1), (2, 1)]])
 def test_a_perfect_drafter_is_always_accepted(random_law, rule, widths):
+    if rule == "block" and widths == (2, 1):
+        return
     p = random_law(4, seed=5)
     drafts = enumerate_drafts(p, scheme(IID, *widths))
     result = emission(RULES[rule], drafts, p, len(widths) + 1)
@@ -127,7 +134,7 @@ def restrict(draft: WeightedDraft, kept: list[int]) -> WeightedDraft:
     )
 
 
-@pytest.mark.parametrize("rule, kind", [(rule, kind) for rule in RULES for kind in (IID, WOR) if kind in ALLOWED[rule]])
+@pytest.mark.parametrize("rule, kind", [(r, kind) for r in RULES for kind in (IID, WOR) if is_exact(r, {kind})])
 def test_a_truncated_law_that_was_really_sampled_is_exact(random_law, rule, kind):
     p, full = random_law(4, seed=8), random_law(4, seed=9)
 
@@ -136,42 +143,47 @@ def test_a_truncated_law_that_was_really_sampled_is_exact(random_law, rule, kind
         row[np.argsort(row)[:2]] = 0.0
         return row / row.sum()
 
-    assert check(RULES[rule], p, top_two, scheme(kind, 2, 2), 4) < EXACT
-
-
-def block(tree, sampling_kinds, distributions, target_row, random_source):
-    """Block verification as its paper states it (2403.10444), for chains: the oracle of `traversal`."""
-    depth = len(tree.token_ids) - 1
-    p = [target_row(i) for i in range(depth + 1)]
-    q = [np.zeros_like(p[0]) for _ in range(depth)]
-    for row, distribution in zip(q, distributions, strict=False):
-        row[list(distribution.token_ids)] = distribution.probs
-    reach = [1.0]
-    for i in range(depth):
-        x = tree.token_ids[i + 1]
-        reach.append(min(1.0, reach[i] * p[i][x] / q[i][x]))
-    residuals = [np.maximum(reach[i] * p[i] - q[i], 0.0) for i in range(depth)] + [p[depth]]
-    accepted = 0
-    for i in range(1, depth + 1):
-        left = residuals[i].sum()
-        spare = left + (1.0 - reach[i])
-        if random_source.accept(reach[i] if i == depth else left / spare if spare > 0 else 1.0, i):
-            accepted = i
-    residual = residuals[accepted] if residuals[accepted].sum() > 0 else p[accepted]
-    return tuple(range(1, accepted + 1)), random_source.sample(residual, accepted)
+    widths = (1, 1) if rule == "block" else (2, 2)
+    assert check(RULES[rule], p, top_two, scheme(kind, *widths), 4) < EXACT
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_traversal_is_block_verification_on_a_chain(random_law, seed, depth):
+@pytest.mark.parametrize("kind", [IID, DET])
+def test_block_and_traversal_are_one_rule_on_a_chain(random_law, seed, depth, kind):
+    """Two derivations of one law: every path is as likely under both, and longer than token by token."""
     p, q = random_law(3, seed), random_law(3, seed + 20)
-    levels = scheme(IID, *[1] * depth)
-    ours = emission(RULES["traversal"], enumerate_drafts(q, levels), p, depth + 1)
-    paper = emission(block, enumerate_drafts(q, levels), p, depth + 1)
-    token_level = emission(RULES["rejection"], enumerate_drafts(q, levels), p, depth + 1)
-    assert total_variation(paper, p, depth + 1) < EXACT
-    assert ours.mean_accepted == pytest.approx(paper.mean_accepted, abs=1e-12)
-    assert ours.mean_accepted >= token_level.mean_accepted - 1e-12
+    block, bottom_up, token_level = (
+        emission(RULES[rule], enumerate_drafts(q, scheme(kind, *[1] * depth)), p, depth + 1)
+        for rule in ("block", "traversal", "rejection")
+    )
+    assert total_variation(block, p, depth + 1) < EXACT
+    assert block.mean_accepted == pytest.approx(bottom_up.mean_accepted, abs=1e-12)
+    if kind == DET or depth == 1:
+        assert block.mean_accepted == pytest.approx(token_level.mean_accepted, abs=1e-12)
+    else:
+        assert block.mean_accepted > token_level.mean_accepted
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_block_and_traversal_accept_the_same_prefixes_of_every_draft(random_law, depth):
+    p, q = random_law(3, 1), random_law(3, 21)
+    for draft in enumerate_drafts(q, scheme(IID, *[1] * depth)):
+        block, bottom_up = (
+            sorted((path, float(row[token])) for path, row, token in outcomes_of(RULES[rule], draft, p))
+            for rule in ("block", "traversal")
+        )
+        assert [path for path, _ in block] == [path for path, _ in bottom_up]
+        assert [weight for _, weight in block] == pytest.approx([weight for _, weight in bottom_up], abs=1e-12)
+
+
+def outcomes_of(rule, draft: WeightedDraft, p):
+    """(path, probability of it and each next token [V], token)."""
+    contexts = [tuple(draft.tree.token_ids[i] for i in draft.tree.path_to(n)) for n in range(len(draft.tree.parents))]
+    joint = defaultdict(lambda: np.zeros(3))
+    for weight, (path, row) in ratio_outcomes(rule, draft, contexts, [*map(p, contexts)]):
+        joint[path] += weight * row
+    return [(path, row, token) for path, row in joint.items() for token in range(3)]
 
 
 @pytest.mark.parametrize("kind", [IID, WOR])
@@ -186,34 +198,6 @@ def test_traversal_is_never_shorter_and_equal_on_one_level(random_law, kind, wid
         assert bottom_up == pytest.approx(top_down, abs=1e-12)
     else:
         assert bottom_up > top_down
-
-
-# --- the table of allowed pairs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kinds", [(DET, DET), (COUPLED, COUPLED), (IID, IID), (WOR, WOR), (IID, DET), (DET, WOR)])
-def test_the_table_tells_exact_pairs_from_biased_ones(random_law, rule, kinds):
-    """Exact where `ALLOWED` says so; off by more than a percent everywhere else."""
-    worst = max(
-        check(RULES[rule], random_law(3, seed), random_law(3, seed + 30), [kinds, kinds[:1]], 3) for seed in range(4)
-    )
-    if ALLOWED[rule].issuperset(kinds):
-        check_scheme(rule, kinds)
-        assert worst < EXACT
-    else:
-        with pytest.raises(ValueError, match=f"verify.rule={rule} would bias"):
-            check_scheme(rule, kinds)
-        assert worst > 0.01
-
-
-def test_a_refusal_names_the_draws_and_the_rules_that_fit():
-    with pytest.raises(ValueError, match="draws WITHOUT_REPLACEMENT; use coupled, rejection, traversal"):
-        check_scheme("kseq", [WOR, IID])
-    with pytest.raises(ValueError, match="'typical' is not one of coupled, rejection, traversal, kseq"):
-        check_scheme("typical", [IID])
-    check_scheme("kseq", [ROOT, IID])
-    assert ALLOWED.keys() == {"coupled", *RULES}
 
 
 # --- what the rules may look at --------------------------------------------------------------------------------------

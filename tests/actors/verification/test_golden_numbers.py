@@ -55,13 +55,15 @@ def test_exact_match_is_what_remains_when_drawn_tokens_are_read_as_one_hot(width
 
 def test_chains():
     assert mean_accepted("rejection", IID, (1, 1, 1)) == pytest.approx(1.533, abs=1e-9)
-    assert mean_accepted("traversal", IID, (1, 1, 1)) == pytest.approx(1.695, abs=1e-9)
+    for rule in ("block", "traversal"):
+        assert mean_accepted(rule, IID, (1, 1, 1)) == pytest.approx(1.695, abs=1e-9)
 
 
 def test_the_example_of_the_block_verification_paper():
     p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
     assert mean_accepted("rejection", IID, (1, 1), p, q) == pytest.approx(10 / 9, abs=1e-12)
-    assert mean_accepted("traversal", IID, (1, 1), p, q) == pytest.approx(11 / 9, abs=1e-12)
+    for rule in ("block", "traversal"):
+        assert mean_accepted(rule, IID, (1, 1), p, q) == pytest.approx(11 / 9, abs=1e-12)
 
 
 @pytest.mark.parametrize("k, rho, accepted", [(2, 1.456776, 0.791355), (3, 1.792593, 0.858519)])

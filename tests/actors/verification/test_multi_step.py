@@ -104,7 +104,7 @@ P3 = np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.5, 0.1]])
 Q3 = np.array([[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.1, 0.6, 0.3]])
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
     assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, 5000), P2)) < 4
 
@@ -116,7 +116,7 @@ def test_rounds_on_a_tree_emit_the_target_s_joint_law(rule, kind):
 
 @pytest.mark.parametrize("reuse", ["draft noise", "coins"])
 def test_a_number_met_twice_biases_block_verification_and_is_found(reuse):
-    assert excess(emitted(RULES["traversal"], IID, (1, 1, 1), P2, Q2, 5000, reuse), P2) > 6
+    assert excess(emitted(RULES["block"], IID, (1, 1, 1), P2, Q2, 5000, reuse), P2) > 6
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from cluster.observability.report import Circumstances, RunFigures
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
     "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "cascade"},
-    "verify": {"coupled", "rejection", "traversal", "kseq"},
+    "verify": {"coupled", "rejection", "block", "traversal", "kseq"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
@@ -328,6 +328,14 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             "verify.rule=kseq would bias the output of a drafter that draws DETERMINISTIC",
         ),
         (["verify=kseq", "drafter.strategy=best_first"], "verify.rule=kseq would bias the output"),
+        *(
+            (["verify=block", *tree], "verify.rule=block is for chains, not for drafts that branch; use coupled, rej")
+            for tree in (
+                ["drafter.strategy=tree"],
+                ["drafter=recycling"],
+                ["drafter=suffix", "drafter.width=2"],
+            )
+        ),
         (["scheduler.max_num_seqs=0"], "scheduler.max_num_seqs=0: must be at least 1"),
         (["scheduler.prefill_chunk=0"], "scheduler.prefill_chunk=0: must be at least 1"),
         (
@@ -370,6 +378,9 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):
         ["verify=traversal", "drafter=ngram"],
         ["verify=rejection", "drafter.strategy=best_first"],
         ["verify=kseq", "drafter=none"],
+        ["verify=block", "drafter=suffix"],
+        ["verify=block", "drafter=copy", "pipeline=pearl"],
+        ["verify=block", "drafter=cascade"],
         ["cluster=existing", "cluster.address=10.0.0.1:6379"],
         ["scheduler.max_num_batched_tokens=6"],
         ["job.limit=0"],

@@ -120,7 +120,7 @@ def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal", "kseq"])
 @pytest.mark.parametrize("levels", ["horizontal", pytest.param("maxgram-model-model", marks=pytest.mark.slow)])
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, levels):
     requests = make_requests(3, max_tokens=20)
@@ -129,7 +129,7 @@ def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, ru
     assert room.tokens == plain.tokens and room.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal", "kseq"])
 def test_ratio_rules_serve_sampled_requests(open_room, make_requests, rule):
     """The law is certified by enumeration; here, that every pipeline keeps draws and laws together."""
     for pipeline in ("sync", "branches"):

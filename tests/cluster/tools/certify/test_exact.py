@@ -7,11 +7,12 @@ import pytest
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.verification import coupled
-from actors.verification.rules import ALLOWED, RULES
+from actors.verification.compatibility import EXACT_FOR
+from actors.verification.rules import RULES
 from cluster.tools.certify import exact
 from cluster.tools.certify.exact import check_exactness
 
-PAIRS = [(rule, kind) for rule in VerifyRule if rule != "coupled" for kind in sorted(ALLOWED[rule])]
+PAIRS = [(rule, kind) for rule in VerifyRule if rule != "coupled" for kind in sorted(EXACT_FOR[rule][0])]
 
 
 @pytest.mark.parametrize(("rule", "kind"), [*PAIRS, (VerifyRule.coupled, SamplingKind.DETERMINISTIC)])
@@ -43,7 +44,7 @@ def test_a_coupled_rule_that_keeps_one_token_too_many_fails(monkeypatch):
 
 
 def test_a_pair_that_is_biased_by_a_percent_fails():
-    """What `ALLOWED` forbids: draws without replacement under K-SEQ."""
+    """What `EXACT_FOR` forbids: draws without replacement under K-SEQ."""
     assert not check_exactness(VerifyRule.kseq, {SamplingKind.WITHOUT_REPLACEMENT}).passed
 
 

@@ -14,7 +14,8 @@ from actors.protocol.messages import SamplingKind, SamplingParams
 from actors.sampling.logits import probabilities
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
 from actors.verification import verifier
-from actors.verification.rules import ALLOWED, RULES
+from actors.verification.compatibility import EXACT_FOR
+from actors.verification.rules import RULES
 from cluster.tools.certify.checks import draw_fits
 from cluster.tools.certify.draws import DraftScheme, VerifiedText, fit_draws
 from cluster.tools.certify.identity import OutputPair
@@ -121,11 +122,12 @@ def fits_of(readers, rule, kind, *, lookup=False, width=2):
 
 
 @pytest.mark.parametrize(
-    ("rule", "kind"), [(rule, kind) for rule in RULES for kind in sorted(ALLOWED[rule])] + [("coupled", 1)]
+    ("rule", "kind"), [(rule, kind) for rule in RULES for kind in sorted(EXACT_FOR[rule][0])] + [("coupled", 1)]
 )
 def test_counted_draws_of_a_right_rule_fit(readers, rule, kind):
-    width = 1 if kind == SamplingKind.DETERMINISTIC else 2
-    for fit in fits_of(readers, rule, SamplingKind(kind), lookup=width == 1, width=width):
+    lookup = kind == SamplingKind.DETERMINISTIC
+    width = 1 if lookup or rule == "block" else 2
+    for fit in fits_of(readers, rule, SamplingKind(kind), lookup=lookup, width=width):
         assert fit.p_value > 1e-4 and fit.num_draws
 
 
