@@ -18,7 +18,7 @@ from actors.drafters.model.config import (
 )
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.verification.rules import check_scheme
+from actors.verification.compatibility import check_scheme
 
 SYNC, AHEAD = (PipelineName.sync, PipelineName.pingpong), (PipelineName.pearl, PipelineName.branches, PipelineName.tree)
 
