@@ -19,6 +19,7 @@ constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are comp
 constexpr int ROWS = REGISTERS == 32 ? 4 : 2;      // queries whose scores are computed together
 constexpr int64_t GROUP = 64;                       // rows of one task
 constexpr int PARTS = REGISTERS == 32 ? 4 : 2;     // vectors of a head that are summed together
+constexpr int64_t LINE = 16;                        // floats of a cache line
 constexpr int64_t WORTH_THREADS = 1 << 15;         // multiplications; fewer take less time than to wake a thread
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
@@ -151,6 +152,21 @@ struct Table {
     const float *value(int64_t index) const { return values + (slots ? slots[index] : index) * stride; }
 };
 
+// Rows of a table that are read next. A row of a head is a few lines, apart from the next one: the processor would
+// find their order out too late, so memory is asked for them while the head before is computed.
+struct Ahead {
+    Table table;
+    int64_t at, end, size;
+
+    void fetch(int64_t count) {
+        for (const int64_t stop = end - at < count ? end : at + count; at < stop; at++)
+            for (int64_t i = 0; i < size; i += LINE) {
+                __builtin_prefetch(table.key(at) + i, 0, 2);
+                __builtin_prefetch(table.value(at) + i, 0, 2);
+            }
+    }
+};
+
 // A row of the pass with one query head: it sees the table's rows first .. shared, then those of its path.
 struct Query {
     const float *q;
@@ -176,11 +192,12 @@ inline void score_tile(const float *const *q, const float *turned, int64_t size,
 
 // Writes scores of the table's rows first .. last to to[query] + 0, rounded up to KEYS.
 void score(const Table &table, int64_t size, std::vector<Query> &queries, int64_t first, int64_t last, float *turned,
-           float *to, int64_t to_stride) {
+           float *to, int64_t to_stride, Ahead &ahead) {
     for (int64_t start = first; start < last; start += KEYS) {
         const float *keys[KEYS];
         for (int64_t k = 0; k < KEYS; k++) keys[k] = table.key(start + k < last ? start + k : last - 1);
-        for (int block = 0; block < BLOCKS && start + block * WIDTH < last; block++)
+        for (int block = 0; block < BLOCKS && start + block * WIDTH < last; block++) {
+            ahead.fetch(WIDTH);
             for (int64_t i = 0; i < size; i += WIDTH) {
                 Floats square[WIDTH];
                 for (int k = 0; k < WIDTH; k++) square[k] = load_some(keys[block * WIDTH + k] + i, size - i);
@@ -188,6 +205,7 @@ void score(const Table &table, int64_t size, std::vector<Query> &queries, int64_
                 for (int k = 0; k < WIDTH && i + k < size; k++)
                     store(turned + (i + k) * KEYS + block * WIDTH, square[k]);
             }
+        }
         const int64_t count = queries.size();
         float *base = to + (start - first);
         for (int64_t r = 0; r < count; r += ROWS) {
@@ -297,6 +315,19 @@ struct Call {
         const int64_t head = (task.kv_head + index / group / task.num_rows) * group + index % group;
         return out + ((pass.spans[task.span].first + task.row + row) * layer.num_heads + head) * layer.head_dim;
     }
+
+    Table table(const Span &span, int64_t kv_head) const {
+        const int64_t stride = layer.num_kv_heads * layer.head_dim, column = kv_head * layer.head_dim;
+        if (span.run < 0) return {layer.keys + column, layer.values + column, pass.slots + span.slots, stride};
+        const int64_t start = span.run * stride + column;
+        return {layer.keys + start, layer.values + start, nullptr, stride};
+    }
+
+    Ahead ahead(const Task &task, int64_t kv_head, int64_t chunk) const {
+        const Span &span = pass.spans[task.span];
+        const int64_t rows = span.context + span.num_pending, end = (chunk + 1) * CHUNK;
+        return {table(span, kv_head), chunk * CHUNK, end < rows ? end : rows, layer.head_dim};
+    }
 };
 
 // The sum, maximum and total of one chunk, and of all chunks so far: [head_dim + 2].
@@ -319,16 +350,14 @@ void finish(const float *so_far, float *out, int64_t size) {
 }
 
 // The results of a chunk go to parts[row * group + query head of the KV head].
-void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t chunk, Workspace &space, float *parts) {
+void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t chunk, Ahead ahead, Workspace &space,
+                 float *parts) {
     const Layer &layer = call.layer;
     const Span &span = call.pass.spans[task.span];
     const int64_t size = layer.head_dim, group = layer.num_heads / layer.num_kv_heads;
     const int64_t lo = chunk * CHUNK, hi = lo + CHUNK;
     const bool chain = span.parents < 0;
-    Table table = {layer.keys + kv_head * size, layer.values + kv_head * size, nullptr,
-                   layer.num_kv_heads * size};
-    if (span.run >= 0) table.keys += span.run * table.stride, table.values += span.run * table.stride;
-    else table.slots = call.pass.slots + span.slots;
+    const Table table = call.table(span, kv_head);
 
     // the paths of tree rows, as indices in the table: path[depth]
     const int64_t fed = span.num_pending - span.num_rows;
@@ -374,12 +403,13 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
     const int64_t stride = CHUNK + KEYS;
     for (size_t r = 0; r < queries.size(); r++) queries[r].scores = space.scores.data() + r * stride;
     if (first < last)
-        score(table, size, queries, first, last, space.turned.data(), space.scores.data() + (first - lo), stride);
+        score(table, size, queries, first, last, space.turned.data(), space.scores.data() + (first - lo), stride,
+              ahead);
     if (!chain && end > shared) {  // of pending rows every query takes those of its path
         const int64_t pending_stride = (span.num_pending + KEYS - 1) / KEYS * KEYS;
         space.pending.resize(queries.size() * pending_stride);
         score(table, size, queries, shared, shared + span.num_pending, space.turned.data(), space.pending.data(),
-              pending_stride);
+              pending_stride, ahead);
         for (size_t r = 0; r < queries.size(); r++) {
             const Query &query = queries[r];
             const float *found = space.pending.data() + r * pending_stride;
@@ -428,24 +458,27 @@ void attend_head(const Call &call, const Task &task, int64_t kv_head, int64_t ch
     }
 }
 
-// All heads of a chunk one after the other: their keys are neighbours in memory.
-void attend_chunk(const Call &call, const Task &task, int64_t chunk, Workspace &space, float *parts) {
-    const int64_t group = call.layer.num_heads / call.layer.num_kv_heads;
-    for (int64_t h = 0; h < task.num_kv_heads; h++)
-        attend_head(call, task, task.kv_head + h, chunk, space,
-                    parts + h * task.num_rows * group * (call.layer.head_dim + 2));
+// All heads of a chunk one after the other: their keys are neighbours in memory. `after` follows the last of them.
+void attend_chunk(const Call &call, const Task &task, int64_t chunk, const Ahead &after, Workspace &space, float *parts) {
+    const int64_t group = call.layer.num_heads / call.layer.num_kv_heads, last = task.kv_head + task.num_kv_heads - 1;
+    for (int64_t head = task.kv_head; head <= last; head++) {
+        attend_head(call, task, head, chunk, head < last ? call.ahead(task, head + 1, chunk) : after, space, parts);
+        parts += task.num_rows * group * (call.layer.head_dim + 2);
+    }
 }
 
-void attend_task(const Call &call, const Task &task, Workspace &space) {
+// `after` is what this thread does next.
+void attend_task(const Call &call, const Task &task, const Ahead &after, Workspace &space) {
     const Layer &layer = call.layer;
     const int64_t size = layer.head_dim;
     const int64_t count = task.num_rows * task.num_kv_heads * (layer.num_heads / layer.num_kv_heads);
-    if (task.partial >= 0) return attend_chunk(call, task, task.chunk, space, call.partial + task.partial);
+    if (task.partial >= 0) return attend_chunk(call, task, task.chunk, after, space, call.partial + task.partial);
     space.parts.resize(2 * count * (size + 2));
     float *so_far = space.parts.data(), *parts = so_far + count * (size + 2);
     for (int64_t r = 0; r < count; r++) clear(so_far + r * (size + 2), size);
     for (int64_t chunk = task.chunk; chunk < task.last_chunk; chunk++) {
-        attend_chunk(call, task, chunk, space, parts);
+        const Ahead next = chunk + 1 < task.last_chunk ? call.ahead(task, task.kv_head, chunk + 1) : after;
+        attend_chunk(call, task, chunk, next, space, parts);
         for (int64_t i = 0; i < count * (size + 2); i += size + 2) merge(parts + i, so_far + i, size);
     }
     for (int64_t r = 0; r < count; r++) finish(so_far + r * (size + 2), call.place(task, r), size);
@@ -511,7 +544,12 @@ void attend_rows(const Layer *layer, const Pass *pass, float *heads, const float
     const Task *todo = tasks.data();  // `tasks` is another vector in another thread
     share_out(num_tasks, work >= WORTH_THREADS, [&](int64_t, int64_t) {
         static thread_local Workspace space;
-        for (int64_t i = next++; i < num_tasks; i = next++) attend_task(call, todo[i], space);
+        for (int64_t i = next++, after; i < num_tasks; i = after) {
+            after = next++;
+            const bool is_last = after >= num_tasks;
+            attend_task(call, todo[i], is_last ? Ahead{} : call.ahead(todo[after], todo[after].kv_head, todo[after].chunk),
+                        space);
+        }
     });
     for (int64_t i = 0; i < num_tasks; i++) {
         if (todo[i].partial < 0) continue;

@@ -2,7 +2,7 @@
 //
 // A tile is the products of up to ROWS rows with up to PANELS panels: an accumulator for every output and row, to which
 // the inputs are added in order. Weights come from memory once, as up to four sequential streams; where rows make more
-// than a tile, blocks of inputs stay in the first cache for all of them. A result does not depend on its tile, so neither
+// than a tile, blocks of inputs stay in the second cache for all of them. A result does not depend on its tile, so neither
 // on the other rows nor on the threads. Register tiles and panels: Goto and van de Geijn, "Anatomy of High-Performance
 // Matrix Multiplication", 2008.
 
@@ -18,8 +18,8 @@ constexpr int PANEL = 16, VECTORS = PANEL / WIDTH;
 constexpr int PANELS = VECTORS == 1 ? 4 : 1;  // of a tile: 4 or 2 vectors in the 32 or 16 registers
 constexpr int ROWS = 6;
 constexpr int COLUMNS = PANELS * PANEL;
-constexpr int BLOCK = 128;                  // inputs of a block: its weights take half of a first cache
-constexpr int CHUNK = 16 * ROWS;            // rows whose results are kept beside it
+constexpr int BLOCK = 384;                  // inputs of a block: its weights take 96 KiB, part of a second cache
+constexpr int CHUNK = 8 * ROWS;             // rows whose results are kept in the first one
 constexpr int WORTH_WIDENING = 4 * ROWS;    // rows from which a block is turned into floats beforehand
 constexpr int AHEAD = 1024;                 // bytes from a read to its prefetch
 constexpr int64_t WORTH_THREADS = 1 << 15;  // multiplications; fewer take less time than to wake a thread
