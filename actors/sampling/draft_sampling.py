@@ -69,7 +69,7 @@ def draw_beam(
     top_m: int,
     paths: Sequence[tuple[float, float]],
 ) -> list[DrawnChildren]:
-    """The children of beams in a stochastic beam search (Kool et al., arXiv 1903.06059, section 4.1; RSD-S).
+    """The children of beams in a stochastic beam search (Kool et al., arXiv 1903.06059; RSD-S, 2402.14160).
 
     `paths[i]` is the log-probability of row i's path and its score, a Gumbel perturbation of it; both are 0 at the
     root. A child's score is its own perturbed log-probability, given that the largest of all children's is the score

@@ -42,6 +42,8 @@ DRAFTERS = {
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "branching": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, branching=[3, 2, 1]),
     "beam": ModelDrafterConfig(strategy=Strategy.beam, num_draft_tokens=12, depth=4, width=3),
+    "merged": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=14, branching=[3, 2, 1], merge_ngram=1),
+    "cape": ModelDrafterConfig(strategy=Strategy.cape, num_draft_tokens=9, depth=4),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
     "trimmed": ModelDrafterConfig(

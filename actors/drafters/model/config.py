@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.model.confidence_growth import WIDEST
 from actors.options import CHECKPOINT, DEVICES, DTYPES, MAX_RANKS, WEIGHTS, PipelineName, VerifyRule, check_weights
 from actors.protocol.messages import SamplingKind
 from actors.ranges import OneOf, Range, require
@@ -57,6 +58,7 @@ class Strategy(StrEnum):
     beam = "beam"
     best_first = "best_first"
     dynamic = "dynamic"
+    cape = "cape"
 
 
 class Draws(StrEnum):
@@ -104,7 +106,8 @@ class ModelDrafterConfig(DrafterConfig):
     strategy: Strategy = Strategy.chain
     """chain: one guess per position; tree: a fixed shape, `branching`; beam: the `width` best paths of every level
     (RSD-S); best_first: a tree grown where it is likely; dynamic: likewise, with one budget for the whole batch, and
-    only while another pass pays (asynchronous pipelines grow every tree as best_first)."""
+    only while another pass pays; cape: a chain with more siblings where the model is less sure (asynchronous pipelines
+    grow every tree as best_first)."""
     num_draft_tokens: Annotated[int, Range(1, remedy="for none write drafter=none")] = 5
     """Draft tokens a round, at most."""
     depth: Annotated[int, Range(1, cap=128)] = 5
@@ -114,9 +117,17 @@ class ModelDrafterConfig(DrafterConfig):
     branching: Annotated[list[int], Range(1, cap=64)] = field(default_factory=list)
     """strategy=tree: children of every node by its depth, as [4,2,1,1]; empty = `width` at the root and 1 below it,
     `depth` levels."""
+    tree: str = ""
+    """strategy=tree: a file of shapes, in place of `branching`: the best for measured acceptance (Sequoia), as written
+    by `job=tree`."""
     draws: Draws = Draws.auto
     """A ratio rule, strategy=chain, tree or beam: whether the children of a node are drawn independently (SpecInfer,
     MCSD, SpecTr) or without_replacement (RSD); auto: without replacement, for verify=kseq independently."""
+    min_gain: Annotated[float, Range(0, zero="off")] = 0.0
+    """strategy=best_first: accepted tokens that a level must be expected to add for another to be grown (OPT-Tree)."""
+    merge_ngram: Annotated[int, Range(0, zero="off")] = 0
+    """strategy=tree, best_first or dynamic, pipeline=sync or pingpong: paths of one length whose last so many tokens
+    agree are fed once, and share their next distributions (GSD)."""
     batch_nodes: Annotated[int, Range(0, zero="each request its own")] = 0
     """strategy=dynamic, pipeline=sync or pingpong: draft tokens of a round, over all requests; 0 = `num_draft_tokens`
     for each."""
@@ -157,6 +168,14 @@ class ModelDrafterConfig(DrafterConfig):
         is_tree = self.strategy is Strategy.tree
         remedy = f"is the shape of a fixed tree; add {where}.strategy=tree or drop it"
         require(is_tree or not self.branching, f"{where}.branching", self.branching, remedy)
+        require(is_tree or not self.tree, f"{where}.tree", self.tree, remedy)
+        remedy = f"contradicts {where}.branching={self.branching}; drop one of them"
+        require(not (self.tree and self.branching), f"{where}.tree", self.tree, remedy)
+        remedy = f"ends the growth of a best-first tree; add {where}.strategy=best_first or drop it"
+        require(self.strategy is Strategy.best_first or not self.min_gain, f"{where}.min_gain", self.min_gain, remedy)
+        merges = self.strategy in (Strategy.tree, Strategy.best_first, Strategy.dynamic)
+        remedy = f"{where}.strategy={self.strategy} has no paths to merge; use tree, best_first or dynamic, or drop it"
+        require(merges or not self.merge_ngram, f"{where}.merge_ngram", self.merge_ngram, remedy)
         remedy = f"{where}.strategy={self.strategy} takes the likeliest tokens and draws none; drop it"
         require(self.strategy in DRAWN or self.draws is Draws.auto, f"{where}.draws", self.draws, remedy)
         remedy = f"the paths of {where}.strategy=beam are drawn without replacement; drop it or use strategy=tree"
@@ -180,6 +199,8 @@ class ModelDrafterConfig(DrafterConfig):
         nodes = self.batch_nodes
         remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
         require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)
+        merged = self.merge_ngram
+        require(not (merged and pipeline in AHEAD), f"{where}.merge_ngram", merged, remedy)
         is_given = self.draws is not Draws.auto
         remedy = "verify=coupled draws with the noise that the target draws with; drop it or choose a ratio rule"
         require(not (is_given and rule is VerifyRule.coupled), f"{where}.draws", self.draws, remedy)
@@ -188,6 +209,8 @@ class ModelDrafterConfig(DrafterConfig):
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
+        if self.tree:
+            config = replace(config, tree=self._tree_file(resolve, f"{where}.tree"))
         if not self.vocabulary:
             return config
         from actors.drafters.vocabulary.token_list import read_token_list
@@ -195,6 +218,16 @@ class ModelDrafterConfig(DrafterConfig):
         vocabulary = resolve.file(f"{where}.vocabulary", self.vocabulary, "one made by job=vocabulary")
         read_token_list(Path(vocabulary), Path(resolve.target), f"{where}.vocabulary")
         return replace(config, vocabulary=vocabulary)
+
+    def _tree_file(self, resolve: PathResolver, key: str) -> str:
+        from actors.drafters.model.fixed_trees import read_trees  # loads numpy
+
+        path = resolve.file(key, self.tree, "one made by job=tree")
+        try:
+            read_trees(Path(path))
+        except ValueError as error:
+            raise ValueError(f"{key}={self.tree}: {error}") from error
+        return path
 
     def check_checkpoints(self, where: str = "drafter") -> None:
         from parallel.model.families.registry import read_config
@@ -226,7 +259,8 @@ class ModelDrafterConfig(DrafterConfig):
     @property
     def widest(self) -> int:
         """Children of one node, at most."""
-        return 1 if self.strategy is Strategy.chain else max(self.branching, default=self.width)
+        fixed = {Strategy.chain: 1, Strategy.cape: WIDEST}
+        return fixed.get(self.strategy, 0) or max(self.branching, default=self.width)
 
     @property
     def is_chain(self) -> bool:

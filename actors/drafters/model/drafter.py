@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
+from actors.drafters.model.confidence_growth import ConfidenceGrowth
 from actors.drafters.model.config import DRAWN, ModelDrafterConfig, Strategy
+from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
+from actors.drafters.model.merging import leaders
 from actors.drafters.model.prefill import prefill
 from actors.drafters.model.tree_growth import (
     BeamGrowth,
@@ -37,11 +41,19 @@ from parallel.runtime.runner import ModelRunner, Span
 
 @dataclass(slots=True)
 class _Rows:
-    """Pending KV rows of one request: first the uncached suffix, then the nodes that were fed."""
+    """Pending KV rows of one request: first the uncached suffix, then the nodes that were fed.
+
+    A merged node has the row of another in `shared`: later nodes are fed after it, but it is none of the node's text.
+    """
 
     num_suffix: int = 0
     of_node: dict[int, int] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)
     depth: int = 0  # of the draft
+
+    def of(self, node: int) -> int:
+        """The row after which a child of this node is fed."""
+        return self.of_node[node] if node in self.of_node else self.shared[node]
 
 
 class ModelDrafter:
@@ -57,12 +69,17 @@ class ModelDrafter:
         self._is_beam = config.strategy is Strategy.beam
         self._is_dynamic = config.strategy is Strategy.dynamic
         self._may_sample = config.strategy in DRAWN
-        self._ranks_given_noise = config.strategy in (Strategy.beam, Strategy.dynamic)
+        self._ranks_given_noise = config.strategy in (Strategy.beam, Strategy.dynamic, Strategy.cape)
         self._price = PassPrice()
         self._price_share = 0.0
         self._growth = self._make_growth(config)
         self._rows: dict[int, _Rows] = {}
         self._calibration = CalibrationSchedule(config)
+        self._merge_ngram = config.merge_ngram
+        self.num_fed_nodes = 0
+        """Draft tokens that were fed, in all."""
+        self.num_merged_nodes = 0
+        """Draft tokens that were not, since another was fed in their place."""
 
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
@@ -89,7 +106,7 @@ class ModelDrafter:
         keep = list(range(rows.num_suffix))
         for node in commit.path:
             if node not in rows.of_node:
-                break  # the deepest node of a draft is never fed
+                break  # the deepest node of a draft is never fed, nor a merged one
             keep.append(rows.of_node[node])
         if rows.num_suffix:
             self.runner.commit(context.request_id, keep)
@@ -113,17 +130,23 @@ class ModelDrafter:
         self._rows[context.request_id] = _Rows()
 
     def _make_growth(self, config: ModelDrafterConfig) -> Growth:
+        depth, width = config.depth, config.width
         match config.strategy:
             case Strategy.chain:
-                return StaticGrowth([1] * config.num_draft_tokens)
+                growth = StaticGrowth([1] * config.num_draft_tokens)
+            case Strategy.tree if config.tree:
+                growth = FixedTreeGrowth(read_trees(Path(config.tree)))
             case Strategy.tree:
-                return StaticGrowth(config.branching or [config.width, *[1] * (config.depth - 1)])
+                growth = StaticGrowth(config.branching or [width, *[1] * (depth - 1)])
             case Strategy.beam:
-                return BeamGrowth(config.depth, config.width)
+                growth = BeamGrowth(depth, width)
             case Strategy.best_first:
-                return BestFirstGrowth(config.depth, config.width)
+                growth = BestFirstGrowth(depth, width, config.min_gain)
             case Strategy.dynamic:
-                return DynamicGrowth(config.depth, config.width, config.batch_nodes, lambda: self._price_share)
+                growth = DynamicGrowth(depth, width, config.batch_nodes, lambda: self._price_share)
+            case Strategy.cape:
+                growth = ConfidenceGrowth(depth)
+        return growth
 
     def _agree_on_price(self) -> None:
         """All ranks take the price measured by rank 0: their clocks differ, and their trees must not."""
@@ -219,18 +242,26 @@ class ModelDrafter:
         }
 
     def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> Tensor:
-        spans, token_ids = [], []
+        """Logits at all frontier nodes [n, V]; those of merged nodes are their leader's."""
+        spans, token_ids, wanted = [], [], []
         for context, tree, nodes in zip(contexts, trees, frontier, strict=True):
             if not nodes:
                 continue
             rows = self._rows[context.request_id]
-            parents = [rows.of_node[tree.parents[node]] for node in nodes]
+            leader = leaders(tree, nodes, self._merge_ngram)
+            fed = [node for node in nodes if leader[node] == node]
+            parents = [rows.of(tree.parents[node]) for node in fed]
             first = rows.num_suffix + len(rows.of_node) - 1
-            for row, node in enumerate(nodes, first):
-                rows.of_node[node] = row
-            spans.append(Span(context.request_id, len(nodes), parents, len(nodes)))
-            token_ids += [tree.token_ids[node] for node in nodes]
-        return self.runner.forward(spans, token_ids, fuzzy=True).logits
+            start, place = len(token_ids), {node: i for i, node in enumerate(fed)}
+            rows.of_node |= {node: first + i for node, i in place.items()}
+            rows.shared |= {node: rows.of_node[leader[node]] for node in nodes if leader[node] != node}
+            wanted += [start + place[leader[node]] for node in nodes]
+            spans.append(Span(context.request_id, len(fed), parents, len(fed)))
+            token_ids += [tree.token_ids[node] for node in fed]
+        self.num_fed_nodes += len(token_ids)
+        self.num_merged_nodes += len(wanted) - len(token_ids)
+        logits = self.runner.forward(spans, token_ids, fuzzy=True).logits
+        return logits if len(wanted) == len(token_ids) else logits[torch.tensor(wanted, device=logits.device)]
 
     def _draw_candidates(
         self,
@@ -247,7 +278,8 @@ class ModelDrafter:
             node_rows(context, tree.token_ids, tree.parents, nodes)
             for context, tree, nodes in zip(contexts, trees, frontier, strict=True)
         ]
-        scores, width = process_batch(logits, batch, self._options.eos_token_ids), self._growth.width(level)
+        scores = process_batch(logits, batch, self._options.eos_token_ids)
+        width = min(self._growth.width(level), scores.shape[-1])
         positions, params, drawing = [], [], []
         for context, nodes in zip(contexts, frontier, strict=True):  # the nodes of a level are equally deep
             positions += [len(context.token_ids) + level] * len(nodes)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import accumulate
+from math import exp
 from operator import mul
 
 from actors.protocol.messages import TokenTree
@@ -34,6 +36,8 @@ class GrowingTree:
         self.parents = [-1]
         self.values = [0.0]
         self.scores = [0.0]
+        self.places = {0: 0}  # of each node in a fixed shape, where there is one
+        self.gathered = 0.0  # expected accepted tokens, before the last level was added
 
     def add(self, candidate: Candidate) -> int:
         self.token_ids.append(candidate.token)
@@ -121,7 +125,7 @@ class StaticGrowth(Growth):
 class BeamGrowth(StaticGrowth):
     """The `width` paths of each level with the highest score, of all nodes' candidates; nothing is dropped afterwards.
 
-    Where the scores are those of `draw_beam`, this is stochastic beam search (RSD-S, arXiv 2402.14160, section 3.2):
+    Where the scores are those of `draw_beam`, this is stochastic beam search (RSD-S, arXiv 2402.14160):
     sequences drawn without replacement. Siblings are in decreasing order of their scores, which is the order in which
     they were drawn: exact under rejection and traversal.
     """
@@ -140,19 +144,30 @@ class BestFirstGrowth(Growth):
 
     A node is never likelier than its parent, so the kept set is connected. Which tokens are dropped depends on their
     values: exact only for draws that are not tested by ratio. Source: EAGLE-2 (arXiv 2406.16858, section 4).
+
+    With a `min_gain`, growth ends when a level raised the expected number of accepted tokens, the sum of the kept
+    nodes' probabilities, by no more than that: OPT-Tree (2406.17276).
     """
 
-    def __init__(self, depth: int, width: int) -> None:
+    def __init__(self, depth: int, width: int, min_gain: float = 0.0) -> None:
         self.depth = depth
         self._width = width
+        self._min_gain = min_gain
 
     def width(self, level: int) -> int:
         return self._width
 
     def extend(self, tree: GrowingTree, candidates: Sequence[Candidate], budget: int) -> list[int]:
         added = [tree.add(candidate) for candidate in candidates]
+        if self._min_gain and not self._gains(tree, budget):
+            return []
         best = sorted(sorted(added, key=lambda node: -tree.values[node])[: self._width])
         return self._unless_last(tree, best, budget)
+
+    def _gains(self, tree: GrowingTree, budget: int) -> bool:
+        """Whether the last level raised the expected number of accepted tokens by more than `min_gain`."""
+        before, tree.gathered = tree.gathered, sum(map(exp, nlargest(budget, tree.values[1:])))
+        return tree.gathered - before > self._min_gain
 
     def finish(self, tree: GrowingTree, budget: int) -> tuple[TokenTree, list[int]]:
         ranked = sorted(range(1, len(tree.token_ids)), key=lambda node: (-tree.values[node], node))

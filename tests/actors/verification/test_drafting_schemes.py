@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 import pytest
 import torch
 
+from actors.drafters.model.merging import leaders
 from actors.drafters.model.tree_growth import BeamGrowth, Candidate, GrowingTree
 from actors.protocol.messages import SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import draw_beam, draw_without_replacement
@@ -123,6 +124,68 @@ def as_independent(draft: WeightedDraft) -> WeightedDraft:
 def test_mistakes_with_beams_are_found(rule, mistake, floor):
     found = [distance(RULES[rule], law(seed), law(seed + 10), 2, 2, mistake) for seed in range(6)]
     assert np.mean(found) > floor
+
+
+# --- draft graphs: paths with the same last tokens are fed as one --------------------------------------------------
+
+
+def enumerate_merged(q, *, leader=leaders, shares_draws=False, tells_own_law=False) -> Iterator[WeightedDraft]:
+    """Two chains of three tokens whose second tokens, where they agree, are fed as one, in the leader's context."""
+    for first, second in permutations(range(VOCAB), 2):
+        chance = q(())[first] * q(())[second] / (1 - q(())[first])
+        for tokens in product(range(VOCAB), repeat=2):
+            tree = GrowingTree(0)
+            for candidate in (Candidate(0, first, 0), Candidate(0, second, 0)):
+                tree.add(candidate)
+            for parent, token in enumerate(tokens, start=1):
+                tree.add(Candidate(parent, token, 0))
+            lead = leader(tree, [3, 4], 1)
+            rows = [q(prefix_of(tree, lead[node])) for node in (3, 4)]
+            share = chance * q((first,))[tokens[0]] * q((second,))[tokens[1]]
+            told = [q(prefix_of(tree, node)) for node in (3, 4)] if tells_own_law else rows
+            laws = [q(()), q((first,)), q((second,)), *told]
+            distributions = (
+                *(SparseDistribution(tuple(range(VOCAB)), tuple(law.tolist())) for law in laws),
+                None,
+                None,
+            )
+            is_one_draw = shares_draws and tokens[0] == tokens[1]
+            for last in product(range(VOCAB), repeat=2):
+                if is_one_draw and last[0] != last[1]:
+                    continue
+                weight = share * rows[0][last[0]] * (1 if is_one_draw else rows[1][last[1]])
+                whole = TokenTree((0, first, second, *tokens, *last), (-1, 0, 0, 1, 2, 3, 4))
+                yield WeightedDraft(weight, whole, (SamplingKind.ROOT, *[WOR] * 6), distributions)
+
+
+def distances_of_merged(rule: str, **mistake) -> list[float]:
+    found = []
+    for seed in range(3):
+        p, q = law(seed), law(seed + 10)
+        found.append(total_variation(emission(RULES[rule], enumerate_merged(q, **mistake), p, 4), p, 4))
+    return found
+
+
+def last_leads(tree, nodes, length):
+    found = leaders(tree, nodes[::-1], length)
+    return {node: found[node] for node in nodes}
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("leader", [leaders, last_leads])
+def test_merged_paths_are_exact_with_draws_of_their_own(rule, leader):
+    """Whichever of them is fed."""
+    assert max(distances_of_merged(rule, leader=leader)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("mistake", "biased"), [("tells_own_law", {"rejection", "traversal"}), ("shares_draws", {"traversal"})]
+)
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_mistakes_with_merged_paths_are_found(rule, mistake, biased):
+    """One draw in two places, as in GSD, hurts the rule that works bottom-up; another law than was used hurts all."""
+    found = distances_of_merged(rule, **{mistake: True})
+    assert np.mean(found) > 5e-4 if rule in biased else max(found) < EXACT
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------

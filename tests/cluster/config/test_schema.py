@@ -48,8 +48,8 @@ PUBLIC_KEYS = {
     "reads_prompts corpus tokenizer",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
-    "draws fan_out ahead_width batch_nodes dtype weights device layer_partition mlp_parallel calibration "
-    "calibration_policy calibrate_every kv_slots vocabulary vocabulary_size",
+    "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
+    "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -262,7 +262,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (
             ["drafter.strategy=bush"],
-            "drafter.strategy: invalid value 'bush', expected one of [chain, tree, beam, best_first, dynamic]",
+            "drafter.strategy: invalid value 'bush', expected one of [chain, tree, beam, best_first, dynamic, cape]",
         ),
         (["target.tp=two"], "target.tp: value 'two' of type 'str' could not be converted to Integer; the default is 1"),
         (["target.tp=null"], "target.tp: field 'target.tp' is not Optional; the default is 1"),

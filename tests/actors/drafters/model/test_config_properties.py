@@ -48,6 +48,9 @@ def random_options(draw):
         calibrate_every=rarely(2, 1),
         strategy=draw.choice(list(Strategy)),
         branching=rarely([3, 1], []),
+        tree=rarely("file", ""),
+        min_gain=rarely(0.5, 0.0),
+        merge_ngram=rarely(2, 0),
         draws=rarely(draw.choice(list(Draws)), Draws.auto),
         batch_nodes=rarely(4, 0),
     )
@@ -63,7 +66,10 @@ def test_what_makes_no_sense_is_refused_by_its_name_and_value():
             "path": not config.path,
             "ranks": config.ranks > 1 and config.parallel == "single",
             "branching": config.branching and config.strategy != "tree",
-            "draws": (config.draws != "auto" and config.strategy in ("best_first", "dynamic"))
+            "tree": config.tree and (config.strategy != "tree" or config.branching),
+            "min_gain": config.min_gain and config.strategy != "best_first",
+            "merge_ngram": config.merge_ngram and config.strategy in ("chain", "beam", "cape"),
+            "draws": (config.draws != "auto" and config.strategy in ("best_first", "dynamic", "cape"))
             or (config.draws == "independent" and config.strategy == "beam"),
             "batch_nodes": config.batch_nodes and config.strategy != "dynamic",
             "layer_group": config.layer_group > 1 and not by_layer,
@@ -82,6 +88,13 @@ def test_a_budget_for_the_batch_is_for_drafts_made_on_demand():
     config = ModelDrafterConfig(path="x", strategy=Strategy.dynamic, batch_nodes=3)
     for pipeline in (*SYNC, *AHEAD):
         expected = ("draft.batch_nodes", "3") if pipeline in AHEAD else None
+        assert refused(config.check_with, VerifyRule.coupled, pipeline, "draft") == expected
+
+
+def test_paths_are_merged_in_drafts_made_on_demand():
+    config = ModelDrafterConfig(path="x", strategy=Strategy.tree, merge_ngram=1)
+    for pipeline in (*SYNC, *AHEAD):
+        expected = ("draft.merge_ngram", "1") if pipeline in AHEAD else None
         assert refused(config.check_with, VerifyRule.coupled, pipeline, "draft") == expected
 
 

@@ -22,6 +22,8 @@ SHAPES = {
     "chain": ModelDrafterConfig(num_draft_tokens=4),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3),
     "beam": ModelDrafterConfig(strategy=Strategy.beam, num_draft_tokens=12, depth=4, width=3),
+    "merged": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=22, branching=[4, 2, 1, 1], merge_ngram=1),
+    "cape": ModelDrafterConfig(strategy=Strategy.cape, num_draft_tokens=9, depth=4),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=7, depth=4, width=3),
 }
 DEPTH = 4
@@ -94,10 +96,11 @@ def test_kv_after_any_verdict_is_that_of_the_text(open_drafter, models, shape, t
         accepted = len(context.token_ids) - text_len - 1
         assert accepted == min(num_accepted, depth)
         # All but the root is cached, and the last accepted token where it was never fed: the deepest of a draft is not.
-        fed_all = runner.cached_len(1) == text_len + accepted
-        assert fed_all or (
-            runner.cached_len(1) == text_len + accepted - 1 and (accepted == depth or shape == "best_first")
-        )
+        missing = text_len + accepted - runner.cached_len(1)
+        if shape == "merged":  # nothing after a node that has another's row
+            assert 0 <= missing <= accepted
+        else:
+            assert missing == 0 or (missing == 1 and (accepted == depth or shape in ("best_first", "cape")))
         check_kv(runner, models["drafter"], context)
 
 
@@ -160,7 +163,7 @@ def test_a_greedy_chain_is_the_models_own_continuation(open_drafter, models):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_is_caught_up_with_in_chunks_of_any_size(open_drafter, shape):
     expected = None
-    for prefill_chunk, prepared in ((512, False), (512, True), (5, False), (1, True)):
+    for prefill_chunk, prepared in ((512, False), (512, True), (9, False), (1, True)):
         drafter, runner = open_drafter(shape, prefill_chunk=prefill_chunk)
         (context,) = opened(drafter, context_of(1, 23))
         fed = []
@@ -174,7 +177,7 @@ def test_text_is_caught_up_with_in_chunks_of_any_size(open_drafter, shape):
             assert runner.cached_len(1) == 22 and runner.pool.pending_len(1) == 0
         drafts = drafter.propose([context], [budget_of(shape)])
         expected = expected or drafts
-        assert drafts == expected and max(fed) <= max(prefill_chunk, 3)
+        assert drafts == expected and max(fed) <= max(prefill_chunk, 8)
 
 
 def test_a_chain_costs_one_pass_per_token(open_drafter):

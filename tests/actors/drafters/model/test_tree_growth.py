@@ -8,6 +8,8 @@ import random
 
 import pytest
 
+from actors.drafters.model.confidence_growth import ConfidenceGrowth
+from actors.drafters.model.merging import leaders
 from actors.drafters.model.tree_growth import BeamGrowth, BestFirstGrowth, Candidate, GrowingTree, StaticGrowth
 
 
@@ -51,6 +53,42 @@ def test_a_beam_is_the_best_of_a_level_with_siblings_in_order():
     assert growth.extend(tree, below, 5) == [3, 4] and tree.token_ids[3:] == [5, 6]
     assert growth.extend(tree, [Candidate(3, 8, -1, -0.1), Candidate(4, 9, -1, -0.2)], 5) == []
     assert tree.parents == [-1, 0, 0, 1, 2, 3] and growth.finish(tree, 5)[1] == list(range(6))
+
+
+def test_growth_ends_with_a_level_that_adds_too_little():
+    """OPT-Tree: 0.9 + 0.09 + 0.009 + ... accepted tokens expected; a level adds a tenth of the one before."""
+    sizes = []
+    for min_gain in (0.0, 0.005, 0.05, 0.5, 5.0):
+        offer = lambda node, width: [(7, math.log(0.9 if node == 0 else 0.1))]  # noqa: E731
+        (tree, _), _ = grow(BestFirstGrowth(6, 1, min_gain), 6, offer)
+        sizes.append(tree.num_draft_tokens)
+    assert sizes == [6, 4, 3, 2, 1], "the level that added too little is kept, as it is there"
+
+
+@pytest.mark.parametrize(
+    ("confidence", "width"), [(0.1, 7), (0.3, 7), (0.31, 5), (0.6, 5), (0.7, 3), (0.8, 3), (0.81, 1), (1.0, 1)]
+)
+def test_a_less_sure_model_offers_more_siblings(confidence, width):
+    growth, tree = ConfidenceGrowth(3), GrowingTree(9)
+    offered = [Candidate(0, i, math.log(confidence) - i) for i in range(growth.width(0))]
+    assert growth.extend(tree, offered, 30) == [1] and tree.parents == [-1, *[0] * width]
+
+
+def test_siblings_leave_room_for_the_chain():
+    (tree, _), _ = grow(ConfidenceGrowth(4), 9, lambda node, width: [(i, -2.0 - i) for i in range(width)])
+    assert tree.parents == (-1, 0, 0, 0, 0, 0, 0, 1, 7, 8), "six of seven siblings, then three more levels"
+    (tree, _), _ = grow(ConfidenceGrowth(4), 2, lambda node, width: [(i, -2.0 - i) for i in range(width)])
+    assert tree.parents == (-1, 0, 1)
+
+
+def test_paths_with_the_same_last_tokens_have_one_leader():
+    tree = GrowingTree(9)
+    for parent, token in ((0, 1), (0, 2), (0, 3), (1, 5), (2, 5), (3, 5), (1, 6), (4, 8), (5, 8), (6, 8)):
+        tree.add(Candidate(parent, token, 0.0))
+    assert leaders(tree, [4, 5, 6, 7], 0) == {4: 4, 5: 5, 6: 6, 7: 7}
+    assert leaders(tree, [4, 5, 6, 7], 1) == {4: 4, 5: 4, 6: 4, 7: 7}
+    assert leaders(tree, [5, 6], 2) == {5: 5, 6: 6}, "two tokens back they differ"
+    assert leaders(tree, [8, 9, 10], 2) == {8: 8, 9: 8, 10: 8} and leaders(tree, [9, 10], 3) == {9: 9, 10: 10}
 
 
 @pytest.mark.parametrize("budget", range(1, 7))
