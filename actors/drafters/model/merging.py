@@ -2,7 +2,7 @@
 
 Only the draft pass is shared: the first of such nodes, its leader, is fed, and the others take its logits. The proposal
 is still a tree, in which every node keeps its own children, drawn for itself: their distribution is the leader's, which
-is what the verification rule is told. Merging nodes of one depth only keeps the graph without cycles, and the position,
+is what the proposal states. Merging nodes of one depth only keeps the graph without cycles, and the position,
 which keys the noise of the coupled rule, is the same.
 
 GSD (arXiv 2407.16207) shares the drawn tokens too; two copies of one draw are biased under traversal.
