@@ -65,6 +65,8 @@ class CoordinatorSpec:
     incarnation: int = 0
     adaptive: bool = False
     min_draft_tokens: int = 0
+    chooses_lengths: bool = False
+    """The drafter decides how many of the ordered tokens it drafts."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -327,7 +329,13 @@ class CoordinatorService:
         self._checks.vocab_size = int(facts["vocab_size"])
         self._coordinator = self._checks.coordinator = Coordinator(
             Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
-            make_policy(spec.pipeline, spec.min_draft_tokens, spec.num_draft_tokens, adaptive=spec.adaptive),
+            make_policy(
+                spec.pipeline,
+                spec.min_draft_tokens,
+                spec.num_draft_tokens,
+                adaptive=spec.adaptive,
+                longest_only=spec.chooses_lengths,
+            ),
             spec.eos_token_ids,
             drafts="draft" in self._memberships,
             now=time.monotonic(),

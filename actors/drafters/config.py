@@ -91,6 +91,11 @@ class DrafterConfig(Choice):
         """Whether the rows of prompts count as verified; the target then computes their logits too."""
         return False
 
+    @property
+    def chooses_lengths(self) -> bool:
+        """Whether the drafter itself decides how many of the ordered tokens are worth drafting."""
+        return False
+
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
         """Raise ValueError for a field that cannot be combined with this verification rule or pipeline."""
 

@@ -7,6 +7,7 @@ To add a drafter, write one file with its record and its class, and add one row 
 from __future__ import annotations
 
 from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig, NoDrafterConfig
 from actors.drafters.lookup.copy import CopyDrafterConfig
@@ -27,4 +28,5 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
     "aded": AdedDrafterConfig,
     "rest": RestDrafterConfig,
     "cascade": CascadeDrafterConfig,
+    "auto": AutoDrafterConfig,
 }

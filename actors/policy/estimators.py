@@ -91,9 +91,10 @@ _UNOFFERED_DECAY = 0.995
 class Survival:
     """P(node i of a proposal is accepted): for a chain, that its first i tokens are; by place in a tree otherwise."""
 
-    def __init__(self, longest: int, like: Survival | None = None) -> None:
+    def __init__(self, longest: int, like: Survival | None = None, weight: float = 0.0) -> None:
+        """`weight`: observations that the first estimates, those of `like`, count as."""
         means = like.chances if like is not None else [_FIRST_CHANCE ** (i + 1) for i in range(longest)]
-        self._places = [Ewma(mean=mean) for mean in means]
+        self._places = [Ewma(mean=mean, weight=weight) for mean in means]
 
     @property
     def chances(self) -> list[float]:

@@ -169,14 +169,16 @@ _Kind = tuple[int, int, bool]
 class AdaptivePolicy(Policy):
     """Lengths within [`shortest`, `longest`]; `shortest` 0 also allows plain decoding where that measures faster.
 
-    Where plain decoding is ruled out, drafts are always waited for.
+    Where plain decoding is ruled out, drafts are always waited for. With `longest_only` a request is ordered the
+    longest draft or none, for a drafter that chooses lengths itself.
     """
 
-    def __init__(self, pipeline: str, shortest: int, longest: int) -> None:
+    def __init__(self, pipeline: str, shortest: int, longest: int, *, longest_only: bool = False) -> None:
         shortest = min(shortest, longest)
         self.weighs_waiting = shortest == 0
         super().__init__(pipeline, longest)
         self._lengths = DraftLengths(shortest, longest)
+        self._longest_only = longest_only
         self._loads: dict[_Kind, LoadEstimate] = {}
         self._load = LoadEstimate()
         self._last_read_prompt = False
@@ -195,6 +197,8 @@ class AdaptivePolicy(Policy):
 
     def draft_length(self, request_id: int, remaining: int) -> int:
         length = self._lengths.of(request_id)
+        if self._longest_only and length:
+            length = self.longest_draft
         if self.weighs_waiting:
             if not self._load.switch.speculates:
                 return 0
@@ -274,6 +278,8 @@ def _kind_of_load(num_running: int, mean_len: float, samples: bool) -> _Kind:
     return round(2 * log2(num_running)), int(mean_len / 512).bit_length(), samples
 
 
-def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool) -> Policy:
+def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool, longest_only: bool = False) -> Policy:
     """The policy of a pipeline; without draft tokens it is not adaptive, because nothing can be adapted."""
-    return AdaptivePolicy(pipeline, shortest, longest) if adaptive and longest else Policy(pipeline, longest)
+    if adaptive and longest:
+        return AdaptivePolicy(pipeline, shortest, longest, longest_only=longest_only)
+    return Policy(pipeline, longest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -50,6 +51,16 @@ class TokenTree:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
+
+    def agreed_depth(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens a walk down from the root finds."""
+        children, node = self.children(), 0
+        for depth, token in enumerate(token_ids):
+            child = next((child for child in children[node] if self.token_ids[child] == token), None)
+            if child is None:
+                return depth
+            node = child
+        return len(token_ids)
 
     def has_path(self, nodes: tuple[int, ...]) -> bool:
         """Whether each of these nodes is a child of the one before it, the first of them of the root."""

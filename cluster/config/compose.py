@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.registry import DRAFTERS
@@ -69,8 +70,7 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
 
 def checked(config: LaunchConfig) -> LaunchConfig:
     """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
-    if isinstance(config.drafter, CascadeDrafterConfig):
-        config = replace(config, drafter=_with_typed_levels(config.drafter))
+    config = replace(config, drafter=_with_typed_parts(config.drafter, "drafter"))
     validate(config)
     config = _with_real_paths(config)
     if not isinstance(config.job, TrainConfig):
@@ -79,25 +79,53 @@ def checked(config: LaunchConfig) -> LaunchConfig:
     return config
 
 
-def _with_typed_levels(cascade: CascadeDrafterConfig) -> CascadeDrafterConfig:
+def _with_typed_parts(drafter: DrafterConfig, where: str) -> DrafterConfig:
+    """A drafter that consists of others, with the record of each; ValueError, one line, otherwise."""
+    if isinstance(drafter, CascadeDrafterConfig):
+        return _with_typed_levels(drafter, where)
+    return _with_typed_drafters(drafter, where) if isinstance(drafter, AutoDrafterConfig) else drafter
+
+
+def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConfig:
+    """Every drafter of `drafter=auto` as its record; one that is a list is a cascade of these levels."""
+    drafters = []
+    for i, entry in enumerate(auto.drafters):
+        keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
+        if keys == "model":
+            keys = {"name": "model", "path": auto.path}
+        one = _typed_part(keys, f"{where}.drafters[{i}]", {"none", "auto"}, "drafter")
+        drafters.append(_with_typed_parts(one, f"{where}.drafters[{i}]"))
+    if not drafters:
+        raise ValueError(f"{where}.drafters={auto.drafters}: must name at least one, as [suffix,model]")
+    longest = max(one.num_draft_tokens for one in drafters)
+    return replace(auto, drafters=tuple(drafters), num_draft_tokens=auto.num_draft_tokens or longest)
+
+
+def _with_typed_levels(cascade: CascadeDrafterConfig, where: str) -> CascadeDrafterConfig:
     """Every level as its drafter's record, and the draft length as a number; ValueError, one line, otherwise."""
-    levels = [_typed_level(entry, f"drafter.levels[{i}]") for i, entry in enumerate(cascade.levels)]
+    levels = [
+        _typed_part(entry, f"{where}.levels[{i}]", {"none", "auto", "cascade"}, "level")
+        for i, entry in enumerate(cascade.levels)
+    ]
     if len(levels) < 2:
-        raise ValueError(f"drafter.levels={cascade.levels}: must be at least two, the cheapest first, as [ngram,model]")
+        raise ValueError(f"{where}.levels={cascade.levels}: must be at least two, the cheapest first, as [ngram,model]")
     if cascade.tails and len(cascade.tails) != len(levels):
-        raise ValueError(f"drafter.tails={cascade.tails}: give one for each of the {len(levels)} levels, or none")
+        raise ValueError(f"{where}.tails={cascade.tails}: give one for each of the {len(levels)} levels, or none")
     last = next((level.num_draft_tokens for level in reversed(levels) if level.num_draft_tokens), 0)
     length = cascade.num_draft_tokens or last + cascade.tail(len(levels) - 1) + cascade.merge
     return replace(cascade, levels=tuple(levels), tails=tuple(cascade.tails), num_draft_tokens=length)
 
 
-def _typed_level(entry: Any, where: str) -> DrafterConfig:
+def _typed_part(entry: Any, where: str, unknown: set[str], noun: str) -> DrafterConfig:
+    """The record of a drafter inside another, any but the `unknown` ones."""
     if isinstance(entry, DrafterConfig):
         return entry
     keys = {"name": entry} if isinstance(entry, str) else entry
-    known = [name for name in DRAFTERS if name not in ("none", "cascade")]
+    known = [name for name in DRAFTERS if name not in unknown]
     if not isinstance(keys, dict) or keys.get("name") not in known:
-        raise ValueError(f"{where}={entry}: is no level; give a name or {{name: NAME, ...}}, one of {', '.join(known)}")
+        raise ValueError(
+            f"{where}={entry}: is no {noun}; give a name or {{name: NAME, ...}}, one of {', '.join(known)}"
+        )
     return drafter_record(keys, where)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.options import TargetConfig
@@ -59,6 +60,8 @@ def _models(config: LaunchConfig, role: str) -> list[TargetConfig] | list[ModelD
     if role == "target":
         return [config.target]
     drafter = config.drafter
+    if isinstance(drafter, AutoDrafterConfig):
+        return drafter.draft_models
     levels = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
     chosen = [levels[i] for i in level_roles(drafter)[role]]
     return [level for level in chosen if isinstance(level, ModelDrafterConfig)]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.topology import level_roles
+from actors.topology import TOP, level_roles
 from cluster.config.schema import LaunchConfig
 
 RANKS_PER_CORE = 16
@@ -104,6 +105,9 @@ def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, ModelDrafterConfig
     """Every role of the drafter that has a model, and the last model of it."""
     drafter = config.drafter
     if config.pipeline.name == "plain":
+        return
+    if isinstance(drafter, AutoDrafterConfig):
+        yield from ((TOP, model) for model in drafter.draft_models[-1:])
         return
     for role, levels in level_roles(drafter).items():
         model = drafter.levels[levels[-1]] if isinstance(drafter, CascadeDrafterConfig) else drafter

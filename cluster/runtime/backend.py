@@ -120,6 +120,7 @@ def coordinator_spec(
         silence_s=config.cluster.silence_s,
         adaptive=config.pipeline.adaptive,
         min_draft_tokens=config.pipeline.min_draft_tokens,
+        chooses_lengths=config.drafter.chooses_lengths,
     )
 
 

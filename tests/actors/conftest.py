@@ -12,6 +12,7 @@ import torch
 
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DraftSetup
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
@@ -162,7 +163,10 @@ def open_room(models):
         target = TargetRole(runner, rule, (EOS,), is_lead=True, top_tokens=reader)
         draft = None
         if config is not None:
-            if isinstance(config, CascadeDrafterConfig):
+            if isinstance(config, AutoDrafterConfig):
+                inside = [replace(one, path=str(models["drafter"])) if one.models() else one for one in config.drafters]
+                config = replace(config, drafters=tuple(inside))
+            elif isinstance(config, CascadeDrafterConfig):
                 config = with_paths(config, models, path)
             elif isinstance(config, ModelDrafterConfig):
                 deep = config.parallel is Parallel.layer  # the other models have too few layers

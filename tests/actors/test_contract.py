@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Draft
 from actors.drafters.lookup.copy import CopyDrafterConfig
@@ -45,6 +46,14 @@ DRAFTERS = {
     "merged": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=14, branching=[3, 2, 1], merge_ngram=1),
     "cape": ModelDrafterConfig(strategy=Strategy.cape, num_draft_tokens=9, depth=4),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
+    "auto": AutoDrafterConfig(
+        drafters=(
+            NgramDrafterConfig(min_ngram=1),
+            RecyclingDrafterConfig(num_draft_tokens=9, width=3),
+            ModelDrafterConfig(num_draft_tokens=5, kv_slots=4096),
+        ),
+        num_draft_tokens=9,
+    ),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
     "trimmed": ModelDrafterConfig(
         strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3, vocabulary=every_other()

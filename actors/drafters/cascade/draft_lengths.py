@@ -154,7 +154,7 @@ class LengthControl(PassedLengths):
         for level, num_tokens, tree in self._drafts.pop(request_id, ()):
             if token_ids:
                 offered = min(num_tokens, len(token_ids))
-                self._acceptance[level, TARGET].update(offered, _depth_agreed(tree, token_ids))
+                self._acceptance[level, TARGET].update(offered, tree.agreed_depth(token_ids))
 
     def record_work(self, work: Iterable[LevelWork]) -> None:
         """Passes and seconds of the levels at the present lengths."""
@@ -187,14 +187,3 @@ class LengthControl(PassedLengths):
 
     def _is_by_token(self, level: int) -> bool:
         return level == 0 and not self.drafts_at_once
-
-
-def _depth_agreed(tree: TokenTree, token_ids: Sequence[int]) -> int:
-    """How many of the tokens a walk down the tree finds."""
-    children, node = tree.children(), 0
-    for depth, token in enumerate(token_ids):
-        child = next((child for child in children[node] if tree.token_ids[child] == token), None)
-        if child is None:
-            return depth
-        node = child
-    return len(token_ids)

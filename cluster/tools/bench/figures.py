@@ -15,6 +15,7 @@ from operator import ne
 from statistics import median
 from typing import Any, TypedDict, cast
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
@@ -228,7 +229,7 @@ def _is_predictable(setting: Setting) -> bool:
         levels = drafter.levels
     chains = all(not isinstance(level, ModelDrafterConfig) or level.strategy is Strategy.chain for level in levels)
     in_turn = setting.pipeline.name is PipelineName.sync and not setting.pipeline.adaptive
-    return chains and in_turn and setting.batch == 1
+    return chains and in_turn and setting.batch == 1 and not isinstance(drafter, AutoDrafterConfig)
 
 
 def _costs(drafter: DrafterConfig, run: Run, drafting_s: float) -> list[LevelCost]:

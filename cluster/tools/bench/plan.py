@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
@@ -117,6 +118,8 @@ def _title(drafter: DrafterConfig, *, by_path: bool) -> str:
     if isinstance(drafter, CascadeDrafterConfig):
         levels = "+".join(_title(level, by_path=by_path) for level in drafter.levels)
         return f"{levels} auto" if drafter.lengths is LevelLengths.auto else levels
+    if isinstance(drafter, AutoDrafterConfig):
+        return f"auto({', '.join(_title(one, by_path=by_path) for one in drafter.drafters)})"
     if by_path and isinstance(drafter, ModelDrafterConfig):
         return _BUNDLED.get(drafter.path, Path(drafter.path).name)
     return drafter.name

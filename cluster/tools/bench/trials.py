@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from cluster.config.jobs import BenchConfig
@@ -35,6 +36,8 @@ def may_share(config: LaunchConfig) -> bool:
     devices = [config.target.device]
     if isinstance(config.drafter, ModelDrafterConfig | CascadeDrafterConfig):
         devices.append(config.drafter.device)
+    if isinstance(config.drafter, AutoDrafterConfig):
+        devices += [model.device for model in config.drafter.draft_models]
     on_gpu = "cuda" in devices or ("auto" in devices and torch.cuda.is_available())
     return config.cluster.name == ClusterName.inprocess and not on_gpu
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
@@ -53,8 +54,9 @@ def check_outputs(
     bar.advance()
     bar.say("enumerating")
     exact = [check_exactness(rule, config.drafter.sampling_kinds(rule, config.pipeline.name))]
-    if isinstance(config.drafter, CascadeDrafterConfig) and rule is not VerifyRule.coupled:
-        exact.append(check_levels(rule, config.drafter, *config.drafter.first_kinds(rule, config.pipeline.name)))
+    for one in _drafters(config):
+        if isinstance(one, CascadeDrafterConfig) and rule is not VerifyRule.coupled:
+            exact.append(check_levels(rule, one, *one.first_kinds(rule, config.pipeline.name)))
     bar.advance()
     checks = [check_identity(outputs, rule, scorer, tokenizer, movement.tie_below), *exact]
     sampled = _sampled_settings(params)
@@ -69,8 +71,18 @@ def check_outputs(
 
 
 def _schemes(config: LaunchConfig) -> list[DraftScheme]:
-    kinds = config.drafter.sampling_kinds(config.verify.rule, config.pipeline.name)
-    return schemes_of(config.verify, config.drafter, kinds)
+    verify, pipeline = config.verify, config.pipeline.name
+    schemes = [
+        scheme
+        for one in _drafters(config)
+        for scheme in schemes_of(verify, one, one.sampling_kinds(verify.rule, pipeline))
+    ]
+    return list(dict.fromkeys(schemes))
+
+
+def _drafters(config: LaunchConfig) -> Sequence[DrafterConfig]:
+    """The drafter, or those that it chooses among."""
+    return config.drafter.drafters if isinstance(config.drafter, AutoDrafterConfig) else [config.drafter]
 
 
 def _sampled_settings(params: Sequence[SamplingParams]) -> list[SamplingParams]:
@@ -79,8 +91,10 @@ def _sampled_settings(params: Sequence[SamplingParams]) -> list[SamplingParams]:
 
 
 def _draft_reader(config: LaunchConfig, num_slots: int) -> TextReader | None:
-    """The draft model whose tokens the target reads: in a cascade, that of the last level; None without a model."""
+    """The draft model whose tokens the target reads, that of the last level or drafter; None without a model."""
     drafter = config.drafter
+    if isinstance(drafter, AutoDrafterConfig):
+        drafter = next(iter(drafter.draft_models[-1:]), drafter)
     if isinstance(drafter, CascadeDrafterConfig):
         drafter = drafter.levels[-1]
     if not isinstance(drafter, ModelDrafterConfig):
@@ -116,7 +130,9 @@ def describe_subject(config: LaunchConfig) -> dict[str, str]:
 
 
 def _drafter(drafter: DrafterConfig) -> str:
-    """Family, model and shape; of a cascade those of every level, the cheapest first."""
+    """Family, model and shape; of a cascade those of every level, the cheapest first; of a choice those of each."""
+    if isinstance(drafter, AutoDrafterConfig):
+        return f"auto of {'; '.join(map(_drafter, drafter.drafters))}"
     if not isinstance(drafter, CascadeDrafterConfig):
         model = f" {drafter.path} {drafter.strategy}" if isinstance(drafter, ModelDrafterConfig) else ""
         return drafter.name + model + f", {drafter.num_draft_tokens} draft tokens" * bool(drafter.num_draft_tokens)

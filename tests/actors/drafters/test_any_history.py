@@ -17,6 +17,8 @@ import pytest
 
 from actors.coordinator.sequence import PreviewTree
 from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
+from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.auto.drafter import AutoDrafter
 from actors.drafters.cascade import build
 from actors.drafters.cascade.build import build_levels
 from actors.drafters.cascade.child import LocalChild
@@ -98,6 +100,7 @@ SHAPES = {
 }
 TWO = cascade(model(3), model(5, "2"))
 THREE = cascade(NGRAM, model(2), model(3, "2"), tails=(0, 2, 2))
+AUTO = AutoDrafterConfig(drafters=(NGRAM, COPY, model(), cascade(NGRAM, model(3, "2"))), num_draft_tokens=5)
 CASES = {
     **{name: Case(config, repeats=config.strategy is not Strategy.dynamic) for name, config in SHAPES.items()},
     "chain-below": Case(SHAPES["chain"], is_below=True),
@@ -121,6 +124,8 @@ CASES = {
     "recycling": Case(RecyclingDrafterConfig(num_draft_tokens=9, width=3), is_below=True),
     "aded": Case(AdedDrafterConfig(), is_below=True, repeats=False),
     "rest": Case(RestDrafterConfig(datastore=small_store(), shortest_match=1), is_below=True),
+    "auto": Case(AUTO, repeats=False),
+    "auto-rejection": Case(AUTO, rule="rejection", repeats=False),
     "two": Case(TWO),
     "two-rejection": Case(TWO, rule="rejection"),
     "two-below": Case(TWO, is_below=True),
@@ -158,6 +163,8 @@ def hashed(monkeypatch):
 def with_slots(config, num_slots):
     if isinstance(config, CascadeDrafterConfig):
         return replace(config, levels=tuple(with_slots(level, num_slots) for level in config.levels))
+    if isinstance(config, AutoDrafterConfig):
+        return replace(config, drafters=tuple(with_slots(one, num_slots) for one in config.drafters))
     return replace(config, kv_slots=num_slots) if isinstance(config, ModelDrafterConfig) else config
 
 
@@ -202,6 +209,11 @@ def open_drafter(case, num_slots, choose=None):
     child, _ = config.levels[0].build(setup)
     port = RemoteChild(Mailbox(Line(DraftRole(child), choose)), SINGLE)
     return build_levels(config, range(1, len(config.levels)), setup, port)[0]
+
+
+def drafters_of(drafter):
+    """Those that `drafter=auto` chooses among, or the drafter itself."""
+    return [one.drafter for one in drafter.members] if isinstance(drafter, AutoDrafter) else [drafter]
 
 
 def levels_of(drafter):
@@ -363,10 +375,11 @@ class Parent:
             self.answer(DraftBatch(1, (self.admit(0),), orders=(DraftOrder(0, self.longest),)))
             del self.shadows[0]
             self.answer(DraftBatch(1, releases=(0,)))
-        for level in [] if self.case.is_remote else levels_of(self.role.drafter):
-            if (runner := getattr(level, "runner", None)) is not None:
-                assert runner.pool._tables.keys() <= {0}
-                assert level is not self.role.drafter or runner.pool.num_free == self.num_slots
+        for top in [] if self.case.is_remote else drafters_of(self.role.drafter):
+            for level in levels_of(top):
+                if (runner := getattr(level, "runner", None)) is not None:
+                    assert runner.pool._tables.keys() <= {0}
+                    assert level is not top or runner.pool.num_free == self.num_slots
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -386,13 +399,14 @@ class Parent:
 
     def check_rows(self):
         """Every KV row belongs to a request and is that of its text; no drafter holds more rows than it needs."""
-        for level in levels_of(self.role.drafter):
+        levels = [(top, level) for top in drafters_of(self.role.drafter) for level in levels_of(top)]
+        for top, level in levels:
             if (runner := getattr(level, "runner", None)) is None:
                 continue
             runner.pool.check()
             for i in runner.pool._tables:
                 is_cascade = isinstance(level, CascadeDrafter)
-                context = self.role.contexts.get(i) if level is self.role.drafter else None
+                context = self.role.contexts.get(i) if level is top else None
                 if context is not None:
                     text = level._states[i].text if is_cascade else context.token_ids
                     cached_len = runner.cached_len(i)
@@ -401,7 +415,7 @@ class Parent:
                     assert (rows == marks_of_text(text[:cached_len])).all(), "a row is not that of the text"
                     if is_cascade:
                         assert runner.pool.pending_len(i) == 0 and text[: len(context.token_ids)] == context.token_ids
-                elif level is self.role.drafter:
+                elif level is top:
                     raise AssertionError(f"request {i} has ended and has rows")
 
     def check_draft(self, context, proposal, budget):

@@ -9,7 +9,7 @@ import pytest
 
 from actors.policy.draft_length import DraftLengths, DraftOutcome
 from actors.policy.estimators import Ewma, RoundCosts
-from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy, RoundObservation
+from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy, RoundObservation, make_policy
 from actors.policy.speculation_switch import CREDIT, Mode
 
 LONGEST = 6
@@ -169,3 +169,15 @@ def test_delays_from_before_a_rest_are_forgotten_at_its_trial():
         policy.update(RoundObservation(0.01, 0.01, 0.0, 1, 1, 10.0, 1, 0, outcomes))
         policy.caught_up()
     assert policy.mode is Mode.trial and not policy.wait._first_s
+
+
+def test_a_drafter_that_chooses_lengths_is_ordered_the_longest():
+    """Whatever was accepted of it; in a trial the switch decides."""
+    ordered = {}
+    for longest_only in (True, False):
+        policy = make_policy("sync", 0, LONGEST, adaptive=True, longest_only=longest_only)
+        assert isinstance(policy, AdaptivePolicy)
+        modes = played(policy, 1, 40, (4e-4, 0.4))
+        assert modes[-1] is Mode.speculate
+        ordered[longest_only] = policy.draft_length(0, 99)
+    assert ordered[True] == LONGEST > ordered[False]

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
@@ -20,7 +21,10 @@ from cluster.config.schema import CHOICES
 
 ROOT = Path(options_page.__file__).parents[2]
 
-TYPED = {CascadeDrafterConfig: CascadeDrafterConfig(levels=(NgramDrafterConfig(), ModelDrafterConfig()))}
+TYPED = {
+    CascadeDrafterConfig: CascadeDrafterConfig(levels=(NgramDrafterConfig(), ModelDrafterConfig())),
+    AutoDrafterConfig: AutoDrafterConfig(drafters=(NgramDrafterConfig(), ModelDrafterConfig())),
+}
 """Records whose defaults are completed when they are composed."""
 
 RECORDS: dict[type[Section], tuple[str, Any]] = {

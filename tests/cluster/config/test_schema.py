@@ -29,7 +29,7 @@ from cluster.observability.report import Circumstances, RunFigures
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
-    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "cascade"},
+    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "cascade", "auto"},
     "verify": {"coupled", "rejection", "block", "traversal", "kseq"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
@@ -47,6 +47,7 @@ PUBLIC_KEYS = {
     "drafter=aded": "name num_draft_tokens construction min_probability iterations width max_pairs learns "
     "reads_prompts corpus tokenizer",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
+    "drafter=auto": "name drafters path num_draft_tokens",
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
     "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size",
@@ -257,7 +258,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, path"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, cascade, copy, maxgram, model"),
+        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, cascade, copy, maxgram"),
         (["drafter=4"], "a group takes the name of one of its choices"),
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (

@@ -1,0 +1,320 @@
+"""`drafter=auto`: several drafters in one draft role, of which one drafts for each request.
+
+Drafters without a model answer within microseconds, so all of them draft in every round; models and cascades draft only
+for the requests that they are chosen for. `actors/policy/drafter_choice.py` chooses. Every draft is scored against the
+tokens that the target then commits, used or not, since the output does not depend on the draft; a draft that
+agrees with all of them is scored when later tokens have reached its end. A model reads text that others drafted with
+its next draft, which therefore takes longer; its cost is fitted against the tokens that it has to read.
+
+The choice follows from earlier verdicts and from drafts that are no random draws, never from a token that was drawn, so
+it is exact under every rule that is exact for each of the drafters. It knows drafters by their contract only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import log2
+
+import torch
+
+from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.config import DraftSetup
+from actors.drafters.interface import Capabilities, Context, Draft, Drafter
+from actors.policy.drafter_choice import NO_DRAFTER, DrafterChoice, Offer, RoundTimes
+from actors.policy.estimators import Ewma, LinearFit
+from actors.protocol.messages import Commit, LevelWork, TokenTree, TopTokens
+from parallel.comm.group import Group
+
+Picks = list[tuple[int, int]]
+_READ_STIFFNESS = 4.0
+"""Variance of the tokens to read at which their measured cost and none weigh the same."""
+_ROW_STIFFNESS = 1.0
+_LONGEST_RUN = 7
+"""Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One of the drafters, and what it costs: seconds per drafting pass against the tokens of the text to read."""
+
+    name: str
+    drafter: Drafter
+    longest: int
+    is_shown: bool
+    """It drafts in every round, before the choice."""
+    is_chain: bool
+    pass_s: LinearFit = field(default_factory=LinearFit)
+    shown_s: Ewma = field(default_factory=Ewma)
+
+    def draft_s(self, longest: int, unread: float) -> float:
+        """Seconds of one call; none for what was drafted before the choice."""
+        if self.is_shown:
+            return 0.0
+        return longest * max(0.0, self.pass_s.at(unread, self.pass_s.slope(0.0, _READ_STIFFNESS)))
+
+
+@dataclass(slots=True)
+class _Shown:
+    """A draft that is compared with the text after its first `start` tokens."""
+
+    member: int
+    kind: tuple[int, int]
+    tree: TokenTree
+    start: int
+
+
+@dataclass(slots=True)
+class _Request:
+    """Of one request: drafts that are not scored yet, who drafted, and how far each drafter has read and is right."""
+
+    drafts: list[_Shown] = field(default_factory=list)
+    used: int = NO_DRAFTER
+    runs: dict[int, int] = field(default_factory=dict)
+    """Shown drafters -> last tokens in a row that they were right about."""
+    read: dict[int, int] = field(default_factory=dict)
+    """Other drafters -> tokens of the text at their last draft, 0 before the first."""
+    num_verdicts: int = 0
+    """Since the last order."""
+
+
+class AutoDrafter:
+    """Chooses among `members`; `agree` returns rank 0's choice on every rank, because their clocks differ."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        agree: Callable[[Picks], Picks] = lambda picks: picks,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.members = members
+        vocab_sizes = [one.drafter.capabilities.vocab_size for one in members]
+        reads = any(one.drafter.capabilities.reads_top_tokens is not None for one in members)
+        self.capabilities = Capabilities(
+            min((size for size in vocab_sizes if size is not None), default=None),
+            prefills=self,
+            has_levels=self,
+            reads_top_tokens=self if reads else None,
+        )
+        self.choice = DrafterChoice([one.longest for one in members], [one.is_shown for one in members])
+        self._agree = agree
+        self._clock = clock
+        self._requests: dict[int, _Request] = {}
+        self._rest_s: dict[int, LinearFit] = {}  # by batch size: seconds from one draft to the next order, by its rows
+        self._sent: tuple[float, float, list[int]] | None = None  # when, rows of a request, requests
+        self._work = [LevelWork(one.name) for one in members]
+
+    # --- the contract of drafters -------------------------------------------------------------------------------------
+
+    def open(self, context: Context) -> None:
+        for one in self.members:
+            one.drafter.open(context)
+        self._requests[context.request_id] = _Request()
+        self._sent = None  # the time until the next order may be idle time
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        self._sent = None
+        for one in self.members:
+            if (prefills := one.drafter.capabilities.prefills) is not None:
+                prefills.prefill(contexts)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        times = self._times(contexts, self._clock())
+        shown = [self._draft(i, contexts, budgets) if one.is_shown else None for i, one in enumerate(self.members)]
+        offers = []
+        for row, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
+            drafts = [None if drafted is None else drafted[row] for drafted in shown]
+            offers.append(self._offers(context, budget, drafts))
+        picks = self._agree(self.choice.choose(offers, times).picks)
+        drafts = [Draft.nothing(context) for context in contexts]
+        for i, drafted in enumerate(shown):
+            rows = [row for row, (drafter, _) in enumerate(picks) if drafter == i]
+            if drafted is None and rows:
+                chosen = self._draft(i, [contexts[row] for row in rows], [picks[row][1] for row in rows])
+                for row, draft in zip(rows, chosen, strict=True):
+                    drafts[row] = draft
+                    self._remember(contexts[row], i, (0, 0), draft.tree)
+                    self._requests[contexts[row].request_id].read[i] = len(contexts[row].token_ids)
+            elif drafted is not None:
+                for row in rows:
+                    drafts[row] = _first_tokens(drafted[row], picks[row][1])
+        for context, (drafter, _) in zip(contexts, picks, strict=True):
+            request = self._requests[context.request_id]
+            request.used, request.num_verdicts = drafter, 0
+        num_rows = sum(draft.tree.num_draft_tokens for draft in drafts) / len(drafts)
+        self._sent = self._clock(), num_rows, [context.request_id for context in contexts]
+        return drafts
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        request = self._requests[context.request_id]
+        for i, one in enumerate(self.members):
+            one.drafter.observe(context, commit if i == request.used else replace(commit, path=()))
+        if request.used != NO_DRAFTER:
+            work = self._work[request.used]
+            accepted = work.num_accepted_tokens + min(len(commit.path), len(commit.token_ids))
+            self._work[request.used] = replace(work, num_accepted_tokens=accepted)
+        request.used = NO_DRAFTER
+        request.num_verdicts += 1
+        self._score(context, request, commit.token_ids)
+
+    def release(self, request_id: int) -> None:
+        for one in self.members:
+            one.drafter.release(request_id)
+        self.choice.release(request_id)
+        del self._requests[request_id]
+
+    def read_top_tokens(self, top_tokens: TopTokens) -> None:
+        for one in self.members:
+            if (reader := one.drafter.capabilities.reads_top_tokens) is not None:
+                reader.read_top_tokens(top_tokens)
+
+    def level_stats(self) -> tuple[LevelWork, ...]:
+        """Work of the drafters, and acceptance of the drafts that were used; of a cascade also that of its levels."""
+        work, self._work = self._work, [LevelWork(one.name) for one in self.members]
+        inner = [one.drafter.capabilities.has_levels for one in self.members]
+        levels = [level for one in inner if one is not None for level in one.level_stats()]
+        return (*(one for one in work if one.num_passes or one.num_accepted_tokens), *levels)
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def _draft(self, number: int, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        """Drafts of one drafter, timed."""
+        one = self.members[number]
+        budgets = [min(budget, one.longest) for budget in budgets]
+        unread = [self._unread(number, context) for context in contexts]
+        started = self._clock()
+        drafts = one.drafter.propose(contexts, budgets)
+        seconds = self._clock() - started
+        if one.is_shown:
+            one.shown_s.update(seconds)
+        elif None not in unread:  # a first draft also reads the prompt
+            known = [count for count in unread if count is not None]
+            one.pass_s.update(sum(known) / len(known), seconds / max(budgets))
+        work, sizes = self._work[number], [draft.tree.num_draft_tokens for draft in drafts]
+        self._work[number] = replace(
+            work,
+            num_passes=work.num_passes + 1,
+            busy_s=work.busy_s + seconds,
+            num_drafts=work.num_drafts + sum(size > 0 for size in sizes),
+            num_draft_tokens=work.num_draft_tokens + sum(sizes),
+        )
+        return drafts
+
+    def _unread(self, number: int, context: Context) -> int | None:
+        """Tokens of the text that came since the drafter's last draft; None before its first."""
+        read = self._requests[context.request_id].read.get(number, 0)
+        return len(context.token_ids) - read if read else None
+
+    def _offers(self, context: Context, budget: int, drafts: Sequence[Draft | None]) -> list[Offer]:
+        """What every drafter could contribute; drafts that were shown are remembered, to be scored."""
+        request, offers = self._requests[context.request_id], []
+        for i, (one, draft) in enumerate(zip(self.members, drafts, strict=True)):
+            longest = min(budget, one.longest)
+            is_chain, depth, kind = one.is_chain, longest, (0, 0)
+            if draft is not None:
+                num_tokens = draft.tree.num_draft_tokens
+                if not num_tokens:
+                    request.runs[i] = 0
+                    continue
+                is_chain, depth = draft.tree.is_chain, max(draft.tree.depths())
+                longest, kind = num_tokens, (request.runs.get(i, 0).bit_length(), num_tokens.bit_length())
+                self._remember(context, i, kind, draft.tree)
+            expected = self.choice.acceptance[i].expected(context.request_id, kind, depth)
+            if is_chain:
+                offers.append(Offer(i, range(1, depth + 1), expected))
+            else:
+                offers.append(Offer(i, (longest,), expected[-1:]))
+        return offers
+
+    def _times(self, contexts: Sequence[Context], now: float) -> RoundTimes:
+        """What rounds of so many requests cost; measures the one that ended."""
+        rest = self._rest_s_of(len(contexts))
+        if self._sent is not None:
+            sent_at, num_rows, request_ids = self._sent
+            ended = [one for one in request_ids if one in self._requests]
+            if all(self._requests[one].num_verdicts == 1 for one in ended) and len(contexts) == len(request_ids):
+                rest.update(num_rows, now - sent_at)
+        if not rest.weight:  # any drafts serve to measure it
+            return RoundTimes(lambda *_: 0.0, 1.0, 0.0)
+        slope = rest.slope(0.0, _ROW_STIFFNESS)
+        unread = [
+            [count for context in contexts if (count := self._unread(i, context)) is not None]
+            for i in range(len(self.members))
+        ]
+        means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
+        return RoundTimes(
+            lambda drafter, longest: self.members[drafter].draft_s(longest, means[drafter]),
+            max(_LEAST_REST * rest.mean_y, rest.at(0.0, slope)),
+            slope,
+        )
+
+    def _rest_s_of(self, num_requests: int) -> LinearFit:
+        """The line of about this batch size; a size that was never seen begins with that of the nearest."""
+        size = round(2 * log2(num_requests))
+        if size not in self._rest_s:
+            nearest = min(self._rest_s, key=lambda known: abs(known - size), default=None)
+            known = LinearFit() if nearest is None else self._rest_s[nearest]
+            self._rest_s[size] = replace(known, weight=min(known.weight, 1.0))
+        return self._rest_s[size]
+
+    # --- scoring ------------------------------------------------------------------------------------------------------
+
+    def _remember(self, context: Context, number: int, kind: tuple[int, int], tree: TokenTree) -> None:
+        shown = _Shown(number, kind, tree, len(context.token_ids))
+        self._requests[context.request_id].drafts.append(shown)
+
+    def _score(self, context: Context, request: _Request, token_ids: Sequence[int]) -> None:
+        """Compare drafts with the text and the tokens that follow it; keep those that these do not decide."""
+        length, undecided = len(context.token_ids), []
+        for shown in request.drafts:
+            text = [*context.token_ids[shown.start :], *token_ids]
+            agreed, depth = shown.tree.agreed_depth(text), max(1, *shown.tree.depths())  # of 0 where it had no room
+            if shown.start == length and self.members[shown.member].is_shown:
+                run = request.runs.get(shown.member, 0)
+                request.runs[shown.member] = min(run + agreed, _LONGEST_RUN) if agreed == len(token_ids) else 0
+            if agreed < min(len(text), depth) or len(text) >= depth:
+                self.choice.acceptance[shown.member].update(context.request_id, shown.kind, depth, agreed)
+            else:
+                undecided.append(shown)
+        request.drafts = undecided
+
+
+_LEAST_REST = 0.5
+"""Least time of a target's pass that is extrapolated to, in mean ones."""
+
+
+def _first_tokens(draft: Draft, length: int) -> Draft:
+    """The first tokens of a chain; a tree as it is."""
+    tree = draft.tree
+    if tree.num_draft_tokens == length:
+        return draft
+    shorter = TokenTree(tree.token_ids[: length + 1], tree.parents[: length + 1])
+    return Draft(shorter, draft.sampling_kinds[: length + 1], draft.distributions[: length + 1])
+
+
+def build_auto(config: AutoDrafterConfig, setup: DraftSetup) -> tuple[AutoDrafter, dict[str, object]]:
+    """All drafters on this rank; the facts sum up their bytes."""
+    members, facts = [], dict[str, object]()
+    sums = {"weight_bytes": 0, "kv_bytes": 0, "corpus_tokens": 0}
+    setup = replace(setup, pipeline="sync")
+    for i, record in enumerate(config.drafters):
+        drafter, held = record.build(setup)
+        facts |= held
+        for key, value in held.items():
+            if key in sums and isinstance(value, int):
+                sums[key] += value
+        longest = min(record.num_draft_tokens, config.num_draft_tokens)
+        is_shown = not record.models()
+        members.append(Member(config.drafter_name(i), drafter, longest, is_shown, record.is_chain))
+    return AutoDrafter(members, _agreement(setup.group, setup.device)), facts | {k: v for k, v in sums.items() if v}
+
+
+def _agreement(group: Group, device: str) -> Callable[[Picks], Picks]:
+    def agree(picks: Picks) -> Picks:
+        if group.size == 1:
+            return picks
+        numbers = torch.tensor(picks, device=device)
+        return [(drafter, length) for drafter, length in group.broadcast(numbers).tolist()]
+
+    return agree

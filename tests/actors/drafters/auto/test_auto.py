@@ -1,0 +1,201 @@
+"""`drafter=auto` between its drafters and the choice: what is scored when, what each drafter is told, what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from actors.drafters.auto.drafter import AutoDrafter, Member
+from actors.drafters.interface import Capabilities, Context, Draft
+from actors.policy.drafter_choice import NO_DRAFTER
+from actors.protocol.messages import Admit, Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
+
+TEXT = list(range(100, 400))
+"""The target's text: token i of it stands at position i."""
+PROMPT = 10
+
+
+@dataclass
+class Scripted:
+    """Drafts the text itself, right for `num_right` tokens; a call takes `call_s` and `read_s` a token to read."""
+
+    clock: Clock
+    num_right: int
+    length: int
+    call_s: float = 0.0
+    read_s: float = 0.0
+    kind: SamplingKind = SamplingKind.DETERMINISTIC
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    observed: list = field(default_factory=list)
+    budgets: list = field(default_factory=list)
+    read: int = 0
+
+    def open(self, context):
+        self.read = 0
+
+    def propose(self, contexts, budgets):
+        self.budgets.append(list(budgets))
+        drafts = []
+        for context, budget in zip(contexts, budgets, strict=True):
+            start, count = len(context.token_ids), min(budget, self.length)
+            self.clock.now += self.read_s * (start - self.read)
+            self.read = start
+            tokens = [TEXT[start + i] if i < self.num_right else 7 for i in range(count)]
+            drafts.append(self.draft(TokenTree.chain(context.token_ids[-1], tokens)))
+            self.clock.now += self.call_s * budget
+        return drafts
+
+    def draft(self, tree):
+        if self.kind is SamplingKind.DETERMINISTIC:
+            return Draft.chosen(tree)
+        kinds = (SamplingKind.ROOT, *[self.kind] * tree.num_draft_tokens)
+        distributions = (*(SparseDistribution((token,), (1.0,)) for token in tree.token_ids[1:]), None)
+        return Draft(tree, kinds, distributions)
+
+    def observe(self, context, commit):
+        self.observed.append(commit.path)
+
+    def release(self, request_id):
+        pass
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Table:
+    """A drafter over one request whose target takes `pass_s`; `agree` as rank 0 would send it."""
+
+    def __init__(self, lookup, model, clock, pass_s=0.010, **options):
+        self.clock, self.pass_s = clock, pass_s
+        self.drafter = AutoDrafter(
+            [
+                Member("lookup", lookup, lookup.length, is_shown=True, is_chain=True),
+                Member("model", model, model.length, is_shown=False, is_chain=True),
+            ],
+            clock=clock,
+            **options,
+        )
+        self.context = Context.admitted(Admit(0, 0, tuple(TEXT[:PROMPT]), PROMPT, SamplingParams()), None)
+        self.drafter.open(self.context)
+        self.used = []
+
+    def round(self, budget=8):
+        (draft,) = self.drafter.propose([self.context], [budget])
+        self.used.append(self.drafter._requests[0].used)
+        self.clock.now += self.pass_s
+        start = len(self.context.token_ids)
+        depth = draft.tree.agreed_depth(TEXT[start : start + draft.tree.num_draft_tokens])
+        tokens = tuple(TEXT[start : start + depth + 1])
+        commit = Commit(0, 0, start, tuple(range(1, depth + 1)), tokens)
+        self.drafter.observe(self.context, commit)
+        self.context.extend(tokens)
+        return draft
+
+    def seen(self, number):
+        return self.drafter.choice.acceptance[number]
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_the_one_with_the_most_tokens_per_second_drafts(clock):
+    cheap, good = Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.001)
+    table = Table(cheap, good, clock)
+    for _ in range(30):
+        table.round()
+    assert table.used[-10:].count(1) >= 9, "four tokens for 4 ms beat one for nothing"
+    dear = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.02), clock)
+    for _ in range(30):
+        dear.round()
+    assert dear.used[-10:].count(0) >= 9
+
+
+def test_a_draft_that_was_not_used_is_scored_too(clock):
+    """The lookup is right for 3 tokens. The model is used, and brings 2 a round: what it would have brought is known
+    once the text has grown past it."""
+    table = Table(Scripted(clock, 3, 5), Scripted(clock, 2, 2, call_s=1e-6), clock)
+    table.drafter.choice.choose = lambda offers, times: replace_picks([(1, 2)])
+    for _ in range(6):
+        table.round()
+    undecided = [one for one in table.drafter._requests[0].drafts if one.member == 0]
+    assert len(undecided) == 1 and undecided[0].start == len(table.context.token_ids) - 3
+    assert table.seen(0).num_drafts == pytest.approx(5) and table.seen(0)._all.accepted.mean == pytest.approx(3)
+
+
+def replace_picks(picks):
+    from actors.policy.drafter_choice import Assignment
+
+    return Assignment(picks, 1.0, 1.0)
+
+
+def test_only_the_drafter_that_drafted_hears_of_a_path(clock):
+    lookup, model = Scripted(clock, 2, 4), Scripted(clock, 3, 4)
+    table = Table(lookup, model, clock)
+    for picks in ([(0, 4)], [(1, 4)], [(NO_DRAFTER, 0)]):
+        table.drafter.choice.choose = lambda offers, times, picks=picks: replace_picks(picks)
+        table.round()
+    assert lookup.observed == [(1, 2), (), ()]
+    assert model.observed == [(), (1, 2, 3), ()]
+
+
+def test_text_that_others_drafted_is_part_of_the_models_price(clock):
+    """Reading costs 1 ms a token: after a lookup's long drafts the model's next draft is dear, and known to be."""
+    model = Scripted(clock, 4, 4, call_s=0.001, read_s=0.001)
+    table = Table(Scripted(clock, 8, 8), model, clock)
+    for turn in range(40):
+        picks = [(1, 4)] if turn % 5 in (0, 1, 3) else [(0, 8)]
+        table.drafter.choice.choose = lambda offers, times, picks=picks: replace_picks(picks)
+        table.round()
+        if len(table.context.token_ids) > 280:
+            break
+    cost = table.drafter.members[1]
+    assert cost.draft_s(4, 14) - cost.draft_s(4, 5) == pytest.approx(9 * 0.001, rel=0.2)
+
+
+def test_rank_0_decides(clock):
+    """A rank whose clock would choose the model follows."""
+    agreed = []
+
+    def agree(picks):
+        agreed.append(picks)
+        return [(0, 2)]
+
+    table = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4), clock, agree=agree)
+    draft = table.round()
+    assert draft.tree.num_draft_tokens == 2 and len(agreed) == 1
+
+
+def test_how_tokens_were_drawn_travels_with_them(clock):
+    """Of a lookup that is cut the kinds are cut too; those of the model are its own."""
+    drawn = SamplingKind.WITHOUT_REPLACEMENT
+    table = Table(Scripted(clock, 4, 4), Scripted(clock, 4, 4, kind=drawn), clock)
+    table.drafter.choice.choose = lambda offers, times: replace_picks([(0, 2)])
+    assert table.round().sampling_kinds == (SamplingKind.ROOT, *[SamplingKind.DETERMINISTIC] * 2)
+    table.drafter.choice.choose = lambda offers, times: replace_picks([(1, 3)])
+    draft = table.round()
+    assert draft.sampling_kinds == (SamplingKind.ROOT, drawn, drawn, drawn)
+    assert [one is not None for one in draft.distributions] == [True, True, True, False]
+
+
+def test_the_budget_bounds_every_draft(clock):
+    table = Table(Scripted(clock, 8, 8), Scripted(clock, 4, 4), clock)
+    for budget in (1, 2, 3, 8):
+        assert table.round(budget).tree.num_draft_tokens <= budget
+
+
+def test_work_and_acceptance_are_counted_by_drafter(clock):
+    table = Table(Scripted(clock, 2, 4), Scripted(clock, 3, 4, call_s=0.001), clock)
+    table.drafter.choice.choose = lambda offers, times: replace_picks([(1, 4)])
+    for _ in range(3):
+        table.round()
+    work = {one.level: one for one in table.drafter.level_stats()}
+    assert work["model"].num_accepted_tokens == 9 and work["lookup"].num_accepted_tokens == 0
+    assert work["lookup"].num_drafts == 3 and work["model"].busy_s == pytest.approx(0.012)
+    assert table.drafter.level_stats() == ()

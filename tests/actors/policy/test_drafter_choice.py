@@ -1,0 +1,172 @@
+"""The choice among drafters: the best of all assignments, bounded exploration, and the bonus that explores nothing."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from actors.policy import drafter_choice
+from actors.policy.drafter_choice import (
+    EXPLORE_SHARE,
+    MOST_SAVED,
+    NO_DRAFTER,
+    DrafterAcceptance,
+    DrafterChoice,
+    Offer,
+    RoundTimes,
+    assign,
+)
+
+LOOKUP, MODEL = 0, 1
+PASS_S, REST_S, ROW_S = 0.001, 0.010, 0.0002
+TIMES = RoundTimes(lambda drafter, longest: PASS_S * longest if drafter == MODEL else 0.0, REST_S, ROW_S)
+
+
+def offer(drafter, chance, longest):
+    return Offer(
+        drafter, range(1, longest + 1), [sum(chance**i for i in range(1, k + 1)) for k in range(1, longest + 1)]
+    )
+
+
+def best_by_trying(offers, times):
+    """Tokens per second of the best of all assignments."""
+    options = [
+        [
+            (NO_DRAFTER, 0, 0.0),
+            *((one.drafter, *pair) for one in request for pair in zip(one.lengths, one.expected, strict=True)),
+        ]
+        for request in offers
+    ]
+    return max(
+        (len(picks) + sum(value for *_, value in picks)) / times.seconds([(drafter, k) for drafter, k, _ in picks])
+        for picks in product(*options)
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_request_gets_the_best_of_all_drafters_and_lengths(seed):
+    draw = random.Random(seed)
+    costs = [0.0, *(draw.uniform(0, 0.004) for _ in range(2))]
+    times = RoundTimes(lambda drafter, longest: costs[drafter] * longest, REST_S, draw.choice([0.0, ROW_S, 0.002]))
+    offers = [[offer(drafter, draw.random(), draw.randint(1, 6)) for drafter in range(3)]]
+    assert assign(offers, times).speed == pytest.approx(best_by_trying(offers, times))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_batch_comes_close_to_the_best_of_all_assignments(seed):
+    """A pass of a model is shared by the requests that use it, so choosing for each by itself would not be enough."""
+    draw = random.Random(seed)
+    offers = [[offer(LOOKUP, draw.choice([0.1, 0.9]), 3), offer(MODEL, 0.7, 3)] for _ in range(3)]
+    found = assign(offers, TIMES)
+    assert found.speed == pytest.approx(TIMES.seconds(found.picks) and found.tokens / TIMES.seconds(found.picks))
+    assert found.speed > 0.97 * best_by_trying(offers, TIMES)
+
+
+def test_a_tree_is_taken_whole_or_not_at_all():
+    tree = Offer(LOOKUP, (9,), (2.0,))
+    assert assign([[tree]], TIMES).picks == [(LOOKUP, 9)]
+    dear = RoundTimes(lambda *_: 0.0, REST_S, 0.003)
+    assert assign([[tree]], dear).picks == [(NO_DRAFTER, 0)]
+
+
+def test_what_a_drafter_costs_decides():
+    dear = RoundTimes(lambda drafter, longest: 0.004 * longest if drafter == MODEL else 0.0, REST_S, 0.0)
+    offers = [[offer(LOOKUP, 0.5, 8), offer(MODEL, 0.8, 8)]]
+    assert assign(offers, TIMES).picks[0][0] == MODEL
+    assert assign(offers, dear).picks[0][0] == LOOKUP
+
+
+# --- a scripted world: a lookup whose acceptance is known at once, a model that is scored only where it drafted -------
+
+
+class World:
+    """Rounds of one request; `chances` of the model by round, and what it really accepts."""
+
+    def __init__(self, seed=0, lookup_chance=0.5, model_chance=lambda _: 0.9, pass_s=PASS_S):
+        self.draw = random.Random(seed)
+        self.choice = DrafterChoice([6, 6], [True, False])
+        self.lookup_chance, self.model_chance = lookup_chance, model_chance
+        self.times = RoundTimes(lambda drafter, longest: pass_s * longest if drafter == MODEL else 0.0, REST_S, 0.0)
+        self.seconds, self.used = 0.0, []
+
+    def accepted(self, chance, length):
+        count = 0
+        while count < length and self.draw.random() < chance:
+            count += 1
+        return count
+
+    def run(self, num_rounds):
+        for round_ in range(num_rounds):
+            lookup = self.accepted(self.lookup_chance, 6)
+            acceptance = self.choice.acceptance
+            offers = [[Offer(i, range(1, 7), acceptance[i].expected(0, (0, 0), 6)) for i in (LOOKUP, MODEL)]]
+            found = self.choice.choose(offers, self.times)
+            ((drafter, length),) = found.picks
+            acceptance[LOOKUP].update(0, (0, 0), 6, lookup)
+            if drafter == MODEL:
+                acceptance[MODEL].update(0, (0, 0), length, self.accepted(self.model_chance(round_), length))
+            self.seconds += self.times.seconds(found.picks)
+            self.used.append(drafter)
+        return self
+
+
+def unlucky_start(world):
+    """The model's first drafts were rejected, as those of a hard beginning."""
+    for _ in range(12):
+        world.choice.acceptance[MODEL].update(0, (0, 0), 6, 0)
+    world.choice.acceptance[MODEL].release(0)
+    return world
+
+
+def test_a_drafter_that_began_badly_is_tried_again_and_wins():
+    world = unlucky_start(World()).run(400)
+    assert world.used[-100:].count(MODEL) > 80
+
+
+def test_a_bonus_by_the_count_of_all_drafters_never_tries_it_again(monkeypatch):
+    """The released code of BanditSpec divides by the pulls of all arms: one bonus for all, so no exploration."""
+    monkeypatch.setattr(
+        drafter_choice,
+        "standard_error",
+        lambda variance, _, num_all, real=drafter_choice.standard_error: real(variance, 1e3 + num_all, 1e3 + num_all),
+    )
+    world = unlucky_start(World()).run(400)
+    assert world.used.count(MODEL) == 0
+
+
+def test_a_drafter_that_became_better_is_found():
+    world = World(model_chance=lambda round_: 0.05 if round_ < 300 else 0.95).run(900)
+    assert world.used[150:300].count(MODEL) < 25
+    assert world.used[-150:].count(MODEL) > 100
+
+
+def test_exploring_costs_no_more_than_its_share():
+    """Trying a hopeless, dear model loses at most the share of the time, and what was saved at the start."""
+    world = World(model_chance=lambda _: 0.0, pass_s=0.003, lookup_chance=0.3).run(1000)
+    tries = world.used.count(MODEL)
+    lost_s = world.seconds - 1000 * REST_S
+    assert tries > 2, "a drafter that was never tried could not be found when it becomes good"
+    assert lost_s < (EXPLORE_SHARE * 1000 + 2 * MOST_SAVED) * REST_S * 1.5
+
+
+def test_long_matches_are_told_from_short_ones():
+    """Kinds of drafts are learned apart: one that is good is taken, one that is bad is not, of the same drafter."""
+    acceptance = DrafterAcceptance(8)
+    for _ in range(30):
+        acceptance.update(0, "long", 8, 8)
+        acceptance.update(0, "short", 2, 0)
+    assert acceptance.expected(0, "long", 8)[-1] > 6
+    assert acceptance.expected(0, "short", 2)[-1] < 0.3
+
+
+def test_a_request_is_told_from_the_others():
+    acceptance = DrafterAcceptance(4)
+    for _ in range(20):
+        acceptance.update(0, None, 4, 3)
+        acceptance.update(1, None, 4, 0)
+    easy, hard, unknown = (acceptance.expected(i, None, 4)[-1] for i in (0, 1, 2))
+    assert easy > unknown > hard
+    acceptance.release(1)
+    assert acceptance.expected(1, None, 4)[-1] == unknown

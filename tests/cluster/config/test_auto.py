@@ -1,0 +1,90 @@
+"""The drafters of `drafter=auto` on the command line: names, keys, cascades, and what is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import PipelineName, VerifyRule
+from actors.protocol.messages import SamplingKind
+from cluster import pocket
+from cluster.config.compose import load_config
+from cluster.placement.memory import footprints
+from cluster.placement.ranks import Devices, lay_out
+from cluster.runtime.backend import coordinator_spec
+
+
+def auto(*overrides: str):
+    return load_config(["drafter=auto", *overrides]).drafter
+
+
+def test_names_keys_and_levels_become_records():
+    drafter = auto("drafter.drafters=[suffix,{name: model, num_draft_tokens: 3},[ngram,model]]")
+    suffix, model, cascade = drafter.drafters
+    assert isinstance(suffix, SuffixDrafterConfig) and isinstance(cascade, CascadeDrafterConfig)
+    assert isinstance(model, ModelDrafterConfig) and model.num_draft_tokens == 3
+    assert [type(level).__name__ for level in cascade.levels] == ["NgramDrafterConfig", "ModelDrafterConfig"]
+    assert drafter.num_draft_tokens == suffix.num_draft_tokens == 8, "the most of its drafters"
+    assert len(drafter.models()) == 2 and drafter.chooses_lengths
+
+
+def test_the_launchs_own_draft_model_is_the_one_named_model():
+    drafter = auto("drafter.path=pocket-deep")
+    assert drafter.models() == [str(pocket.DEEP_DRAFTER.absolute())]
+
+
+def test_drafters_of_one_kind_are_told_apart_in_reports():
+    drafter = auto("drafter.drafters=[copy,{name: model, num_draft_tokens: 2},{name: model, num_draft_tokens: 7}]")
+    assert [drafter.drafter_name(i) for i in range(3)] == ["copy", "1-model", "2-model"]
+
+
+def test_what_any_of_them_needs_the_whole_needs():
+    drafter = auto("drafter.drafters=[{name: recycling, width: 6},{name: aded, width: 9, reads_prompts: false},model]")
+    assert (drafter.target_top_k, drafter.reads_prompts) == (9, True)
+    kinds = drafter.sampling_kinds(VerifyRule.rejection, PipelineName.sync)
+    assert kinds == {SamplingKind.DETERMINISTIC, SamplingKind.WITHOUT_REPLACEMENT}
+
+
+def test_its_models_get_ranks_and_memory():
+    config = load_config(["drafter=auto", "drafter.drafters=[copy,{name: model, ranks: 2, parallel: tensor}]"])
+    places = lay_out(config, Devices((0, 1, 2)))
+    assert [place.role for place in places] == ["target", "draft", "draft"]
+    assert footprints(config, places)["draft"].weights > 0
+    alone = load_config(["drafter=auto", "drafter.drafters=[copy,suffix]"])
+    places = lay_out(alone, Devices((0, 1, 2)))
+    assert [place.share for place in places if place.role == "draft"] == [0.0], "lookups need no device"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["drafter.drafters=[]"], "must name at least one, as [suffix,model]"),
+        (["drafter.drafters=[suffix,auto]"], "drafter.drafters[1]=auto: is no drafter; give a name or"),
+        (["drafter.drafters=[none]"], "drafter.drafters[0]=none: is no drafter"),
+        (["drafter.drafters=[{name: model, num_draft_tokens: 0}]"], "drafter.drafters[0].num_draft_tokens=0: must be"),
+        (["drafter.drafters=[suffix,[ngram]]"], "drafter.drafters[1].levels=['ngram']: must be at least two"),
+        (["pipeline=branches"], "drafter=auto: measures drafting and verifying in turn"),
+        (["pipeline=pingpong"], "would only slow it; use pipeline=sync"),
+        (["verify=kseq"], "would bias the output of a drafter that draws DETERMINISTIC"),
+        (
+            ["drafter.drafters=[{name: cascade, levels: [ngram,model], lengths: auto}]"],
+            "drafter.drafters[0].lengths=auto: measures rounds that other drafters take part in",
+        ),
+        (
+            ["drafter.drafters=[model,{name: model, ranks: 2, parallel: tensor}]"],
+            "must be the same for all models, which share their ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(overrides, message):
+    with pytest.raises(ValueError) as error:
+        auto(*overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_coordinator_leaves_lengths_to_it():
+    for drafter, chooses in (("auto", True), ("model", False)):
+        config = load_config([f"drafter={drafter}"])
+        assert coordinator_spec(config, lay_out(config, Devices((0, 1))), ()).chooses_lengths is chooses
