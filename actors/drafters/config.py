@@ -110,6 +110,10 @@ class DrafterConfig(Choice):
         """Paths of the checkpoints that the drafter loads."""
         return []
 
+    def translated_models(self) -> list[str]:
+        """Those of `models` whose tokenizers are not the target's."""
+        return []
+
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         """How the tokens of its proposals are drawn, as far as a verification rule must know."""
         return {SamplingKind.DETERMINISTIC}

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.drafters.vocabulary.token_text import has_same_tokens
 from cluster.pocket import described
 from parallel.model.checkpoint import find_tensors, read_json, tensor_shapes
 from parallel.model.families.registry import read_config
 
 
-def check_checkpoints(target: Path, drafters: Sequence[Path]) -> None:
-    """Raise ValueError, one line, unless all weights are there, and all drafters have the target's vocabulary."""
+def check_checkpoints(target: Path, drafters: Sequence[Path], translated: Sequence[Path] = ()) -> None:
+    """Raise ValueError, one line, unless all weights are there, and all drafters but those `translated` have the
+    target's vocabulary."""
     for key, path in (("target.path", target), *(("drafter.path", drafter) for drafter in drafters)):
         try:
             find_tensors(path, tensor_shapes(read_config(path)))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
-    for drafter in drafters:
+    for drafter in (one for one in drafters if one not in translated):
         check_same_vocabulary(target, drafter)
 
 
@@ -30,11 +32,9 @@ def check_same_vocabulary(target: Path, drafter: Path) -> None:
     Model families pad their embeddings differently: with equal tokenizers the drafter's vocabulary may be the smaller.
     """
     sizes = [read_json(path / "config.json").get("vocab_size", 0) for path in (target, drafter)]
-    files = [file for path in (target, drafter) if (file := path / "tokenizer.json").is_file()]
-    tokenizers = [read_json(file).get("model", {}).get("vocab") for file in files]
-    same_tokens = len(tokenizers) == 2 and tokenizers[0] == tokenizers[1]
+    same_tokens = has_same_tokens(target, drafter)
     names, remedy = (described(target), described(drafter)), "use a drafter of the same vocabulary or drafter=ngram"
     if sizes[0] != sizes[1] and not (same_tokens and sizes[1] < sizes[0]):
         raise ValueError(f"drafter.path: {names[1]} has {sizes[1]} tokens, the target {names[0]} {sizes[0]}; {remedy}")
-    if len(tokenizers) == 2 and not same_tokens:
+    if same_tokens is False:
         raise ValueError(f"drafter.path: the tokenizer of {names[1]} gives other ids than that of {names[0]}; {remedy}")

@@ -19,6 +19,8 @@ from cluster.placement.ranks import RankPlacement
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
+_TRANSLATED = ", whose tokenizer is not the target's: it drafts the tokens that both have"
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -71,7 +73,11 @@ def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes
     """A line for each rank, and one for the memory and the checkpoints of each role."""
     lines = ["layout", *(f"  {place.describe()}" for place in places), "memory"]
     for role, size in sizes.items():
-        checkpoints = ", ".join(pocket.described(model.path) for model in _models(config, role))
+        models = _models(config, role)
+        foreign = config.drafter.translated_models() if role != "target" else []
+        checkpoints = ", ".join(
+            f"{pocket.described(model.path)}{_TRANSLATED * (model.path in foreign)}" for model in models
+        )
         held = f"{mebibytes(size.weights)} of weights, up to {mebibytes(size.kv)} of KV"
         lines.append(f"  {role}: {held}, {checkpoints}")
     return "\n".join(lines if sizes else lines[:-1])

@@ -122,9 +122,34 @@ def models(tmp_path_factory):
             reference = copy.deepcopy(model)
         for weight in model.parameters():
             weight.data.add_(torch.randn_like(weight) * weight.std() * 0.15)  # agrees with the target now and then
+    save_tokenizer(paths["target"], range(VOCAB_SIZE))
+    paths["foreign"] = _renumbered(reference, tmp_path_factory.mktemp("foreign"))
     paths["deep"] = tmp_path_factory.mktemp("deep")
     _deepened(reference).save_pretrained(paths["deep"])
     return {**paths, "reference": reference}
+
+
+def _renumbered(model, path):
+    """The model, which errs now and then, with other ids for its tokens; the target lacks the last ten."""
+    other = copy.deepcopy(model)
+    order = [*range(0, VOCAB_SIZE, 2), *range(1, VOCAB_SIZE, 2)]
+    for table in (other.model.embed_tokens.weight, other.lm_head.weight):
+        table.data = table.data[order]
+    for weight in other.parameters():
+        weight.data.add_(torch.randn_like(weight) * weight.std() * 0.15)
+    other.save_pretrained(path)
+    save_tokenizer(path, [*order[:-10], *range(VOCAB_SIZE, VOCAB_SIZE + 10)])
+    return path
+
+
+def save_tokenizer(path, characters):
+    """One whose tokens are single bytes, by their numbers in the alphabet of byte-level tokenizers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({alphabet[c]: token for token, c in enumerate(characters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(path / "tokenizer.json"))
 
 
 def _deepened(model):
@@ -170,8 +195,9 @@ def open_room(models):
                 config = with_paths(config, models, path)
             elif isinstance(config, ModelDrafterConfig):
                 deep = config.parallel is Parallel.layer  # the other models have too few layers
-                path = models["deep"] if deep else path or models["drafter"]
-                config = replace(config, path=str(path), kv_slots=4096)
+                path = models["deep"] if deep else models[config.path] if config.tokenizer else path
+                tokenizer = config.tokenizer and str(models[config.tokenizer])
+                config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
             setup = DraftSetup(VerifyConfig(rule, law_size=16), pipeline, limits, SINGLE, "cpu", (EOS,))
             drafter, _ = config.build(setup)
             draft = DraftRole(wrap(drafter) if wrap else drafter)

@@ -58,6 +58,7 @@ DRAFTERS = {
     "trimmed": ModelDrafterConfig(
         strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3, vocabulary=every_other()
     ),
+    "foreign": ModelDrafterConfig(path="foreign", tokenizer="target", num_draft_tokens=5),
 }
 LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest")
 EVERY_PROCESSOR = dict(

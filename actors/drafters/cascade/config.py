@@ -148,6 +148,9 @@ class CascadeDrafterConfig(DrafterConfig):
     def models(self) -> list[str]:
         return [path for level in self.levels for path in level.models()]
 
+    def translated_models(self) -> list[str]:
+        return [path for level in self.levels for path in level.translated_models()]
+
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return {SamplingKind.IID} | (self.first_kinds(rule, pipeline) if self._forwards_first_level() else set())
 

@@ -61,6 +61,13 @@ class Strategy(StrEnum):
     cape = "cape"
 
 
+class Translate(StrEnum):
+    """How a draft model with a tokenizer of its own proposes the target's tokens."""
+
+    auto = "auto"
+    intersection = "intersection"
+
+
 class Draws(StrEnum):
     """How the children of a node are drawn for a ratio rule."""
 
@@ -75,7 +82,7 @@ DRAWN = (Strategy.chain, Strategy.tree, Strategy.beam)
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafterConfig(DrafterConfig):
-    """A separate, smaller model with the target's vocabulary."""
+    """A separate, smaller model."""
 
     name: str = "model"
     path: str = "pocket"
@@ -149,6 +156,11 @@ class ModelDrafterConfig(DrafterConfig):
     all tokens."""
     vocabulary_size: Annotated[int, Range(0, zero="all of them")] = 0
     """Tokens of the list to draft, the most frequent first; 0 = all of them."""
+    translate: Translate = Translate.auto
+    """A draft model with another tokenizer than the target's: intersection (it drafts the tokens that both have), or
+    auto: intersection if the tokenizers differ, else nothing is translated."""
+    tokenizer: str = ""
+    """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
 
     def check_fields(self, where: str) -> None:
         path, shared = self.path, self.parallel is not Parallel.single
@@ -211,6 +223,7 @@ class ModelDrafterConfig(DrafterConfig):
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
         if self.tree:
             config = replace(config, tree=self._tree_file(resolve, f"{where}.tree"))
+        config = config._with_tokenizer(resolve, where)
         if not self.vocabulary:
             return config
         from actors.drafters.vocabulary.token_list import read_token_list
@@ -229,7 +242,25 @@ class ModelDrafterConfig(DrafterConfig):
             raise ValueError(f"{key}={self.tree}: {error}") from error
         return path
 
+    def _with_tokenizer(self, resolve: PathResolver, where: str) -> ModelDrafterConfig:
+        """The record with the tokenizer to translate to, if the draft model is to be translated."""
+        from actors.drafters.vocabulary.token_text import has_same_tokens
+
+        tokenizer = resolve.checkpoint(f"{where}.tokenizer", self.tokenizer or resolve.target)
+        same = has_same_tokens(Path(tokenizer), Path(self.path))
+        remedy = "needs a tokenizer.json beside both models; save it there or drop it"
+        require(self.translate is Translate.auto or same is not None, f"{where}.translate", self.translate, remedy)
+        translates = same is False or self.translate is not Translate.auto
+        return replace(self, tokenizer=tokenizer if translates else "")
+
     def check_checkpoints(self, where: str = "drafter") -> None:
+        if self.tokenizer:
+            from actors.drafters.model.loading import head_rows
+
+            try:
+                head_rows(self)
+            except ValueError as error:
+                raise ValueError(f"{where}.path: {error}; use a drafter with the target's tokenizer") from None
         from parallel.model.families.registry import read_config
 
         if self.parallel is Parallel.tensor:
@@ -244,6 +275,9 @@ class ModelDrafterConfig(DrafterConfig):
 
     def models(self) -> list[str]:
         return [self.path]
+
+    def translated_models(self) -> list[str]:
+        return [self.path] if self.tokenizer else []
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         if self.strategy not in DRAWN or pipeline in AHEAD:

@@ -24,6 +24,7 @@ from parallel.runtime.kv_sizing import choose_dtype, fit_slots
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, open_model
 
+_FEWEST_SHARED = 2
 _WIDEST_BY_DEFAULT = 4
 """Beyond this the layers' inputs differ too much (EasySpec, section 5)."""
 
@@ -64,19 +65,45 @@ def open_draft_model(
         groups = [len(members) for members in layout.partition]
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
     options = {"layout": layout, "weights": fit.weights, "head": head}
-    return open_model(config.path, group, device, fit.dtype, fit.num_slots, **options), facts
+    runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
+    return translated(runner, config), facts
+
+
+def translated(runner: ModelRunner, config: ModelDrafterConfig) -> ModelRunner:
+    """The runner as one of the target's tokens, if its own differ."""
+    head = runner.config.head
+    if not config.tokenizer or head is None:
+        return runner
+    from actors.drafters.vocabulary.token_text import TokenText
+    from actors.drafters.vocabulary.translated_runner import TranslatedRunner
+
+    target, draft = TokenText(Path(config.tokenizer)), TokenText(Path(config.path))
+    pairs = dict(zip(head.columns, head.rows, strict=True))
+    return TranslatedRunner(runner, target, draft, pairs, head.width)
 
 
 def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
-    """The tokens that the drafter may propose, by `drafter.vocabulary`; None: all of the model's."""
-    if not config.vocabulary:
-        return None
-    from actors.drafters.vocabulary.token_list import read_token_list
+    """The tokens that the drafter may propose, by its tokenizer and `drafter.vocabulary`; None: all of the model's.
 
-    size = read_config(resolve_checkpoint(config.path)).vocab_size
-    tokens = [token for token in read_token_list(Path(config.vocabulary)) if token < size]
-    listed = tuple(sorted(tokens[: config.vocabulary_size or None]))
-    return HeadRows(listed, listed, size)
+    ValueError, one line, for tokenizers that have too little in common.
+    """
+    width = size = read_config(resolve_checkpoint(config.path)).vocab_size
+    pairs: dict[int, int] | None = None
+    if config.tokenizer:
+        from actors.drafters.vocabulary.token_text import TokenText, shared_tokens
+
+        width = read_config(resolve_checkpoint(config.tokenizer)).vocab_size
+        shared = shared_tokens(TokenText(Path(config.tokenizer)), TokenText(Path(config.path)))
+        pairs = {token: draft for token, draft in shared if token < width and draft < size}
+        if len(pairs) < _FEWEST_SHARED:
+            raise ValueError(f"its tokenizer shares {len(pairs)} tokens with that of {config.tokenizer}")
+    if config.vocabulary:
+        from actors.drafters.vocabulary.token_list import read_token_list
+
+        listed = read_token_list(Path(config.vocabulary))[: config.vocabulary_size or None]
+        pairs = {token: token for token in listed if token < size} if pairs is None else pairs
+        pairs = {token: pairs[token] for token in sorted(listed) if token in pairs}
+    return None if pairs is None else HeadRows(tuple(pairs.values()), tuple(pairs), width)
 
 
 def layer_layout(

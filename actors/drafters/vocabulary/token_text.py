@@ -1,0 +1,109 @@
+"""The tokens of a tokenizer as bytes of text, and the tokens that two tokenizers share.
+
+Tokens are compared by the bytes they stand for, whatever the tokenizer writes for a space or a byte: byte-level BPE has
+its alphabet (GPT-2), SentencePiece a marker for spaces and `<0xNN>` for bytes. Text is the concatenation of these
+bytes, so that pieces of a character, spaces and line ends need no rules of their own. Knows no models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+_SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE writes for every byte: itself if it can be seen, else one from U+0100 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
+
+
+class TokenText:
+    """The tokenizer of a checkpoint. `of[token]` are the bytes of an ordinary token, empty for a special one; those are
+    in `special` by name and in `names` by token."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Raises ValueError, one line, for a tokenizer whose tokens are no pieces of the text, such as WordPiece."""
+        file = checkpoint / "tokenizer.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        parts = {part["type"] for part in _parts(content)}
+        if "ByteLevel" not in parts and not parts & {"Metaspace", "ByteFallback"}:
+            raise ValueError(f"{file}: is neither byte-level nor SentencePiece, so its tokens are no pieces of a text")
+        self._tokenizer = Tokenizer.from_file(str(file))
+        added = {token["id"]: token for token in content.get("added_tokens", [])}
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        alphabet = _byte_alphabet() if "ByteLevel" in parts else None
+        self.of = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        self.special: dict[str, int] = {}
+        self.names: dict[int, str] = {}
+        for text, token in vocabulary.items():
+            if token not in added:
+                self.of[token] = _bytes_of(text, alphabet)
+            elif added[token]["special"]:
+                self.special[text], self.names[token] = token, text
+            else:
+                self.of[token] = text.encode()
+        first = self.encode("a").ids[:1]
+        self.prepends_space = bool(first) and self.of[first[0]].startswith(b" ")
+
+    def encode(self, text: str) -> Encoding:
+        """The tokens of a text, without those that the tokenizer would add to it."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """What a text of the model begins with: the tokens that the tokenizer puts there, or its first special one."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        ordinary = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
+        return tuple(encoding.ids[: ordinary[0]] if ordinary else ()) or (min(self.special.values(), default=0),)
+
+    def by_bytes(self) -> dict[bytes, int]:
+        """The token of every piece of text that is one; of several, not the one that names a byte."""
+        pieces: dict[bytes, int] = {}
+        for token, piece in enumerate(self.of):
+            if piece and (piece not in pieces or _BYTE.fullmatch(self._tokenizer.id_to_token(pieces[piece]) or "")):
+                pieces[piece] = token
+        return pieces
+
+
+def has_same_tokens(target: Path, draft: Path) -> bool | None:
+    """Whether two checkpoints give every token the same id; None where one of them has no tokenizer."""
+    files = [path / "tokenizer.json" for path in (target, draft)]
+    if not all(file.is_file() for file in files):
+        return None
+    ours, theirs = (json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("vocab") for file in files)
+    return ours == theirs
+
+
+def shared_tokens(target: TokenText, draft: TokenText) -> list[tuple[int, int]]:
+    """(target token, draft token) of every piece of text, and every special token's name, that both have."""
+    ours, theirs = target.by_bytes(), draft.by_bytes()
+    pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]
+    named = [(token, draft.special[name]) for name, token in target.special.items() if name in draft.special]
+    return sorted(pairs + named)
+
+
+def _parts(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of decoder and pre-tokenizer, sequences opened."""
+    pending = [part for key in ("decoder", "pre_tokenizer") if (part := content.get(key))]
+    while pending:
+        part = pending.pop()
+        yield part
+        pending += part.get("decoders", []) + part.get("pretokenizers", [])
+
+
+def _bytes_of(text: str, alphabet: dict[str, int] | None) -> bytes:
+    if alphabet is not None:
+        return bytes(alphabet[character] for character in text) if alphabet.keys() >= set(text) else text.encode()
+    if (byte := _BYTE.fullmatch(text)) is not None:
+        return bytes([int(byte[1], 16)])
+    return text.replace(_SPACE, " ").encode()

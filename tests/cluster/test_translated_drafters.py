@@ -1,0 +1,68 @@
+"""Engines whose draft model has another tokenizer than the target, over text that is awkward to cut into tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import SamplingConfig, VerifyConfig, VerifyRule
+from cluster.config.compose import checked
+from cluster.config.jobs import GenerateConfig
+from cluster.jobs import generate
+from tests.actors.drafters.vocabulary.small_tokenizers import AWKWARD, save
+
+
+@pytest.fixture(scope="module")
+def foreign_checkpoint(tiny_checkpoint, tmp_path_factory):
+    import shutil
+
+    path = tmp_path_factory.mktemp("foreign")
+    shutil.copytree(tiny_checkpoint("Llama", seed=3, vocab_size=330), path, dirs_exist_ok=True)
+    return save(path, "pieces", 330)
+
+
+@pytest.fixture
+def launch(tiny_launch, write_prompts, foreign_checkpoint):
+    def make(temperature=0.0, rule=VerifyRule.coupled, **keys):
+        prompts = write_prompts(*({"prompt": text} for text in AWKWARD))
+        return tiny_launch(
+            GenerateConfig(prompts=prompts, trace=False, concurrency=2, limit=0),
+            drafter=ModelDrafterConfig(path=str(foreign_checkpoint), num_draft_tokens=3, device="cpu", **keys),
+            sampling=SamplingConfig(max_tokens=24, ignore_eos=True, temperature=temperature),
+            verify=VerifyConfig(rule),
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_those_of_plain_decoding(launch, tmp_path, capsys, one_free_thread, temperature):
+    config = checked(launch(temperature))
+    assert config.drafter.tokenizer == config.target.path
+    generate.run(config, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["tokens_equal_plain"] and report["num_draft_tokens"] > 20
+    line = "whose tokenizer is not the target's: it drafts the tokens that both have"
+    assert line in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_equal_tokenizer_needs_no_translation(launch, foreign_checkpoint):
+    config = launch()
+    same = replace(config, target=replace(config.target, path=str(foreign_checkpoint)))
+    assert checked(same).drafter.tokenizer == ""
+
+
+def test_tokenizers_without_anything_in_common_are_refused_in_one_line(launch, foreign_checkpoint, tmp_path):
+    import shutil
+
+    other = shutil.copytree(foreign_checkpoint, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["decoder"], content["pre_tokenizer"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}, None
+    (other / "tokenizer.json").write_text(json.dumps(content | {"model": content["model"] | {"vocab": {"<unk>": 0}}}))
+    config = launch()
+    with pytest.raises(ValueError, match=r"^drafter.path: .*: is neither byte-level nor SentencePiece") as refusal:
+        checked(replace(config, drafter=replace(config.drafter, path=str(other))))
+    assert "\n" not in str(refusal.value)
