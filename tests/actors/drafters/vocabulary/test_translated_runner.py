@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from actors.drafters.interface import Context
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.loading import open_draft_model
+from actors.drafters.vocabulary.translated_runner import TranslatedRunner
 from actors.options import SchedulerConfig
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams
 from actors.verification.rules import RULES
@@ -32,7 +34,7 @@ def save_model(path, vocab_size, seed=0):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    shape = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    shape: dict[str, Any] = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     config = LlamaConfig(vocab_size=vocab_size, **shape, max_position_embeddings=512, initializer_range=0.5)
     LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -127,6 +129,7 @@ def test_a_piece_of_text_that_takes_more_rows_than_the_pool_has_is_cut(pair):
     config, _, _ = open_translated(pair)
     small = open_draft_model(replace(config, kv_slots=30), SchedulerConfig(), SINGLE, "cpu")[0]
     tokens = train("bytes", TARGET_SIZE).encode("\U0001f600 hello \u4f60\u597d " * 4).ids[:25]
+    assert isinstance(small, TranslatedRunner)
     small.open(0)
     assert small.can_reserve(25)
     assert small.forward([Span(0, 25)], tokens).logits.shape == (1, TARGET_SIZE)
