@@ -50,7 +50,8 @@ PUBLIC_KEYS = {
     "drafter=auto": "name drafters path num_draft_tokens",
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
     "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
-    "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate tokenizer",
+    "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
+    "tokenizer",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
