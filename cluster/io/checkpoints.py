@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.drafters.vocabulary.token_text import has_same_tokens
+from actors.drafters.vocabulary.token_pieces import has_same_tokens
 from cluster.pocket import described
 from parallel.model.checkpoint import find_tensors, read_json, tensor_shapes
 from parallel.model.families.registry import read_config

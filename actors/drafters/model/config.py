@@ -61,7 +61,7 @@ class Strategy(StrEnum):
     cape = "cape"
 
 
-class Translate(StrEnum):
+class Translation(StrEnum):
     """How a draft model with a tokenizer of its own proposes the target's tokens."""
 
     auto = "auto"
@@ -156,7 +156,7 @@ class ModelDrafterConfig(DrafterConfig):
     all tokens."""
     vocabulary_size: Annotated[int, Range(0, zero="all of them")] = 0
     """Tokens of the list to draft, the most frequent first; 0 = all of them."""
-    translate: Translate = Translate.auto
+    translate: Translation = Translation.auto
     """A draft model with another tokenizer than the target's: intersection (it drafts the tokens that both have), or
     auto: intersection if the tokenizers differ, else nothing is translated."""
     tokenizer: str = ""
@@ -244,13 +244,13 @@ class ModelDrafterConfig(DrafterConfig):
 
     def _with_tokenizer(self, resolve: PathResolver, where: str) -> ModelDrafterConfig:
         """The record with the tokenizer to translate to, if the draft model is to be translated."""
-        from actors.drafters.vocabulary.token_text import has_same_tokens
+        from actors.drafters.vocabulary.token_pieces import has_same_tokens
 
         tokenizer = resolve.checkpoint(f"{where}.tokenizer", self.tokenizer or resolve.target)
         same = has_same_tokens(Path(tokenizer), Path(self.path))
         remedy = "needs a tokenizer.json beside both models; save it there or drop it"
-        require(self.translate is Translate.auto or same is not None, f"{where}.translate", self.translate, remedy)
-        translates = same is False or self.translate is not Translate.auto
+        require(self.translate is Translation.auto or same is not None, f"{where}.translate", self.translate, remedy)
+        translates = same is False or self.translate is not Translation.auto
         return replace(self, tokenizer=tokenizer if translates else "")
 
     def check_checkpoints(self, where: str = "drafter") -> None:

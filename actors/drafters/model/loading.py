@@ -74,10 +74,10 @@ def translated(runner: ModelRunner, config: ModelDrafterConfig) -> ModelRunner:
     head = runner.config.head
     if not config.tokenizer or head is None:
         return runner
-    from actors.drafters.vocabulary.token_text import TokenText
+    from actors.drafters.vocabulary.token_pieces import TokenPieces
     from actors.drafters.vocabulary.translated_runner import TranslatedRunner
 
-    target, draft = TokenText(Path(config.tokenizer)), TokenText(Path(config.path))
+    target, draft = TokenPieces(Path(config.tokenizer)), TokenPieces(Path(config.path))
     pairs = dict(zip(head.columns, head.rows, strict=True))
     return TranslatedRunner(runner, target, draft, pairs, head.width)
 
@@ -90,10 +90,10 @@ def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
     width = size = read_config(resolve_checkpoint(config.path)).vocab_size
     pairs: dict[int, int] | None = None
     if config.tokenizer:
-        from actors.drafters.vocabulary.token_text import TokenText, shared_tokens
+        from actors.drafters.vocabulary.token_pieces import TokenPieces, shared_tokens
 
         width = read_config(resolve_checkpoint(config.tokenizer)).vocab_size
-        shared = shared_tokens(TokenText(Path(config.tokenizer)), TokenText(Path(config.path)))
+        shared = shared_tokens(TokenPieces(Path(config.tokenizer)), TokenPieces(Path(config.path)))
         pairs = {token: draft for token, draft in shared if token < width and draft < size}
         if len(pairs) < _FEWEST_SHARED:
             raise ValueError(f"its tokenizer shares {len(pairs)} tokens with that of {config.tokenizer}")

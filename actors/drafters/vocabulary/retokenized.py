@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from actors.drafters.vocabulary.token_text import TokenText
+from actors.drafters.vocabulary.token_pieces import TokenPieces
 
 _WINDOWS = (32, 256)
 """Tokens that are encoded again, if the first half of them comes out as it was; else more, at last the whole text."""
@@ -19,7 +19,7 @@ _WINDOWS = (32, 256)
 class RetokenizedText:
     """`token_ids` are the text in `draft` tokens; the text comes in `target` tokens, of which `num_target` are here."""
 
-    def __init__(self, target: TokenText, draft: TokenText) -> None:
+    def __init__(self, target: TokenPieces, draft: TokenPieces) -> None:
         self._target = target
         self._draft = draft
         self._text = ""

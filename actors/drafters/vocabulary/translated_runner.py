@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.drafters.vocabulary.retokenized import RetokenizedText
-from actors.drafters.vocabulary.token_text import TokenText
+from actors.drafters.vocabulary.token_pieces import TokenPieces
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.model.config import DecoderConfig
@@ -35,7 +35,7 @@ class _PendingRow:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _TranslatedText:
     text: RetokenizedText
     num_cached: int = 0  # target tokens whose text the model has read and committed
     pending: list[_PendingRow] = field(default_factory=list)
@@ -50,7 +50,7 @@ class TranslatedRunner(ModelRunner):
     """
 
     def __init__(
-        self, runner: ModelRunner, target: TokenText, draft: TokenText, draft_ids: Mapping[int, int], width: int
+        self, runner: ModelRunner, target: TokenPieces, draft: TokenPieces, draft_ids: Mapping[int, int], width: int
     ) -> None:
         self.runner = runner
         self.decoder = runner.decoder
@@ -59,7 +59,7 @@ class TranslatedRunner(ModelRunner):
         self._draft = draft
         self._config = replace(runner.config, vocab_size=width)
         self._draft_ids = draft_ids
-        self._sequences: dict[SeqId, _Sequence] = {}
+        self._sequences: dict[SeqId, _TranslatedText] = {}
         self._promised = 0
 
     @property
@@ -68,7 +68,7 @@ class TranslatedRunner(ModelRunner):
 
     def open(self, seq_id: SeqId) -> None:
         self.runner.open(seq_id)
-        self._sequences[seq_id] = _Sequence(RetokenizedText(self._target, self._draft))
+        self._sequences[seq_id] = _TranslatedText(RetokenizedText(self._target, self._draft))
 
     def close(self, seq_id: SeqId) -> None:
         self.runner.close(seq_id)
@@ -99,7 +99,7 @@ class TranslatedRunner(ModelRunner):
         sequence = self._sequences[seq_id]
         kept = sequence.text.cut(length)
         self.runner.truncate(seq_id, min(kept, self.runner.cached_len(seq_id)))
-        self._sequences[seq_id] = _Sequence(sequence.text, length)
+        self._sequences[seq_id] = _TranslatedText(sequence.text, length)
 
     def drop_fuzzy(self, seq_id: SeqId) -> bool:
         sequence = self._sequences[seq_id]

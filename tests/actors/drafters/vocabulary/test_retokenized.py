@@ -8,7 +8,7 @@ import random
 import pytest
 
 from actors.drafters.vocabulary.retokenized import RetokenizedText
-from actors.drafters.vocabulary.token_text import TokenText, has_same_tokens, shared_tokens
+from actors.drafters.vocabulary.token_pieces import TokenPieces, has_same_tokens, shared_tokens
 from tests.actors.drafters.vocabulary.small_tokenizers import AWKWARD, KINDS, save, train
 
 
@@ -16,10 +16,10 @@ from tests.actors.drafters.vocabulary.small_tokenizers import AWKWARD, KINDS, sa
 def texts(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizers")
     sizes = {"bytes": (300, 420), "words": (330, 330), "pieces": (330, 400)}
-    return {(kind, i): TokenText(save(path / f"{kind}{i}", kind, sizes[kind][i])) for kind in KINDS for i in (0, 1)}
+    return {(kind, i): TokenPieces(save(path / f"{kind}{i}", kind, sizes[kind][i])) for kind in KINDS for i in (0, 1)}
 
 
-def text_of(vocabulary: TokenText, token_ids) -> str:
+def text_of(vocabulary: TokenPieces, token_ids) -> str:
     """What the tokens stand for, without a last character that is not whole and a first space that is no text."""
     content = b"".join(vocabulary.of[token] for token in token_ids)
     for end in range(len(content), len(content) - 4, -1):
@@ -104,7 +104,7 @@ def test_other_kinds_of_tokenizers_are_refused_in_one_line(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"tokenizer.json: is neither byte-level nor SentencePiece"):
-        TokenText(tmp_path)
+        TokenPieces(tmp_path)
 
 
 def test_the_same_tokens_are_recognised(tmp_path):

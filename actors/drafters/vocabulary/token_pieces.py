@@ -27,7 +27,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
 
 
-class TokenText:
+class TokenPieces:
     """The tokenizer of a checkpoint. `of[token]` are the bytes of an ordinary token, empty for a special one; those are
     in `special` by name and in `names` by token."""
 
@@ -84,7 +84,7 @@ def has_same_tokens(target: Path, draft: Path) -> bool | None:
     return ours == theirs
 
 
-def shared_tokens(target: TokenText, draft: TokenText) -> list[tuple[int, int]]:
+def shared_tokens(target: TokenPieces, draft: TokenPieces) -> list[tuple[int, int]]:
     """(target token, draft token) of every piece of text, and every special token's name, that both have."""
     ours, theirs = target.by_bytes(), draft.by_bytes()
     pairs = [(token, theirs[piece]) for piece, token in ours.items() if piece in theirs]
