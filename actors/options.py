@@ -31,6 +31,7 @@ class VerifyRule(StrEnum):
     block = "block"
     traversal = "traversal"
     kseq = "kseq"
+    auto = "auto"
 
 
 class PipelineName(StrEnum):
@@ -90,7 +91,8 @@ class VerifyConfig(Section):
     rule: VerifyRule = VerifyRule.coupled
     """coupled: target and drafter share their noise, so that sampled text does not depend on the drafter; rejection:
     recursive rejection sampling; block: block verification, for chains; traversal: traversal verification, the same for
-    trees; kseq: K-SEQ, for drafts that are drawn independently. The last four need draft probabilities."""
+    trees; kseq: K-SEQ, for drafts that are drawn independently. These four need draft probabilities. auto: block for
+    chains that a model draws at a temperature above 0, else coupled: the one of them that accepts the most tokens."""
     law_size: Annotated[int, Range(1)] = 64
     """Entries of a draft distribution that are sent to the target for every rule but coupled. The drafter
     samples from the distribution cut to this size, so the output stays exact."""

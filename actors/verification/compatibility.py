@@ -46,6 +46,7 @@ EXACT_FOR: Mapping[VerifyRule, tuple[frozenset[SamplingKind], frozenset[DraftTra
 
 
 def is_exact(rule: VerifyRule, kinds: Iterable[SamplingKind], traits: Iterable[DraftTrait] = ()) -> bool:
+    """Whether the rule keeps the target's distribution for drafts of all these kinds and traits."""
     return not _wrong(rule, frozenset(kinds), frozenset(traits))
 
 
@@ -60,6 +61,18 @@ def _wrong(rule: VerifyRule, kinds: frozenset[SamplingKind], traits: frozenset[D
     if wrong := sorted(concerned - good_traits):
         return f"drafts that {' and '.join(wrong)}"
     return ""
+
+
+def choose_rule(kinds: Iterable[SamplingKind], traits: Iterable[DraftTrait], *, is_greedy: bool) -> VerifyRule:
+    """The rule that accepts the most of drafts which, under a ratio rule, are of these kinds and traits.
+
+    Of a chain drawn at random block verification accepts more than any other rule (it is optimal among those that
+    follow one path). Of trees the coupled rule accepts as many as traversal or more, measured, and its tokens are those
+    of plain decoding; the two are alike for chosen tokens and greedy decoding, where coupled reads no distribution.
+    """
+    drawn, marks = frozenset(kinds), frozenset(traits)
+    is_drawn_chain = bool(drawn & RANDOM) and is_exact(VerifyRule.block, drawn, marks)
+    return VerifyRule.block if is_drawn_chain and not is_greedy else VerifyRule.coupled
 
 
 def check_scheme(rule: str, kinds: Iterable[SamplingKind], traits: Iterable[DraftTrait] = ()) -> None:

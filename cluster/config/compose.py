@@ -8,7 +8,7 @@ relative paths become absolute paths here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,8 @@ from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.registry import DRAFTERS
-from actors.options import CHECKPOINT
+from actors.options import CHECKPOINT, VerifyRule
+from actors.verification.compatibility import choose_rule
 from cluster import pocket
 from cluster.config.errors import describe, unknown_key
 from cluster.config.jobs import BenchConfig, PlanConfig, PromptsJobConfig, TrainConfig
@@ -71,12 +72,31 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
 def checked(config: LaunchConfig) -> LaunchConfig:
     """The same configuration if it makes sense, with paths that exist; ValueError, one line, otherwise."""
     config = replace(config, drafter=_with_typed_parts(config.drafter, "drafter"))
+    if not isinstance(config.job, BenchConfig):  # which has a rule for each of its drafters
+        config = with_chosen_rule(config)
     validate(config)
     config = _with_real_paths(config)
     if not isinstance(config.job, TrainConfig):
         read_config(config.target.path).stretched(config.target.stretch).check_ranks(config.target.tp, "target.tp")
         config.drafter.check_checkpoints()
     return config
+
+
+def with_chosen_rule(config: LaunchConfig) -> LaunchConfig:
+    """`verify=auto` replaced by the rule it stands for, given the drafter, the pipeline and the temperatures."""
+    if config.verify.rule is not VerifyRule.auto:
+        return config
+    drafter, pipeline = _with_typed_parts(config.drafter, "drafter"), config.pipeline.name
+    rule = VerifyRule.coupled
+    temperatures = getattr(config.job, "temperatures", None) or [config.sampling.temperature]
+    with suppress(ValueError):  # options that nothing but the coupled rule can be combined with
+        drafter.check_with(VerifyRule.block, pipeline)
+        kinds, traits = (
+            drafter.sampling_kinds(VerifyRule.block, pipeline),
+            drafter.draft_traits(VerifyRule.block, pipeline),
+        )
+        rule = choose_rule(kinds, traits, is_greedy=not any(temperatures))
+    return replace(config, verify=replace(config.verify, rule=rule))
 
 
 def _with_typed_parts(drafter: DrafterConfig, where: str) -> DrafterConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from actors.options import VerifyRule
 from actors.ranges import require
 from actors.verification.compatibility import check_scheme
 
@@ -24,7 +25,8 @@ def validate(config: LaunchConfig) -> None:
     config.drafter.check_with(rule, pipeline)
     for where in ("verify", "pipeline", "placement", "scheduler", "cluster", "job", "sampling"):
         getattr(config, where).check(where)
-    check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline), config.drafter.draft_traits(rule, pipeline))
+    if rule is not VerifyRule.auto:
+        check_scheme(rule, config.drafter.sampling_kinds(rule, pipeline), config.drafter.draft_traits(rule, pipeline))
     _check_lengths(config)
     _check_machines(config)
     if config.job.name == "plan":

@@ -18,7 +18,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.drafters.registry import DRAFTERS
 from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
-from cluster.config.compose import checked, drafter_record
+from cluster.config.compose import checked, drafter_record, with_chosen_rule
 from cluster.config.jobs import BenchConfig
 from cluster.config.schema import CHOICES, LaunchConfig
 
@@ -50,9 +50,9 @@ class Setting:
         return f"{self.drafter} {self.pipeline}"  # configurations may hold lists, which are no keys
 
     def configure(self, config: LaunchConfig) -> LaunchConfig:
-        """`config` with this setting's drafter, pipeline and temperature."""
+        """`config` with this setting's drafter, pipeline and temperature; the rule auto becomes the one for these."""
         sampling = replace(config.sampling, temperature=self.temperature)
-        return replace(config, drafter=self.drafter, pipeline=self.pipeline, sampling=sampling)
+        return with_chosen_rule(replace(config, drafter=self.drafter, pipeline=self.pipeline, sampling=sampling))
 
     def labels(self) -> dict[str, object]:
         """Its values, by the names of the command line."""

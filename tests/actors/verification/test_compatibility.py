@@ -16,7 +16,15 @@ import pytest
 
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, TokenTree
-from actors.verification.compatibility import EXACT_FOR, RANDOM, DraftTrait, check_scheme, is_exact, to_markdown
+from actors.verification.compatibility import (
+    EXACT_FOR,
+    RANDOM,
+    DraftTrait,
+    check_scheme,
+    choose_rule,
+    is_exact,
+    to_markdown,
+)
 from actors.verification.coupled import verify_coupled
 from actors.verification.rules import RULES
 from cluster.tools.certify.rule_enumeration import (
@@ -106,7 +114,7 @@ def distance(rule: str, kinds: tuple[SamplingKind, ...], traits: frozenset[Draft
     return total_variation(emission(function, drafts, p, 3, outcomes), p, 3)
 
 
-@pytest.mark.parametrize("rule", VerifyRule)
+@pytest.mark.parametrize("rule", EXACT_FOR)
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name for kind in kinds))
 def test_every_pair_that_the_table_allows_is_exact(rule, kinds):
     for traits in TRAITS:
@@ -163,7 +171,25 @@ def test_a_refusal_names_the_draws_and_the_rules_that_fit():
     with pytest.raises(ValueError, match="'typical' is not one of coupled, rejection, block, traversal, kseq"):
         check_scheme("typical", [IID])
     check_scheme("kseq", [ROOT, IID])
-    assert EXACT_FOR.keys() == {"coupled", *RULES} == set(VerifyRule)
+    assert EXACT_FOR.keys() == {"coupled", *RULES} == set(VerifyRule) - {VerifyRule.auto}
+
+
+@pytest.mark.parametrize("kinds", [set(), *map(set, KINDS)])
+@pytest.mark.parametrize("branches", [False, True])
+def test_auto_takes_a_rule_that_is_exact_and_the_longest_of_chains(kinds, branches):
+    traits = {BRANCHES} if branches else set()
+    for is_greedy in (True, False):
+        rule = choose_rule(kinds, traits, is_greedy=is_greedy)
+        assert is_exact(rule, kinds, traits)
+        drawn_chain = bool(kinds & RANDOM) and not branches
+        assert rule is (VerifyRule.block if drawn_chain and not is_greedy else VerifyRule.coupled)
+    if drawn_chain:
+        for seed in range(3):
+            p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 30)
+            accepted = {
+                name: emission(RULES[name], enumerate_drafts(q, [(IID,)] * 3), p, 4).mean_accepted for name in RULES
+            }
+            assert accepted[rule] == pytest.approx(max(accepted.values())) and accepted[rule] > accepted["rejection"]
 
 
 def test_the_page_shows_the_table():

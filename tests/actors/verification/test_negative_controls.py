@@ -138,10 +138,35 @@ def record_another_temperature(draft: WeightedDraft, q) -> WeightedDraft:
     return replace(draft, distributions=tuple(hotter(distribution) for distribution in draft.distributions))
 
 
+def read_top_k_as_its_own_softmax(draft: WeightedDraft, q) -> WeightedDraft:
+    """MCSD as released with a drafter at temperature 0: top-k tokens, tested against the softmax over these k."""
+
+    def over_the_chosen(node: int) -> SparseDistribution | None:
+        tokens = [draft.tree.token_ids[child] for child in draft.tree.children()[node]]
+        if not tokens:
+            return None
+        probs = q(contexts(draft.tree)[node])[tokens]
+        return SparseDistribution(tuple(tokens), tuple((probs / probs.sum()).tolist()))
+
+    return relabelled(draft, WOR, tuple(map(over_the_chosen, range(len(draft.tree.parents)))))
+
+
+def read_top_k_as_independent(draft: WeightedDraft, q) -> WeightedDraft:
+    """LongSpec's sampling mode as released: top-k children, tested one by one against the same distribution."""
+    return relabelled(draft, IID, full_laws(draft, q))
+
+
+def record_the_untrimmed_law(draft: WeightedDraft, q) -> WeightedDraft:
+    """The drafter knows three of the four tokens; its distribution is recorded as if it knew all."""
+    return relabelled(draft, IID, full_laws(draft, q))
+
+
 @pytest.mark.parametrize(
     "kind, mistake, floor",
     [
         (IID, drop_duplicates, 0.002),
+        (DET, read_top_k_as_its_own_softmax, 0.1),
+        (DET, read_top_k_as_independent, 0.2),
         (WOR, read_without_replacement_as_independent, 0.004),
         (DET, read_top_k_as_sampled, 0.2),
         (WOR, prune_after_the_draw, 0.05),
@@ -154,6 +179,43 @@ def test_mistakes_of_the_drafter_are_found(random_law, rule, kind, mistake, floo
     found = distances(random_law, RULES[rule], kind, mistake)
     assert found.mean() > floor
     assert np.median(found) > 1e-4
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_a_trimmed_vocabulary_whose_law_was_recorded_whole_is_found(random_law, rule):
+    """And with the law it was really drawn from, zero outside the trimmed vocabulary, nothing is lost."""
+
+    def trimmed(q):
+        return lambda context: np.append(q(context)[:-1] / q(context)[:-1].sum(), 0.0)
+
+    found, right = [], []
+    for seed in range(8):
+        p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 500)
+        for distances_of, mistake in ((found, record_the_untrimmed_law), (right, lambda draft, q: draft)):
+            drafts = (mistake(draft, q) for draft in enumerate_drafts(trimmed(q), [(IID, IID), (IID,)]))
+            distances_of.append(total_variation(emission(RULES[rule], drafts, p, LENGTH), p, LENGTH))
+    assert max(right) < 1e-12 and np.mean(found) > 0.01
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_chain_that_drops_its_last_unlikely_token_is_found_and_one_that_ends_with_it_is_exact(
+    random_law, rule, drops
+):
+    """Confidence may end a draft *after* the token that fell short, not take that token back."""
+
+    def ended(draft: WeightedDraft, q) -> WeightedDraft:
+        length = 0
+        while length < 2 and probability(q, draft, length + 1) >= 0.4:
+            length += 1
+        return restricted(draft, [*range(min(2, length + (not drops)) + 1)])
+
+    found = []
+    for seed in range(8):
+        p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 500)
+        drafts = (ended(draft, q) for draft in enumerate_drafts(q, [(IID,), (IID,)]))
+        found.append(total_variation(emission(RULES[rule], drafts, p, LENGTH), p, LENGTH))
+    assert np.mean(found) > 0.05 if drops else max(found) < 1e-12
 
 
 # --- mistakes of the test --------------------------------------------------------------------------------------------
@@ -207,6 +269,88 @@ def arg_max_match_with_sampled_bonus(tree, sampling_kinds, distributions, target
 def test_mistakes_of_the_test_are_found(random_law, rule, floor):
     found = distances(random_law, rule, WOR)
     assert found.mean() > floor
+
+
+def test_independent_coins_on_top_k_tokens_are_worse(random_law):
+    found = distances(random_law, longest_path_of_independent_coins, DET, read_top_k_as_sampled)
+    assert found.mean() > 0.2
+
+
+def threshold(level: float):
+    """A likely enough token is accepted whatever the coin says, as with SGLang's `threshold_single` below 1."""
+
+    def verify(tree, sampling_kinds, distributions, target_row, random_source):
+        class Lenient:
+            sample = staticmethod(random_source.sample)
+
+            @staticmethod
+            def accept(chance, node):
+                likely = target_row(tree.parents[node])[tree.token_ids[node]] >= level
+                return likely or random_source.accept(chance, node)
+
+        return RULES["rejection"](tree, sampling_kinds, distributions, target_row, Lenient)
+
+    return verify
+
+
+@pytest.mark.parametrize("level, floor", [(0.3, 0.01), (0.9, 0.0)])
+def test_a_threshold_of_acceptance_is_found_where_it_does_anything(random_law, level, floor):
+    assert distances(random_law, threshold(level), WOR).mean() > floor
+
+
+# --- mistakes of block verification ---------------------------------------------------------------------------------
+
+
+def block_with(*, stops=False, token_residual=False, uncapped=False, padded=False):
+    """The paper's four lines with one of them wrong; without a mistake, `verify_block` again."""
+
+    def verify(tree, sampling_kinds, distributions, target_row, random_source):
+        last = tree.num_draft_tokens
+        p = [target_row(i) for i in range(last + 1)]
+        q = [np.zeros_like(p[0]) for _ in range(last)]
+        for row, distribution in zip(q, distributions, strict=False):
+            row[list(distribution.token_ids)] = distribution.probs
+        reach, joint = [1.0], 1.0
+        for i, token in enumerate(tree.token_ids[1:]):
+            joint *= p[i][token] / q[i][token]
+            reach.append(min(1.0, reach[i] * p[i][token] / q[i][token]))
+        residuals = [np.maximum(reach[i] * p[i] - q[i], 0.0) for i in range(last)] + [p[last]]
+        accepted = 0
+        for i in range(1, last + 1):
+            chance = reach[i] if not uncapped or i < last else min(1.0, joint)
+            if i < last or padded:  # padded: the row after the last draft token is taken for a further one's
+                rest = residuals[i].sum() if i < last else reach[i] * 0.5
+                spare = rest + 1.0 - reach[i]
+                chance = rest / spare if spare > 0 else 1.0
+            if random_source.accept(chance, i):
+                accepted = i
+            elif stops:
+                break
+        wrong = (
+            np.maximum(p[accepted] - q[accepted], 0.0) if token_residual and accepted < last else residuals[accepted]
+        )
+        return tuple(range(1, accepted + 1)), random_source.sample(wrong if wrong.sum() > 0 else p[accepted], accepted)
+
+    return verify
+
+
+@pytest.mark.parametrize(
+    "mistake, floor",
+    [(None, 0), ("stops", 0.05), ("token_residual", 0.001), ("uncapped", 0.02), ("padded", 0.02)],
+)
+def test_mistakes_of_block_verification_are_found(random_law, mistake, floor):
+    """`stops`: an early break; `token_residual`: as released for Ascend; `uncapped`: as in hierarchical speculative
+    decoding (2601.05724); `padded`: a ragged batch whose chains end early."""
+    rule = block_with(**({mistake: True} if mistake else {}))
+    found = []
+    for seed in range(8):
+        p, q = random_law(3, seed), random_law(3, seed + 500)
+        emitted = emission(rule, enumerate_drafts(q, [(IID,)] * 3), p, 4)
+        found.append(total_variation(emitted, p, 4))
+        if mistake is None:
+            ours = emission(RULES["block"], enumerate_drafts(q, [(IID,)] * 3), p, 4)
+            assert ours.mean_accepted == pytest.approx(emitted.mean_accepted, abs=1e-12)
+    assert np.mean(found) > floor if floor else max(found) < 1e-12
 
 
 def law_without(distribution: SparseDistribution, gone: list[int], token: int, renormalise: bool) -> ChildDistribution:

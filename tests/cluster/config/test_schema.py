@@ -26,11 +26,12 @@ from cluster.config.jobs import BenchConfig, TrainConfig
 from cluster.config.options_page import groups_help
 from cluster.config.schema import CHOICES, LaunchConfig, PlacementName
 from cluster.observability.report import Circumstances, RunFigures
+from cluster.tools.bench.plan import expand
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
     "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "cascade", "auto"},
-    "verify": {"coupled", "rejection", "block", "traversal", "kseq"},
+    "verify": {"coupled", "rejection", "block", "traversal", "kseq", "auto"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
@@ -156,7 +157,10 @@ EVERY_CHOICE = [(group, choice) for group in CHOICES for choice in CHOICES[group
 def test_every_choice_composes(group: str, choice: str):
     section = getattr(load_config([f"{group}={choice}", *required(group, choice)]), group)
     assert type(section) is type(CHOICES[group][choice])
-    assert (section.rule if group == "verify" else section.name) == choice
+    # verify=auto becomes the rule that it stands for: see below
+    assert (section.rule if group == "verify" else section.name) == (
+        "coupled" if (group, choice) == ("verify", "auto") else choice
+    )
 
 
 def test_report_fields_are_the_public_ones():
@@ -176,6 +180,33 @@ def test_every_key_is_explained():
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, rule",
+    [
+        (["sampling.temperature=0.6"], "block"),
+        (["job=certify"], "block"),  # its temperatures are 0 and 1
+        (["job=certify", "job.temperatures=[0]"], "coupled"),
+        ([], "coupled"),
+        (["sampling.temperature=0.6", "drafter.strategy=tree"], "coupled"),
+        (["sampling.temperature=0.6", "drafter=suffix"], "coupled"),
+        (["sampling.temperature=0.6", "drafter=none"], "coupled"),
+        (["sampling.temperature=0.6", "pipeline=branches"], "coupled"),  # its drafts are the likeliest tokens
+        (["sampling.temperature=0.6", "drafter=cascade"], "block"),
+        (["sampling.temperature=0.6", "drafter=cascade", "drafter.merge=2"], "coupled"),
+        (["sampling.temperature=0.6", "drafter=auto"], "block"),
+    ],
+)
+def test_the_rule_auto_is_chosen_by_drafter_pipeline_and_temperature(overrides, rule):
+    assert load_config(["verify=auto", *overrides]).verify.rule == rule
+
+
+def test_a_bench_chooses_the_rule_auto_for_each_of_its_drafters():
+    config = load_config(["verify=auto", "job=bench", "job.drafters=[ngram,[ngram,model]]", "job.temperatures=[0,1]"])
+    assert config.verify.rule is VerifyRule.auto
+    chosen = {setting.drafter.name: str(setting.configure(config).verify.rule) for setting in expand(config)}
+    assert chosen == {"ngram": "coupled", "cascade": "block"}
 
 
 def test_defaults(bundled: SimpleNamespace):

@@ -12,7 +12,7 @@ from actors.verification.rules import RULES
 from cluster.tools.certify import exact
 from cluster.tools.certify.exact import check_exactness
 
-PAIRS = [(rule, kind) for rule in VerifyRule if rule != "coupled" for kind in sorted(EXACT_FOR[rule][0])]
+PAIRS = [(rule, kind) for rule in VerifyRule if rule not in ("coupled", "auto") for kind in sorted(EXACT_FOR[rule][0])]
 
 
 @pytest.mark.parametrize(("rule", "kind"), [*PAIRS, (VerifyRule.coupled, SamplingKind.DETERMINISTIC)])
