@@ -10,6 +10,7 @@ from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafter
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig, NoDrafterConfig
+from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterConfig
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
@@ -27,6 +28,8 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
     "recycling": RecyclingDrafterConfig,
     "aded": AdedDrafterConfig,
     "rest": RestDrafterConfig,
+    "jacobi": JacobiDrafterConfig,
+    "lookahead": LookaheadDrafterConfig,
     "cascade": CascadeDrafterConfig,
     "auto": AutoDrafterConfig,
 }

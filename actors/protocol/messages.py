@@ -210,13 +210,15 @@ class TopTokens:
 
     `contexts` [n, 2] are the token before a row's own, -1 if there is none, and the row's own; `token_ids` [n, k] the
     likeliest first and `probs` [n, k] are the model's, before sampling parameters apply. Arrays are bytes, little
-    endian: int32, int32 and float32.
+    endian: int32, int32 and float32. `spans` are (request, length of its text, number of rows) in the order of the
+    rows; where a proposal was verified, the last rows of its request are those of its nodes, the root first.
     """
 
     k: int
     contexts: bytes
     token_ids: bytes
     probs: bytes
+    spans: tuple[tuple[int, int, int], ...]
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError unless the arrays fit together and hold tokens of this vocabulary and probabilities."""
@@ -224,6 +226,8 @@ class TopTokens:
         sizes = len(self.contexts), len(self.token_ids), len(self.probs)
         if self.k < 1 or sizes != (8 * num_rows, cell * num_rows, cell * num_rows):
             raise ValueError(f"top tokens: {sizes} bytes are not rows of {self.k} tokens")
+        if min((size for *_, size in self.spans), default=0) < 0 or sum(size for *_, size in self.spans) != num_rows:
+            raise ValueError(f"top tokens: {self.spans} do not divide {num_rows} rows")
         if num_rows:
             contexts, token_ids = (memoryview(part).cast("i").tolist() for part in (self.contexts, self.token_ids))
             probs = memoryview(self.probs).cast("f").tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class TopTokensReader:
         self._is_lead = is_lead
         self._logits: Tensor | None = None
         self._contexts: list[np.ndarray] = []
+        self._spans: list[tuple[int, int]] = []  # (sequence, length of its text) of each of `_contexts`
 
     @staticmethod
     def of(k: int, *, reads_prompts: bool = False, is_lead: bool = True) -> TopTokensReader | None:
@@ -45,13 +46,14 @@ class TopTokensReader:
         self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int], inputs: Sequence[_Fed]
     ) -> Tensor:
         """The pass; returns the logits of the rows that `spans` ask for."""
-        self._contexts, start = [], 0
+        self._contexts, self._spans, start = [], [], 0
         for span, fed in zip(spans, inputs, strict=True):
             end, before = start + span.num_tokens, runner.cached_len(span.seq_id) - 1
             num_rows = span.num_tokens if self._reads_prompts else span.num_logits
             if num_rows:
                 first = fed.token_ids[before] if before >= 0 else NO_TOKEN
                 self._contexts.append(_contexts(span, token_ids[start:end], first)[-num_rows:])
+                self._spans.append((cast("int", span.seq_id), len(fed.token_ids)))
             start = end
         asked = [replace(span, num_logits=span.num_tokens) for span in spans] if self._reads_prompts else spans
         logits = runner.forward(asked, token_ids).logits
@@ -71,11 +73,13 @@ class TopTokensReader:
         top = logits.topk(k)
         probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
         both = torch.cat([top.indices.int().view(torch.float32), probs], 1).cpu().numpy()  # one transfer
-        contexts = np.concatenate(self._contexts)
+        contexts, sizes = np.concatenate(self._contexts), [len(rows) for rows in self._contexts]
         good = np.isfinite(both[:, k:]).all(1)
         if not good.all():
             both, contexts = both[good], contexts[good]
-        return TopTokens(k, contexts.tobytes(), both[:, :k].tobytes(), both[:, k:].tobytes())
+            sizes = [int(kept.sum()) for kept in np.split(good, np.cumsum(sizes)[:-1])]
+        spans = tuple((*span, size) for span, size in zip(self._spans, sizes, strict=True))
+        return TopTokens(k, contexts.tobytes(), both[:, :k].tobytes(), both[:, k:].tobytes(), spans)
 
 
 def _contexts(span: Span, token_ids: Sequence[int], first: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafter
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Draft
+from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterConfig
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
@@ -39,6 +40,8 @@ DRAFTERS = {
     "recycling": RecyclingDrafterConfig(num_draft_tokens=12, width=4),
     "aded": AdedDrafterConfig(num_draft_tokens=9),
     "rest": RestDrafterConfig(num_draft_tokens=9, datastore=small_store(), shortest_match=1),
+    "jacobi": JacobiDrafterConfig(num_draft_tokens=5),
+    "lookahead": LookaheadDrafterConfig(num_draft_tokens=14, window=3, ngram=3, guesses=4),
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "branching": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, branching=[3, 2, 1]),
@@ -60,7 +63,7 @@ DRAFTERS = {
     ),
     "foreign": ModelDrafterConfig(path="foreign", tokenizer="target", num_draft_tokens=5),
 }
-LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest")
+LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest", "jacobi", "lookahead")
 EVERY_PROCESSOR = dict(
     top_k=40,
     top_p=0.95,

@@ -27,6 +27,7 @@ from actors.drafters.cascade.level import CascadeDrafter
 from actors.drafters.cascade.remote_child import Mailbox, RemoteChild
 from actors.drafters.config import DrafterConfig, DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterConfig
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
@@ -124,6 +125,8 @@ CASES = {
     "recycling": Case(RecyclingDrafterConfig(num_draft_tokens=9, width=3), is_below=True),
     "aded": Case(AdedDrafterConfig(), is_below=True, repeats=False),
     "rest": Case(RestDrafterConfig(datastore=small_store(), shortest_match=1), is_below=True),
+    "jacobi": Case(JacobiDrafterConfig(width=3), is_below=True, repeats=False),
+    "lookahead": Case(LookaheadDrafterConfig(), is_below=True, repeats=False),
     "auto": Case(AUTO, repeats=False),
     "auto-rejection": Case(AUTO, rule="rejection", repeats=False),
     "two": Case(TWO),
@@ -280,6 +283,7 @@ class Parent:
     def next_batch(self):
         """Releases, with or without a draft under way; then admissions, commits and orders."""
         chance = self.choose.random
+        top_tokens = tuple(self.top_tokens() for _ in range(self.choose.randrange(3)))
         ends = self.max_len - 1
         releases = [
             i for i, shadow in self.shadows.items() if chance() < (0.04 if len(shadow.token_ids) < ends else 0.4)
@@ -305,15 +309,21 @@ class Parent:
             if budget > 0:
                 shadow.is_ordered, shadow.draft = True, tree
         self.choose.shuffle(orders)
-        top_tokens = tuple(self.top_tokens() for _ in range(self.choose.randrange(3)))
         return DraftBatch(1, tuple(admits), tuple(commits), tuple(releases), tuple(orders), top_tokens=top_tokens)
 
     def top_tokens(self):
         """What the target might have found at some rows, of requests that may have ended."""
         k, num_rows = max(1, self.case.config.target_top_k), self.choose.randrange(9)
-        tokens = [self.choose.randrange(VOCAB_SIZE) for _ in range(num_rows * (k + 2))]
-        contexts, token_ids = (array("i", part).tobytes() for part in (tokens[: 2 * num_rows], tokens[2 * num_rows :]))
-        top_tokens = TopTokens(k, contexts, token_ids, array("f", [1 / k] * (num_rows * k)).tobytes())
+        contexts = [self.choose.randrange(VOCAB_SIZE) for _ in range(2 * num_rows)]
+        spans = [(0, 0, num_rows)]
+        for i, shadow in self.shadows.items():
+            if shadow.draft is not None and self.choose.random() < 0.7:  # or their pass left none
+                contexts += [token for node in shadow.draft.token_ids for token in (0, node)]
+                spans.append((i, len(shadow.token_ids), len(shadow.draft.token_ids)))
+        num_rows = len(contexts) // 2
+        token_ids = [self.choose.randrange(VOCAB_SIZE) for _ in range(num_rows * k)]
+        arrays = (array("i", part).tobytes() for part in (contexts, token_ids))
+        top_tokens = TopTokens(k, *arrays, array("f", [1 / k] * (num_rows * k)).tobytes(), tuple(spans))
         if (reader := self.fresh.capabilities.reads_top_tokens) is not None:
             reader.read_top_tokens(top_tokens)
         return top_tokens

@@ -55,13 +55,15 @@ def test_every_row_of_a_tree_has_the_targets_own_top_tokens(models, reads_prompt
     tree = Span("a", 6, [-1, 0, 1, 2, 2, 3], 4)  # 7 8 9, then 20 and 21 after 9, and 22 after 20
     fed = [Fed(texts["a"]), Fed(texts["b"])]
     logits = reader.forward(runner, [tree, Span("b", 2)], [7, 8, 9, 20, 21, 22, 40, 41], fed)
-    contexts, token_ids, probs = rows_of(reader.read())
+    top = reader.read()
+    contexts, token_ids, probs = rows_of(top)
     paths = [[5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9]]
     paths += [[*paths[2], 20], [*paths[2], 21], [*paths[2], 20, 22], [40], [40, 41]]
     if not reads_prompts:
         paths = [*paths[2:6], paths[7]]
-        assert first is None
+        assert first is None and top.spans == (("a", 5, 4), ("b", 2, 1))
     else:
+        assert first.spans == (("a", 5, 2),) and top.spans == (("a", 5, 6), ("b", 2, 2))
         assert rows_of(first)[0].tolist() == [[NO_TOKEN, 5], [5, 6]]
     assert contexts.tolist() == [[NO_TOKEN, *path][-2:] for path in paths]
     for path, tokens, shares in zip(paths, token_ids, probs, strict=True):
@@ -75,12 +77,14 @@ def test_every_row_of_a_tree_has_the_targets_own_top_tokens(models, reads_prompt
 def test_rows_without_numbers_are_left_out(models):
     runner, reader = open_model(models["target"], num_slots=64), TopTokensReader(2)
     runner.open("a")
-    logits = reader.forward(runner, [Span("a", 2, num_logits=2)], [5, 6], [type("Fed", (), {"token_ids": [5, 6]})])
+    runner.open("b")
+    spans, fed = [Span("a", 2, num_logits=2), Span("b", 1)], [type("Fed", (), {"token_ids": [5, 6]})] * 2
+    logits = reader.forward(runner, spans, [5, 6, 7], fed)
     with torch.inference_mode():
         logits[0] = nan
     top = reader.read()
     top.check(VOCAB_SIZE)
-    assert rows_of(top)[0].tolist() == [[5, 6]]
+    assert rows_of(top)[0].tolist() == [[5, 6], [NO_TOKEN, 7]] and [size for *_, size in top.spans] == [1, 1]
 
 
 def test_they_travel_only_to_a_drafter_that_asks(open_room, make_requests, verdicts):
@@ -100,6 +104,7 @@ TOP = TopTokens(
         np.array(part, kind).tobytes()
         for part, kind in (([-1, 3, 3, 4], "i4"), ([1, 2, 3, 4], "i4"), ([0.5, 0.25, 1, 0], "f4"))
     ),
+    ((7, 3, 1), (8, 5, 1)),
 )
 
 
@@ -116,6 +121,8 @@ TOP = TopTokens(
         dict(probs=np.array([0.5, nan, 0.5, 0.5], "f4").tobytes()),
         dict(probs=np.array([0.5, 2, 0.5, 0.5], "f4").tobytes()),
         dict(probs=TOP.probs[:8]),
+        dict(spans=((7, 3, 1),)),
+        dict(spans=((7, 3, 3), (8, 5, -1))),
     ],
 )
 def test_impossible_ones_are_refused(changes):

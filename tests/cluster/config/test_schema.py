@@ -30,7 +30,8 @@ from cluster.tools.bench.plan import expand
 
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
-    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "cascade", "auto"},
+    "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "jacobi"}
+    | {"lookahead", "cascade", "auto"},
     "verify": {"coupled", "rejection", "block", "traversal", "kseq", "auto"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
@@ -47,6 +48,8 @@ PUBLIC_KEYS = {
     "drafter=recycling": "name num_draft_tokens width reads_prompts",
     "drafter=aded": "name num_draft_tokens construction min_probability iterations width max_pairs learns "
     "reads_prompts corpus tokenizer",
+    "drafter=jacobi": "name num_draft_tokens width",
+    "drafter=lookahead": "name num_draft_tokens window ngram guesses reads_text",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=auto": "name drafters path num_draft_tokens",
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
@@ -290,7 +293,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, path"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
-        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, cascade, copy, maxgram"),
+        (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, cascade, copy, jacobi"),
         (["drafter=4"], "a group takes the name of one of its choices"),
         (["drafter=[model,ngram]"], "a group takes one choice"),
         (

@@ -22,7 +22,7 @@ def top_tokens(rows):
     contexts = np.array([row[:2] for row in rows], np.int32)
     token_ids = np.array([list(row[2]) for row in rows], np.int32)
     probs = np.array([list(row[2].values()) for row in rows], np.float32)
-    return TopTokens(token_ids.shape[1], contexts.tobytes(), token_ids.tobytes(), probs.tobytes())
+    return TopTokens(token_ids.shape[1], contexts.tobytes(), token_ids.tobytes(), probs.tobytes(), ((1, 2, len(rows)),))
 
 
 def draft(drafter, token_ids, budget=12):

@@ -15,7 +15,8 @@ def top_tokens(rows):
     """Rows as (token, its candidates)."""
     contexts = np.array([(-1, token) for token, _ in rows], np.int32)
     token_ids = np.array([candidates for _, candidates in rows], np.int32)
-    return TopTokens(token_ids.shape[1], contexts.tobytes(), token_ids.tobytes(), bytes(token_ids.nbytes))
+    arrays = contexts.tobytes(), token_ids.tobytes(), bytes(token_ids.nbytes)
+    return TopTokens(token_ids.shape[1], *arrays, ((1, 2, len(rows)),))
 
 
 def draft(drafter, token, budget):
