@@ -6,14 +6,14 @@ target verifies is decided on its side (`actors/drafters/draft_ahead`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import log2
 
 from actors.policy.draft_ahead_choice import DraftAheadChoice
 from actors.policy.draft_length import DraftLengths, DraftOutcome
 from actors.policy.draft_wait import DraftWait
-from actors.policy.estimators import Ewma, RoundCosts
+from actors.policy.estimators import Ewma, LinearFit, Rate, RoundCosts
 from actors.policy.speculation_switch import Mode, SpeculationSwitch
 
 
@@ -161,6 +161,10 @@ class LoadEstimate:
     ahead: DraftAheadChoice = field(default_factory=DraftAheadChoice)
 
 
+_BATCH_STIFFNESS = 1.0
+"""Variance of batch sizes at which the measured time of one more request and the expected one weigh the same."""
+_LEAST_PASS = 0.25
+"""Least plain round that is extrapolated to, in mean plain rounds."""
 SIMILAR = 2
 """Steps of the batch size by which two loads may differ for one to begin with the conclusion of the other."""
 _Kind = tuple[int, int, bool]
@@ -181,6 +185,7 @@ class AdaptivePolicy(Policy):
         self._longest_only = longest_only
         self._loads: dict[_Kind, LoadEstimate] = {}
         self._load = LoadEstimate()
+        self._plain_rounds: dict[Hashable, LinearFit] = {}  # seconds against requests, by context and sampling
         self._last_read_prompt = False
 
     @property
@@ -227,6 +232,8 @@ class AdaptivePolicy(Policy):
         is_first, self._last_read_prompt = not self.weighs_waiting and (reads or self._last_read_prompt), reads
         if not longest:
             costs.plain_verify_s.update(seen.verify_s)
+            if not reads:
+                self._plain_rounds.setdefault(kind[1:], LinearFit()).update(seen.num_running, seen.seconds)
         elif not is_first:
             mean = sum(lengths) / len(lengths)
             drafting.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
@@ -262,15 +269,38 @@ class AdaptivePolicy(Policy):
             nearest = min(
                 similar, key=lambda known: 4 * abs(known[1] - kind[1]) + abs(known[0] - kind[0]), default=None
             )
-            switch = self._loads[nearest].switch.for_similar_load() if nearest is not None else SpeculationSwitch()
+            switch = SpeculationSwitch()
+            if nearest is not None:
+                switch = self._loads[nearest].switch.for_similar_load(self._expected_plain(kind, nearest))
             self._loads[kind] = LoadEstimate(switch)
         return self._loads[kind]
+
+    def _expected_plain(self, kind: _Kind, nearest: _Kind) -> Rate | None:
+        """One plain round of a load that was never seen, on the line through those of other batch sizes.
+
+        Where batch sizes hardly varied, a row of a plain pass is taken to cost what a row of a draft costs.
+        """
+        rounds = self._plain_rounds.get(kind[1:])
+        if rounds is None:
+            return None
+        costs = self._loads[nearest].decoding
+        per_token_s = costs.with_drafts.per_token_s(costs.plain_verify_s.mean)[1]
+        num_running = _num_running(kind)
+        seconds = rounds.at(num_running, rounds.slope(per_token_s / _num_running(nearest), _BATCH_STIFFNESS))
+        rate = Rate()
+        rate.update(num_running, max(seconds, _LEAST_PASS * rounds.mean_y))
+        return rate
 
 
 def _whole_tokens(outcomes: Sequence[DraftOutcome]) -> float | None:
     """What a round would have brought if each request had had a draft as the requests of a trial had."""
     drafted = [max(1, outcome.num_tokens) for outcome in outcomes if outcome.num_ordered]
     return len(outcomes) * sum(drafted) / len(drafted) if drafted else None
+
+
+def _num_running(kind: _Kind) -> float:
+    """Batch size in the middle of the class."""
+    return 2 ** (kind[0] / 2)
 
 
 def _kind_of_load(num_running: int, mean_len: float, samples: bool) -> _Kind:

@@ -96,6 +96,7 @@ class SpeculationSwitch:
     _prospect: float = 0.0
     _is_partial: bool = False  # only some requests take part in the trial
     _is_concluded: bool = False  # the first trial ended
+    _is_plain_expected: bool = False  # `plain` is an expectation from other loads, not measured
 
     @property
     def speculates(self) -> bool:
@@ -116,13 +117,19 @@ class SpeculationSwitch:
                 return min(num_requests, max(2, num_requests // TRIAL_SHARE))
         return num_requests
 
-    def for_similar_load(self) -> SpeculationSwitch:
-        """A switch that starts with the conclusion of this one, if it has come to one."""
+    def for_similar_load(self, plain: Rate | None = None) -> SpeculationSwitch:
+        """A switch that starts with the conclusion of this one, if it has come to one.
+
+        `plain` is what plain rounds are expected to bring there. Speculation that is slower is probed at once.
+        """
         if not self._is_concluded:
             return SpeculationSwitch(balance=self.balance)
         mode = Mode.speculate if self.mode in (Mode.speculate, Mode.probe) else Mode.rest
         rest = min(self.rest, 2 * MIN_REST)
-        return SpeculationSwitch(mode, interval=FIRST_PROBE, rest=rest, balance=self.balance, _is_concluded=True)
+        switch = SpeculationSwitch(mode, interval=FIRST_PROBE, rest=rest, balance=self.balance, _is_concluded=True)
+        if plain is not None:
+            switch.plain, switch._is_plain_expected = {0: plain}, True
+        return switch
 
     @property
     def _knows_plain(self) -> bool:
@@ -178,6 +185,9 @@ class SpeculationSwitch:
         rates = self.speculative if speculated else self.plain
         is_disturbed = willing and self.mode is Mode.catch_up and self._knows_plain
         if not is_first and not is_disturbed:
+            if not speculated and self._is_plain_expected:
+                self.plain, self._is_plain_expected = {}, False
+                rates = self.plain
             tokens = num_tokens if whole_tokens is None else whole_tokens
             rates.setdefault(kind, Rate()).update(tokens, seconds)
         if not willing:
@@ -237,12 +247,12 @@ class SpeculationSwitch:
         is_known = found.num_rounds > (0 if overdrawn else MIN_TRIAL - 1)
         gain = found.gain if is_known else None
         if gain is not None and gain < (1.0 if overdrawn else 1 - MARGIN / found.tokens**0.5):
-            is_stale = self._rounds > STALE_ROUNDS
+            is_stale = self._rounds > STALE_ROUNDS or self._is_plain_expected
             if self._rounds < MIN_INTERVAL and not is_stale:  # the trial misled, or the text changed at once
                 self.rest = min(4 * self.rest, MAX_REST)
             self._enter(Mode.probe if is_stale else Mode.rest)
             if is_stale:
-                self.plain = {}
+                self.plain, self._is_plain_expected = {}, False
         elif self._rounds >= self.interval:
             is_clear = gain is not None and gain > CLEAR_GAIN
             self.interval = min(max(MIN_INTERVAL, 2 * self.interval * is_clear), MAX_INTERVAL)

@@ -159,6 +159,16 @@ def test_sampled_and_greedy_requests_are_judged_apart_and_other_batch_sizes_anew
     assert policy.switch is not None and policy.switch.balance == CREDIT
 
 
+def test_a_smaller_batch_that_loses_is_found_in_two_rounds():
+    """Requests end one after the other: what plain rounds of the smaller batch take is known before any was made."""
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    good, bad = (5e-4, 0.9), (5e-3, 0.02)
+    assert played(policy, 16, 30, good)[-1] is Mode.speculate
+    assert set(played(policy, 11, 6, good)) == {Mode.speculate}
+    modes = played(policy, 8, 6, bad)
+    assert modes == [Mode.speculate] * 2 + [Mode.probe] * 2 + [Mode.rest] * 2
+
+
 def test_delays_from_before_a_rest_are_forgotten_at_its_trial():
     policy = AdaptivePolicy("sync", 0, LONGEST)
     policy.wait.update_delay(9.0, is_rest=False)

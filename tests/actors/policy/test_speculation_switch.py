@@ -8,7 +8,16 @@ from itertools import groupby
 
 import pytest
 
-from actors.policy.speculation_switch import CREDIT, LATE_ROUNDS, MAX_CREDIT, TRIAL_TAX, Mode, SpeculationSwitch
+from actors.policy.estimators import Rate
+from actors.policy.speculation_switch import (
+    CREDIT,
+    FIRST_PROBE,
+    LATE_ROUNDS,
+    MAX_CREDIT,
+    TRIAL_TAX,
+    Mode,
+    SpeculationSwitch,
+)
 
 SPECULATE, PROBE, REST, CATCH_UP, TRIAL = Mode
 
@@ -184,6 +193,31 @@ def test_a_load_like_another_starts_with_its_conclusion():
         assert similar.rest <= 64
     assert modes >= {CATCH_UP, TRIAL, REST}
     assert SpeculationSwitch(PROBE, _is_concluded=True).for_similar_load().mode is SPECULATE
+
+
+@pytest.mark.parametrize(("expected_s", "plain_s", "speculates"), [(0.01, 0.01, False), (0.01, 0.03, True)])
+def test_a_load_that_expects_faster_plain_rounds_measures_them_at_once(expected_s, plain_s, speculates):
+    """Rounds of speculation bring 10 tokens in 0.02 s; plain decoding is measured after the second of them."""
+    expected = Rate()
+    expected.update(10, expected_s)
+    switch = SpeculationSwitch(SPECULATE, _is_concluded=True).for_similar_load(expected)
+    modes = []
+    for _ in range(5):
+        modes.append(switch.mode)
+        speculated = switch.speculates
+        switch.update(10, 0.02 if speculated else plain_s, speculated=speculated, willing=True)
+    assert modes == [SPECULATE, SPECULATE, PROBE, PROBE, SPECULATE if speculates else REST]
+    assert switch.plain[0].per_s == pytest.approx(10 / plain_s), "the expectation is replaced by measurements"
+
+
+def test_a_load_that_expects_slower_plain_rounds_speculates_until_the_usual_probe():
+    expected = Rate()
+    expected.update(10, 0.03)
+    switch = SpeculationSwitch(SPECULATE, _is_concluded=True).for_similar_load(expected)
+    for _ in range(FIRST_PROBE):
+        assert switch.mode is SPECULATE
+        switch.update(10, 0.02, speculated=True, willing=True)
+    assert switch.mode is PROBE
 
 
 def test_what_it_found_is_told():
