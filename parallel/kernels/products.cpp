@@ -25,7 +25,7 @@ constexpr int AHEAD = 1024;                 // bytes from a read to its prefetch
 constexpr int64_t WORTH_THREADS = 1 << 15;  // multiplications; fewer take less time than to wake a thread
 
 struct Job {
-    const float *x, *scales, *bias, *addend;
+    const float *x, *scales, *bias;
     float *out;
     int64_t num_rows, inputs, outputs;
 };
@@ -121,12 +121,9 @@ void multiply_panels(const Job &job, const Stored *matrix, int64_t first, int64_
         if (is_gated) multiply_chunk<Stored, Panels>(job, matrix, first + columns, row, rows, others);
         for (int64_t r = 0; r < rows; r++) {
             float *result = results + r * COLUMNS, *other = others + r * COLUMNS;
-            const int64_t place = (row + r) * columns + first;
             if (is_gated)
                 for (int64_t n = 0; n < valid; n++) result[n] = silu(result[n]) * other[n];
-            if (job.addend)
-                for (int64_t n = 0; n < valid; n++) result[n] += job.addend[place + n];
-            std::memcpy(job.out + place, result, valid * sizeof(float));
+            std::memcpy(job.out + (row + r) * columns + first, result, valid * sizeof(float));
         }
     }
 }
@@ -187,14 +184,14 @@ void with_type(int stored, const void *matrix, Body body) {
 
 }  // namespace
 
-// `stored` is the type of the weights: 0 float32, 1 bfloat16, 2 int8. Scales, bias and addend may be null.
+// `stored` is the type of the weights: 0 float32, 1 bfloat16, 2 int8. Scales and bias may be null.
 extern "C" {
 
-// out [rows, outputs] = x [rows, inputs] @ matrix.T * scales + bias + addend. Gated: the matrix holds the gates' outputs,
-// whose number is a multiple of PANEL, then as many others, and out [rows, outputs / 2] = silu(gates) * others + addend.
-void multiply_rows(const float *x, const void *panels, const float *scales, const float *bias, const float *addend,
-                   float *out, int64_t num_rows, int64_t inputs, int64_t outputs, int stored, int is_gated) {
-    const Job job = {x, scales, bias, addend, out, num_rows, inputs, outputs};
+// out [rows, outputs] = x [rows, inputs] @ matrix.T * scales + bias. Gated: the matrix holds the gates' outputs, whose
+// number is a multiple of PANEL, then as many others, and out [rows, outputs / 2] = silu(gates) * others.
+void multiply_rows(const float *x, const void *panels, const float *scales, const float *bias, float *out,
+                   int64_t num_rows, int64_t inputs, int64_t outputs, int stored, int is_gated) {
+    const Job job = {x, scales, bias, out, num_rows, inputs, outputs};
     with_type(stored, panels, [&](auto *matrix) { multiply(job, matrix, is_gated); });
 }
 

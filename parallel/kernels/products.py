@@ -24,7 +24,7 @@ _STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 @cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]] | None:
     """Multiply, gather and pack."""
-    multiply = function("multiply_rows", *[c_void_p] * 6, *[c_int64] * 3, c_int, c_int)
+    multiply = function("multiply_rows", *[c_void_p] * 5, *[c_int64] * 3, c_int, c_int)
     gather = function("gather_rows", *[c_void_p] * 4, *[c_int64] * 3, c_int)
     pack = function("pack_panels", *[c_void_p] * 2, *[c_int64] * 2, c_int)
     return None if multiply is None or gather is None or pack is None else (multiply, gather, pack)
@@ -55,22 +55,18 @@ class Panels:
         pack(matrix.contiguous().data_ptr(), self.weights.data_ptr(), self.inputs, self.outputs, self._stored)
         self._at = self.weights.data_ptr(), None if scales is None else scales.data_ptr()
 
-    def multiply(
-        self, x: Tensor, bias: Tensor | None = None, addend: Tensor | None = None, *, gated: bool = False
-    ) -> Tensor:
-        """x [T, inputs] -> x @ matrix.T + bias + addend, [T, outputs], all in float32.
+    def multiply(self, x: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+        """x [T, inputs] -> x @ matrix.T + bias, [T, outputs], all in float32.
 
         `gated`: half of the outputs are gates, the other half is multiplied by their silu: [T, outputs / 2].
         """
         assert x.shape[1] == self.inputs, f"rows of {x.shape[1]} for a matrix of {self.inputs} inputs"
         x = x.contiguous()
         out = x.new_empty(x.shape[0], self.outputs // 2 if gated else self.outputs)
-        addend = None if addend is None else addend.contiguous()
         self._multiply(
             x.data_ptr(),
             *self._at,
             None if bias is None else bias.data_ptr(),
-            None if addend is None else addend.data_ptr(),
             out.data_ptr(),
             x.shape[0],
             self.inputs,
