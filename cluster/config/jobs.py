@@ -229,6 +229,24 @@ class VocabularyConfig(PromptsJobConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class TreeConfig(PromptsJobConfig):
+    """Measure acceptance by rank and write the best fixed trees for it into a file for `drafter.tree`."""
+
+    name: str = "tree"
+    """Set by the choice `job=`."""
+    limit: Annotated[int, Range(0, zero="all prompts")] = 16
+    """Prompts to read from the start of the file; 0 = all."""
+    nodes: Annotated[int, Range(1, cap=1024)] = 31
+    """Draft tokens of the largest tree; smaller ones are written too."""
+    depth: Annotated[int, Range(1, cap=128)] = 8
+    """Levels of a tree, at most: one pass of the draft model for each."""
+    width: Annotated[int, Range(1, cap=64)] = 8
+    """Children of a node, at most."""
+    out: str = ""
+    """File to write; empty = `trees.json` in the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
     """Train a pair of bundled size: tokenizer, target, and a drafter distilled from it."""
 
@@ -288,6 +306,7 @@ JOBS: tuple[JobConfig, ...] = (
     PassesConfig(),
     DatastoreConfig(),
     VocabularyConfig(),
+    TreeConfig(),
     TrainConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""

@@ -32,6 +32,11 @@ def validate(config: LaunchConfig) -> None:
     if config.job.name == "plan":
         remedy = "has no ranks to lay out; a plan needs drafter=model"
         require(config.drafter.name == "model", "drafter.name", config.drafter.name, remedy)
+    if config.job.name == "tree":
+        remedy = "has no tree of a fixed shape; job=tree needs drafter=model"
+        require(config.drafter.name == "model", "drafter.name", config.drafter.name, remedy)
+        remedy = "is for chains; measure with coupled, rejection, traversal or kseq"
+        require(rule != "block", "verify.rule", rule, remedy)
 
 
 def _check_lengths(config: LaunchConfig) -> None:

@@ -69,7 +69,7 @@ class ModelDrafter:
         self._is_beam = config.strategy is Strategy.beam
         self._is_dynamic = config.strategy is Strategy.dynamic
         self._may_sample = config.strategy in DRAWN
-        self._ranks_given_noise = config.strategy in (Strategy.beam, Strategy.dynamic, Strategy.cape)
+        self._ranks_given_noise = config.strategy not in (Strategy.chain, Strategy.tree)
         self._price = PassPrice()
         self._price_share = 0.0
         self._growth = self._make_growth(config)

@@ -36,7 +36,7 @@ PUBLIC_CHOICES = {
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
-    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "datastore", "vocabulary", "train"},
+    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "datastore", "vocabulary", "tree", "train"},
 }
 
 PUBLIC_KEYS = {
@@ -71,6 +71,7 @@ PUBLIC_KEYS = {
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
     "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
+    "job=tree": "name prompts workload limit nodes depth width out",
     "job=vocabulary": "name prompts workload limit concurrency files size out",
     "job=passes": "name models ranks layer_groups rows context repeats",
 }

@@ -272,3 +272,18 @@ class TestPoolAndContext:
         drafter.prefill([context])
         assert runner.cached_len(1) <= MAX_LEN
         assert drafter.propose([context], [4])[0].tree.num_draft_tokens == 0
+
+
+def test_sampled_trees_grow_where_the_noise_of_the_target_leads(open_room, make_requests, models):
+    """Paths compete by their probability given the noise, which decides what a target that thinks alike will draw."""
+
+    def without_noise(drafter):
+        drafter._ranks_given_noise = False
+        return drafter
+
+    requests = make_requests(4, max_tokens=40, temperature=1.0)
+    rounds = []
+    for wrap in (None, without_noise):
+        room = open_room(SHAPES["best_first"], path=models["target"], wrap=wrap).serve(requests)
+        rounds.append(sum(room.stats.acceptance_histogram))
+    assert rounds[0] < 0.9 * rounds[1], "the same tokens in fewer rounds"

@@ -1,0 +1,93 @@
+"""Rounds of drafting and verifying in one process, for what is counted in tokens: no engine, no clock.
+
+A draft model and a target complete prompts in one batch, each round with the production drafter and the production
+rule. `Round` tells what was proposed and accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from actors.drafters.interface import Context, Drafter
+from actors.protocol.messages import Commit, Proposal, SamplingParams
+from actors.protocol.token_tree import TokenTree
+from actors.verification.verifier import Verifier, VerifyInput
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One proposal for prompt number `prompt` and the accepted path of it."""
+
+    prompt: int
+    tree: TokenTree
+    path: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the round, with the one that the target adds."""
+        return len(self.path) + 1
+
+    def ranks(self) -> list[int]:
+        """The rank among its siblings of each accepted node."""
+        children = self.tree.children()
+        return [children[self.tree.parents[node]].index(node) for node in self.path]
+
+
+def complete(
+    verifier: Verifier,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    num_draft_tokens: int,
+    num_tokens: int,
+) -> Iterator[Round]:
+    """Rounds until every prompt has `num_tokens` more; ends of text do not end it. Prompt i takes seed + i."""
+    target = verifier.runner
+    live = [
+        Context(i, 0, list(prompt), len(prompt), replace(sampling, seed=sampling.seed + i))
+        for i, prompt in enumerate(prompts)
+    ]
+    for context in live:
+        target.open(context.request_id)
+        drafter.open(context)
+    while live:
+        drafts = drafter.propose(live, [num_draft_tokens] * len(live))
+        inputs = [
+            VerifyInput(
+                context.request_id,
+                context.token_ids,
+                context.prompt_len,
+                context.sampling,
+                len(context.token_ids) - target.cached_len(context.request_id),
+                Proposal(
+                    context.request_id,
+                    0,
+                    len(context.token_ids),
+                    context.prefix_hash,
+                    draft.tree,
+                    draft.sampling_kinds,
+                    draft.distributions,
+                ),
+            )
+            for context, draft in zip(live, drafts, strict=True)
+        ]
+        logits, _ = verifier.forward(inputs)
+        for context, one, result in zip(live, inputs, verifier.verify(inputs, logits), strict=True):
+            target.commit(one.seq_id, [*range(one.num_fed), *(one.num_fed - 1 + node for node in result.path)])
+            tokens = (*(one.tree.token_ids[node] for node in result.path), result.next_token)
+            commit = Commit(context.request_id, 0, len(context.token_ids), result.path, tokens)
+            drafter.observe(context, commit)
+            context.extend(tokens)
+            yield Round(context.request_id, one.tree, result.path)
+        ended = [context for context in live if len(context.token_ids) - context.prompt_len >= num_tokens]
+        live = [context for context in live if context not in ended]
+        for context in ended:
+            drafter.release(context.request_id)
+            target.close(context.request_id)
+
+
+def acceptance_by_rank(rounds: Sequence[Round], width: int) -> list[float]:
+    """How often the child of each rank below the root was the accepted one."""
+    first = [one.ranks()[0] for one in rounds if one.path]
+    return [first.count(rank) / len(rounds) for rank in range(width)]

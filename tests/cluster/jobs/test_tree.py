@@ -1,0 +1,63 @@
+"""`job=tree`: acceptance by rank, the file, and a drafter that grows its trees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.fixed_trees import read_trees
+from actors.options import SamplingConfig, VerifyConfig, VerifyRule
+from actors.protocol.token_tree import TokenTree
+from cluster.config.compose import load_config
+from cluster.config.jobs import GenerateConfig, TreeConfig
+from cluster.jobs import generate, tree
+from cluster.tools.bench.rounds import Round, acceptance_by_rank
+
+
+def test_ranks_are_counted_among_siblings_below_the_root():
+    whole = TokenTree((0, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 2))
+    rounds = [Round(0, whole, path) for path in ((2, 5), (1, 3), (2,), ())]
+    assert [one.ranks() for one in rounds] == [[1, 1], [0, 0], [1], []]
+    assert acceptance_by_rank(rounds, 3) == [0.25, 0.5, 0.0] and [one.num_tokens for one in rounds] == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection])
+def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
+    tiny_launch, write_prompts, tmp_path, one_free_thread, rule
+):
+    prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
+    options = {"verify": VerifyConfig(rule, law_size=10**6), "sampling": SamplingConfig(temperature=1.0, max_tokens=13)}
+    job = TreeConfig(prompts=prompts, nodes=4, depth=3, width=3, out=str(tmp_path / "trees.json"))
+    config = tiny_launch(job, **options)
+    tree.run(config, tmp_path)
+    found = json.loads((tmp_path / "trees.json").read_text())
+    assert found["acceptance"] == [1.0, 0.0, 0.0] and found["verify"] == rule
+    assert read_trees(tmp_path / "trees.json")[:3] == [(-1, 0), (-1, 0, 1), (-1, 0, 1, 2)]
+    drafter = replace(config.drafter, strategy=Strategy.tree, tree=str(tmp_path / "trees.json"), num_draft_tokens=3)
+    generate.run(replace(config, drafter=drafter, job=GenerateConfig(prompts=prompts, trace=False)), tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["draft_acceptance_rate"] == 1.0 and report["acceptance_histogram"][3] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["drafter.strategy=tree", "drafter.tree=README.md"], "drafter.tree=README.md: is no file of trees"),
+        (["drafter.strategy=tree", "drafter.tree=nowhere"], "drafter.tree=nowhere: no such file"),
+        (["drafter.tree=x"], "drafter.tree=x: is the shape of a fixed tree; add drafter.strategy=tree"),
+        (["job=tree", "drafter=ngram"], "drafter.name=ngram: has no tree of a fixed shape"),
+        (["job=tree", "verify=block"], "verify.rule=block: is for chains"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(overrides, line):
+    with pytest.raises(ValueError, match=line):
+        load_config(overrides)
+
+
+def test_a_file_of_trees_is_found_from_anywhere(tmp_path):
+    (tmp_path / "trees.json").write_text('{"format": "specdec trees 1", "trees": [[-1, 0, 0]]}')
+    drafter = load_config(["drafter.strategy=tree", f"drafter.tree={tmp_path}/trees.json"]).drafter
+    assert isinstance(drafter, ModelDrafterConfig) and drafter.tree == f"{tmp_path}/trees.json"
