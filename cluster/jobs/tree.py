@@ -24,7 +24,7 @@ from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import write_json
-from cluster.tools.bench.rounds import Round, acceptance_by_rank, complete
+from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank, complete
 from parallel.comm.group import SINGLE
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.runtime.runner import ModelRunner, open_model
@@ -59,7 +59,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     )
     drafter = ModelDrafter(models[1], star, options)
     verifier = Verifier(models[0], options.rule, eos)
-    rounds: list[Round] = []
+    rounds: list[CountedRound] = []
     with torch.inference_mode(), terminal.counting("completing prompts", len(texts)) as bar:
         for first in range(0, len(texts), BATCH):
             some = texts[first : first + BATCH]

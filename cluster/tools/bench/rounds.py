@@ -1,7 +1,7 @@
 """Rounds of drafting and verifying in one process, for what is counted in tokens: no engine, no clock.
 
 A draft model and a target complete prompts in one batch, each round with the production drafter and the production
-rule. `Round` tells what was proposed and accepted.
+rule. `CountedRound` states what was proposed and accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from actors.verification.verifier import Verifier, VerifyInput
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class CountedRound:
     """One proposal for prompt number `prompt` and the accepted path of it."""
 
     prompt: int
@@ -41,7 +41,7 @@ def complete(
     sampling: SamplingParams,
     num_draft_tokens: int,
     num_tokens: int,
-) -> Iterator[Round]:
+) -> Iterator[CountedRound]:
     """Rounds until every prompt has `num_tokens` more; ends of text do not end it. Prompt i takes seed + i."""
     target = verifier.runner
     live = [
@@ -79,7 +79,7 @@ def complete(
             commit = Commit(context.request_id, 0, len(context.token_ids), result.path, tokens)
             drafter.observe(context, commit)
             context.extend(tokens)
-            yield Round(context.request_id, one.tree, result.path)
+            yield CountedRound(context.request_id, one.tree, result.path)
         ended = [context for context in live if len(context.token_ids) - context.prompt_len >= num_tokens]
         live = [context for context in live if context not in ended]
         for context in ended:
@@ -87,7 +87,7 @@ def complete(
             target.close(context.request_id)
 
 
-def acceptance_by_rank(rounds: Sequence[Round], width: int) -> list[float]:
+def acceptance_by_rank(rounds: Sequence[CountedRound], width: int) -> list[float]:
     """How often the child of each rank below the root was the accepted one."""
     first = [one.ranks()[0] for one in rounds if one.path]
     return [first.count(rank) / len(rounds) for rank in range(width)]

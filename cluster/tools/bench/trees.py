@@ -31,7 +31,7 @@ from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import versions, write_json
-from cluster.tools.bench.rounds import Round, acceptance_by_rank, complete
+from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank, complete
 from parallel.runtime.runner import open_model
 
 LAW_SIZE = 64
@@ -196,7 +196,7 @@ class Pair:
 
     def run(
         self, config: ModelDrafterConfig, rule: VerifyRule, temperature: float, prompts: Sequence[tuple[int, ...]]
-    ) -> tuple[list[Round], ModelDrafter]:
+    ) -> tuple[list[CountedRound], ModelDrafter]:
         options = ModelOptions(str(rule), LAW_SIZE, self._eos, 512)
         drafter = ModelDrafter(self._draft, replace(config, path=str(pocket.DRAFTER)), options)
         verifier = Verifier(self._target, str(rule), self._eos)
@@ -216,7 +216,7 @@ class Pair:
         return Acceptance(*found)
 
 
-def interval(rounds: Sequence[Round]) -> tuple[float, float, float]:
+def interval(rounds: Sequence[CountedRound]) -> tuple[float, float, float]:
     """Mean tokens of a round, and the 95 % interval by bootstrap over prompts."""
     by_prompt = groupby(sorted(rounds, key=lambda one: one.prompt), key=lambda one: one.prompt)
     sums = np.array([(sum(one.num_tokens for one in own), len(own)) for own in (list(own) for _, own in by_prompt)])

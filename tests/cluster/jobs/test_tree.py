@@ -14,12 +14,12 @@ from actors.protocol.token_tree import TokenTree
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, TreeConfig
 from cluster.jobs import generate, tree
-from cluster.tools.bench.rounds import Round, acceptance_by_rank
+from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank
 
 
 def test_ranks_are_counted_among_siblings_below_the_root():
     whole = TokenTree((0, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 2, 2))
-    rounds = [Round(0, whole, path) for path in ((2, 5), (1, 3), (2,), ())]
+    rounds = [CountedRound(0, whole, path) for path in ((2, 5), (1, 3), (2,), ())]
     assert [one.ranks() for one in rounds] == [[1, 1], [0, 0], [1], []]
     assert acceptance_by_rank(rounds, 3) == [0.25, 0.5, 0.0] and [one.num_tokens for one in rounds] == [3, 3, 2, 1]
 

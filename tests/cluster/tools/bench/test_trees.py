@@ -1,0 +1,50 @@
+"""The comparison of draft trees: which shapes compete, the interval, and a small run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from actors.drafters.model.fixed_trees import expected_accepted
+from actors.protocol.token_tree import TokenTree
+from cluster.tools.bench import trees
+from cluster.tools.bench.rounds import CountedRound
+
+
+def test_the_best_branching_is_that_of_most_accepted_tokens():
+    assert trees.best_branching(4, [0.9, *[0.01] * 7]) == [1, 1, 1, 1]
+    assert trees.best_branching(4, [0.12] * 8)[0] >= 4
+    for stars in (False, True):
+        for branching in trees.branchings(7, stars=stars):
+            assert branching == sorted(branching, reverse=True) and (not stars or set(branching[1:]) <= {1})
+            assert len(trees.shape_of(branching, 7)) - 1 == 7 or len(branching) == trees.DEEPEST
+    measured = [0.6, 0.2, 0.1, *[0.0] * 5]
+    best = trees.shape_of(trees.best_branching(7, measured), 7)
+    assert all(
+        expected_accepted(trees.shape_of(one, 7), measured) <= expected_accepted(best, measured) + 1e-12
+        for one in trees.branchings(7, stars=False)
+    )
+
+
+def rounds_of(*lengths: list[int]) -> list[CountedRound]:
+    chain = TokenTree.chain(0, [1] * 9)
+    return [CountedRound(i, chain, tuple(range(1, n))) for i, own in enumerate(lengths) for n in own]
+
+
+def test_the_interval_is_over_prompts():
+    assert trees.interval(rounds_of([3, 3], [3], [3, 3, 3])) == (3.0, 3.0, 3.0)
+    mean, low, high = trees.interval(rounds_of([1, 1, 1, 1], [5, 5], [2]))
+    assert mean == pytest.approx(16 / 7) and low == pytest.approx(1.0) and high == pytest.approx(5.0)
+
+
+@pytest.mark.slow
+def test_a_small_run(tmp_path, capsys):
+    out = tmp_path / "trees.json"
+    trees.main(["--prompts", "2", "--tokens", "8", "--only", "RSD-C", "--budgets", "7", "--out", str(out)])
+    cells = json.loads(out.read_text())["cells"]
+    assert [(cell["rule"], cell["temperature"]) for cell in cells] == [
+        (rule, temperature) for temperature in trees.TEMPERATURES for rule in ("rejection", "traversal")
+    ]
+    assert all(1 <= cell["low"] <= cell["length"] <= cell["high"] and cell["mean_nodes"] == 7 for cell in cells)
+    assert "Tokens per target pass, temperature 1" in capsys.readouterr().out
