@@ -46,6 +46,8 @@ def build_levels(
                 config.level_name(level),
                 tail=config.tail(level),
                 merge=config.merge if top else 0,
+                width=config.width(level),
+                child_width=config.width(level - 1),
                 is_last=top,
                 works_ahead=setup.pipeline in AHEAD and is_last,
                 child_top_k=config.levels[0].target_top_k if level == 1 else 0,

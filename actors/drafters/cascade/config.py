@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.ranges import Range, check_ranges, require
@@ -71,6 +71,11 @@ class CascadeDrafterConfig(DrafterConfig):
         """Unverified tokens that level number `level` passes on after its own."""
         return self.tails[level] if self.tails else 0
 
+    def width(self, level: int) -> int:
+        """Nodes beside each other in the tree that a level above the first passes up; 1 for a chain."""
+        one = self.levels[level]
+        return one.width if level and one.strategy is Strategy.tree else 1
+
     def level_name(self, level: int) -> str:
         """The name of level number `level` in reports."""
         return f"{level}-{self.levels[level].name}"
@@ -83,8 +88,16 @@ class CascadeDrafterConfig(DrafterConfig):
             is_model = isinstance(level, ModelDrafterConfig)
             remedy = "only the first level may lack a model; put it there"
             require(is_model, f"{where}.levels[{i}]", level.name, remedy)
-            remedy = "a level that verifies passes up a chain; leave it at chain"
-            require(level.strategy is Strategy.chain, f"{where}.levels[{i}].strategy", level.strategy, remedy)
+            remedy = "a level that verifies passes up a chain, or the runners-up beside it; use chain or tree"
+            shaped = level.strategy in (Strategy.chain, Strategy.tree)
+            require(shaped, f"{where}.levels[{i}].strategy", level.strategy, remedy)
+            remedy = "a level that verifies has `width` nodes beside each other at every depth; drop it"
+            require(not level.branching, f"{where}.levels[{i}].branching", level.branching, remedy)
+            remedy = "a level that verifies draws as the rule needs; drop it"
+            require(level.draws is Draws.auto, f"{where}.levels[{i}].draws", level.draws, remedy)
+            remedy = "passes up a tree, which cannot have a tail; drop drafter.tails of that level or its strategy"
+            chained = self.width(i) == 1
+            require(chained or not self.tail(i), f"{where}.levels[{i}].strategy", level.strategy, remedy)
         learns, forwards = self.levels[0].target_top_k > 0, self.levels[1].num_draft_tokens == 0
         remedy = "learns from level 1, which forwards drafts without a pass; let that pass up at least 1"
         require(not (learns and forwards), f"{where}.levels[0]", self.levels[0].name, remedy)
@@ -102,6 +115,9 @@ class CascadeDrafterConfig(DrafterConfig):
         coupled = rule is VerifyRule.coupled
         remedy = "is exact with verify=coupled only; drop it"
         require(coupled or not self.merge, f"{where}.merge", self.merge, remedy)
+        last = len(self.levels) - 1
+        remedy = "adds to a chain; drop it, or drafter.levels' strategy=tree of the last level"
+        require(self.width(last) == 1 or not self.merge, f"{where}.merge", self.merge, remedy)
         remedy = "are not drawn as verify=kseq needs; take another rule"
         require(not (rule is VerifyRule.kseq and any(self.tails)), f"{where}.tails", self.tails, remedy)
         self.levels[0].check_with(rule, self._first_pipeline(pipeline), f"{where}.levels[0]")
@@ -111,6 +127,7 @@ class CascadeDrafterConfig(DrafterConfig):
         fixed, last = self.lengths is LevelLengths.fixed, len(self.levels) - 1
         in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
         alone = not (any(self.tails) or self.merge)
+        chains = all(self.width(level) == 1 for level in range(len(self.levels)))
         drawn = rule is not VerifyRule.kseq or isinstance(self.levels[0], ModelDrafterConfig)
         for good, remedy in (
             (
@@ -119,6 +136,7 @@ class CascadeDrafterConfig(DrafterConfig):
             ),
             (in_turn, "needs levels and target to work in turn, to measure what each takes; use pipeline=sync"),
             (alone, "chooses among levels without tails; drop drafter.tails and drafter.merge"),
+            (chains, "chooses among chains; use strategy=chain for the levels above the first"),
             (drawn, "may pass on a lookup, which is not drawn as verify=kseq needs; take another rule"),
         ):
             require(fixed or good, f"{where}.lengths", self.lengths, remedy)
@@ -152,7 +170,9 @@ class CascadeDrafterConfig(DrafterConfig):
         return [path for level in self.levels for path in level.translated_models()]
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
-        return {SamplingKind.IID} | (self.first_kinds(rule, pipeline) if self._forwards_first_level() else set())
+        without = any(self.width(level) > 1 for level in self._reaching()) and rule is not VerifyRule.kseq
+        own = {SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT} if without else {SamplingKind.IID}
+        return own | (self.first_kinds(rule, pipeline) if self._forwards_first_level() else set())
 
     def first_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         """How the first level draws."""
@@ -162,6 +182,15 @@ class CascadeDrafterConfig(DrafterConfig):
         """Sync where the first level shares the last one's ranks: it then drafts on demand only."""
         return pipeline if self.placement is LevelsPlacement.separate else PipelineName.sync
 
+    def _reaching(self) -> list[int]:
+        """Levels above the first whose tokens may reach the target without another level's verdict."""
+        last, reaching = len(self.levels) - 1, []
+        for level in range(last, 0, -1):
+            reaching.append(level)
+            if self.levels[level].num_draft_tokens and not self.tail(level) and self.lengths is LevelLengths.fixed:
+                break
+        return reaching
+
     def _forwards_first_level(self) -> bool:
         """Whether tokens of the first level may reach the target unverified: in tails, past levels of length 0."""
         left_out = self.lengths is LevelLengths.auto or not any(level.num_draft_tokens for level in self.levels[1:])
@@ -169,7 +198,8 @@ class CascadeDrafterConfig(DrafterConfig):
 
     @property
     def is_chain(self) -> bool:
-        return not self.merge and (self.levels[0].is_chain or not self._forwards_first_level())
+        passed_on = [level for level in self._reaching() if self.width(level) > 1]
+        return not (self.merge or passed_on) and (self.levels[0].is_chain or not self._forwards_first_level())
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.cascade.build import build_levels

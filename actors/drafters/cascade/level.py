@@ -5,7 +5,8 @@
 Vertically a level orders drafts from its child level, verifies them, adds a token of its own and orders again, until it
 has the draft tokens that its parent ordered; horizontally the child adds a `tail` after the level's own tokens. To its
 child a level is a target whose text may be taken back, to its parent an ordinary drafter, so levels nest to any depth.
-A level whose child is lost drafts by itself, token by token. A level of length 0 forwards its child's drafts, as a tail
+A level whose child is lost drafts by itself, token by token. What a level hands up is a chain, or a tree: the chain
+with runners-up of its tokens. A level of length 0 forwards its child's drafts, as a tail
 after no tokens of its own.
 
 Under the coupled rule nothing more is needed. Under a ratio rule a token that was accepted, recovered or added follows
@@ -23,10 +24,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from actors.drafters.cascade.child import ChildLevel
 from actors.drafters.cascade.draft_lengths import LengthControl, PassedLengths
 from actors.drafters.cascade.level_stats import LevelStatsRecorder
 from actors.drafters.cascade.request_state import RequestState
+from actors.drafters.cascade.runners_up import best_runners_up, drawn_runners_up, num_own, with_siblings
 from actors.drafters.cascade.tree_merge import merge_trees
 from actors.drafters.config import ModelOptions
 from actors.drafters.draft_ahead.width import Step, WidthChooser
@@ -55,6 +59,10 @@ class LevelSpec:
     """Unverified tokens of the child after the level's own."""
     merge: int = 0
     """Nodes of the child's first draft that are added beside the level's own tokens, where the two differ."""
+    width: int = 1
+    """Nodes beside each other: a token of the level's own and its runners-up; 1: the level proposes chains."""
+    child_width: int = 1
+    """The same of the child, whose drafts have so many nodes for each token of their path."""
     is_last: bool = True
     """The target verifies this level's drafts, so the level counts their acceptance; else its parent does."""
     works_ahead: bool = False
@@ -88,6 +96,8 @@ class CascadeDrafter:
         rule = _RULES_OF_LEVELS.get(options.rule, options.rule)
         law_size = None if self._coupled else options.law_size
         reader = TopTokensReader.of(spec.child_top_k)
+        self._independent = options.rule == "kseq"
+        self._eos_token_ids = tuple(options.eos_token_ids)
         self._verifier = Verifier(runner, rule, options.eos_token_ids, law_size=law_size, top_tokens=reader)
         self._prefill_chunk = options.prefill_chunk
         self._lengths = lengths
@@ -124,7 +134,8 @@ class CascadeDrafter:
         missed = [(state, budget) for state, budget in orders if not self.prepared(state.context)]
         spec = self._spec
         for state, budget in missed:
-            state.share = min(max(1, budget - spec.tail - spec.merge), self._lengths.lengths[spec.number])
+            num_nodes = min(max(1, budget - spec.tail - spec.merge), self._lengths.lengths[spec.number])
+            state.share = num_own(num_nodes, spec.width)
         able = self._with_room([(state, state.share) for state, _ in missed])
         while short := [(state, state.share - state.num_drafted) for state in able if not state.is_full]:
             self._order(short)
@@ -149,6 +160,7 @@ class CascadeDrafter:
         fresh = self._coupled or len(token_ids) > own + tail
         if drafted[: len(token_ids)] == token_ids and fresh:
             del state.distributions[: len(token_ids)]
+            del state.siblings[: len(token_ids)]
             state.first_draft = None
         else:
             agreed = _common_prefix_len(drafted, token_ids)
@@ -218,7 +230,7 @@ class CascadeDrafter:
     def _order(self, short: list[tuple[RequestState, int]]) -> None:
         """Order drafts for requests that lack so many tokens; this level adds the last of them itself."""
         longest = self._lengths.longest(self._spec.number)
-        wanted = [(state, min(longest, missing - 1)) for state, missing in short]
+        wanted = [(state, min(longest, (missing - 1) * self._spec.child_width)) for state, missing in short]
         self._ordered = [(state, state.version, num_tokens) for state, num_tokens in wanted]
         orders = [(state.request_id, state.text, num_tokens) for state, num_tokens in wanted if num_tokens]
         if orders:
@@ -245,13 +257,30 @@ class CascadeDrafter:
                 state.in_flight = False
             return
         logits, _ = self._verifier.forward(inputs)
-        results = self._verifier.verify(inputs, logits, self._random_source)
+        sources: dict[int, RandomSource] = {}
+
+        def random_source(verified: VerifyInput) -> RandomSource:
+            return sources.setdefault(verified.seq_id, self._random_source(verified))
+
+        results = self._verifier.verify(inputs, logits, random_source)
         self._child.add_top_tokens(self._verifier.top_tokens())
         source = self._lengths.source(self._spec.number)
+        start = 0
         for (state, num_tokens), verified, result in zip(reviewed, inputs, results, strict=True):
+            rows = logits[start : (start := start + len(verified.tree.parents))]
+            if self._spec.width > 1:
+                state.siblings += self._runners_up(rows, verified, result, sources.get(verified.seq_id))
             self._stats.record_review(verified, source, num_tokens, result.path)
             self._keep(state, verified, result)
         self._stats.record_pass(time.monotonic() - started)
+
+    def _runners_up(
+        self, logits: Tensor, verified: VerifyInput, result: VerifyResult, source: RandomSource | None
+    ) -> list[tuple[int, ...]]:
+        width = self._spec.width
+        if source is None or is_greedy(verified.sampling):
+            return best_runners_up(logits, verified, result, self._eos_token_ids, width)
+        return drawn_runners_up(verified, result, source, width, independent=self._independent)
 
     def _verify_input(self, state: RequestState, proposal: Proposal | None, num_tokens: int) -> VerifyInput:
         """The uncached text and the proposal, or none if the proposal is not for this text."""
@@ -300,7 +329,7 @@ class CascadeDrafter:
 
     def _offer(self, state: RequestState, budget: int, tail: Proposal | None) -> Draft:
         spec, base = self._spec, len(state.context.token_ids)
-        own = state.text[base : base + max(1, budget - spec.merge)]
+        own = state.text[base : base + num_own(max(1, budget - spec.merge), spec.width)]
         tree = TokenTree.chain(state.text[base - 1], own)
         state.parts = ((spec.name, len(own)),) if own else ()
         if tail is not None and 0 < tail.tree.num_draft_tokens <= budget - len(own):
@@ -311,16 +340,26 @@ class CascadeDrafter:
         else:
             tail = None
         state.num_offered, state.num_tail = len(own), tree.num_draft_tokens - len(own)
+        num_siblings = 0
+        if spec.width > 1 and own:  # such a level has no tail and merges nothing
+            token_ids, parents = list(tree.token_ids), list(tree.parents)
+            num_siblings = with_siblings(token_ids, parents, len(own), state.siblings, budget - len(own))
+            tree = TokenTree(tuple(token_ids), tuple(parents))
+            state.parts = ((spec.name, len(own) + num_siblings),)
+        state.num_merged = 0
         if spec.merge and state.first_draft is not None:
             tree = merge_trees(tree, state.first_draft, min(spec.merge, budget - tree.num_draft_tokens))
-        state.num_merged = tree.num_draft_tokens - state.num_offered - state.num_tail
+            state.num_merged = tree.num_draft_tokens - state.num_offered - state.num_tail
         state.in_flight = spec.works_ahead and bool(own)
         if self._coupled:
             return Draft(tree, parts=state.parts)
         if is_greedy(state.context.sampling):
             return replace(Draft.chosen(tree), parts=state.parts)
-        sampling_kinds = (SamplingKind.ROOT, *[SamplingKind.IID] * len(own), *(tail.sampling_kinds[1:] if tail else ()))
-        distributions = (*state.distributions[: len(own)], *(tail.distributions if tail else (None,)))
+        kind = SamplingKind.IID if spec.width == 1 or self._independent else SamplingKind.WITHOUT_REPLACEMENT
+        drawn = [kind] * (len(own) + num_siblings)
+        sampling_kinds = (SamplingKind.ROOT, *drawn, *(tail.sampling_kinds[1:] if tail else ()))
+        below = tail.distributions if tail else (None,) * (1 + num_siblings)
+        distributions = (*state.distributions[: len(own)], *below)
         return Draft(tree, sampling_kinds, distributions, state.parts)
 
     # --- the text -----------------------------------------------------------------------------------------------------
@@ -330,6 +369,7 @@ class CascadeDrafter:
         state.text[length:] = token_ids
         state.first_draft = None
         state.distributions.clear()
+        state.siblings.clear()
         state.in_flight = False
         state.version += 1
         kept = min(self.runner.cached_len(state.request_id), length, len(state.text) - 1)

@@ -15,6 +15,7 @@ class RequestState:
     context: Context
     text: list[int]
     distributions: list[SparseDistribution] = field(default_factory=list)
+    siblings: list[tuple[int, ...]] = field(default_factory=list)  # runners-up of these tokens, where a level has any
     first_draft: TokenTree | None = None  # of the child, at the context's text
     share: int = 1  # own tokens wanted in the next proposal; 0: the level forwards the child's drafts
     version: int = 0  # how often text was taken back

@@ -139,16 +139,19 @@ def toy_level(
     source_of: SourceOf = lambda tape, _runner: tape,
     make_random_source: Callable[[int, int], RandomSource] | None = None,
     works_ahead: bool = False,
+    widths: tuple[int, ...] = (),
 ) -> CascadeDrafter:
-    """Level `number` of a cascade whose level i proposes `lengths[i]` tokens, 0 to forward its child's.
+    """Level `number` of a cascade whose level i proposes `lengths[i]` tokens, 0 to forward its child's, `widths[i]` of
+    them beside each other.
 
     Its random source is `source_of(tape, runner)`, or the production one that `make_random_source` makes.
     """
     runner = ToyRunner(distribution, VOCAB, len(PROMPT))
+    child_width, width = widths[number - 1 : number + 1] if widths else (1, 1)
     return CascadeDrafter(
         cast("ModelRunner", runner),  # the part of it that a level uses
         ChildLevel(LocalChild(child), str(number - 1), max(lengths[:number])),
-        LevelSpec(number, str(number), tail=tail, works_ahead=works_ahead),
+        LevelSpec(number, str(number), tail, width=width, child_width=child_width, works_ahead=works_ahead),
         ModelOptions(rule, law_size, (), _LONGEST),
         PassedLengths(lengths),
         make_random_source or (lambda _seed, _step: source_of(tape, runner)),
@@ -163,13 +166,16 @@ def enumerate_proposals(
     law_size: int = VOCAB,
     kind: SamplingKind = SamplingKind.IID,
     source_of: SourceOf = lambda tape, _runner: tape,
+    widths: tuple[int, ...] = (),
 ) -> list[tuple[float, Draft]]:
     """All proposals of a cascade over these models, the cheapest first; the first level draws by `kind`."""
 
     def run(tape: Tape) -> Draft:
         drafter: Drafter = ToyChild(distributions[0], tape, kind)
         for number, distribution in enumerate(distributions[1:], 1):
-            drafter = toy_level(distribution, drafter, tape, lengths, number, rule, tail, law_size, source_of)
+            drafter = toy_level(
+                distribution, drafter, tape, lengths, number, rule, tail, law_size, source_of, widths=widths
+            )
         context = Context(1, 0, list(PROMPT), len(PROMPT), SamplingParams(temperature=1.0))
         drafter.open(context)
         return drafter.propose([context], [lengths[-1] or max(lengths)])[0]

@@ -64,20 +64,25 @@ Proposals = list[tuple[float, Draft]]
 
 
 def check_levels(rule: VerifyRule, drafter: CascadeDrafterConfig, kind: SamplingKind) -> Check:
-    """As deep as the user's cascade, three levels at most, with a tail or a skipped level if it may have one.
+    """As deep as the user's cascade, three levels at most, with a tail, a skipped level or a tree if it may have one.
 
     The first level draws by `kind`.
     """
-    shapes: list[tuple[tuple[int, ...], int]] = [((1, 2), 0), ((2, 3), 0)]
+    shapes: list[tuple[tuple[int, ...], int, tuple[int, ...]]] = [((1, 2), 0, ()), ((2, 3), 0, ())]
     if len(drafter.levels) >= _DEEPEST:
-        shapes.append(((1, 2, 2), 0))
+        shapes.append(((1, 2, 2), 0, ()))
     if any(drafter.tails):
-        shapes.append(((1, 3), 1))
+        shapes.append(((1, 3), 1, ()))
     if drafter.lengths is LevelLengths.auto or not all(level.num_draft_tokens for level in drafter.levels):
-        shapes.append(((2, 0), 0))
+        shapes.append(((2, 0), 0, ()))
+    all_widths = [drafter.width(level) for level in range(len(drafter.levels))]
+    if all_widths[-1] > 1:
+        shapes.append(((1, 2), 0, (1, 2)))
+    if max(all_widths[:-1]) > 1:
+        shapes.append(((1, 2, 2), 0, (1, 2, 1)))
     found = [
-        float(distance(target, enumerate_proposals(models, lengths, rule, tail, kind=kind), rule))
-        for lengths, tail in shapes
+        float(distance(target, enumerate_proposals(models, lengths, rule, tail, kind=kind, widths=widths), rule))
+        for lengths, tail, widths in shapes
         for target, *models in (
             [toy_distribution(10 * seed + number) for number in range(1 + len(lengths))] for seed in range(NUM_MODELS)
         )

@@ -75,6 +75,34 @@ def test_three_levels_are_exact(random_law, rule):
     assert distance(p, enumerate_proposals([r, s, m], (1, 2, 2), rule), rule) < EXACT
 
 
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+@pytest.mark.parametrize(
+    "lengths, widths",
+    [
+        ((1, 2), (1, 2)),  # the last level hands a tree to the target
+        ((2, 3), (1, 2)),
+        ((1, 2, 2), (1, 2, 1)),  # the middle one to the last, whose chain is verified
+        pytest.param((1, 2, 4), (1, 2, 2), marks=pytest.mark.slow),  # both
+        pytest.param((1, 4, 3), (1, 2, 1), marks=pytest.mark.slow),  # a deeper one
+        ((1, 2, 0), (1, 2, 1)),  # the middle one to the target, past a level that forwards
+    ],
+)
+def test_a_level_that_hands_up_a_tree_is_exact(random_law, rule, lengths, widths):
+    p, *distributions = (random_law(VOCAB, seed) for seed in range(1, len(lengths) + 2))
+    proposed = enumerate_proposals(distributions, lengths, rule, widths=widths)
+    assert sum(weight for weight, _ in proposed) == pytest.approx(1, abs=EXACT)
+    chains = {guess.tree.is_chain for _, guess in proposed}
+    assert chains == {widths[-1] == 1 and lengths[-1] > 0}
+    assert distance(p, proposed, rule) < EXACT
+
+
+@pytest.mark.parametrize("style", ["sparse", "one-hot"])
+def test_runners_up_of_distributions_with_zeros(random_law, style):
+    p, m, s = random_law(VOCAB, 1, style), random_law(VOCAB, 11, style), random_law(VOCAB, 21)
+    for rule in ("rejection", "traversal"):
+        assert distance(p, enumerate_proposals([s, m], (1, 3), rule, widths=(1, 3)), rule) < EXACT
+
+
 @pytest.mark.parametrize("style", ["sparse", "one-hot"])
 def test_zeros_and_disjoint_supports(random_law, style):
     for seed in range(3):
@@ -206,8 +234,23 @@ def nucleus_acceptance(monkeypatch, models):
     return enumerate_proposals(models, (1, 2), "rejection")
 
 
+def runner_up_first(monkeypatch, models):
+    """Siblings in the order of their probability, not in that of their draws."""
+    proposed = []
+    for weight, guess in enumerate_proposals(models, (1, 2), "rejection", widths=(1, 2)):
+        tokens, laws = guess.tree.token_ids, guess.distributions[0]
+        first, second = sorted(tokens[1:], key=lambda token: -laws.probs[laws.token_ids.index(token)])
+        proposed.append((weight, Guess(TokenTree((tokens[0], first, second), guess.tree.parents), *_rest(guess))))
+    return proposed
+
+
+def _rest(guess):
+    return guess.sampling_kinds, guess.distributions
+
+
 @pytest.mark.parametrize(
-    "variant", [own_law_after_a_rejection, law_of_the_child_level, drop_unlikely_tokens, nucleus_acceptance]
+    "variant",
+    [own_law_after_a_rejection, law_of_the_child_level, drop_unlikely_tokens, nucleus_acceptance, runner_up_first],
 )
 def test_wrong_variants_are_found(random_law, variant):
     found = []

@@ -12,6 +12,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
+from actors.verification.compatibility import DraftTrait
 from tests.actors.drafters.model.test_config_properties import AHEAD, refused
 
 LOOKUP, MODEL = NgramDrafterConfig(), ModelDrafterConfig(path="x")
@@ -21,7 +22,8 @@ def random_cascade(draw):
     def level(first):
         chosen = LOOKUP if draw.random() < (0.5 if first else 0.1) else MODEL
         if chosen is MODEL and draw.random() < 0.2:
-            chosen = replace(MODEL, strategy=Strategy.tree)
+            chosen = replace(MODEL, strategy=draw.choice([Strategy.tree, Strategy.tree, Strategy.best_first]))
+            chosen = replace(chosen, branching=[2, 1]) if draw.random() < 0.1 and chosen.strategy == "tree" else chosen
         if chosen is MODEL and draw.random() < 0.2:
             chosen = replace(MODEL, device="cpu")
         return replace(chosen, num_draft_tokens=draw.choice([0, 3, 3, 3]))
@@ -42,21 +44,25 @@ def broken_rules(config, rule, pipeline):
     broken = set()
     for i, level in enumerate(levels[1:], 1):
         broken |= {f"levels[{i}]"} if level.name != "model" else set()
-        broken |= {f"levels[{i}].strategy"} if level.name == "model" and level.strategy != "chain" else set()
+        if level.name == "model" and (level.strategy == "best_first" or (level.strategy == "tree" and config.tail(i))):
+            broken.add(f"levels[{i}].strategy")
+        if level.name == "model" and level.branching:
+            broken.add(f"levels[{i}].branching")
     broken |= {"tails[0]"} if config.tails and config.tails[0] else set()
     if config.placement == "together":
         last = levels[-1].device if levels[-1].name == "model" else None
         for i, level in enumerate(levels[:-1]):
             if level.name == "model" and level.device not in ("auto", last):
                 broken.add(f"levels[{i}]")
-    if rule != "coupled" and config.merge:
+    trees = [level.name == "model" and level.strategy == "tree" for level in levels[1:]]
+    if config.merge and (rule != "coupled" or trees[-1]):
         broken.add("merge")
     if rule == "kseq" and tails:
         broken.add("tails")
     passes_lookup = rule == "kseq" and first.name != "model"
     is_auto, added = config.lengths == "auto", tails or config.merge
     in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
-    if is_auto and (config.placement == "separate" or not in_turn or added or passes_lookup):
+    if is_auto and (config.placement == "separate" or not in_turn or added or passes_lookup or any(trees)):
         broken.add("lengths")
     for i, level in enumerate(levels):
         if level.num_draft_tokens == 0:
@@ -87,8 +93,32 @@ def test_a_refused_cascade_breaks_the_rule_that_is_named_and_others_break_none()
         key = found[0].removeprefix("draft.")
         assert key in broken and found[1] == str(value_of(config, key))
         named[re.sub(r"\d", "i", key)] += 1
-    reached = {"levels[i]", "levels[i].strategy", "tails[i]", "merge", "tails", "lengths", "levels[i].num_draft_tokens"}
+    reached = {
+        "levels[i]",
+        "levels[i].strategy",
+        "levels[i].branching",
+        "tails[i]",
+        "merge",
+        "tails",
+        "lengths",
+        "levels[i].num_draft_tokens",
+    }
     assert set(named) == reached
+
+
+def test_trees_that_reach_the_target_are_named():
+    tree = replace(MODEL, strategy=Strategy.tree)
+    for levels, kind, branches in (
+        ([LOOKUP, tree], SamplingKind.WITHOUT_REPLACEMENT, True),
+        ([LOOKUP, tree, MODEL], SamplingKind.IID, False),  # the last level verifies it
+        ([LOOKUP, tree, replace(MODEL, num_draft_tokens=0)], SamplingKind.WITHOUT_REPLACEMENT, True),
+    ):
+        config = CascadeDrafterConfig(levels=levels)
+        assert kind in config.sampling_kinds(VerifyRule.rejection, PipelineName.sync)
+        assert config.sampling_kinds(VerifyRule.kseq, PipelineName.sync) == {SamplingKind.IID}
+        assert config.draft_traits(VerifyRule.rejection, PipelineName.sync) == (
+            {DraftTrait.BRANCHES} if branches else set()
+        )
 
 
 def test_tokens_of_the_first_level_may_reach_the_target():

@@ -29,6 +29,10 @@ def model(path, length):
     return ModelDrafterConfig(path=path, num_draft_tokens=length)
 
 
+def tree_of(path, nodes):
+    return ModelDrafterConfig(path=path, num_draft_tokens=nodes, strategy=Strategy.tree, width=2)
+
+
 def cascade(*levels, tails=(), length=0, merge=0):
     tails = tails or (0,) * len(levels)
     return CascadeDrafterConfig(
@@ -51,6 +55,7 @@ CASCADES = {
     "deepest-first": cascade(model("drafter", 4), model("tiny", 4)),
     "middle-passes-on": cascade(MAXGRAM, model("small", 0), model("drafter", 4)),
     "recycling-model": cascade(RecyclingDrafterConfig(num_draft_tokens=6), model("drafter", 5)),
+    "trees": cascade(NGRAM, tree_of("small", 6), tree_of("drafter", 8)),
     "last-passes-on": cascade(NGRAM, model("small", 4), model("drafter", 0), length=4),
 }
 QUICK = [

@@ -8,7 +8,7 @@ import pytest
 
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.cascade.level import CascadeDrafter
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingKind, SparseDistribution
 from actors.verification import rejection
@@ -23,6 +23,8 @@ TWO = CascadeDrafterConfig(levels=[MODEL] * 2)
 TAIL = CascadeDrafterConfig(levels=[MODEL] * 2, tails=[0, 2])
 THREE = CascadeDrafterConfig(levels=[MODEL] * 3)
 CHOSEN = CascadeDrafterConfig(levels=[MODEL] * 2, lengths=LevelLengths.auto)
+TREE = ModelDrafterConfig(strategy=Strategy.tree)
+TREES = CascadeDrafterConfig(levels=[MODEL, TREE, TREE])
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,7 @@ def rounds_counted_before(monkeypatch):
         (VerifyRule.rejection, THREE, SamplingKind.DETERMINISTIC),
         (VerifyRule.traversal, TAIL, SamplingKind.DETERMINISTIC),
         (VerifyRule.kseq, CHOSEN, SamplingKind.IID),
+        (VerifyRule.rejection, TREES, SamplingKind.DETERMINISTIC),
     ],
 )
 def test_right_levels_pass(rule, drafter, kind):
