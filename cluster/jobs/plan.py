@@ -37,7 +37,11 @@ from cluster.tools.planning.trials import probe, try_out, worth_trying
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for costs that make no sense, EngineError if a request failed, KeyboardInterrupt."""
-    terminal = Terminal()
+    terminal, translated = Terminal(), config.drafter.translated_models()
+    if translated:
+        raise ValueError(
+            f"drafter.path={translated[0]}: its tokenizer is not the target's; job=plan predicts others only"
+        )
     with terminal.starting() as progress:
         plan = (_described if config.job.costs else _measured)(config, progress)
     if not plan.predictions:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.drafters.model.config import ModelDrafterConfig, Parallel, Translation
 from actors.options import TargetConfig
 from actors.topology import level_roles
 from cluster import pocket
@@ -19,7 +19,12 @@ from cluster.placement.ranks import RankPlacement
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
-_TRANSLATED = ", whose tokenizer is not the target's: it drafts the tokens that both have"
+_TRANSLATED = ", whose tokenizer is not the target's: "
+_HOW = {
+    Translation.auto: "it drafts the tokens that both have",
+    Translation.intersection: "it drafts the tokens that both have",
+    Translation.strings: "its text is encoded in the target's tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +78,15 @@ def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes
     """A line for each rank, and one for the memory and the checkpoints of each role."""
     lines = ["layout", *(f"  {place.describe()}" for place in places), "memory"]
     for role, size in sizes.items():
-        models = _models(config, role)
-        foreign = config.drafter.translated_models() if role != "target" else []
-        checkpoints = ", ".join(
-            f"{pocket.described(model.path)}{_TRANSLATED * (model.path in foreign)}" for model in models
-        )
+        checkpoints = ", ".join(pocket.described(model.path) + _translation(model) for model in _models(config, role))
         held = f"{mebibytes(size.weights)} of weights, up to {mebibytes(size.kv)} of KV"
         lines.append(f"  {role}: {held}, {checkpoints}")
     return "\n".join(lines if sizes else lines[:-1])
+
+
+def _translation(model: TargetConfig | ModelDrafterConfig) -> str:
+    translates = isinstance(model, ModelDrafterConfig) and model.tokenizer
+    return _TRANSLATED + _HOW[model.translate] if translates else ""
 
 
 def mebibytes(count: int) -> str:

@@ -20,7 +20,7 @@ from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterC
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy, Translation
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.options import PipelineName, SchedulerConfig
 from actors.policy.policy import PIPELINES
@@ -62,6 +62,9 @@ DRAFTERS = {
         strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3, vocabulary=every_other()
     ),
     "foreign": ModelDrafterConfig(path="foreign", tokenizer="target", num_draft_tokens=5),
+    "strings": ModelDrafterConfig(
+        path="foreign", tokenizer="target", translate=Translation.strings, num_draft_tokens=5
+    ),
 }
 LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest", "jacobi", "lookahead")
 EVERY_PROCESSOR = dict(

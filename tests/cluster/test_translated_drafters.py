@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy, Translation
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
 from cluster.config.compose import checked
 from cluster.config.jobs import GenerateConfig
@@ -38,14 +38,20 @@ def launch(tiny_launch, write_prompts, foreign_checkpoint):
     return make
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_are_those_of_plain_decoding(launch, tmp_path, capsys, one_free_thread, temperature):
-    config = checked(launch(temperature))
+LINES = {
+    Translation.auto: "it drafts the tokens that both have",
+    Translation.strings: "its text is encoded in the target's tokens",
+}
+
+
+@pytest.mark.parametrize(("translate", "temperature"), [("auto", 0.0), ("auto", 1.0), ("strings", 0.0)])
+def test_tokens_are_those_of_plain_decoding(launch, tmp_path, capsys, one_free_thread, translate, temperature):
+    config = checked(launch(temperature, translate=Translation(translate)))
     assert config.drafter.translated_models()
     generate.run(config, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["tokens_equal_plain"] and report["num_draft_tokens"] > 20
-    line = "whose tokenizer is not the target's: it drafts the tokens that both have"
+    line = f"whose tokenizer is not the target's: {LINES[Translation(translate)]}"
     assert line in " ".join(capsys.readouterr().out.split())
 
 
@@ -65,4 +71,18 @@ def test_tokenizers_without_anything_in_common_are_refused_in_one_line(launch, f
     config = launch()
     with pytest.raises(ValueError, match=r"^drafter.path: .*: is neither byte-level nor SentencePiece") as refusal:
         checked(replace(config, drafter=ModelDrafterConfig(path=str(other), device="cpu")))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule", "line"),
+    [
+        (dict(strategy=Strategy.tree), VerifyRule.coupled, "drafter.translate=strings: writes chains"),
+        (dict(vocabulary="list.json"), VerifyRule.coupled, "drafter.vocabulary=list.json: lists tokens that the model"),
+        ({}, VerifyRule.kseq, "verify=kseq"),
+    ],
+)
+def test_what_cannot_be_written_as_text_is_refused_in_one_line(launch, keys, rule, line):
+    with pytest.raises(ValueError, match=line) as refusal:
+        checked(launch(rule=rule, translate=Translation.strings, **keys))
     assert "\n" not in str(refusal.value)

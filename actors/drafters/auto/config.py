@@ -96,6 +96,9 @@ class AutoDrafterConfig(DrafterConfig):
     def models(self) -> list[str]:
         return [path for one in self.drafters for path in one.models()]
 
+    def translated_models(self) -> list[str]:
+        return [path for one in self.drafters for path in one.translated_models()]
+
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
         return {kind for one in self.drafters for kind in one.sampling_kinds(rule, pipeline)}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.draft_ahead.tree import AHEAD
-from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy
+from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy, Translation
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.ranges import Range, check_ranges, require
@@ -88,6 +88,9 @@ class CascadeDrafterConfig(DrafterConfig):
             is_model = isinstance(level, ModelDrafterConfig)
             remedy = "only the first level may lack a model; put it there"
             require(is_model, f"{where}.levels[{i}]", level.name, remedy)
+            remedy = "drafts text and verifies none; put it first or use translate=intersection"
+            spells = level.translate is Translation.strings
+            require(not spells, f"{where}.levels[{i}].translate", level.translate, remedy)
             remedy = "a level that verifies passes up a chain, or the runners-up beside it; use chain or tree"
             shaped = level.strategy in (Strategy.chain, Strategy.tree)
             require(shaped, f"{where}.levels[{i}].strategy", level.strategy, remedy)

@@ -66,6 +66,7 @@ class Translation(StrEnum):
 
     auto = "auto"
     intersection = "intersection"
+    strings = "strings"
 
 
 class Draws(StrEnum):
@@ -157,8 +158,9 @@ class ModelDrafterConfig(DrafterConfig):
     vocabulary_size: Annotated[int, Range(0, zero="all of them")] = 0
     """Tokens of the list to draft, the most frequent first; 0 = all of them."""
     translate: Translation = Translation.auto
-    """A draft model with another tokenizer than the target's: intersection (it drafts the tokens that both have), or
-    auto: intersection if the tokenizers differ, else nothing is translated."""
+    """A draft model with another tokenizer than the target's: intersection (it drafts the tokens that both have),
+    strings (it drafts a chain of its own tokens, whose text is encoded in the target's), or auto: intersection if the
+    tokenizers differ, else nothing is translated."""
     tokenizer: str = ""
     """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
 
@@ -172,6 +174,11 @@ class ModelDrafterConfig(DrafterConfig):
         nodes = self.batch_nodes
         remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
         require(self.strategy is Strategy.dynamic or not nodes, f"{where}.batch_nodes", nodes, remedy)
+        spells = self.translate is Translation.strings
+        remedy = f"writes chains; use {where}.strategy=chain or {where}.translate=intersection"
+        require(not spells or self.strategy is Strategy.chain, f"{where}.translate", self.translate, remedy)
+        remedy = f"lists tokens that the model does not have; drop it or use {where}.translate=intersection"
+        require(not (spells and self.vocabulary), f"{where}.vocabulary", self.vocabulary, remedy)
         size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
         require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
         self._check_layers(where)
@@ -280,7 +287,7 @@ class ModelDrafterConfig(DrafterConfig):
         return [self.path] if self.tokenizer else []
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
-        if self.strategy not in DRAWN or pipeline in AHEAD:
+        if self.strategy not in DRAWN or pipeline in AHEAD or self.translate is Translation.strings:
             return {SamplingKind.DETERMINISTIC}
         return {self.draw_kind(rule)}
 

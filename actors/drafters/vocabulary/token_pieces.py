@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
+_WINDOWS = (16, 8, 4, 3, 2, 1)
+"""Tokens before a text that are encoded with it."""
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -58,6 +61,30 @@ class TokenPieces:
     def encode(self, text: str) -> Encoding:
         """The tokens of a text, without those that the tokenizer would add to it."""
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What the tokens stand for, up to a special token or to bytes that make no character."""
+        pieces = list(takewhile(bool, (self.of[token] if token < len(self.of) else b"" for token in token_ids)))
+        content = b"".join(pieces)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            return content[: error.start].decode()
+
+    def continued(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """The tokens of `text` after these: encoded together with the last of them, and alone where these would come
+        out otherwise."""
+        for window in _WINDOWS:
+            before = list(token_ids[-window:])
+            known = self.text_of(before)
+            if self.prepends_space:
+                if not known.startswith(" "):
+                    continue
+                known = known[1:]
+            encoded = self.encode(known + text).ids
+            if encoded[: len(before)] == before:
+                return encoded[len(before) :]
+        return self.encode(text).ids
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:

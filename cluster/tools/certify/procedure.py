@@ -13,6 +13,7 @@ from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.loading import head_rows
 from actors.options import SamplingConfig, VerifyRule
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import is_greedy
@@ -97,9 +98,10 @@ def _draft_reader(config: LaunchConfig, num_slots: int) -> TextReader | None:
         drafter = next(iter(drafter.draft_models[-1:]), drafter)
     if isinstance(drafter, CascadeDrafterConfig):
         drafter = drafter.levels[-1]
-    if not isinstance(drafter, ModelDrafterConfig):
+    if not isinstance(drafter, ModelDrafterConfig) or drafter.tokenizer:  # whose own tokens are not the target's
         return None
-    return TextReader(drafter.path, drafter.device, drafter.dtype, num_slots, weights=drafter.weights)
+    head = head_rows(drafter)
+    return TextReader(drafter.path, drafter.device, drafter.dtype, num_slots, weights=drafter.weights, head=head)
 
 
 def num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_prompts: int) -> int:

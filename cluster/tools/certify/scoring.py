@@ -21,6 +21,7 @@ from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
 from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution
 from cluster.tools.certify.identity import OutputPair
 from parallel.comm.group import SINGLE
+from parallel.model.config import HeadRows
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.runtime.runner import Span, open_model
 
@@ -35,13 +36,21 @@ class TextReader:
     """A model on one rank of its own, in the engine's dtype; a text and its children hold at most `num_slots` rows."""
 
     def __init__(
-        self, path: str, device: str, dtype: str, num_slots: int, *, stretch: int = 0, weights: str = "auto"
+        self,
+        path: str,
+        device: str,
+        dtype: str,
+        num_slots: int,
+        *,
+        stretch: int = 0,
+        weights: str = "auto",
+        head: HeadRows | None = None,
     ) -> None:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = choose_dtype(dtype, device)
         stored = choose_weights(weights, dtype, device, path)
-        self.runner = open_model(path, SINGLE, device, self.dtype, num_slots, stretch, weights=stored)
+        self.runner = open_model(path, SINGLE, device, self.dtype, num_slots, stretch, weights=stored, head=head)
 
     @property
     def vocab_size(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.loading import head_rows
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling.logits import LogitRows, process_batch, top_children
 from cluster.tools.planning.rounds import KnownText
@@ -97,7 +98,9 @@ def record(
         choose_dtype(config.dtype, device),
         choose_weights(config.weights, config.dtype, device, config.path),
     )
-    runner = open_model(config.path, device=device, dtype=dtype, num_slots=longest, weights=weights)
+    runner = open_model(
+        config.path, device=device, dtype=dtype, num_slots=longest, weights=weights, head=head_rows(config)
+    )
     tokens: list[RecordedToken] = []
     for text in texts:
         prompt, written = text.token_ids[: text.prompt_len], text.token_ids[text.prompt_len :]
