@@ -85,8 +85,9 @@ def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes
 
 
 def _translation(model: TargetConfig | ModelDrafterConfig) -> str:
-    translates = isinstance(model, ModelDrafterConfig) and model.tokenizer
-    return _TRANSLATED + _HOW[model.translate] if translates else ""
+    if not isinstance(model, ModelDrafterConfig) or not model.tokenizer:
+        return ""
+    return _TRANSLATED + _HOW[model.translate]
 
 
 def mebibytes(count: int) -> str:

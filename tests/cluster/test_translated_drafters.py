@@ -79,7 +79,7 @@ def test_tokenizers_without_anything_in_common_are_refused_in_one_line(launch, f
     [
         (dict(strategy=Strategy.tree), VerifyRule.coupled, "drafter.translate=strings: writes chains"),
         (dict(vocabulary="list.json"), VerifyRule.coupled, "drafter.vocabulary=list.json: lists tokens that the model"),
-        ({}, VerifyRule.kseq, "verify=kseq"),
+        ({}, VerifyRule.kseq, "verify.rule=kseq would bias"),
     ],
 )
 def test_what_cannot_be_written_as_text_is_refused_in_one_line(launch, keys, rule, line):

@@ -72,8 +72,8 @@ class TokenPieces:
             return content[: error.start].decode()
 
     def continued(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """The tokens of `text` after these: encoded together with the last of them, and alone where these would come
-        out otherwise."""
+        """The tokens of `text` after these: encoded together with the last of them, and after a line end where these
+        would come out otherwise."""
         for window in _WINDOWS:
             before = list(token_ids[-window:])
             known = self.text_of(before)
@@ -84,7 +84,8 @@ class TokenPieces:
             encoded = self.encode(known + text).ids
             if encoded[: len(before)] == before:
                 return encoded[len(before) :]
-        return self.encode(text).ids
+        before, encoded = self.encode("\n").ids, self.encode("\n" + text).ids
+        return encoded[len(before) :] if encoded[: len(before)] == before else self.encode(text).ids
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:

