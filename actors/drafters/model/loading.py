@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
@@ -15,6 +15,10 @@ from actors.drafters.interface import Drafter
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Translation
 from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.model.string_drafter import StringDrafter
+from actors.drafters.vocabulary.token_list import read_token_list
+from actors.drafters.vocabulary.token_pieces import TokenPieces, shared_tokens
+from actors.drafters.vocabulary.translated_runner import TranslatedRunner
 from actors.options import PipelineName, SchedulerConfig
 from parallel.comm.group import Group
 from parallel.model.checkpoint import resolve_checkpoint
@@ -25,9 +29,6 @@ from parallel.runtime.kv_sizing import choose_dtype, fit_slots
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, open_model
 
-if TYPE_CHECKING:
-    from actors.drafters.vocabulary.token_pieces import TokenPieces
-
 _FEWEST_SHARED = 2
 _WIDEST_BY_DEFAULT = 4
 """Beyond this the layers' inputs differ too much (EasySpec, section 5)."""
@@ -37,8 +38,6 @@ def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[
     """The drafter of this pipeline over its model, and the facts it reports."""
     runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline)
     if config.tokenizer and config.translate is Translation.strings:
-        from actors.drafters.vocabulary.string_drafter import StringDrafter
-
         return StringDrafter(runner, *_token_pieces(config), setup.scheduler.prefill_chunk), facts
     if setup.pipeline in AHEAD:
         return AheadDrafter(runner, config, setup.model_options, setup.pipeline), facts
@@ -82,8 +81,6 @@ def translated(runner: ModelRunner, config: ModelDrafterConfig) -> ModelRunner:
     head = runner.config.head
     if not config.tokenizer or head is None:
         return runner
-    from actors.drafters.vocabulary.translated_runner import TranslatedRunner
-
     target, draft = _token_pieces(config)
     pairs = dict(zip(head.columns, head.rows, strict=True))
     return TranslatedRunner(runner, target, draft, pairs, head.width)
@@ -91,8 +88,6 @@ def translated(runner: ModelRunner, config: ModelDrafterConfig) -> ModelRunner:
 
 def _token_pieces(config: ModelDrafterConfig) -> tuple[TokenPieces, TokenPieces]:
     """Of the target and of the draft model."""
-    from actors.drafters.vocabulary.token_pieces import TokenPieces  # loads the tokenizers library
-
     return TokenPieces(Path(config.tokenizer)), TokenPieces(Path(config.path))
 
 
@@ -104,8 +99,6 @@ def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
     width = size = read_config(resolve_checkpoint(config.path)).vocab_size
     pairs: dict[int, int] | None = None
     if config.tokenizer:
-        from actors.drafters.vocabulary.token_pieces import shared_tokens
-
         if config.translate is Translation.strings:
             _token_pieces(config)
             return None
@@ -115,8 +108,6 @@ def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
         if len(pairs) < _FEWEST_SHARED:
             raise ValueError(f"its tokenizer shares {len(pairs)} tokens with that of {config.tokenizer}")
     if config.vocabulary:
-        from actors.drafters.vocabulary.token_list import read_token_list
-
         listed = read_token_list(Path(config.vocabulary))[: config.vocabulary_size or None]
         pairs = {token: token for token in listed if token < size} if pairs is None else pairs
         pairs = {token: pairs[token] for token in sorted(listed) if token in pairs}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.drafters.interface import Context
-from actors.drafters.vocabulary.string_drafter import StringDrafter
+from actors.drafters.model.string_drafter import StringDrafter
 from actors.drafters.vocabulary.token_pieces import TokenPieces
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams
 from parallel.runtime.runner import Span, open_model
