@@ -27,6 +27,7 @@ from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
+from tests.actors.drafters.model.small_trees import small_trees
 from tests.actors.drafters.retrieval.small_store import small_store
 from tests.actors.drafters.vocabulary.small_list import every_other
 from tests.actors.scripted_policy import MoodyPolicy
@@ -45,6 +46,7 @@ DRAFTERS = {
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "branching": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, branching=[3, 2, 1]),
+    "fixed": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=9, tree=small_trees()),
     "beam": ModelDrafterConfig(strategy=Strategy.beam, num_draft_tokens=12, depth=4, width=3),
     "merged": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=14, branching=[3, 2, 1], merge_ngram=1),
     "cape": ModelDrafterConfig(strategy=Strategy.cape, num_draft_tokens=9, depth=4),

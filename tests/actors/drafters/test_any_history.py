@@ -53,6 +53,7 @@ from actors.roles.draft import DraftRole
 from actors.sampling.logits import LogitRows, process_batch, top_children
 from parallel.comm.group import SINGLE
 from tests.actors.drafters.hashed_model import VOCAB_SIZE, hashed_runner, marks_of, marks_of_text
+from tests.actors.drafters.model.small_trees import small_trees
 from tests.actors.drafters.retrieval.small_store import small_store
 
 MAX_POSITIONS = 40
@@ -112,6 +113,7 @@ CASES = {
     "graph": Case(model(14, strategy=Strategy.tree, branching=[4, 3, 1], merge_ngram=1)),
     "graph-rejection": Case(model(14, strategy=Strategy.tree, branching=[4, 3, 1], merge_ngram=1), rule="rejection"),
     "opt": Case(model(9, strategy=Strategy.best_first, depth=5, width=9, min_gain=0.2)),
+    "fixed-rejection": Case(model(9, strategy=Strategy.tree, tree=small_trees(), width=3), rule="rejection"),
     "beam-traversal": Case(SHAPES["beam"], rule="traversal"),
     "chain-pearl": Case(SHAPES["chain"], "pearl"),
     "best_first-branches": Case(SHAPES["best_first"], "branches"),
