@@ -48,22 +48,24 @@ class Lookup:
         ]
 
 
-def role(rule: str, make_random_source: Callable[[int, int], RandomSource]) -> DraftRole:
+def role(rule: str, make_random_source: Callable[[int, int], RandomSource], width: int) -> DraftRole:
     level = CascadeDrafter(
         ToyRunner(lambda text: LEVEL, VOCAB, 1),
         ChildLevel(LocalChild(Lookup()), "0", 1),
-        LevelSpec(1, "1"),
+        LevelSpec(1, "1", width=width),
         ModelOptions(rule, VOCAB, (), 99),
-        PassedLengths((1, 2)),
+        PassedLengths((1, 2 * width)),
         make_random_source,
     )
     return DraftRole(level)
 
 
-def text(seed: int, rule: str, *, forgets: bool, keyed_by_admission: bool, make_random_source) -> tuple[int, ...]:
+def text(
+    seed: int, rule: str, *, forgets: bool, keyed_by_admission: bool, make_random_source, width: int
+) -> tuple[int, ...]:
     """The first tokens of one request; with `forgets` the role admits it again before every round."""
     request = Request(1, (0,), SamplingParams(temperature=1.0, seed=seed, max_tokens=99))
-    sequence, outbox, draft = Sequence.start(request, 999), Outbox(), role(rule, make_random_source)
+    sequence, outbox, draft = Sequence.start(request, 999), Outbox(), role(rule, make_random_source, width)
     outbox.admit(sequence)
     for round_ in range(1, LENGTH + 1):
         if forgets and round_ > 1:
@@ -73,7 +75,7 @@ def text(seed: int, rule: str, *, forgets: bool, keyed_by_admission: bool, make_
         admits, commits, releases = outbox.flush()
         if not keyed_by_admission:
             admits = tuple(replace(admit, admission=0) for admit in admits)
-        (answer,) = draft.answer(DraftBatch(round_, admits, commits, releases, (DraftOrder(1, 2),)))
+        (answer,) = draft.answer(DraftBatch(round_, admits, commits, releases, (DraftOrder(1, 2 * width),)))
         (proposal,) = answer.proposals
         random_source = HashRandomSource(seed, sequence.prefix_len)
         path, token = RULES[rule](
@@ -87,10 +89,16 @@ def text(seed: int, rule: str, *, forgets: bool, keyed_by_admission: bool, make_
 
 
 def excess(
-    rule: str, *, forgets: bool = False, keyed_by_admission: bool = True, make_random_source=HashRandomSource
+    rule: str,
+    *,
+    forgets: bool = False,
+    keyed_by_admission: bool = True,
+    make_random_source=HashRandomSource,
+    width: int = 1,
 ) -> float:
     """Chi-square of the joint of all tokens, in standard deviations above its mean."""
-    options = dict(forgets=forgets, keyed_by_admission=keyed_by_admission, make_random_source=make_random_source)
+    options = dict(forgets=forgets, keyed_by_admission=keyed_by_admission)
+    options |= dict(make_random_source=make_random_source, width=width)
     counts = Counter(text(seed, rule, **options) for seed in range(COUNT))
     cells, expected = VOCAB**LENGTH, COUNT / VOCAB**LENGTH
     missed = (cells - len(counts)) * expected
@@ -101,6 +109,22 @@ def excess(
 @pytest.mark.parametrize("rule, forgets", [("rejection", False), ("traversal", False), ("traversal", True)])
 def test_rounds_emit_the_targets_joint_law(rule, forgets):
     assert abs(excess(rule, forgets=forgets)) < 4
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
+def test_runners_up_are_drawn_with_numbers_of_their_own(rule):
+    used = []
+
+    class Recorded(HashRandomSource):
+        def sample(self, weights, node):
+            used.append((self.seed, self.step, node))
+            return super().sample(weights, node)
+
+    options = dict(forgets=False, keyed_by_admission=True, make_random_source=Recorded)
+    for seed in range(20):
+        text(seed, rule, **options, width=3)
+    assert len(used) == len(set(used)) > 100
+    assert abs(excess(rule, width=3)) < 4
 
 
 def test_coins_that_every_review_meets_again_are_found():
