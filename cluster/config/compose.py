@@ -106,6 +106,10 @@ def _with_typed_parts(drafter: DrafterConfig, where: str) -> DrafterConfig:
     return _with_typed_drafters(drafter, where) if isinstance(drafter, AutoDrafterConfig) else drafter
 
 
+_CHOSEN_NEVER = {"none", "auto", "jacobi", "lookahead"}
+"""Drafters that `drafter=auto` cannot choose: two learn only at the rows of their own drafts, in every round."""
+
+
 def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConfig:
     """Every drafter of `drafter=auto` as its record; one that is a list is a cascade of these levels."""
     drafters = []
@@ -113,7 +117,7 @@ def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConf
         keys = {"name": "cascade", "levels": entry} if isinstance(entry, list) else entry
         if keys == "model":
             keys = {"name": "model", "path": auto.path}
-        one = _typed_part(keys, f"{where}.drafters[{i}]", {"none", "auto"}, "drafter")
+        one = _typed_part(keys, f"{where}.drafters[{i}]", _CHOSEN_NEVER, "drafter")
         drafters.append(_with_typed_parts(one, f"{where}.drafters[{i}]"))
     if not drafters:
         raise ValueError(f"{where}.drafters={auto.drafters}: must name at least one, as [suffix,model]")

@@ -20,7 +20,7 @@ from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterC
 from actors.drafters.lookup.copy import CopyDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy, Translation
+from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Parallel, Strategy, Translation
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.options import PipelineName, SchedulerConfig
 from actors.policy.policy import PIPELINES
@@ -44,6 +44,8 @@ DRAFTERS = {
     "jacobi": JacobiDrafterConfig(num_draft_tokens=5),
     "lookahead": LookaheadDrafterConfig(num_draft_tokens=14, window=3, ngram=3, guesses=4),
     "chain": ModelDrafterConfig(num_draft_tokens=5),
+    "threshold": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.threshold, rejection_threshold=0.9),
+    "thompson": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.thompson),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "branching": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, branching=[3, 2, 1]),
     "fixed": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=9, tree=small_trees()),

@@ -81,6 +81,14 @@ DRAWN = (Strategy.chain, Strategy.tree, Strategy.beam)
 """Shapes whose tokens are drawn at random where a ratio rule verifies; of the others the likeliest tokens are taken."""
 
 
+class LengthRule(StrEnum):
+    """When a chain ends before it has the ordered tokens."""
+
+    ordered = "ordered"
+    threshold = "threshold"
+    thompson = "thompson"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDrafterConfig(DrafterConfig):
     """A separate, smaller model."""
@@ -139,6 +147,13 @@ class ModelDrafterConfig(DrafterConfig):
     batch_nodes: Annotated[int, Range(0, zero="each request its own")] = 0
     """strategy=dynamic, pipeline=sync or pingpong: draft tokens of a round, over all requests; 0 = `num_draft_tokens`
     for each."""
+    length_rule: LengthRule = LengthRule.ordered
+    """strategy=chain, pipeline=sync or pingpong: how long a draft is. ordered: as the coordinator orders, which with
+    pipeline.adaptive=true follows from measured acceptance and cost; threshold: at most `num_draft_tokens`, and to the
+    token after which the chance that one is rejected exceeds `rejection_threshold` (SpecDec++); thompson: each further
+    token with a probability drawn from the posterior of the request's acceptance (EESD)."""
+    rejection_threshold: Annotated[float, Range(above=0, below=1)] = 0.3
+    """length_rule=threshold: chance of a rejected token from which on a draft ends."""
     fan_out: Annotated[int, Range(1, cap=1024)] = 6
     """Asynchronous pipelines: likely next tokens kept for every node, of which a verdict picks one."""
     ahead_width: Annotated[int, Range(1)] = 8
@@ -197,6 +212,9 @@ class ModelDrafterConfig(DrafterConfig):
         require(merges or not self.merge_ngram, f"{where}.merge_ngram", self.merge_ngram, remedy)
         remedy = f"{where}.strategy={self.strategy} takes the likeliest tokens and draws none; drop it"
         require(self.strategy in DRAWN or self.draws is Draws.auto, f"{where}.draws", self.draws, remedy)
+        ends_early = self.length_rule is not LengthRule.ordered
+        remedy = f"ends chains; leave {where}.strategy at chain or drop it"
+        require(self.strategy is Strategy.chain or not ends_early, f"{where}.length_rule", self.length_rule, remedy)
         remedy = f"the paths of {where}.strategy=beam are drawn without replacement; drop it or use strategy=tree"
         is_independent = self.draws is Draws.independent
         require(not (is_independent and self.strategy is Strategy.beam), f"{where}.draws", self.draws, remedy)
@@ -214,7 +232,13 @@ class ModelDrafterConfig(DrafterConfig):
         remedy = "counts rounds; add drafter.calibration_policy=every or drop it"
         require(counted, f"{where}.calibrate_every", every, remedy)
 
+    @property
+    def chooses_lengths(self) -> bool:
+        return self.length_rule is not LengthRule.ordered
+
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        remedy = f"cannot end what pipeline={pipeline} prepares ahead of time; use sync or pingpong, or drop it"
+        require(not (self.chooses_lengths and pipeline in AHEAD), f"{where}.length_rule", self.length_rule, remedy)
         nodes = self.batch_nodes
         remedy = f"drafts of pipeline={pipeline} are made one by one, ahead of time; use sync or pingpong, or drop it"
         require(not (nodes and pipeline in AHEAD), f"{where}.batch_nodes", nodes, remedy)

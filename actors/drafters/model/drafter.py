@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -20,8 +21,9 @@ from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
+from actors.drafters.model.chain_rules import ChainRule, ThompsonRule, ThresholdRule
 from actors.drafters.model.confidence_growth import ConfidenceGrowth
-from actors.drafters.model.config import DRAWN, ModelDrafterConfig, Strategy
+from actors.drafters.model.config import DRAWN, LengthRule, ModelDrafterConfig, Strategy
 from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
 from actors.drafters.model.merging import leaders
 from actors.drafters.model.prefill import prefill
@@ -69,10 +71,12 @@ class ModelDrafter:
         self._is_beam = config.strategy is Strategy.beam
         self._is_dynamic = config.strategy is Strategy.dynamic
         self._may_sample = config.strategy in DRAWN
-        self._ranks_given_noise = config.strategy not in (Strategy.chain, Strategy.tree)
+        by_chance = config.strategy not in (Strategy.chain, Strategy.tree)
+        self._ranks_given_noise = by_chance or config.length_rule is LengthRule.threshold
         self._price = PassPrice()
         self._price_share = 0.0
         self._growth = self._make_growth(config)
+        self._chain_rule = _chain_rule(config)
         self._rows: dict[int, _Rows] = {}
         self._calibration = CalibrationSchedule(config)
         self._merge_ngram = config.merge_ngram
@@ -102,6 +106,8 @@ class ModelDrafter:
         return [drafts[context.request_id] for context in contexts]
 
     def observe(self, context: Context, commit: Commit) -> None:
+        if self._chain_rule is not None:
+            self._chain_rule.update(context.request_id, min(len(commit.path), len(commit.token_ids)))
         rows = self._rows[context.request_id]
         keep = list(range(rows.num_suffix))
         for node in commit.path:
@@ -123,6 +129,8 @@ class ModelDrafter:
     def release(self, request_id: int) -> None:
         self._rows.pop(request_id, None)
         self._calibration.release(request_id)
+        if self._chain_rule is not None:
+            self._chain_rule.release(request_id)
         self.runner.close(request_id)
 
     def _restart(self, context: Context) -> None:
@@ -186,8 +194,12 @@ class ModelDrafter:
     # --- chains: tokens stay on the device ----------------------------------------------------------------------------
 
     def _keeps_tokens_on_device(self, able: list[tuple[Context, int]]) -> bool:
-        return self._is_chain and all(
-            is_plain(context.sampling) and (self._coupled or is_greedy(context.sampling)) for context, _ in able
+        return (
+            self._is_chain
+            and self._chain_rule is None
+            and all(
+                is_plain(context.sampling) and (self._coupled or is_greedy(context.sampling)) for context, _ in able
+            )
         )
 
     def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
@@ -231,6 +243,8 @@ class ModelDrafter:
         for level in range(self._growth.depth):
             offered = self._draw_candidates(contexts, trees, frontier, logits, level, distributions)
             frontier = self._growth.extend_all(trees, offered, budgets)
+            if self._chain_rule is not None:
+                frontier = self._chains_to_extend(self._chain_rule, contexts, trees, frontier)
             if not any(frontier):
                 break
             logits = self._feed_level(contexts, trees, frontier)
@@ -240,6 +254,17 @@ class ModelDrafter:
             context.request_id: self._finish(context, distribution, *tree)
             for context, distribution, tree in zip(contexts, distributions, grown, strict=True)
         }
+
+    def _chains_to_extend(
+        self, rule: ChainRule, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]
+    ) -> list[list[int]]:
+        """The frontier without those of chains that end here; the last token of a chain stays."""
+        chains = [[after - before for before, after in pairwise(tree.values)] for tree in trees]
+        goes_on = [
+            rule.continues(context.request_id, context.step, chain)
+            for context, chain in zip(contexts, chains, strict=True)
+        ]
+        return [nodes if longer else [] for nodes, longer in zip(frontier, goes_on, strict=True)]
 
     def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> Tensor:
         """Logits at all frontier nodes [n, V]; those of merged nodes are their leader's."""
@@ -345,6 +370,16 @@ class ModelDrafter:
             return Draft.chosen(grown)
         sampling_kinds = (SamplingKind.ROOT, *[self._kind] * grown.num_draft_tokens)
         return Draft(grown, sampling_kinds, tuple(distributions.get(node) for node in kept))
+
+
+def _chain_rule(config: ModelDrafterConfig) -> ChainRule | None:
+    """None: chains have the ordered length."""
+    match config.length_rule:
+        case LengthRule.threshold:
+            return ThresholdRule(config.rejection_threshold)
+        case LengthRule.thompson:
+            return ThompsonRule()
+    return None
 
 
 def node_rows(context: Context, token_ids: Iterable[int], parents: Iterable[int], nodes: Sequence[int]) -> LogitRows:

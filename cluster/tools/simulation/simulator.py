@@ -68,8 +68,13 @@ class Scenario(Section):
         require(self.max_tokens > 2 * draft_len + 2, f"{where}.max_tokens", self.max_tokens, remedy)
 
     def make_policy(self) -> Policy:
-        longest = self.drafter.num_draft_tokens
-        return make_policy(self.pipeline, self.min_draft_tokens, longest, adaptive=self.adaptive)
+        return make_policy(
+            self.pipeline,
+            self.min_draft_tokens,
+            self.drafter.num_draft_tokens,
+            adaptive=self.adaptive,
+            longest_only=self.drafter.chooses_lengths,
+        )
 
     def prompt(self, request_id: int) -> tuple[int, ...]:
         return tuple(range(request_id, request_id + self.prompt_len))

@@ -33,7 +33,7 @@ from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model import loading
-from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.model.config import CalibrationPolicy, LengthRule, ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.registry import DRAFTERS
 from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.options import SchedulerConfig, VerifyConfig
@@ -105,6 +105,9 @@ THREE = cascade(NGRAM, model(2), model(3, "2"), tails=(0, 2, 2))
 AUTO = AutoDrafterConfig(drafters=(NGRAM, COPY, model(), cascade(NGRAM, model(3, "2"))), num_draft_tokens=5)
 CASES = {
     **{name: Case(config, repeats=config.strategy is not Strategy.dynamic) for name, config in SHAPES.items()},
+    "threshold": Case(model(length_rule=LengthRule.threshold), repeats=False),
+    "thompson-below": Case(model(length_rule=LengthRule.thompson), is_below=True, repeats=False),
+    "threshold-rejection": Case(model(length_rule=LengthRule.threshold), rule="rejection", repeats=False),
     "chain-below": Case(SHAPES["chain"], is_below=True),
     "best_first-below": Case(SHAPES["best_first"], is_below=True),
     "layer-below": Case(model(parallel=Parallel.layer, calibration_policy=CalibrationPolicy.mismatch), is_below=True),

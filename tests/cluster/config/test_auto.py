@@ -62,6 +62,7 @@ def test_its_models_get_ranks_and_memory():
     [
         (["drafter.drafters=[]"], "must name at least one, as [suffix,model]"),
         (["drafter.drafters=[suffix,auto]"], "drafter.drafters[1]=auto: is no drafter; give a name or"),
+        (["drafter.drafters=[suffix,lookahead]"], "drafter.drafters[1]=lookahead: is no drafter"),
         (["drafter.drafters=[none]"], "drafter.drafters[0]=none: is no drafter"),
         (["drafter.drafters=[{name: model, num_draft_tokens: 0}]"], "drafter.drafters[0].num_draft_tokens=0: must be"),
         (["drafter.drafters=[suffix,[ngram]]"], "drafter.drafters[1].levels=['ngram']: must be at least two"),

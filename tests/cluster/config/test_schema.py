@@ -55,7 +55,7 @@ PUBLIC_KEYS = {
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
     "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
-    "tokenizer",
+    "tokenizer length_rule rejection_threshold",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -354,6 +354,9 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             "drafter.levels[1].ranks=3: ranks cannot share num_attention_heads=",
         ),
         (["drafter.fan_out=0"], "drafter.fan_out=0: must be at least 1"),
+        (["drafter.length_rule=threshold", "pipeline=branches"], "drafter.length_rule=threshold: cannot end what"),
+        (["drafter.length_rule=thompson", "drafter.strategy=tree"], "drafter.length_rule=thompson: ends chains; leave"),
+        (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be between 0 and 1"),
         (["drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
         (["drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),
         (["sampling.seed=18446744073709551616"], "sampling.seed=18446744073709551616: must be between"),

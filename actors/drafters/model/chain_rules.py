@@ -1,0 +1,98 @@
+"""When a chain of draft tokens ends: rules that decide after every token whether another one is drafted.
+
+Beside the ordered length (`actors/policy/draft_length.py`, value per cost), a drafter may end a chain by itself:
+
+- `ThresholdRule`: while the chance that some drafted token is rejected, 1 - a_1 a_2 ... a_i, is at most a threshold.
+  a_i is the drafter's own probability of its token, corrected by the verdicts so far. SpecDec++ (arXiv 2405.19715)
+  shows that a threshold on this chance is the best rule, and predicts a_i with a trained head.
+- `ThompsonRule`: with the probability that a coin shows which is drawn from the posterior of the request's acceptance,
+  Beta(1 + accepted, 1 + rejected): EESD (arXiv 2406.03853). It needs no probability of the drafter.
+
+A rule sees the tokens that were kept, through their probabilities, and none that is still to be drawn: the token that
+ends a chain stays part of it. So every rule is exact under the ratio tests; dropping that token would not be. Knows no
+model; its random numbers follow from the step of the draft, so they are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
+from actors.policy.estimators import Ewma
+
+
+class ChainRule(ABC):
+    """`update` follows the last `continues` of a draft, before the next draft of the request."""
+
+    @abstractmethod
+    def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
+        """Whether to draft another token after these, given by their log-probabilities; `step` numbers the draft."""
+
+    @abstractmethod
+    def update(self, request_id: int, num_accepted: int) -> None:
+        """The target accepted so many tokens of the last draft of this request."""
+
+    @abstractmethod
+    def release(self, request_id: int) -> None:
+        """The request ended."""
+
+
+class ThresholdRule(ChainRule):
+    """Ends a chain whose tokens are all accepted with a probability below 1 - `threshold`."""
+
+    def __init__(self, threshold: float) -> None:
+        self._least = 1 - threshold
+        self._confidence = ConfidenceCalibration()
+        self._drafts: dict[int, list[float]] = {}
+
+    def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
+        chances = [math.exp(self._confidence.adjust([log_prob])[0]) for log_prob in log_probs]
+        self._drafts[request_id] = chances
+        return math.prod(chances) >= self._least
+
+    def update(self, request_id: int, num_accepted: int) -> None:
+        for place, expected in enumerate(self._drafts.pop(request_id, ())[: num_accepted + 1]):
+            self._confidence.update(expected, kept=place < num_accepted)
+
+    def release(self, request_id: int) -> None:
+        self._drafts.pop(request_id, None)
+
+
+_MEMORY = 0.95
+"""Of a request's acceptance: about the last 20 drafts count."""
+
+
+@dataclass(slots=True)
+class _Posterior:
+    """Accepted and rejected tokens of a request, and the length of its last draft."""
+
+    accepted: Ewma = field(default_factory=lambda: Ewma(_MEMORY))
+    rejected: Ewma = field(default_factory=lambda: Ewma(_MEMORY))
+    length: int = 0
+
+
+class ThompsonRule(ChainRule):
+    """After every token: theta ~ Beta(1 + accepted, 1 + rejected), and on with probability theta."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, _Posterior] = {}
+
+    def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
+        known = self._requests.setdefault(request_id, _Posterior())
+        known.length = len(log_probs)
+        draw = random.Random(f"{step} {len(log_probs)}")
+        return draw.random() < draw.betavariate(1 + known.accepted.total, 1 + known.rejected.total)
+
+    def update(self, request_id: int, num_accepted: int) -> None:
+        known = self._requests.get(request_id)
+        if known is not None and known.length:
+            known.accepted.update(num_accepted)
+            known.rejected.update(num_accepted < known.length)
+            known.length = 0
+
+    def release(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
