@@ -285,13 +285,13 @@ class ModelDrafterConfig(DrafterConfig):
         return replace(self, tokenizer=tokenizer if translates else "")
 
     def check_checkpoints(self, where: str = "drafter") -> None:
-        if self.tokenizer:
+        if self.tokenizer or self.vocabulary:
             from actors.drafters.model.loading import head_rows
 
             try:
                 head_rows(self)
             except ValueError as error:
-                raise ValueError(f"{where}.path: {error}; use a drafter with the target's tokenizer") from None
+                raise ValueError(f"{where}.path: {error}; use another drafter or token list") from None
         from parallel.model.families.registry import read_config
 
         if self.parallel is Parallel.tensor:

@@ -29,7 +29,7 @@ from parallel.runtime.kv_sizing import choose_dtype, fit_slots
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, open_model
 
-_FEWEST_SHARED = 2
+_FEWEST = 2
 _WIDEST_BY_DEFAULT = 4
 """Beyond this the layers' inputs differ too much (EasySpec, section 5)."""
 
@@ -94,7 +94,7 @@ def _token_pieces(config: ModelDrafterConfig) -> tuple[TokenPieces, TokenPieces]
 def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
     """The tokens that the drafter may propose, by its tokenizer and `drafter.vocabulary`; None: all of the model's.
 
-    ValueError, one line, for tokenizers that have too little in common.
+    ValueError, one line, if these are too few.
     """
     width = size = read_config(resolve_checkpoint(config.path)).vocab_size
     pairs: dict[int, int] | None = None
@@ -105,12 +105,12 @@ def head_rows(config: ModelDrafterConfig) -> HeadRows | None:
         width = read_config(resolve_checkpoint(config.tokenizer)).vocab_size
         shared = shared_tokens(*_token_pieces(config))
         pairs = {token: draft for token, draft in shared if token < width and draft < size}
-        if len(pairs) < _FEWEST_SHARED:
-            raise ValueError(f"its tokenizer shares {len(pairs)} tokens with that of {config.tokenizer}")
     if config.vocabulary:
         listed = read_token_list(Path(config.vocabulary))[: config.vocabulary_size or None]
         pairs = {token: token for token in listed if token < size} if pairs is None else pairs
         pairs = {token: pairs[token] for token in sorted(listed) if token in pairs}
+    if pairs is not None and len(pairs) < _FEWEST:
+        raise ValueError(f"{config.path} can draft {len(pairs)} of the target's tokens")
     return None if pairs is None else HeadRows(tuple(pairs.values()), tuple(pairs), width)
 
 

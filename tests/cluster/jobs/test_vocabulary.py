@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.drafters.vocabulary.token_list import read_token_list
+from actors.drafters.retrieval.datastore import tokenizer_digest
+from actors.drafters.vocabulary.token_list import read_token_list, write_token_list
+from cluster import pocket
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, VocabularyConfig
 from cluster.jobs import generate, vocabulary
@@ -57,3 +59,9 @@ def test_texts_are_counted_without_an_engine(tmp_path, capsys):
 def test_what_cannot_work_is_refused_in_one_line(overrides, line):
     with pytest.raises(ValueError, match=line):
         load_config(overrides)
+
+
+def test_a_list_of_tokens_that_the_drafter_lacks_is_refused(tmp_path):
+    write_token_list(tmp_path / "list.json", [10**6, 7], {}, tokenizer_digest(pocket.TARGET))
+    with pytest.raises(ValueError, match=r"^drafter.path: .* can draft 1 of the target's tokens; use another drafter"):
+        load_config(["drafter=model", f"drafter.vocabulary={tmp_path}/list.json"])
