@@ -192,7 +192,8 @@ class PassesConfig(JobConfig):
 
     def check_fields(self, where: str) -> None:
         groups, remedy = self.layer_groups, f"must all be between 1 and job.ranks={self.ranks}"
-        require(max(groups, default=1) <= self.ranks, f"{where}.layer_groups", groups, remedy)
+        fits = self.ranks == 1 or max(groups, default=1) <= self.ranks  # one rank shares with none
+        require(fits, f"{where}.layer_groups", groups, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import LOOPBACK
 from cluster.tools.planning.ranks import RankSync, RoleWork, run_on_ranks
+from cluster.tools.planning.read_bandwidth import ReadBandwidth
 from cluster.tools.planning.tables import PARTS
 from parallel.comm.group import SINGLE, Group
 from parallel.comm.rendezvous import connect_store, join
@@ -27,6 +28,7 @@ from parallel.model.decoder import Decoder
 from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.partition import LayerLayout, MlpParallel, default_partition
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
+from parallel.runtime.model_bytes import STORED_BYTES, kv_bytes_per_slot, weight_bytes
 from parallel.runtime.profiling import PassClock, TimedGroup, fill_at_random, watch
 from parallel.runtime.runner import ModelRunner
 
@@ -54,7 +56,9 @@ class PassTime:
     """Medians over the repeats, on rank 0, in seconds; `undisturbed` is the fastest tenth, for a machine with load.
 
     `split` has the `PARTS`: "communication" includes the wait for a peer, "rest" is embedding, norms, head and
-    planning. They add up to about `seconds`.
+    planning. They add up to about `seconds`. `bytes_read` is the weights and the KV rows of the context, and
+    `bandwidth` the bytes per second that the rank reads at, measured in turn with the passes; both are known of a
+    model that one rank holds.
     """
 
     sharing: Sharing
@@ -63,6 +67,15 @@ class PassTime:
     seconds: float
     undisturbed: float
     split: dict[str, float]
+    bytes_read: int | None = None
+    bandwidth: float | None = None
+
+    @property
+    def bandwidth_share(self) -> float | None:
+        """Bytes per second of the median pass, over those of a plain read."""
+        if self.bytes_read is None or self.bandwidth is None:
+            return None
+        return self.bytes_read / self.seconds / self.bandwidth
 
     @property
     def communication_share(self) -> float:
@@ -107,20 +120,24 @@ def _measure(task: PassTask, place: RankPlacement, _group: Group, sync: RankSync
         _SharingClock(task, sharing, groups[sharing.ranks], device) if place.rank < sharing.ranks else None
         for sharing in task.sharings
     ]
+    memory = ReadBandwidth(device) if place.rank == 0 else None
     for _ in range(task.repeats + _WARM_UP):
+        if memory is not None:
+            memory.measure()
         for sharing in measured:
             all_ranks.all_reduce(torch.zeros(1, device=device))  # no rank starts while another still measures
             if sharing is not None:
                 sharing.run_passes()
     all_ranks.all_reduce(torch.zeros(1, device=device))
-    return [one for sharing in measured if sharing is not None for one in sharing.times()]
+    bandwidth = memory.bytes_per_s if memory is not None else None
+    return [one for sharing in measured if sharing is not None for one in sharing.times(bandwidth)]
 
 
 class _SharingClock:
     """One sharing under measurement on one rank."""
 
     def __init__(self, task: PassTask, sharing: Sharing, group: Group, device: torch.device) -> None:
-        self._sharing, self._num_rows = sharing, task.num_rows
+        self._task, self._sharing, self._num_rows = task, sharing, task.num_rows
         self._clock = PassClock(device)
         self._seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
         self._splits: dict[tuple[bool, int], list[dict[str, float]]] = defaultdict(list)
@@ -155,11 +172,23 @@ class _SharingClock:
                 self._splits[fuzzy, num_rows].append(split)
                 self._runner.drop_pending(0)
 
-    def times(self) -> list[PassTime]:
+    def times(self, bandwidth: float | None) -> list[PassTime]:
         found = []
+        bytes_read = _bytes_read(self._task)
+        if self._sharing != Sharing():
+            bytes_read = bandwidth = None
         for (fuzzy, num_rows), seconds in self._seconds.items():
             counted, splits = sorted(seconds[_WARM_UP:]), self._splits[fuzzy, num_rows][_WARM_UP:]
             split = {part: median(each.get(part, 0.0) for each in splits) for part in PARTS}
             tenth = counted[len(counted) // 10]
-            found.append(PassTime(self._sharing, fuzzy, num_rows, median(counted), tenth, split))
+            found.append(PassTime(self._sharing, fuzzy, num_rows, median(counted), tenth, split, bytes_read, bandwidth))
         return found
+
+
+def _bytes_read(task: PassTask) -> int:
+    """Bytes that an exact pass on one rank reads at least: weights, without the embeddings of other tokens, and KV."""
+    config, weights = task.config, str(task.weights or task.dtype).removeprefix("torch.")
+    stored = weight_bytes(config, 1, task.dtype.itemsize, weights=weights)
+    if not config.tied:
+        stored -= config.vocab_size * config.hidden_size * STORED_BYTES[weights]
+    return stored + task.context * kv_bytes_per_slot(config, 1, task.dtype.itemsize)

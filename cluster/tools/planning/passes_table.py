@@ -66,12 +66,16 @@ def entry_of(one: PassTime, single: PassTime) -> dict[str, Any]:
         "undisturbed_ms": one.undisturbed * 1e3,
         "undisturbed_over_single": single.undisturbed / one.undisturbed,
         "communication_share": one.communication_share,
+        "bytes_read": one.bytes_read,
+        "read_gb_per_s": None if one.bandwidth is None else one.bandwidth / 1e9,
+        "bandwidth_share": one.bandwidth_share,
         "split_ms": {kind: seconds * 1e3 for kind, seconds in one.split.items()},
     }
 
 
 def table_of(entries: list[dict[str, Any]]) -> Table:
-    columns = ["shared", "pass", "rows", "ms", "over single", "fastest tenth, ms", "over single", "communication"]
+    times = ["ms", "over single", "fastest tenth, ms", "over single", "communication", "of read bandwidth"]
+    columns = ["shared", "pass", "rows", *times]
     rows = [
         [
             *(str(entry[name]) for name in ("sharing", "pass", "rows")),
@@ -80,6 +84,7 @@ def table_of(entries: list[dict[str, Any]]) -> Table:
             figure(entry["undisturbed_ms"]),
             figure(entry["undisturbed_over_single"], 2, "x"),
             percent(entry["communication_share"]),
+            "" if entry["bandwidth_share"] is None else percent(entry["bandwidth_share"]),
         ]
         for entry in entries
     ]

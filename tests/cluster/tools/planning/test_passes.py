@@ -41,6 +41,22 @@ def test_the_parts_of_a_pass_add_up_to_it(times):
         assert (time.communication_share > 0) == (time.sharing.ranks > 1)
 
 
+def test_a_pass_on_one_rank_is_held_against_a_plain_read(times):
+    """2 matrices of 97 tokens, of which the embedding is not read, and 6 layers: int8 with a float for each output."""
+    attention, mlp = 32 * (32 + 2 * 16 + 32), 3 * 32 * 64
+    outputs = 32 + 2 * 16 + 32 + 2 * 64 + 32
+    layers = 6 * (attention + mlp + 4 * outputs + 4 * 2 * 32)
+    kv_rows = 8 * 6 * 2 * 16 * 4
+    for time in times:
+        if time.sharing != SINGLE:
+            assert time.bytes_read is None and time.bandwidth_share is None
+            continue
+        assert time.bytes_read is not None and time.bandwidth is not None and time.bandwidth > 0
+        head = 97 * 32 + 2 * 4 * 97 + 4 * 32  # with the floats of both, and the last norm
+        assert time.bytes_read == layers + kv_rows + head
+        assert time.bandwidth_share == pytest.approx(time.bytes_read / time.seconds / time.bandwidth)
+
+
 def test_names_say_what_was_measured():
     names = [sharing.name for sharing in (SINGLE, TENSOR, LAYER)]
     assert names == ["single", "tensor x2", "layer x2, 2 side by side, tensor MLPs"]
