@@ -265,7 +265,8 @@ class Coordinator:
                 self._round.verifying[sequence.request_id] = proposal
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are
-        return [VerifyBatch(self._verify_round, *self._target_outbox.flush(), tuple(items), after)]
+        may_draft = any(self._drafter_session.may_draft(sequence) for sequence, *_ in plan.rows)
+        return [VerifyBatch(self._verify_round, *self._target_outbox.flush(), tuple(items), after, may_draft)]
 
     def _receive_proposals(self, batch: ProposalBatch, now: float) -> None:
         pending = self._drafter_session.pending

@@ -379,7 +379,10 @@ class VerifyItem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """Coordinator to every target rank: commits of the last verdicts, then what to verify; `after` as for drafts."""
+    """Coordinator to every target rank: commits of the last verdicts, then what to verify; `after` as for drafts.
+
+    `may_draft`: a request of the batch allows speculation, so that a drafter may learn from its rows.
+    """
 
     round: int
     admits: tuple[Admit, ...] = ()
@@ -387,6 +390,7 @@ class VerifyBatch:
     releases: tuple[int, ...] = ()
     items: tuple[VerifyItem, ...] = ()
     after: int = 0
+    may_draft: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class TargetRole:
         verdicts, num_rows, top_tokens = (), 0, None
         if batch.items:
             inputs = [self._verify_input(item) for item in batch.items]
-            logits, num_rows = self._verifier.forward(inputs)
+            logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
             if self._is_lead:
                 verdicts, top_tokens = self._verify(inputs, logits), self._verifier.top_tokens()
             self._commit_chunks(inputs)

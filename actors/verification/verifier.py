@@ -78,7 +78,7 @@ class Verifier:
         """Whether the pass, whose rows are still pending, feeds or fed the last token of the text."""
         return self.runner.cached_len(verified.seq_id) + verified.num_fed == len(verified.token_ids)
 
-    def forward(self, inputs: Sequence[VerifyInput]) -> tuple[Tensor, int]:
+    def forward(self, inputs: Sequence[VerifyInput], *, keeps_top_tokens: bool = True) -> tuple[Tensor, int]:
         """One pass: logits [N, V] at all nodes of inputs whose root is reached, and the number of rows fed."""
         spans, token_ids = [], []
         for verified in inputs:
@@ -96,7 +96,7 @@ class Verifier:
             num_nodes = len(tree.parents)
             spans.append(Span(verified.seq_id, len(fed) + num_nodes - 1, parents, num_nodes))
             token_ids += [*fed, *tree.token_ids[1:]]
-        if self._reader is not None:
+        if self._reader is not None and keeps_top_tokens:
             return self._reader.forward(self.runner, spans, token_ids, inputs), len(token_ids)
         return self.runner.forward(spans, token_ids).logits, len(token_ids)
 

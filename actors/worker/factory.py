@@ -93,6 +93,8 @@ def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> 
 
 def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, object]]:
     config = spec.target
+    top_k = spec.drafter.target_top_k if spec.pipeline != PipelineName.plain else 0
+    reads_prompts = top_k > 0 and spec.drafter.reads_prompts
     fit = fit_slots(
         config.path,
         group,
@@ -103,14 +105,14 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         max_model_len=config.max_model_len,
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
+        num_logit_rows=spec.scheduler.max_num_batched_tokens if reads_prompts else 0,
     )
     sizes: dict[str, Any] = fit.facts()
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     model = fit.dtype, fit.num_slots, config.stretch
     runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
     is_lead = spec.rank == 0
-    top_k = spec.drafter.target_top_k if spec.pipeline != PipelineName.plain else 0
-    reader = TopTokensReader.of(top_k, reads_prompts=spec.drafter.reads_prompts, is_lead=is_lead)
+    reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead)
     role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=is_lead, top_tokens=reader)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes}

@@ -73,8 +73,10 @@ def fit_slots(
     layout: LayerLayout | None = None,
     weights: str = "auto",
     head: HeadRows | None = None,
+    num_logit_rows: int = 0,
 ) -> ModelMemory:
-    """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit.
+    """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit beside the logits of
+    `num_logit_rows` rows, twice in float32: as computed, and while their likeliest tokens are read.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
     `num_slots`, which must be the same on all ranks, do not fit.
@@ -84,7 +86,7 @@ def fit_slots(
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
     share = config, group.size, chosen.itemsize, layout, group.rank
     held, per_slot = weight_bytes(*share, weights=_name(stored)), kv_bytes_per_slot(*share)
-    left = free_bytes(device) - held
+    left = free_bytes(device) - held - num_logit_rows * config.vocab_size * 8
     if left < per_slot * (num_slots or 1):
         raise ValueError(
             f"{path}: {_gib(held)} of weights and {_gib(per_slot * num_slots)} of KV do not fit the "

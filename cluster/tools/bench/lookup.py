@@ -1,9 +1,10 @@
-"""Cost of lookup drafters by the length of the text: `python -m cluster.tools.bench.lookup [--plot FILE.png]`.
+"""Cost of drafters without a model by the length of the text: `python -m cluster.tools.bench.lookup [--plot FILE.png]`.
 
 Measures the real drafters on two long texts of the bundled tokenizer: the standard library, and one line repeated, as
 small models write it. Two tokens a round, as an engine would commit them. Columns: time per proposal, with those tokens
 entered; the same as child of a cascade's level, which enters provisional text and truncates it; time to enter a prompt;
-bytes held per token. No engine, no model.
+bytes held per token. Drafters that learn from the target's rows get rows that are made up, the text's next token first;
+reading them is part of a proposal, and of a prompt. No engine, no model.
 """
 
 from __future__ import annotations
@@ -13,36 +14,53 @@ import sysconfig
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import TypeVar
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from actors.drafters.interface import Context
-from actors.drafters.lookup.maxgram import MaxgramDrafter, MaxgramDrafterConfig
-from actors.drafters.lookup.ngram import NgramDrafter, NgramDrafterConfig
-from actors.drafters.lookup.suffix import SuffixDrafter, SuffixDrafterConfig
-from actors.protocol.messages import SamplingParams
+from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
+from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.interface import Context, Draft, Drafter
+from actors.drafters.jacobi.config import JacobiDrafterConfig, LookaheadDrafterConfig
+from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.retrieval.config import RestDrafterConfig
+from actors.drafters.retrieval.datastore import tokenizer_digest, write_datastore
+from actors.options import SchedulerConfig, VerifyConfig
+from actors.protocol.messages import Commit, SamplingParams, TopTokens
 from cluster import pocket
 from cluster.io.console import Terminal, figure
 from cluster.io.text import load_tokenizer
+from parallel.comm.group import SINGLE
 
 LENGTHS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
 NUM_ROUNDS = 500
 TOKENS_PER_ROUND = 2
 TAKEN_BACK = 17
 """Tokens that a last level one proposal of 8 ahead has entered when the target rejects the first."""
-NUM_DRAFT_TOKENS = 8
+NUM_COPIED = 8
+STORED = 200_000
+"""Tokens of the datastore of `rest`, the library's."""
 LOOP = "            self.assertEqual(result, expected)\n"
-Lookup = NgramDrafter | MaxgramDrafter | SuffixDrafter
-DRAFTERS: dict[str, Callable[[], Lookup]] = {
-    "ngram": lambda: NgramDrafter(NgramDrafterConfig()),
-    "maxgram": lambda: MaxgramDrafter(MaxgramDrafterConfig()),
-    "suffix": lambda: SuffixDrafter(SuffixDrafterConfig()),
-    "suffix, width 2": lambda: SuffixDrafter(SuffixDrafterConfig(width=2)),
+DRAFTERS: dict[str, DrafterConfig] = {
+    "ngram": NgramDrafterConfig(num_draft_tokens=NUM_COPIED),
+    "maxgram": MaxgramDrafterConfig(num_draft_tokens=NUM_COPIED),
+    "suffix": SuffixDrafterConfig(num_draft_tokens=NUM_COPIED),
+    "suffix, width 2": SuffixDrafterConfig(num_draft_tokens=NUM_COPIED, width=2),
+    "recycling": RecyclingDrafterConfig(),
+    "aded": AdedDrafterConfig(),
+    "rest": RestDrafterConfig(),
+    "jacobi": JacobiDrafterConfig(),
+    "lookahead": LookaheadDrafterConfig(),
 }
+Result = TypeVar("Result")
 COLUMNS = (
     "drafter",
     "text",
@@ -66,25 +84,23 @@ class LookupCost:
     bytes_per_token: float
 
 
-def measure(make: Callable[[], Lookup], token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
+def measure(config: DrafterConfig, token_ids: Sequence[int], length: int, num_rounds: int) -> LookupCost:
     """`token_ids` holds `length` tokens of prompt, those of every round, and `TAKEN_BACK` provisional ones."""
     prompt = list(token_ids[:length])
     tracemalloc.start()
-    traced = _entered(make, prompt)
+    traced = _Drafting(config, prompt)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     del traced
     starts = range(length, length + TOKENS_PER_ROUND * num_rounds, TOKENS_PER_ROUND)
-    drafter, context, entered_s = _entered(make, prompt.copy())
-    times = [_propose(drafter, context, token_ids[start : start + TOKENS_PER_ROUND]) for start in starts]
-    drafter, context, _ = _entered(make, prompt)
+    drafting = _Drafting(config, prompt.copy())
+    entered_s = drafting.entered_s
+    times = [drafting.propose(token_ids[start : start + TOKENS_PER_ROUND]) for start in starts]
+    drafting = _Drafting(config, prompt)
     revoked = []
     for start in starts:
-        context.token_ids += token_ids[start : start + TAKEN_BACK]
-        spent = _seconds(lambda: drafter.prefill([context]))
-        context.cut(start)
-        spent += _seconds(lambda: drafter.truncate(context))
-        revoked.append(spent + _propose(drafter, context, token_ids[start : start + TOKENS_PER_ROUND]))
+        spent = drafting.take_back(token_ids[start : start + TAKEN_BACK])
+        revoked.append(spent + drafting.propose(token_ids[start : start + TOKENS_PER_ROUND]))
     return LookupCost(
         propose_us=1e6 * median(times),
         propose_p99_us=1e6 * quantiles(times, n=100)[-1],
@@ -94,23 +110,80 @@ def measure(make: Callable[[], Lookup], token_ids: Sequence[int], length: int, n
     )
 
 
-def _entered(make: Callable[[], Lookup], prompt: list[int]) -> tuple[Lookup, Context, float]:
-    """A drafter that has entered the prompt, its context, and the seconds to enter."""
-    drafter, context = make(), Context(1, 0, prompt, len(prompt), SamplingParams())
-    drafter.open(context)
-    return drafter, context, _seconds(lambda: drafter.prefill([context]))
+class _Drafting:
+    """A drafter that has entered a prompt, in `entered_s`."""
+
+    def __init__(self, config: DrafterConfig, prompt: list[int]) -> None:
+        self._top_k = config.target_top_k
+        self._budget = config.num_draft_tokens
+        self._drafter: Drafter = config.build(_SETUP)[0]
+        self._context = Context(1, 0, prompt, len(prompt), SamplingParams())
+        self._rows: TopTokens | None = None
+        rows = _rows_of(0, prompt, prompt[1:], self._top_k) if config.reads_prompts else None
+        self.entered_s = _seconds(lambda: self._enter(rows))
+
+    def propose(self, token_ids: Sequence[int]) -> float:
+        """Seconds of a proposal after these tokens are committed, the rows of the draft before among them."""
+        spent, (draft,) = _timed(lambda: self._commit_and_propose(tuple(token_ids)))
+        if self._top_k:
+            following = [*token_ids, *draft.tree.token_ids]
+            self._rows = _rows_of(len(self._context.token_ids), draft.tree.token_ids, following, self._top_k)
+        return spent
+
+    def take_back(self, token_ids: Sequence[int]) -> float:
+        """Seconds to enter provisional tokens and to take them back."""
+        context, settled = self._context, len(self._context.token_ids)
+        prefills, truncates = self._drafter.capabilities.prefills, self._drafter.capabilities.truncates
+        context.token_ids += token_ids
+        spent = _seconds(lambda: prefills.prefill([context])) if prefills is not None else 0.0
+        context.cut(settled)
+        return spent + (_seconds(lambda: truncates.truncate(context)) if truncates is not None else 0.0)
+
+    def _enter(self, rows: TopTokens | None) -> None:
+        can = self._drafter.capabilities
+        self._drafter.open(self._context)
+        if can.prefills is not None:
+            can.prefills.prefill([self._context])
+        if can.reads_top_tokens is not None and rows is not None:
+            can.reads_top_tokens.read_top_tokens(rows)
+
+    def _commit_and_propose(self, token_ids: tuple[int, ...]) -> list[Draft]:
+        drafter, context, can = self._drafter, self._context, self._drafter.capabilities
+        if can.reads_top_tokens is not None and self._rows is not None:
+            can.reads_top_tokens.read_top_tokens(self._rows)
+        drafter.observe(context, Commit(1, 0, len(context.token_ids), (), token_ids))
+        context.token_ids += token_ids
+        return drafter.propose([context], [self._budget])
 
 
-def _propose(drafter: Lookup, context: Context, token_ids: Sequence[int]) -> float:
-    """Seconds of a proposal after these tokens are committed."""
-    context.token_ids += token_ids
-    return _seconds(lambda: drafter.propose([context], [NUM_DRAFT_TOKENS]))
+def _rows_of(prefix_len: int, token_ids: Sequence[int], following: Sequence[int], k: int) -> TopTokens:
+    """Rows of these tokens: `following` is the likeliest after each, and half as likely every further token."""
+    own, likeliest = np.array(token_ids, np.int32), np.resize(np.array(following, np.int32), len(token_ids))
+    contexts = np.stack([np.roll(own, 1), own], 1)
+    candidates = (likeliest[:, None] + np.arange(0, 37 * k, 37)) % _VOCAB_SIZE
+    probs = np.tile(0.5 ** np.arange(1, k + 1), (len(own), 1))
+    arrays = contexts.tobytes(), candidates.astype(np.int32).tobytes(), probs.astype(np.float32).tobytes()
+    return TopTokens(k, *arrays, ((1, prefix_len, len(own)),))
+
+
+def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    return _timed(work)[0]
+
+
+def with_datastore(config: DrafterConfig, folder: Path) -> DrafterConfig:
+    """The record of `rest` with a datastore of the library in this folder; others as they are."""
+    if not isinstance(config, RestDrafterConfig):
+        return config
+    path = folder / "library.store"
+    if not path.exists():
+        write_datastore(path, [library_tokens(STORED)], tokenizer_digest(pocket.TARGET))
+    return replace(config, datastore=str(path))
 
 
 def library_tokens(count: int) -> list[int]:
@@ -126,6 +199,8 @@ def periodic_tokens(count: int) -> list[int]:
     return list(islice(cycle(load_tokenizer(pocket.TARGET).encode(LOOP).ids), count))
 
 
+_SETUP = DraftSetup(VerifyConfig(), "sync", SchedulerConfig(), SINGLE, "cpu", ())
+_VOCAB_SIZE = load_tokenizer(pocket.TARGET).get_vocab_size()
 TEXTS = {"library": library_tokens, "periodic": periodic_tokens}
 
 
@@ -133,7 +208,7 @@ def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
     """Time per proposal against the context, a panel for each text; dashed as child of a cascade's level."""
     page = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
     for panel, text in zip(page.subplots(1, len(TEXTS), sharey=True), TEXTS, strict=False):
-        for name in DRAFTERS:
+        for name in dict.fromkeys(drafter for drafter, *_ in costs):
             lengths = [length for drafter, of_text, length in costs if (drafter, of_text) == (name, text)]
             found = [costs[name, text, length] for length in lengths]
             (line,) = panel.plot(lengths, [cost.propose_us for cost in found], marker="o", markersize=3, label=name)
@@ -148,21 +223,24 @@ def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m cluster.tools.bench.lookup", description="Cost of lookup drafters.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times against the context as well")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
     options = parser.parse_args(arguments)
     terminal = Terminal()
     longest = max(LENGTHS) + TOKENS_PER_ROUND * NUM_ROUNDS + TAKEN_BACK
     texts = {text: read(longest) for text, read in TEXTS.items()}
     costs: dict[tuple[str, str, int], LookupCost] = {}
-    with terminal.counting("looking up", len(TEXTS) * len(DRAFTERS) * len(LENGTHS)) as bar:
-        for text, name, length in product(texts, DRAFTERS, LENGTHS):
-            costs[name, text, length] = measure(DRAFTERS[name], texts[text], length, NUM_ROUNDS)
+    num_steps = len(TEXTS) * len(options.drafters) * len(LENGTHS)
+    with TemporaryDirectory() as folder, terminal.counting("looking up", num_steps) as bar:
+        configs = {name: with_datastore(DRAFTERS[name], Path(folder)) for name in options.drafters}
+        for text, name, length in product(texts, configs, LENGTHS):
+            costs[name, text, length] = measure(configs[name], texts[text], length, NUM_ROUNDS)
             bar.advance()
     rows = [
         [name, text, f"{length:,}", *(figure(us, 1) for us in microseconds), f"{size:.0f}"]
         for (name, text, length), cost in costs.items()
         for *microseconds, size in [astuple(cost)]
     ]
-    terminal.table(f"Lookup, {NUM_DRAFT_TOKENS} draft tokens at most", COLUMNS, rows)
+    terminal.table("Drafters without a model", COLUMNS, rows)
     if options.plot:
         draw(costs, options.plot)
 

@@ -14,7 +14,7 @@ from typing import Any
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.config import DrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
 from actors.drafters.registry import DRAFTERS
 from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
@@ -122,6 +122,8 @@ def _title(drafter: DrafterConfig, *, by_path: bool) -> str:
         return f"auto({', '.join(_title(one, by_path=by_path) for one in drafter.drafters)})"
     if by_path and isinstance(drafter, ModelDrafterConfig):
         return _BUNDLED.get(drafter.path, Path(drafter.path).name)
+    if isinstance(drafter, ModelDrafterConfig) and drafter.strategy is not Strategy.chain:
+        return f"{drafter.name} {drafter.strategy}"
     return drafter.name
 
 

@@ -98,6 +98,13 @@ def test_they_travel_only_to_a_drafter_that_asks(open_room, make_requests, verdi
     assert known >= len({token for request in requests for token in request.prompt}), "prompts are read too"
 
 
+def test_requests_without_speculation_leave_none(open_room, make_requests, verdicts):
+    """The plain side of a measurement pays for no top tokens, and a drafter learns nothing from it."""
+    requests = [replace(request, speculate=False) for request in make_requests(2, max_tokens=12)]
+    open_room(CONFIG).serve(requests)
+    assert len(verdicts) > 5 and not any(verdict.top_tokens for verdict in verdicts)
+
+
 TOP = TopTokens(
     2,
     *(

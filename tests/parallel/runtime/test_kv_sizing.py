@@ -35,6 +35,17 @@ def test_ranks_agree_on_the_pool(llama, on_ranks, monkeypatch):
     assert fits[0].num_slots == fits[1].num_slots < 10**6
 
 
+def test_the_logits_of_prompts_take_room_from_the_pool(llama, monkeypatch):
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**7)
+
+    def pool_bytes(num_logit_rows):
+        asked = dict(max_num_seqs=10**6, num_logit_rows=num_logit_rows)
+        return fit_slots(str(llama.path), SINGLE, "cpu", "auto", **asked).kv_bytes
+
+    taken, logits = pool_bytes(0) - pool_bytes(1000), 1000 * llama.model.config.vocab_size * 8
+    assert taken == pytest.approx(0.25 * logits, rel=0.02), "of the memory left, the pool takes a quarter on a CPU"
+
+
 def test_what_does_not_fit_is_named(llama, monkeypatch):
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match="do not fit the 0.00 GiB free on cpu; use more ranks"):

@@ -1,0 +1,53 @@
+"""The overview of several runs: medians, ranges, and a picture, from reports alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cluster.io.console import ABSENT
+from cluster.tools.bench.overview import main
+
+
+def write_report(folder, workload, speeds, *, workloads=()):
+    """A report with a setting for each speed; drafters are d0, d1, ..."""
+    entries = [
+        {
+            "name": f"d{i} k=5" + f" {workload}" * bool(workloads),
+            "setting": {"workload": workload if workloads else None},
+            "mean_acceptance_length": 2.0 + i,
+            "ms_per_draft": 0.25,
+            "verify_ms": 3.5 if i else None,
+            "tokens_per_s": 100 * speed,
+            "plain_tokens_per_s": plain,
+        }
+        for i, (speed, plain) in enumerate(zip(speeds, (100, 90, 180), strict=False))
+    ]
+    job = {"workload": "" if workload == "human" else workload, "prompts": "data/human.jsonl"}
+    folder.mkdir()
+    (folder / "report.json").write_text(json.dumps({"job": "bench", "settings": entries, "config": {"job": job}}))
+    return str(folder)
+
+
+def test_runs_of_one_workload_are_put_together(tmp_path, capsys):
+    runs = [
+        write_report(tmp_path / "a", "editing", [1.0, 2.0, 9.0]),
+        write_report(tmp_path / "b", "editing", [1.5, 2.2, 3.0], workloads=("editing",)),
+        write_report(tmp_path / "c", "human", [0.9]),
+    ]
+    main([*runs, "--plot", str(tmp_path / "overview.png")])
+    assert capsys.readouterr().out.splitlines() == [
+        "| drafter | editing | human |",
+        "| --- | --- | --- |",
+        f"| d0 k=5 | 2.00; 0.25 + {ABSENT} ms; 1.25x (1.00-1.50) | 2.00; 0.25 + {ABSENT} ms; 0.90x |",
+        "| d1 k=5 | 3.00; 0.25 + 3.50 ms; 2.10x (2.00-2.20) |  |",
+        "| d2 k=5 | 4.00; 0.25 + 3.50 ms; 6.00x (3.00-9.00) |  |",
+    ]
+    assert (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_a_bench_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "has no report of job=bench" in capsys.readouterr().err
