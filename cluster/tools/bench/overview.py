@@ -41,7 +41,7 @@ def read_runs(run_dirs: Sequence[Path]) -> Overview:
             raise ValueError(f"{run_dir}: has no report of job=bench; name the folder of such a run")
         job, plain = report["config"]["job"], _plain_speeds(report["settings"])
         for entry in report["settings"]:
-            workload = entry["setting"]["workload"] or (job["workload"] or Path(job["prompts"]).stem)
+            workload = entry["setting"]["workload"] or Path(job["prompts"]).stem  # its file, where none is named
             name = entry["name"].removesuffix(f" {workload}")
             values = found.setdefault((name, workload), {key: [] for key in PANELS})
             for key, value in {**entry, "speed": entry["tokens_per_s"] / plain[entry["setting"]["workload"]]}.items():
@@ -94,7 +94,7 @@ def draw(overview: Overview, path: Path) -> None:
                 if (values := overview.get((drafter, workload))) and values[key]
             ]
             panel.plot(*zip(*points, strict=True), mark, markersize=5, label=workload) if points else None
-        panel.set(xlabel=title, xscale="log" if "ms" in key else "linear")
+        panel.set(xlabel=title, xscale="log" if key == "ms_per_draft" else "linear")
         panel.grid(alpha=0.3)
     panels[-1].axvline(1.0, color="black", linewidth=0.8)
     panels[0].set_yticks(range(len(drafters)), drafters)

@@ -24,7 +24,7 @@ def write_report(folder, workload, speeds, *, workloads=()):
         }
         for i, (speed, plain) in enumerate(zip(speeds, (100, 90, 180), strict=False))
     ]
-    job = {"workload": "" if workload == "human" else workload, "prompts": "data/human.jsonl"}
+    job = {"workload": "completion", "prompts": f"data/{workload}.jsonl"}
     folder.mkdir()
     (folder / "report.json").write_text(json.dumps({"job": "bench", "settings": entries, "config": {"job": job}}))
     return str(folder)
