@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy, Translation
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
 from cluster.config.compose import checked
@@ -86,3 +88,20 @@ def test_what_cannot_be_written_as_text_is_refused_in_one_line(launch, keys, rul
     with pytest.raises(ValueError, match=line) as refusal:
         checked(launch(rule=rule, translate=Translation.strings, **keys))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("levels", [("ngram", "auto"), ("strings", "auto")])
+def test_levels_of_a_cascade_may_be_translated(launch, tmp_path, one_free_thread, levels):
+    config = launch()
+    foreign = config.drafter
+    drafters = [
+        NgramDrafterConfig(min_ngram=1) if name == "ngram" else replace(foreign, translate=Translation(name))
+        for name in levels
+    ]
+    config = checked(replace(config, drafter=CascadeDrafterConfig(levels=drafters)))
+    generate.run(config, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["tokens_equal_plain"] and report["num_draft_tokens"] > 20
+    spelling = ModelDrafterConfig(path=config.drafter.models()[-1], translate=Translation.strings, device="cpu")
+    with pytest.raises(ValueError, match=r"^drafter.levels\[1\].translate=strings: drafts text and verifies none"):
+        checked(replace(config, drafter=CascadeDrafterConfig(levels=["ngram", spelling])))
