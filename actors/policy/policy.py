@@ -202,13 +202,13 @@ class AdaptivePolicy(Policy):
 
     def draft_length(self, request_id: int, remaining: int) -> int:
         length = self._lengths.of(request_id)
-        if self._longest_only and length:
-            length = self.longest_draft
         if self.weighs_waiting:
             if not self._load.switch.speculates:
                 return 0
             if self._load.switch.mode is Mode.trial:
                 length = self._load.switch.trial_length
+        if self._longest_only and length:
+            length = self.longest_draft
         return max(0, min(self.longest_draft, remaining - 1, length))
 
     def num_followed(self, num_requests: int) -> int:

@@ -182,12 +182,15 @@ def test_delays_from_before_a_rest_are_forgotten_at_its_trial():
 
 
 def test_a_drafter_that_chooses_lengths_is_ordered_the_longest():
-    """Whatever was accepted of it; in a trial the switch decides."""
-    ordered = {}
+    """Whatever was accepted of it, and in a trial too."""
+    tried, ordered = {}, {}
     for longest_only in (True, False):
         policy = make_policy("sync", 0, LONGEST, adaptive=True, longest_only=longest_only)
         assert isinstance(policy, AdaptivePolicy)
-        modes = played(policy, 1, 40, (4e-4, 0.4))
-        assert modes[-1] is Mode.speculate
+        while policy.mode is not Mode.trial:
+            played(policy, 1, 1, (4e-4, 0.4))
+        tried[longest_only] = policy.draft_length(0, 99)
+        assert played(policy, 1, 40, (4e-4, 0.4))[-1] is Mode.speculate
         ordered[longest_only] = policy.draft_length(0, 99)
+    assert tried[True] == LONGEST > tried[False]
     assert ordered[True] == LONGEST > ordered[False]
