@@ -119,16 +119,21 @@ class LookaheadDrafter:
     """Keeps a window and a pool for each request; n-grams of text that is taken back stay in the pool."""
 
     def __init__(self, config: LookaheadDrafterConfig, eos_token_ids: Sequence[int]) -> None:
-        self.capabilities = Capabilities(truncates=self, reads_top_tokens=self)
+        self.capabilities = Capabilities(prefills=self, truncates=self, reads_top_tokens=self)
         self._config = config
         self._ends = frozenset(eos_token_ids)
         self._rows = ProposedRows()
         self._requests: dict[int, _Lookahead] = {}
 
     def open(self, context: Context) -> None:
-        """A request arrived; its prompt is read at the first proposal."""
+        """A request arrived; its prompt is read in `prefill`, or at the first proposal if that comes earlier."""
         self.release(context.request_id)
         self._requests[context.request_id] = _Lookahead(self._config, context, self._ends)
+
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        """Read prompts and what was generated before a preemption."""
+        for context in contexts:
+            self._read_text(self._requests[context.request_id], context.token_ids)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
@@ -157,8 +162,7 @@ class LookaheadDrafter:
     def _propose(self, context: Context, budget: int) -> Draft:
         """Guesses first, which a rule that tests siblings in turn then meets first; the window if it fits as well."""
         config, request = self._config, self._requests[context.request_id]
-        if config.reads_text:
-            self._read_text(request, context.token_ids)
+        self._read_text(request, context.token_ids)
         root, window = context.token_ids[-1], request.window
         runs_window = budget >= window.num_nodes + config.ngram - 1
         most = budget - window.num_nodes if runs_window else budget
@@ -173,7 +177,9 @@ class LookaheadDrafter:
         return Draft.chosen(proposed)
 
     def _read_text(self, request: _Lookahead, token_ids: Sequence[int]) -> None:
-        """Enter the n-grams that end in tokens that came since the last time."""
+        """Enter the n-grams that end in tokens that came since the last time, if text is read."""
+        if not self._config.reads_text:
+            return
         size = self._config.ngram
         start = max(0, request.num_read - size + 1)
         for ngram in zip(*(token_ids[start + i :] for i in range(size)), strict=False):
