@@ -77,7 +77,10 @@ def test_a_level_that_passes_on_what_is_beneath_it_may_be_written_by_hand():
             ["drafter.levels=[ngram,{name: model, strategy: bush}]"],
             "drafter.levels[1].strategy: invalid value 'bush', expected one of",
         ),
-        (["drafter.levels=[ngram,{name: model, strategy: best_first}]"], "drafter.levels[1].strategy=best_first: a level that"),
+        (
+            ["drafter.levels=[ngram,{name: model, strategy: best_first}]"],
+            "drafter.levels[1].strategy=best_first: a level that",
+        ),
         (["drafter.levels=[ngram,{name: model, path: nowhere}]"], "drafter.levels[1].path=nowhere"),
         (["drafter.tails=[1]"], "drafter.tails=[1]: give one for each of the 2 levels"),
         (["drafter.tails=[1,0]"], "drafter.tails[0]=1: must be 0 or above, and 0 for the first"),
