@@ -5,7 +5,9 @@ An `Offer` is what a drafter could contribute: expected accepted tokens by draft
 scored only where it drafted, so its acceptance is credited with its standard error, which grows with the rounds that
 went by without it (UCB for changing rewards: Garivier and Moulines, arXiv 0805.3415). The bonus needs the count of each
 drafter by itself: divided by the count of all, it is the same for every drafter and changes no choice. What exploration
-may cost is a share of the time. Works on counts and seconds; has no clock and knows no token.
+may cost is a share of the time. Where a drafter has yet to read much text before it can draft, its offer counts only if
+the drafts are expected to save that time until the request ends, or if exploration can pay for it. Works on counts and
+seconds; has no clock and knows no token.
 
 Sources: goodput of SmartSpec (arXiv 2406.14066); full feedback for drafts that are not used: HedgeSpec (2510.20064);
 bandits over drafters: BanditSpec (2505.15141).
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, combinations
 
 from actors.policy.estimators import Ewma, RequestAcceptance, Survival
@@ -30,6 +32,10 @@ EXPLORE_SHARE = 0.03
 """Share of the time that rounds with a drafter that is not expected to be the best may lose."""
 MOST_SAVED = 3.0
 """Rounds that may be lost at once."""
+PRIOR_TOKENS = 32.0
+"""Tokens of a request after which its own savings weigh as much as the average of all requests."""
+PRIOR_LENGTH = 128.0
+"""Tokens that requests are expected to generate before one has ended."""
 _ITERATIONS = 3
 _LEAST_VARIANCE = 1.0
 """Of the accepted tokens of a draft: acceptance comes in runs, so a few equal outcomes are no certainty."""
@@ -37,11 +43,15 @@ _LEAST_VARIANCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Draft lengths that one drafter could contribute for a request, and the tokens expected to be accepted of each."""
+    """Draft lengths that one drafter could contribute for a request, and the tokens expected to be accepted of each.
+
+    `read_s`: seconds in which it has to read text first, beyond what a draft reads in any case.
+    """
 
     drafter: int
     lengths: Sequence[int]
     expected: Sequence[float]
+    read_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +192,60 @@ class DrafterAcceptance:
         return standard_error(self._all.variance, max(self.num_drafts, 0.1), num_rounds)
 
 
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def saved_s(others: Sequence[Offer], offer: Offer, times: RoundTimes) -> tuple[float, float]:
+    """Seconds that a round of requests with these offers saves if they have `offer` too, and its tokens."""
+    without = _alone(others, times)
+    found = max(without, _alone([offer], times), key=lambda option: option.speed)
+    return found.tokens / without.speed - found.seconds, found.tokens
+
+
+def _alone(offers: Sequence[Offer], times: RoundTimes) -> Assignment:
+    """The best of all offers for one request; also that of a batch of requests that are all like it."""
+    picks = [(NO_DRAFTER, 0, 0.0)]
+    picks += [(one.drafter, *pair) for one in offers for pair in zip(one.lengths, one.expected, strict=True)]
+    options = [Assignment([(i, k)], 1 + expected, times.seconds([(i, k)])) for i, k, expected in picks]
+    return max(options, key=lambda option: option.speed)
+
+
+class ReadingValue:
+    """What the drafts of one drafter save per generated token, had it read the text: of a request, and of all."""
+
+    def __init__(self) -> None:
+        self._all = Ewma()
+        self._requests: dict[int, Ewma] = {}
+
+    def update(self, request_id: int, seconds: float, num_tokens: float) -> None:
+        """A round that brings so many tokens for this request would be so many seconds shorter."""
+        self._all.update(seconds / num_tokens, num_tokens)
+        own = self._requests.setdefault(request_id, Ewma(mean=self._all.mean, weight=PRIOR_TOKENS))
+        own.update(seconds / num_tokens, num_tokens)
+
+    def saves_s(self, request_id: int, num_tokens: float) -> float:
+        """Seconds that are saved until so many tokens were generated."""
+        return num_tokens * self._requests.get(request_id, self._all).mean
+
+    def release(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+
+
+class RequestLengths:
+    """Tokens that requests generate."""
+
+    def __init__(self) -> None:
+        self._mean = Ewma(mean=PRIOR_LENGTH, weight=1.0)
+
+    def ended(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._mean.update(num_tokens)
+
+    def to_come(self, num_tokens: int) -> float:
+        """Tokens to come after so many: as many as other requests had, and of a longer one as many as it has more."""
+        return abs(self._mean.mean - num_tokens)
+
+
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
@@ -190,32 +254,81 @@ class DrafterChoice:
 
     def __init__(self, longest: Sequence[int], shown: Sequence[bool]) -> None:
         self.acceptance = [DrafterAcceptance(one) for one in longest]
+        self.reading = [ReadingValue() for _ in longest]
+        self.lengths = RequestLengths()
         self._shown = shown
         self._num_rounds = 0.0
         self._saved_s = 0.0
+        self._turn = 0
+
+    def should_read(self, drafter: int, request_id: int, num_generated: int, read_s: float) -> bool:
+        """Whether a drafter saves more with its drafts until the request ends than the seconds of reading its text."""
+        to_come = self.lengths.to_come(num_generated)
+        return self.reading[drafter].saves_s(request_id, to_come) > read_s
+
+    def weigh_reading(
+        self,
+        request_ids: Sequence[int],
+        num_generated: Sequence[int],
+        offers: Sequence[Sequence[Offer]],
+        times: RoundTimes,
+    ) -> list[list[Offer]]:
+        """The offers without `read_s` where reading pays.
+
+        What a drafter saves is learned at requests that it has to read, and at one other of the batch. Drafters that
+        have to read are compared with those that need not; a round that is shorter saves each request its part.
+        """
+        self._turn = (self._turn + 1) % len(offers)
+        weighed = []
+        for row, (request_id, request) in enumerate(zip(request_ids, offers, strict=True)):
+            ready = [offer for offer in request if not offer.read_s]
+            for offer in request:
+                if not self._shown[offer.drafter] and (offer.read_s or row == self._turn):
+                    others = [one for one in ready if one is not offer]
+                    seconds, num_tokens = saved_s(others, offer, times)
+                    self.reading[offer.drafter].update(request_id, seconds / len(offers), num_tokens)
+            weighed.append(
+                [
+                    replace(offer, read_s=0.0)
+                    if offer.read_s and self.should_read(offer.drafter, request_id, num_generated[row], offer.read_s)
+                    else offer
+                    for offer in request
+                ]
+            )
+        return weighed
 
     def choose(self, offers: Sequence[Sequence[Offer]], times: RoundTimes) -> Assignment:
-        """The best assignment, or now and then one that would be the best if a drafter were underestimated."""
-        best = assign(offers, times)
-        self._saved_s = min(self._saved_s + EXPLORE_SHARE * best.seconds, MOST_SAVED * best.seconds)
+        """The best assignment, or now and then one that would be the best if a drafter were underestimated.
+
+        A drafter that has to read first can only be the second; time is saved up for it.
+        """
+        best = assign([[offer for offer in request if not offer.read_s] for request in offers], times)
+        unread = [offer.read_s for request in offers for offer in request if offer.read_s]
+        most_s = MOST_SAVED * best.seconds + min(unread, default=0.0)
+        self._saved_s = min(self._saved_s + EXPLORE_SHARE * best.seconds, most_s)
         used = {drafter for drafter, _ in best.picks}
         hidden = [i for i, is_shown in enumerate(self._shown) if not is_shown and i not in used]
         self._num_rounds = MEMORY * self._num_rounds + 1
         credits = {i: self.acceptance[i].credit(self._num_rounds) for i in hidden}
         for one in self.acceptance:
             one.round_passed()
-        credited = [[_with_credit(offer, credits.get(offer.drafter, 0.0)) for offer in request] for request in offers]
+        affordable = [[offer for offer in request if offer.read_s <= self._saved_s] for request in offers]
+        credited = [
+            [_with_credit(offer, credits.get(offer.drafter, 0.0)) for offer in request] for request in affordable
+        ]
         hoped = assign(credited, times) if credits else best
         if not {drafter for drafter, _ in hoped.picks} & credits.keys():
             return best
         tried = Assignment(hoped.picks, expected_tokens(offers, hoped.picks), hoped.seconds)
-        loss_s = tried.seconds - tried.tokens / best.speed
+        loss_s = tried.seconds + _read_s(offers, hoped.picks) - tried.tokens / best.speed
         if loss_s > self._saved_s:
             return best
         self._saved_s -= max(0.0, loss_s)
         return tried
 
     def release(self, request_id: int) -> None:
+        for value in self.reading:
+            value.release(request_id)
         for one in self.acceptance:
             one.release(request_id)
 
@@ -225,7 +338,7 @@ def _with_credit(offer: Offer, credit: float) -> Offer:
     if not credit:
         return offer
     expected = [min(value + credit, length) for value, length in zip(offer.expected, offer.lengths, strict=True)]
-    return Offer(offer.drafter, offer.lengths, expected)
+    return replace(offer, expected=expected)
 
 
 def expected_tokens(offers: Sequence[Sequence[Offer]], picks: Sequence[tuple[int, int]]) -> float:
@@ -235,3 +348,13 @@ def expected_tokens(offers: Sequence[Sequence[Offer]], picks: Sequence[tuple[int
         offer = next((one for one in request if one.drafter == drafter), None)
         tokens += offer.expected[offer.lengths.index(length)] if offer is not None else 0.0
     return tokens
+
+
+def _read_s(offers: Sequence[Sequence[Offer]], picks: Sequence[tuple[int, int]]) -> float:
+    """Seconds in which the drafters of these picks read."""
+    return sum(
+        offer.read_s
+        for request, (drafter, _) in zip(offers, picks, strict=True)
+        for offer in request
+        if offer.drafter == drafter
+    )

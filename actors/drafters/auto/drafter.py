@@ -3,8 +3,10 @@
 Drafters without a model answer within microseconds, so all of them draft in every round; models and cascades draft only
 for the requests that they are chosen for. `actors/policy/drafter_choice.py` chooses. Every draft is scored against the
 tokens that the target then commits, used or not, since the output does not depend on the draft; a draft that
-agrees with all of them is scored when later tokens have reached its end. A model reads text that others drafted with
-its next draft, which therefore takes longer; its cost is fitted against the tokens that it has to read.
+agrees with all of them is scored when later tokens have reached its end.
+
+A model reads a few tokens that others drafted with its next draft, whose cost is fitted against them. More text, as a
+prompt, it reads only if that is expected to pay: as the request arrives, or else before its first draft.
 
 The choice follows from earlier verdicts and from drafts that are no random draws, never from a token that was drawn, so
 it is exact under every rule that is exact for each of the drafters. It knows drafters by their contract only.
@@ -31,13 +33,16 @@ Picks = list[tuple[int, int]]
 _READ_STIFFNESS = 4.0
 """Variance of the tokens to read at which their measured cost and none weigh the same."""
 _ROW_STIFFNESS = 1.0
+_MOST_WITH_DRAFT = 32
+"""Tokens to read that are part of the price of a draft; more are weighed by themselves."""
 _LONGEST_RUN = 7
 """Tokens in a row that a drafter was right about, beyond which a longer run predicts no more."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One of the drafters, and what it costs: seconds per drafting pass against the tokens of the text to read."""
+    """One of the drafters, and what it costs: seconds per drafting pass against the few tokens to read with it, and
+    seconds per token of longer text."""
 
     name: str
     drafter: Drafter
@@ -46,6 +51,7 @@ class Member:
     """It drafts in every round, before the choice."""
     is_chain: bool
     pass_s: LinearFit = field(default_factory=LinearFit)
+    read_s: Ewma = field(default_factory=Ewma)
     shown_s: Ewma = field(default_factory=Ewma)
 
     def draft_s(self, longest: int, unread: float) -> float:
@@ -69,12 +75,13 @@ class _Shown:
 class _Request:
     """Of one request: drafts that are not scored yet, who drafted, and how far each drafter has read and is right."""
 
+    context: Context
     drafts: list[_Shown] = field(default_factory=list)
     used: int = NO_DRAFTER
     runs: dict[int, int] = field(default_factory=dict)
     """Shown drafters -> last tokens in a row that they were right about."""
     read: dict[int, int] = field(default_factory=dict)
-    """Other drafters -> tokens of the text at their last draft, 0 before the first."""
+    """Other drafters -> tokens of the text that they have read."""
     num_verdicts: int = 0
     """Since the last order."""
 
@@ -110,14 +117,28 @@ class AutoDrafter:
     def open(self, context: Context) -> None:
         for one in self.members:
             one.drafter.open(context)
-        self._requests[context.request_id] = _Request()
+        self._requests[context.request_id] = _Request(context)
         self._sent = None  # the time until the next order may be idle time
 
     def prefill(self, contexts: Sequence[Context]) -> None:
+        """Text is entered into lookups, and read by those models for which that is expected to pay."""
         self._sent = None
-        for one in self.members:
-            if (prefills := one.drafter.capabilities.prefills) is not None:
-                prefills.prefill(contexts)
+        for i, one in enumerate(self.members):
+            if (prefills := one.drafter.capabilities.prefills) is None:
+                continue
+            reading = contexts
+            if not one.is_shown:
+                answers = self._agree([(i, self._should_read(i, context)) for context in contexts])
+                reading = [context for context, (_, reads) in zip(contexts, answers, strict=True) if reads]
+            if not reading:
+                continue
+            num_tokens = sum(self._unread(i, context) for context in reading)
+            started = self._clock()
+            prefills.prefill(reading)
+            if not one.is_shown and num_tokens:
+                one.read_s.update((self._clock() - started) / num_tokens, num_tokens)
+                for context in reading:
+                    self._requests[context.request_id].read[i] = len(context.token_ids)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         times = self._times(contexts, self._clock())
@@ -126,6 +147,9 @@ class AutoDrafter:
         for row, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             drafts = [None if drafted is None else drafted[row] for drafted in shown]
             offers.append(self._offers(context, budget, drafts))
+        if times is not UNMEASURED:
+            request_ids = [context.request_id for context in contexts]
+            offers = self.choice.weigh_reading(request_ids, [_num_generated(one) for one in contexts], offers, times)
         picks = self._agree(self.choice.choose(offers, times).picks)
         drafts = [Draft.nothing(context) for context in contexts]
         for i, drafted in enumerate(shown):
@@ -162,7 +186,7 @@ class AutoDrafter:
         for one in self.members:
             one.drafter.release(request_id)
         self.choice.release(request_id)
-        del self._requests[request_id]
+        self.choice.lengths.ended(_num_generated(self._requests.pop(request_id).context))
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
         for one in self.members:
@@ -188,9 +212,11 @@ class AutoDrafter:
         seconds = self._clock() - started
         if one.is_shown:
             one.shown_s.update(seconds)
-        elif None not in unread:  # a first draft also reads the prompt
-            known = [count for count in unread if count is not None]
-            one.pass_s.update(sum(known) / len(known), seconds / max(budgets))
+        elif late := [count for count in unread if count > _MOST_WITH_DRAFT]:
+            read_s = max(0.0, seconds - one.draft_s(max(budgets), 0.0))
+            one.read_s.update(read_s / sum(late), sum(late))
+        else:
+            one.pass_s.update(sum(unread) / len(unread), seconds / max(budgets))
         work, sizes = self._work[number], [draft.tree.num_draft_tokens for draft in drafts]
         self._work[number] = replace(
             work,
@@ -201,10 +227,19 @@ class AutoDrafter:
         )
         return drafts
 
-    def _unread(self, number: int, context: Context) -> int | None:
-        """Tokens of the text that came since the drafter's last draft; None before its first."""
+    def _unread(self, number: int, context: Context) -> int:
+        """Tokens of the text that the drafter has yet to read."""
+        return len(context.token_ids) - self._requests[context.request_id].read.get(number, 0)
+
+    def _should_read(self, number: int, context: Context) -> bool:
+        """Whether a model should read text that it is not asked to draft for: the rest of a prompt that it began, and
+        what pays; at first a text to measure what reading costs."""
+        one, length = self.members[number], max(context.prompt_len, len(context.token_ids))
         read = self._requests[context.request_id].read.get(number, 0)
-        return len(context.token_ids) - read if read else None
+        if not one.read_s.weight or 0 < read < context.prompt_len:
+            return True
+        read_s = one.read_s.mean * (length - read)
+        return self.choice.should_read(number, context.request_id, _num_generated(context), read_s)
 
     def _offers(self, context: Context, budget: int, drafts: Sequence[Draft | None]) -> list[Offer]:
         """What every drafter could contribute; drafts that were shown are remembered, to be scored."""
@@ -212,6 +247,8 @@ class AutoDrafter:
         for i, (one, draft) in enumerate(zip(self.members, drafts, strict=True)):
             longest = min(budget, one.longest)
             is_chain, depth, kind = one.is_chain, longest, (0, 0)
+            unread = 0 if one.is_shown else self._unread(i, context)
+            read_s = one.read_s.mean * unread if unread > _MOST_WITH_DRAFT else 0.0
             if draft is not None:
                 num_tokens = draft.tree.num_draft_tokens
                 if not num_tokens:
@@ -222,9 +259,9 @@ class AutoDrafter:
                 self._remember(context, i, kind, draft.tree)
             expected = self.choice.acceptance[i].expected(context.request_id, kind, depth)
             if is_chain:
-                offers.append(Offer(i, range(1, depth + 1), expected))
+                offers.append(Offer(i, range(1, depth + 1), expected, read_s))
             else:
-                offers.append(Offer(i, (longest,), expected[-1:]))
+                offers.append(Offer(i, (longest,), expected[-1:], read_s))
         return offers
 
     def _times(self, contexts: Sequence[Context], now: float) -> RoundTimes:
@@ -235,11 +272,11 @@ class AutoDrafter:
             ended = [one for one in request_ids if one in self._requests]
             if all(self._requests[one].num_verdicts == 1 for one in ended) and len(contexts) == len(request_ids):
                 rest.update(num_rows, now - sent_at)
-        if not rest.weight:  # any drafts serve to measure it
-            return RoundTimes(lambda *_: 0.0, 1.0, 0.0)
+        if not rest.weight:
+            return UNMEASURED
         slope = rest.slope(0.0, _ROW_STIFFNESS)
         unread = [
-            [count for context in contexts if (count := self._unread(i, context)) is not None]
+            [count for context in contexts if (count := self._unread(i, context)) <= _MOST_WITH_DRAFT]
             for i in range(len(self.members))
         ]
         means = [sum(counts) / len(counts) if counts else 0.0 for counts in unread]
@@ -282,6 +319,14 @@ class AutoDrafter:
 
 _LEAST_REST = 0.5
 """Least time of a target's pass that is extrapolated to, in mean ones."""
+
+
+UNMEASURED = RoundTimes(lambda *_: 0.0, 1.0, 0.0)
+"""Stands for the times of rounds before one was measured, for which any drafts serve."""
+
+
+def _num_generated(context: Context) -> int:
+    return max(0, len(context.token_ids) - context.prompt_len)
 
 
 def _first_tokens(draft: Draft, length: int) -> Draft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,11 +13,13 @@ from actors.policy.drafter_choice import (
     EXPLORE_SHARE,
     MOST_SAVED,
     NO_DRAFTER,
+    PRIOR_LENGTH,
     DrafterAcceptance,
     DrafterChoice,
     Offer,
     RoundTimes,
     assign,
+    saved_s,
 )
 
 LOOKUP, MODEL = 0, 1
@@ -149,6 +152,51 @@ def test_exploring_costs_no_more_than_its_share():
     lost_s = world.seconds - 1000 * REST_S
     assert tries > 2, "a drafter that was never tried could not be found when it becomes good"
     assert lost_s < (EXPLORE_SHARE * 1000 + 2 * MOST_SAVED) * REST_S * 1.5
+
+
+# --- text that a drafter has yet to read ------------------------------------------------------------------------------
+
+
+def unread_model(chance, read_s):
+    return [[offer(LOOKUP, 0.2, 6), replace(offer(MODEL, chance, 6), read_s=read_s)]]
+
+
+def test_reading_pays_if_the_request_goes_on_for_long_enough():
+    choice = DrafterChoice([6, 6], [True, False])
+    saved, tokens = saved_s(unread_model(0.9, 0.1)[0][:1], unread_model(0.9, 0.1)[0][1], TIMES)
+    assert saved > 0
+    worth = PRIOR_LENGTH * saved / tokens
+    for read_s, num_generated, pays in ((0.9 * worth, 0, True), (1.1 * worth, 0, False), (0.9 * worth, 64, False)):
+        ((_, weighed),) = choice.weigh_reading([0], [num_generated], unread_model(0.9, read_s), TIMES)
+        assert weighed.read_s == (0.0 if pays else read_s)
+
+
+def test_reading_does_not_pay_for_a_drafter_that_brings_nothing():
+    choice = DrafterChoice([6, 6], [True, False])
+    ((_, weighed),) = choice.weigh_reading([0], [0], unread_model(0.1, 1e-6), TIMES)
+    assert weighed.read_s
+
+
+def test_what_reading_saves_is_learned_by_request():
+    """Lookups are good at request 0 and bad at request 1; one that arrives is expected to be as the average."""
+    choice = DrafterChoice([6, 6], [True, False])
+    offers = [[offer(LOOKUP, chance, 6), replace(offer(MODEL, 0.9, 6), read_s=0.1)] for chance in (0.95, 0.2)]
+    for _ in range(20):
+        choice.weigh_reading([0, 1], [0, 0], offers, TIMES)
+    good, bad, unknown = (choice.reading[MODEL].saves_s(i, 100) for i in (0, 1, 2))
+    assert good < unknown < bad
+
+
+@pytest.mark.parametrize("read_s", [0.0, 0.02, 0.2])
+def test_exploration_of_a_drafter_that_has_to_read_is_saved_up_for(read_s):
+    choice = DrafterChoice([6, 6], [True, False])
+    for _ in range(12):
+        choice.acceptance[MODEL].update(0, (0, 0), 6, 0)
+    rounds = 1
+    while choice.choose(unread_model(0.0, read_s), TIMES).picks[0][0] != MODEL:
+        rounds += 1
+        assert rounds < 10_000
+    assert rounds > read_s / (EXPLORE_SHARE * REST_S)
 
 
 def test_long_matches_are_told_from_short_ones():

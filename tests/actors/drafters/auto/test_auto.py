@@ -11,7 +11,7 @@ from actors.drafters.interface import Capabilities, Context, Draft
 from actors.policy.drafter_choice import NO_DRAFTER
 from actors.protocol.messages import Admit, Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 
-TEXT = list(range(100, 400))
+TEXT = list(range(100, 1100))
 """The target's text: token i of it stands at position i."""
 PROMPT = 10
 
@@ -60,6 +60,22 @@ class Scripted:
         pass
 
 
+@dataclass
+class Reader(Scripted):
+    """Also reads text ahead; `ahead` has the tokens of each time."""
+
+    ahead: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.capabilities = Capabilities(prefills=self)
+
+    def prefill(self, contexts):
+        for context in contexts:
+            self.ahead.append(len(context.token_ids) - self.read)
+            self.clock.now += self.read_s * self.ahead[-1]
+            self.read = len(context.token_ids)
+
+
 class Clock:
     now = 0.0
 
@@ -80,9 +96,25 @@ class Table:
             clock=clock,
             **options,
         )
-        self.context = Context.admitted(Admit(0, 0, tuple(TEXT[:PROMPT]), PROMPT, SamplingParams()), None)
-        self.drafter.open(self.context)
         self.used = []
+        self.open(PROMPT)
+
+    def open(self, prompt_len, first=None):
+        """A request of which the role knows the `first` tokens, if not all."""
+        admit = Admit(0, 0, tuple(TEXT[: first or prompt_len]), prompt_len, SamplingParams())
+        self.context = Context.admitted(admit, None)
+        self.drafter.open(self.context)
+
+    def request(self, prompt_len, num_tokens=60):
+        """A request from its prompt to its end; returns the tokens that the model read ahead of its drafts."""
+        model = self.drafter.members[1].drafter
+        self.drafter.release(0)
+        self.open(prompt_len)
+        num_before = len(model.ahead)
+        self.drafter.prefill([self.context])
+        while len(self.context.token_ids) < prompt_len + num_tokens:
+            self.round()
+        return sum(model.ahead[num_before:])
 
     def round(self, budget=8):
         (draft,) = self.drafter.propose([self.context], [budget])
@@ -159,6 +191,59 @@ def test_text_that_others_drafted_is_part_of_the_models_price(clock):
     assert cost.draft_s(4, 14) - cost.draft_s(4, 5) == pytest.approx(9 * 0.001, rel=0.2)
 
 
+def reading(clock, lookup_right, read_s):
+    """A table whose model is right for 4 tokens, for 1 ms each, after the first request, which measures reading."""
+    table = Table(Scripted(clock, lookup_right, 6), Reader(clock, 4, 4, call_s=0.001, read_s=read_s), clock)
+    table.request(40)
+    return table
+
+
+def test_a_model_reads_no_long_prompt_where_lookups_are_good(clock):
+    table = reading(clock, lookup_right=6, read_s=0.0001)
+    model = table.drafter.members[1].drafter
+    num_used = table.used.count(1)
+    assert [table.request(500) for _ in range(5)] == [0] * 5
+    assert table.used.count(1) == num_used and model.read == 0, "nor as it drafts"
+
+
+def test_a_model_reads_prompts_ahead_where_lookups_are_bad(clock):
+    table = reading(clock, lookup_right=0, read_s=0.0001)
+    assert [table.request(500) for _ in range(3)] == [500] * 3
+    assert table.used[-10:] == [1] * 10
+
+
+def test_the_seconds_of_reading_decide(clock):
+    """Drafts save about 7 ms a token, requests have 60 to 128 tokens, reading takes 4 ms a token."""
+    table = reading(clock, lookup_right=0, read_s=0.004)
+    assert table.request(500) == 0 and table.request(60) == 60
+
+
+def test_a_prompt_that_arrives_in_parts_is_read_to_its_end(clock):
+    """What it saves is not known before the first draft; to stop would leave the rest to that draft."""
+    model = Reader(clock, 4, 4, read_s=0.0001)
+    table = Table(Scripted(clock, 6, 6), model, clock)
+    table.drafter.release(0)
+    table.open(600, first=250)
+    for end in (500, 600):
+        table.drafter.prefill([table.context])
+        table.context.extend(TEXT[len(table.context.token_ids) : end])
+    table.drafter.prefill([table.context])
+    assert model.ahead == [250, 250, 100]
+
+
+def test_a_draft_that_reads_long_text_measures_reading_not_drafting(clock):
+    table = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4, call_s=0.001, read_s=0.0005), clock)
+    table.drafter.choice.choose = lambda offers, times: replace_picks([(1, 4)])
+    for _ in range(3):
+        table.round()
+    table.drafter.release(0)
+    table.open(500)
+    before = table.drafter.members[1].draft_s(4, 5)
+    table.round()
+    model = table.drafter.members[1]
+    assert model.read_s.mean == pytest.approx(0.0005, rel=0.05) and model.draft_s(4, 5) == before
+
+
 def test_rank_0_decides(clock):
     """A rank whose clock would choose the model follows."""
     agreed = []
@@ -170,6 +255,13 @@ def test_rank_0_decides(clock):
     table = Table(Scripted(clock, 1, 4), Scripted(clock, 4, 4), clock, agree=agree)
     draft = table.round()
     assert draft.tree.num_draft_tokens == 2 and len(agreed) == 1
+
+
+def test_rank_0_decides_what_is_read(clock):
+    model = Reader(clock, 4, 4)
+    table = Table(Scripted(clock, 1, 4), model, clock, agree=lambda picks: [(i, 0) for i, _ in picks])
+    table.drafter.prefill([table.context])
+    assert model.ahead == []
 
 
 def test_how_tokens_were_drawn_travels_with_them(clock):
