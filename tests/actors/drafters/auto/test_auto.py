@@ -87,7 +87,7 @@ class Table:
     """A drafter over one request whose target takes `pass_s`; `agree` as rank 0 would send it."""
 
     def __init__(self, lookup, model, clock, pass_s=0.010, **options):
-        self.clock, self.pass_s = clock, pass_s
+        self.clock, self.pass_s, self.model = clock, pass_s, model
         self.drafter = AutoDrafter(
             [
                 Member("lookup", lookup, lookup.length, is_shown=True, is_chain=True),
@@ -107,14 +107,13 @@ class Table:
 
     def request(self, prompt_len, num_tokens=60):
         """A request from its prompt to its end; returns the tokens that the model read ahead of its drafts."""
-        model = self.drafter.members[1].drafter
         self.drafter.release(0)
         self.open(prompt_len)
-        num_before = len(model.ahead)
+        num_before = len(self.model.ahead)
         self.drafter.prefill([self.context])
         while len(self.context.token_ids) < prompt_len + num_tokens:
             self.round()
-        return sum(model.ahead[num_before:])
+        return sum(self.model.ahead[num_before:])
 
     def round(self, budget=8):
         (draft,) = self.drafter.propose([self.context], [budget])
@@ -200,10 +199,9 @@ def reading(clock, lookup_right, read_s):
 
 def test_a_model_reads_no_long_prompt_where_lookups_are_good(clock):
     table = reading(clock, lookup_right=6, read_s=0.0001)
-    model = table.drafter.members[1].drafter
     num_used = table.used.count(1)
     assert [table.request(500) for _ in range(5)] == [0] * 5
-    assert table.used.count(1) == num_used and model.read == 0, "nor as it drafts"
+    assert table.used.count(1) == num_used and table.model.read == 0, "nor as it drafts"
 
 
 def test_a_model_reads_prompts_ahead_where_lookups_are_bad(clock):
