@@ -104,7 +104,9 @@ P3 = np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.5, 0.1]])
 Q3 = np.array([[0.2, 0.3, 0.5], [0.4, 0.3, 0.3], [0.1, 0.6, 0.3]])
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize(
+    "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("rejection", "traversal"))]
+)
 def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
     assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, 5000), P2)) < 4
 
