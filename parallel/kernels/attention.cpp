@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t CHUNK = 256;                     // positions of one task
 constexpr int BLOCKS = 4, KEYS = BLOCKS * WIDTH;   // keys whose scores are computed together
 constexpr int ROWS = REGISTERS == 32 ? 6 : 2;      // queries whose scores are computed together
-constexpr int64_t GROUP = 64;                       // rows of one task
+constexpr int64_t GROUP = 128;                      // rows of one task
 constexpr int PARTS = REGISTERS == 32 ? 4 : 2;     // vectors of a head that are summed together
 constexpr int64_t LINE = 16;                        // floats of a cache line
 constexpr int64_t WORTH_THREADS = 1 << 15;         // multiplications; fewer take less time than to wake a thread
