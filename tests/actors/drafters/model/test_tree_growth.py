@@ -45,7 +45,7 @@ def test_every_level_has_a_branching_of_its_own():
 
 
 def test_a_beam_is_the_best_of_a_level_with_siblings_in_order():
-    """Ranked by score over all parents; what is left out is nobody's sibling."""
+    """Ranked by score over all parents; what is left out counts as no sibling."""
     growth, tree = BeamGrowth(3, 2), GrowingTree(9)
     candidates = [Candidate(0, 1, -1.0, -0.5), Candidate(0, 2, -1.0, 0.0), Candidate(0, 3, -1.0, -0.2)]
     assert growth.extend(tree, candidates, 5) == [1, 2] and tree.token_ids == [9, 2, 3]
