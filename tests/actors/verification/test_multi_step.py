@@ -111,7 +111,13 @@ def test_rounds_on_a_chain_emit_the_target_s_joint_law(rule):
     assert abs(excess(emitted(RULES[rule], IID, (1, 1, 1), P2, Q2, 5000), P2)) < 4
 
 
-@pytest.mark.parametrize("rule, kind", [("rejection", WOR), ("traversal", WOR), ("traversal", IID), ("kseq", IID)])
+MORE_PAIRS = (("rejection", WOR), ("traversal", IID))
+
+
+@pytest.mark.parametrize(
+    "rule, kind",
+    [("traversal", WOR), ("kseq", IID), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
+)
 def test_rounds_on_a_tree_emit_the_target_s_joint_law(rule, kind):
     assert abs(excess(emitted(RULES[rule], kind, (2, 1), P3, Q3, 2500), P3)) < 4
 

@@ -205,7 +205,7 @@ def test_ranks_agree_to_the_bit(deep_llama, on_ranks, calibration, mlp, ranks):
 
 @pytest.mark.parametrize("backend", ["sdpa", pytest.param("padded", marks=pytest.mark.slow), *BACKENDS[2:]])
 @pytest.mark.parametrize(("mlp", "calibration"), WAYS)
-@pytest.mark.parametrize(("width", "ranks"), [(2, 2), (3, 3), (3, 1)])
+@pytest.mark.parametrize(("width", "ranks"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.slow), (3, 1)])
 def test_after_calibration_every_rank_has_the_sequential_rows(
     deep_llama, on_ranks, width, ranks, calibration, mlp, backend
 ):

@@ -54,7 +54,7 @@ def test_one_seed_one_run(pipeline):
     assert other.tokens != result.tokens and other.round_ms != result.round_ms
 
 
-@pytest.mark.parametrize("acceptance", [0.6, 0.9])
+@pytest.mark.parametrize("acceptance", [pytest.param(0.6, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("pipeline", AHEAD)
 def test_overlap_beats_sync_but_never_its_ceiling(pipeline, acceptance):
     """One chain, one target: hiding all of the draft gains 1 + t_draft / t_verify and not more."""
