@@ -70,6 +70,12 @@ DRAFTERS = {
         path="foreign", tokenizer="target", translate=Translation.strings, num_draft_tokens=5
     ),
 }
+VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"} - {
+    "chain",
+    "tree",
+    "best_first",
+    "layer",
+}
 LOOKUPS = ("ngram", "suffix", "copy", "recycling", "aded", "rest", "jacobi", "lookahead")
 EVERY_PROCESSOR = dict(
     top_k=40,
@@ -100,12 +106,17 @@ def plain_tokens():
 
 
 def every_combination():
-    """All of them; by default, every drafter in every pipeline with one of the usual samplings, each in turn."""
+    """All of them; by default, every drafter in every pipeline with one of the usual samplings, each in turn.
+
+    Variants of the draft model are by default in `sync` and one other pipeline, in turn.
+    """
+    others = [pipeline for pipeline in PIPELINES if pipeline not in ("plain", "sync")]
     for i, drafter in enumerate(DRAFTERS):
+        own = ("sync", others[i % len(others)]) if drafter in VARIANTS else ("sync", *others)
         for j, pipeline in enumerate(PIPELINES):
             in_turn = USUAL[(i + j) % len(USUAL)]
             for sampling in SAMPLINGS:
-                is_usual = sampling == in_turn and (pipeline != "plain" or drafter == "chain")
+                is_usual = sampling == in_turn and (pipeline in own or (pipeline, drafter) == ("plain", "chain"))
                 yield pytest.param(drafter, sampling, pipeline, marks=[] if is_usual else pytest.mark.slow)
 
 

@@ -206,7 +206,9 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert free == 4.0, "bundles were given back"
 
 
-@pytest.mark.parametrize("name", ["coordinator", "target-0", pytest.param("draft-0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["target-0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coordinator", "draft-0"))]
+)
 def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on_ray, name):
     engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1), cluster=replace(CLUSTER, max_restarts=0))
     completions = [engine.submit(prompt, LONG) for prompt in PROMPTS]
@@ -219,6 +221,7 @@ def test_without_restarts_a_killed_process_ends_what_is_in_flight(open_engine_on
         engine.submit("x", SHORT)
 
 
+@pytest.mark.slow
 def test_engines_of_two_namespaces_run_side_by_side(open_engine_on_ray):
     drafter = NgramDrafterConfig(min_ngram=1)
     engines = [open_engine_on_ray(namespace=namespace, drafter=drafter) for namespace in ("one", "two")]

@@ -67,7 +67,7 @@ def finished(tiny_corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
-@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("role", [pytest.param("target", marks=pytest.mark.slow), "drafter"])
 def test_loss_falls(finished: Path, role: str):
     lines = [json.loads(line) for line in (finished / "work" / role / "loss.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
