@@ -74,6 +74,7 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     [
         ({}, "1.25x the speed of plain decoding"),
         ({"speedup_vs_ar": 0.9}, "slower than plain decoding (0.90x); most of a round with a draft went to: drafter"),
+        ({"speedup_vs_ar": 0.997}, "1.00x the speed of plain decoding"),
         ({"speedup_vs_ar": 0.9, "role_losses": {"draft": 2}}, "processes were lost: draft 2 times"),
         ({"num_unequal_requests": 1}, "tokens of 1 requests differ from plain decoding"),
         ({"num_unequal_requests": 1, "notes": ["keeps the law, not its tokens"]}, "1.25x the speed of plain decoding"),
