@@ -2,8 +2,8 @@
 
 Prints one Markdown row per drafter with, for each workload, its acceptance length, the time of a draft, that of the
 target's pass over it, and its speed over plain decoding; of several runs of a workload the median, and the range of the
-speed. Plain decoding is the same in all engines of a run, so the median of its speed in all of them is the baseline.
-The picture has the same figures. Reads `report.json`; starts nothing.
+speed. Plain decoding is the same in all engines of a run whose target has as many threads, so the median of its speed
+in these is the baseline. The picture has the same figures. Reads `report.json`; starts nothing.
 """
 
 from __future__ import annotations
@@ -44,18 +44,23 @@ def read_runs(run_dirs: Sequence[Path]) -> Overview:
             workload = entry["setting"]["workload"] or Path(job["prompts"]).stem  # its file, where none is named
             name = entry["name"].removesuffix(f" {workload}")
             values = found.setdefault((name, workload), {key: [] for key in PANELS})
-            for key, value in {**entry, "speed": entry["tokens_per_s"] / plain[entry["setting"]["workload"]]}.items():
+            for key, value in {**entry, "speed": entry["tokens_per_s"] / plain[_baseline_of(entry)]}.items():
                 if key in values and value is not None:
                     values[key].append(value)
     return found
 
 
-def _plain_speeds(entries: Sequence[Mapping[str, Any]]) -> dict[str | None, float]:
-    """Tokens per second of plain decoding, by workload."""
-    speeds: dict[str | None, list[float]] = {}
+def _baseline_of(entry: Mapping[str, Any]) -> tuple[str | None, int]:
+    """Workload, and threads of the target: a draft model with a core of its own leaves it fewer."""
+    return entry["setting"]["workload"], entry["num_threads"]["target"]
+
+
+def _plain_speeds(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str | None, int], float]:
+    """Tokens per second of plain decoding, by baseline."""
+    speeds: dict[tuple[str | None, int], list[float]] = {}
     for entry in entries:
-        speeds.setdefault(entry["setting"]["workload"], []).append(entry["plain_tokens_per_s"])
-    return {workload: median(found) for workload, found in speeds.items()}
+        speeds.setdefault(_baseline_of(entry), []).append(entry["plain_tokens_per_s"])
+    return {baseline: median(found) for baseline, found in speeds.items()}
 
 
 def markdown(overview: Overview) -> str:

@@ -10,7 +10,7 @@ from cluster.io.console import ABSENT
 from cluster.tools.bench.overview import main
 
 
-def write_report(folder, workload, speeds, *, workloads=()):
+def write_report(folder, workload, speeds, *, workloads=(), threads=(1, 1, 1)):
     """A report with a setting for each speed; drafters are d0, d1, ..."""
     entries = [
         {
@@ -21,8 +21,9 @@ def write_report(folder, workload, speeds, *, workloads=()):
             "verify_ms": 3.5 if i else None,
             "tokens_per_s": 100 * speed,
             "plain_tokens_per_s": plain,
+            "num_threads": {"target": num_threads},
         }
-        for i, (speed, plain) in enumerate(zip(speeds, (100, 90, 180), strict=False))
+        for i, (speed, plain, num_threads) in enumerate(zip(speeds, (100, 90, 180), threads, strict=False))
     ]
     job = {"workload": "completion", "prompts": f"data/{workload}.jsonl"}
     folder.mkdir()
@@ -45,6 +46,12 @@ def test_runs_of_one_workload_are_put_together(tmp_path, capsys):
         "| d2 k=5 | 4.00; 0.25 + 3.50 ms; 6.00x (3.00-9.00) |  |",
     ]
     assert (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_decoding_is_compared_among_targets_of_as_many_threads(tmp_path, capsys):
+    main([write_report(tmp_path / "a", "editing", [1.0, 1.8, 1.8], threads=(2, 1, 2))])
+    speeds = [row.split("; ")[-1].split("x")[0] for row in capsys.readouterr().out.splitlines()[2:]]
+    assert speeds == ["0.71", "2.00", "1.29"]  # over 140, the median of 100 and 180, and over 90
 
 
 def test_a_folder_without_a_bench_is_refused(tmp_path, capsys):
