@@ -22,7 +22,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Parallel, Strategy, Translation
 from actors.drafters.retrieval.config import RestDrafterConfig
-from actors.options import PipelineName, SchedulerConfig
+from actors.options import PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
@@ -120,12 +120,12 @@ def every_combination():
                 yield pytest.param(drafter, sampling, pipeline, marks=[] if is_usual else pytest.mark.slow)
 
 
-def every_drafter_in_turn(choices, num_usual=1):
-    """Every drafter with every choice; by default with `num_usual` of them, each in turn."""
+def every_drafter_in_turn(choices):
+    """Every drafter with every choice; by default with one of them, in turn."""
     for i, drafter in enumerate(DRAFTERS):
-        usual = [choices[(i + k) % len(choices)] for k in range(num_usual)]
         for choice in choices:
-            yield pytest.param(drafter, choice, marks=[] if choice in usual else pytest.mark.slow)
+            is_usual = choice == choices[i % len(choices)]
+            yield pytest.param(drafter, choice, marks=[] if is_usual else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("drafter", "sampling", "pipeline"), list(every_combination()))
@@ -279,16 +279,26 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
     assert (room.stats.num_stale > 0) == (adversary == "wrong-root")
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule"), list(every_drafter_in_turn(["rejection", "block", "traversal", "kseq"], 2))
-)
+def exact_pairs():
+    """Every drafter with every ratio rule that is exact for it; by default two of them, in turn."""
+    sync = PipelineName.sync
+    for i, (drafter, config) in enumerate(DRAFTERS.items()):
+        kinds_and_traits = {
+            rule: (config.sampling_kinds(rule, sync), config.draft_traits(rule, sync))
+            for rule in (VerifyRule.rejection, VerifyRule.block, VerifyRule.traversal, VerifyRule.kseq)
+        }
+        rules = [rule for rule, drawn in kinds_and_traits.items() if is_exact(rule, *drawn)]
+        assert len(rules) >= 2, f"{drafter}: under which rules can it be used?"
+        for k, rule in enumerate(rules):
+            is_usual = (k - i) % len(rules) < 2
+            yield pytest.param(drafter, rule, marks=[] if is_usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("drafter", "rule"), list(exact_pairs()))
 def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, rule, drafter):
-    config, sync = DRAFTERS[drafter], PipelineName.sync
-    if not is_exact(rule, config.sampling_kinds(rule, sync), config.draft_traits(rule, sync)):
-        pytest.skip("refused at the start")
     requests = make_requests(3, max_tokens=20)
     plain = open_room(pipeline="plain").serve(requests)
-    room = open_room(config, rule=rule).serve(requests)
+    room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)
     assert room.tokens == plain.tokens
 
 

@@ -1,4 +1,4 @@
-"""`drafter=auto` between its drafters and the choice: what is scored when, what each drafter is told, what it costs."""
+"""`drafter=auto` between its drafters and the choice: scoring, the records that reach each drafter, and costs."""
 
 from __future__ import annotations
 
