@@ -1,0 +1,90 @@
+"""What the training loop and the speculators know of each other: the batch, the module, and what it may build from.
+
+It must not know any method, and no family imports the loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from parallel.speculators.config import FINAL
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a speculator may be built from: the target's dimensions, its tables and the text it will be trained on."""
+
+    config: PretrainedConfig
+    """The target's own `config.json` as transformers reads it."""
+    embedding: Tensor
+    """Its embedding, float32 `[vocabulary, hidden]`, frozen; to initialise from, not to keep as a parameter."""
+    head: Tensor
+    """Its output layer, of the same shape; the same tensor where they are tied."""
+    token_counts: Tensor
+    """How often each token occurs in the training rows, int64 `[vocabulary]`: for draft vocabularies."""
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """Rows of text with what the frozen target computed for them. Row i of every tensor belongs to token i."""
+
+    tokens: Tensor
+    """int64 `[rows, length]`."""
+    taps: dict[int, Tensor]
+    """`[rows, length, hidden]` of each tap the module asked for, and always of `FINAL`; no gradient."""
+    loss_mask: Tensor
+    """bool `[rows, length]`: token i may be a label. False where text is padding."""
+    head: Callable[[Tensor], Tensor]
+    """The target's output layer: hidden states after its final norm -> logits. Frozen, but lets gradients through."""
+    embed: Callable[[Tensor], Tensor]
+    """The target's embedding: tokens -> `[..., hidden]`. Frozen."""
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys after RoPE and values of each of the module's `kv_layers`, `[rows, KV heads, length, head size]` each."""
+
+    def target_logits(self) -> Tensor:
+        """`[rows, length, vocabulary]`; row i is the target's law of token i + 1."""
+        return self.head(self.taps[FINAL])
+
+
+class Speculator(nn.Module, ABC):
+    """A speculator in training. Its parameters, float32, are all that is trained and saved."""
+
+    taps: tuple[int, ...] = (FINAL,)
+    """Taps of the target that it reads; see `parallel.speculators.config`."""
+    kv_layers: tuple[int, ...] = ()
+    """Layers of the target, from 0, whose keys and values it reads."""
+    num_draft_tokens: int = 1
+    """Depths it is trained for."""
+
+    @abstractmethod
+    def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, a scalar, and metrics by name, detached scalars; random choices come from `generator` (CPU).
+
+        Metrics hold those of `depth_metrics`. It runs under autocast if that is on, and without gradients when held-out
+        text is evaluated: `self.training` tells which.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write `config.json` and bfloat16 `model.safetensors` that `drafter.path` reads."""
+
+
+def depth_metrics(rates: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """`accept_1`.. by depth, and `length`, the expected tokens per round.
+
+    `rates[n, k]` is the probability that the token drafted at depth k + 1 from anchor n is accepted when those before
+    it were (0 or 1 for a greedy draft), `valid[n, k]` whether the text has a label there; the valid depths of an anchor
+    come first. The length counts anchors whose depths are all valid.
+    """
+    rates, valid = rates.detach().float(), valid.bool()
+    means = (rates * valid).sum(0) / valid.sum(0).clamp(min=1)
+    whole = valid.all(1)
+    survival = (rates.cumprod(1) * whole[:, None]).sum(0) / whole.sum().clamp(min=1)
+    return {f"accept_{k + 1}": mean for k, mean in enumerate(means)} | {"length": 1 + survival.sum()}

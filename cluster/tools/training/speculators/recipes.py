@@ -1,0 +1,27 @@
+"""The registry of training recipes for speculators: one row per `job.recipe`. It must not know how training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.tools.training.speculators.interface import Speculator, TargetShape
+
+
+@dataclass(frozen=True)
+class SpeculatorRecipe:
+    """How one method is built and trained."""
+
+    build: Callable[[Any, TargetShape], Speculator]
+    """`build(options, target)`: the module with fresh float32 weights, drawn from PyTorch's global generator."""
+    options: Any
+    """Defaults of the method's own settings, a frozen dataclass; `job.options={...}` replaces fields of it."""
+    matrix_learning_rate: float = 5e-3
+    """Peak rate of Muon (matrices that are no tables)."""
+    other_learning_rate: float = 3e-3
+    """Peak rate of AdamW (tables, norms, biases)."""
+
+
+RECIPES: dict[str, SpeculatorRecipe] = {}
+"""Name -> recipe, e.g. `"eagle3": SpeculatorRecipe(eagle.build, EagleOptions(...))`; one row per published method."""
