@@ -7,17 +7,19 @@ needs. It must not know Hydra.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
+from actors.options import PipelineName, SchedulerConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingKind
-from actors.ranges import Choice
+from actors.ranges import Choice, require
 from actors.verification.compatibility import DraftTrait
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
     from parallel.comm.group import Group
+    from parallel.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,18 @@ class ModelOptions:
     prefill_chunk: int
 
 
+class Placement(StrEnum):
+    """Where a drafter runs."""
+
+    auto = "auto"
+    attached = "attached"
+    separate = "separate"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """The launch options and the rank that a drafter is built for."""
+    """The launch options and the rank that a drafter is built for; `tables` and `num_slots` are the target's own
+    decoder and the size of its pool if the drafter is attached to its ranks."""
 
     verify: VerifyConfig
     pipeline: str
@@ -40,6 +51,9 @@ class DraftSetup:
     group: Group
     device: str
     eos_token_ids: tuple[int, ...]
+    target: TargetConfig = field(default_factory=TargetConfig)
+    tables: Decoder | None = None
+    num_slots: int = 0
 
     @property
     def model_options(self) -> ModelOptions:
@@ -92,6 +106,20 @@ class DrafterConfig(Choice):
         return False
 
     @property
+    def reads_features(self) -> bool:
+        """Whether the drafter reads hidden states of the target: those of `taps`."""
+        return False
+
+    def taps(self) -> tuple[int, ...]:
+        """Residual streams of the target that the drafter reads, as `parallel.speculators.config` numbers them; loads
+        the checkpoint's record."""
+        return ()
+
+    def is_attached(self, pipeline: str) -> bool:
+        """Whether it runs on the target's ranks, and drafts right after each verdict."""
+        return False
+
+    @property
     def chooses_lengths(self) -> bool:
         """Whether the drafter itself decides how many of the ordered tokens are worth drafting."""
         return False
@@ -125,6 +153,25 @@ class DrafterConfig(Choice):
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         """The drafter on this rank, and the facts that its role reports."""
         raise ValueError(f"drafter={self.name}: has no drafter to build")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedDrafterConfig(DrafterConfig):
+    """A drafter that can run on the target's ranks."""
+
+    placement: Placement = Placement.auto
+    """attached: on the target's ranks, where it drafts right after each verdict and the two leave in one record; for
+    pipeline=sync. separate: as a role of its own. auto: attached if it reads hidden states of the target and the
+    pipeline is sync, else separate."""
+
+    def is_attached(self, pipeline: str) -> bool:
+        by_default = self.placement is Placement.auto and self.reads_features and pipeline == PipelineName.sync
+        return by_default or self.placement is Placement.attached
+
+    def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        remedy = f"drafts between two passes of the target, not beside one as pipeline={pipeline} does; use sync"
+        in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
+        require(in_turn or self.placement is not Placement.attached, f"{where}.placement", self.placement, remedy)
 
 
 @dataclass(frozen=True, slots=True)

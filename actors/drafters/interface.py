@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.protocol.messages import (
@@ -27,6 +27,9 @@ from actors.protocol.messages import (
     extend_hash,
     retract_hash,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -205,6 +208,22 @@ class ReadsTopTokens(Protocol):
         """Those of one pass, before the next `propose`; some may be missing."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureRows:
+    """The target's features [n, size] at committed positions from `start` on; what they are, the drafter has asked."""
+
+    request_id: int
+    start: int
+    rows: Tensor
+
+
+class ReadsFeatures(Protocol):
+    """Drafts from hidden states of the target; its record says which (`taps`)."""
+
+    def read_features(self, features: FeatureRows) -> None:
+        """Those of the tokens that a pass committed, before the next `propose`: in order, none left out."""
+
+
 class HasLevels(Protocol):
     """Consists of levels that draft for each other."""
 
@@ -225,6 +244,7 @@ class Capabilities:
     sends_previews: SendsPreviews | None = None
     has_levels: HasLevels | None = None
     reads_top_tokens: ReadsTopTokens | None = None
+    reads_features: ReadsFeatures | None = None
 
 
 class Drafter(Protocol):

@@ -17,10 +17,12 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.retrieval.config import RestDrafterConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {
     "none": NoDrafterConfig,
     "model": ModelDrafterConfig,
+    "speculator": SpeculatorDrafterConfig,
     "ngram": NgramDrafterConfig,
     "suffix": SuffixDrafterConfig,
     "maxgram": MaxgramDrafterConfig,

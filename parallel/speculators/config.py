@@ -1,6 +1,36 @@
-"""What the records of all speculators share. Loads no PyTorch."""
+"""What the checkpoint of a speculator says of itself: its method, its shape, and what it reads of the target.
+
+A speculator is a module that was trained on the hidden states of one target and drafts for it: heads, a draft layer, a
+block drafter. Each family derives its own record. Loads no PyTorch.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 FINAL = -1
-"""The tap after the final norm, which the target's output layer reads. Tap i is the residual stream after i layers."""
+"""The tap after the target's final norm, which its head reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculatorConfig:
+    """Tap i is the target's residual stream after i layers: 0 the embedding, its number of layers the stream before the
+    final norm; `FINAL` the stream after it. The features of a token are its taps side by side."""
+
+    method: str
+    vocab_size: int
+    """Of the target."""
+    max_positions: int
+    target_hidden: int
+    """Width of one tap."""
+    taps: tuple[int, ...]
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers of one token's features."""
+        return len(self.taps) * self.target_hidden
+
+    @property
+    def num_logits(self) -> int:
+        """Columns of a row of logits: every speculator proposes tokens of the target's vocabulary."""
+        return self.vocab_size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.ranges import Range
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RecyclingDrafterConfig(DrafterConfig):
+class RecyclingDrafterConfig(PlacedDrafterConfig):
     """Token recycling: the target's own candidates at each token's last verified row, along a fixed tree."""
 
     name: str = "recycling"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.options import VerifyRule
 from actors.ranges import Range, require
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class JacobiDrafterConfig(DrafterConfig):
+class JacobiDrafterConfig(PlacedDrafterConfig):
     """Jacobi decoding: what the target said at the rows of the last draft is the next draft."""
 
     name: str = "jacobi"
@@ -40,7 +40,7 @@ class JacobiDrafterConfig(DrafterConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class LookaheadDrafterConfig(DrafterConfig):
+class LookaheadDrafterConfig(PlacedDrafterConfig):
     """Lookahead decoding: n-grams of a window of Jacobi trajectories, which the target continues beside the drafts."""
 
     name: str = "lookahead"

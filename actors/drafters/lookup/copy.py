@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
-class CopyDrafterConfig(DrafterConfig):
+class CopyDrafterConfig(PlacedDrafterConfig):
     """Tokens that follow in the prompt where the output last agreed with it."""
 
     name: str = "copy"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range
@@ -26,7 +26,7 @@ _NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class MaxgramDrafterConfig(DrafterConfig):
+class MaxgramDrafterConfig(PlacedDrafterConfig):
     """What followed the longest match of the text's end, then bigrams: it nearly always drafts. Base of cascades."""
 
     name: str = "maxgram"

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range, require
 
 
 @dataclass(frozen=True, slots=True)
-class NgramDrafterConfig(DrafterConfig):
+class NgramDrafterConfig(PlacedDrafterConfig):
     """Prompt lookup: what followed the last occurrence of the current n-gram."""
 
     name: str = "ngram"

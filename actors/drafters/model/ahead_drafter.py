@@ -22,7 +22,7 @@ from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
 from actors.drafters.draft_ahead.tree import AHEAD, AHEAD_WORTH, redraft
 from actors.drafters.draft_ahead.width import Step, WidthChooser
 from actors.drafters.interface import Capabilities, Context, Draft
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import PassDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter, node_rows
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
@@ -53,7 +53,7 @@ class AheadDrafter(ModelDrafter):
     waits_for_child = False
     may_work_ahead = True
 
-    def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, options: ModelOptions, pipeline: str) -> None:
+    def __init__(self, runner: ModelRunner, config: PassDrafterConfig, options: ModelOptions, pipeline: str) -> None:
         super().__init__(runner, config, options)
         self.capabilities = Capabilities(
             runner.config.vocab_size, prefills=self, truncates=self, works_ahead=self, sends_previews=self

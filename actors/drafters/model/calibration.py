@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from actors.drafters.model.config import CalibrationPolicy, ModelDrafterConfig
+from actors.drafters.model.config import CalibrationPolicy, PassDrafterConfig
 
 
 class CalibrationSchedule:
     """Decides once after every verdict on a proposal."""
 
-    def __init__(self, config: ModelDrafterConfig) -> None:
+    def __init__(self, config: PassDrafterConfig) -> None:
         self._policy = config.calibration_policy
         self._every = config.calibrate_every
         self._rounds: Counter[int] = Counter()

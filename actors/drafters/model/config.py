@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, PlacedDrafterConfig, Placement
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.confidence_growth import WIDEST
 from actors.options import CHECKPOINT, DEVICES, DTYPES, MAX_RANKS, WEIGHTS, PipelineName, VerifyRule, check_weights
@@ -90,35 +90,10 @@ class LengthRule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDrafterConfig(DrafterConfig):
-    """A separate, smaller model."""
+class PassDrafterConfig(PlacedDrafterConfig):
+    """What all drafters have in common that draft by passes of a model: the shape of a draft, how its tokens are drawn,
+    and how long it is."""
 
-    name: str = "model"
-    path: str = "pocket"
-    """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
-    ranks: Annotated[int, Range(1, cap=MAX_RANKS, remedy="for none write drafter=none")] = 1
-    """Ranks that share the draft model."""
-    num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0
-    """CPU: threads of a rank, at most; 0 = one for every core that it has."""
-    parallel: Parallel = Parallel.single
-    """How they share it: single (one rank), tensor (every layer is split), or layer (the attention of several layers
-    runs side by side on nearly right inputs: EasySpec)."""
-    layer_group: Annotated[int, Range(0, zero="as many as ranks")] = 0
-    """parallel=layer: layers side by side; 0 = as many as ranks, at most 4; 1 = one after the other. More than one on
-    a single rank computes the same drafts without the speed."""
-    layer_partition: list[Any] = field(default_factory=list)
-    """parallel=layer: which layers, as sizes [1,3,3,1] or as layers [[0],[1,2],[3]]; empty = by `layer_group`, the
-    first and the last layer alone."""
-    mlp_parallel: MlpParallel = MlpParallel.auto
-    """parallel=layer: replicated (every rank computes all MLPs), tensor (each is split over the ranks), or auto: what
-    is faster, measured at the start."""
-    calibration: Calibration = Calibration.recompute
-    """parallel=layer: which rank computes exact KV rows: recompute (every rank by itself), owner (a rank holds the
-    attention and KV of its own layers only), broadcast (rank 0, which sends them to the others)."""
-    calibration_policy: CalibrationPolicy = CalibrationPolicy.every
-    """parallel=layer: every (`calibrate_every` rounds), mismatch (when a draft token was rejected), or never."""
-    calibrate_every: Annotated[int, Range(1, remedy="see drafter.calibration_policy=never")] = 1
-    """parallel=layer: rounds from one calibration to the next."""
     strategy: Strategy = Strategy.chain
     """chain: one guess per position; tree: a fixed shape, `branching`; beam: the `width` best paths of every level
     (RSD-S); best_first: a tree grown where it is likely; dynamic: likewise, with one budget for the whole batch, and
@@ -159,46 +134,20 @@ class ModelDrafterConfig(DrafterConfig):
     ahead_width: Annotated[int, Range(1)] = 8
     """Asynchronous pipelines: nodes fed in one pass of draft-ahead. pipeline.adaptive=true: of each request, at most;
     how many is chosen from the measured cost of passes. false: always so many, over all requests."""
+    calibration_policy: CalibrationPolicy = CalibrationPolicy.every
+    """When KV rows of accepted draft tokens that were computed from nearly right inputs (parallel=layer, or a
+    speculator's own features) are replaced by exact ones: every (`calibrate_every` rounds), mismatch (when a draft
+    token was rejected), or never."""
+    calibrate_every: Annotated[int, Range(1, remedy="see drafter.calibration_policy=never")] = 1
+    """Rounds from one calibration to the next."""
     kv_slots: Annotated[int, Range(0, zero="sized automatically")] = 0
     """Token slots in the KV pool of each rank, as `target.kv_slots`; 0 = sized from the memory that is free."""
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """float32, bfloat16, float16, or auto, as `target.dtype`."""
     weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
     """CPU: the type in which matrices are stored, as `target.weights`."""
-    device: Annotated[str, OneOf(DEVICES)] = "auto"
-    """cpu, cuda, or auto, as `target.device`."""
-    vocabulary: str = ""
-    """A token list made by `job=vocabulary`: the model drafts these tokens only and computes no other logits; empty =
-    all tokens."""
-    vocabulary_size: Annotated[int, Range(0, zero="all of them")] = 0
-    """Tokens of the list to draft, the most frequent first; 0 = all of them."""
-    translate: Translation = Translation.auto
-    """A draft model with another tokenizer than the target's: intersection (it drafts the tokens that both have),
-    strings (it drafts a chain of its own tokens, whose text is encoded in the target's), or auto: intersection if the
-    tokenizers differ, else nothing is translated."""
-    tokenizer: str = ""
-    """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
 
     def check_fields(self, where: str) -> None:
-        path, shared = self.path, self.parallel is not Parallel.single
-        require(bool(path), f"{where}.path", path, CHECKPOINT)
-        check_weights(where, self.weights, self.dtype, self.device)
-        remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
-        require(shared or self.ranks == 1, f"{where}.ranks", self.ranks, remedy)
-        self._check_shape(where)
-        nodes = self.batch_nodes
-        remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
-        require(self.strategy is Strategy.dynamic or not nodes, f"{where}.batch_nodes", nodes, remedy)
-        spells = self.translate is Translation.strings
-        remedy = f"writes chains; use {where}.strategy=chain or {where}.translate=intersection"
-        require(not spells or self.strategy is Strategy.chain, f"{where}.translate", self.translate, remedy)
-        remedy = f"lists tokens that the model does not have; drop it or use {where}.translate=intersection"
-        require(not (spells and self.vocabulary), f"{where}.vocabulary", self.vocabulary, remedy)
-        size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
-        require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
-        self._check_layers(where)
-
-    def _check_shape(self, where: str) -> None:
         is_tree = self.strategy is Strategy.tree
         remedy = f"is the shape of a fixed tree; add {where}.strategy=tree or drop it"
         require(is_tree or not self.branching, f"{where}.branching", self.branching, remedy)
@@ -218,25 +167,19 @@ class ModelDrafterConfig(DrafterConfig):
         remedy = f"the paths of {where}.strategy=beam are drawn without replacement; drop it or use strategy=tree"
         is_independent = self.draws is Draws.independent
         require(not (is_independent and self.strategy is Strategy.beam), f"{where}.draws", self.draws, remedy)
-
-    def _check_layers(self, where: str) -> None:
-        by_layer = self.parallel is Parallel.layer
-        group, partition, every = self.layer_group, self.layer_partition, self.calibrate_every
-        remedy = "is for layers that run side by side; add drafter.parallel=layer or leave it at"
-        require(by_layer or group < 2, f"{where}.layer_group", group, f"{remedy} 0")
-        require(by_layer or not partition, f"{where}.layer_partition", partition, f"{remedy} []")
-        split = self.mlp_parallel is MlpParallel.tensor and self.calibration is Calibration.broadcast
-        remedy = "the one rank that runs exact passes needs whole MLPs; use drafter.mlp_parallel=replicated"
-        require(not split, f"{where}.calibration", self.calibration, remedy)
-        counted = every == 1 or self.calibration_policy is CalibrationPolicy.every
+        nodes = self.batch_nodes
+        remedy = f"is for trees that share a budget; add {where}.strategy=dynamic or drop it"
+        require(self.strategy is Strategy.dynamic or not nodes, f"{where}.batch_nodes", nodes, remedy)
+        counted = self.calibrate_every == 1 or self.calibration_policy is CalibrationPolicy.every
         remedy = "counts rounds; add drafter.calibration_policy=every or drop it"
-        require(counted, f"{where}.calibrate_every", every, remedy)
+        require(counted, f"{where}.calibrate_every", self.calibrate_every, remedy)
 
     @property
     def chooses_lengths(self) -> bool:
         return self.length_rule is not LengthRule.ordered
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        super(PassDrafterConfig, self).check_with(rule, pipeline, where)
         remedy = f"cannot end what pipeline={pipeline} prepares ahead of time; use sync or pingpong, or drop it"
         require(not (self.chooses_lengths and pipeline in AHEAD), f"{where}.length_rule", self.length_rule, remedy)
         nodes = self.batch_nodes
@@ -250,6 +193,107 @@ class ModelDrafterConfig(DrafterConfig):
         remedy = f"pipeline={pipeline} takes the likeliest tokens and draws none; use sync or pingpong, or drop it"
         require(not (is_given and pipeline in AHEAD), f"{where}.draws", self.draws, remedy)
 
+    def _tree_file(self, resolve: PathResolver, key: str) -> str:
+        from actors.drafters.model.fixed_trees import read_trees  # loads numpy
+
+        path = resolve.file(key, self.tree, "one made by job=tree")
+        try:
+            read_trees(Path(path))
+        except ValueError as error:
+            raise ValueError(f"{key}={self.tree}: {error}") from error
+        return path
+
+    def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
+        if self.strategy not in DRAWN or pipeline in AHEAD:
+            return {SamplingKind.DETERMINISTIC}
+        return {self.draw_kind(rule)}
+
+    def draw_kind(self, rule: str) -> SamplingKind:
+        """How children are drawn at random for a ratio rule."""
+        by_rule = self.draws is Draws.auto and self.strategy is not Strategy.beam and rule == VerifyRule.kseq
+        is_independent = by_rule or self.draws is Draws.independent
+        return SamplingKind.IID if is_independent else SamplingKind.WITHOUT_REPLACEMENT
+
+    @property
+    def widest(self) -> int:
+        """Children of one node, at most."""
+        fixed = {Strategy.chain: 1, Strategy.cape: WIDEST}
+        return fixed.get(self.strategy, 0) or max(self.branching, default=self.width)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.strategy is Strategy.chain
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafterConfig(PassDrafterConfig):
+    """A separate, smaller model."""
+
+    name: str = "model"
+    path: str = "pocket"
+    """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
+    ranks: Annotated[int, Range(1, cap=MAX_RANKS, remedy="for none write drafter=none")] = 1
+    """Ranks that share the draft model."""
+    num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0
+    """CPU: threads of a rank, at most; 0 = one for every core that it has."""
+    parallel: Parallel = Parallel.single
+    """How they share it: single (one rank), tensor (every layer is split), or layer (the attention of several layers
+    runs side by side on nearly right inputs: EasySpec)."""
+    layer_group: Annotated[int, Range(0, zero="as many as ranks")] = 0
+    """parallel=layer: layers side by side; 0 = as many as ranks, at most 4; 1 = one after the other. More than one on
+    a single rank computes the same drafts without the speed."""
+    layer_partition: list[Any] = field(default_factory=list)
+    """parallel=layer: which layers, as sizes [1,3,3,1] or as layers [[0],[1,2],[3]]; empty = by `layer_group`, the
+    first and the last layer alone."""
+    mlp_parallel: MlpParallel = MlpParallel.auto
+    """parallel=layer: replicated (every rank computes all MLPs), tensor (each is split over the ranks), or auto: what
+    is faster, measured at the start."""
+    calibration: Calibration = Calibration.recompute
+    """parallel=layer: which rank computes exact KV rows: recompute (every rank by itself), owner (a rank holds the
+    attention and KV of its own layers only), broadcast (rank 0, which sends them to the others)."""
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
+    """cpu, cuda, or auto, as `target.device`."""
+    vocabulary: str = ""
+    """A token list made by `job=vocabulary`: the model drafts these tokens only and computes no other logits; empty =
+    all tokens."""
+    vocabulary_size: Annotated[int, Range(0, zero="all of them")] = 0
+    """Tokens of the list to draft, the most frequent first; 0 = all of them."""
+    translate: Translation = Translation.auto
+    """A draft model with another tokenizer than the target's: intersection (it drafts the tokens that both have),
+    strings (it drafts a chain of its own tokens, whose text is encoded in the target's), or auto: intersection if the
+    tokenizers differ, else nothing is translated."""
+    tokenizer: str = ""
+    """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
+
+    def check_fields(self, where: str) -> None:
+        super(ModelDrafterConfig, self).check_fields(where)
+        remedy = "shares the target's ranks; drop it, the draft model is split as the target is"
+        attached = self.placement is Placement.attached
+        require(not attached or self.parallel is Parallel.single, f"{where}.parallel", self.parallel, remedy)
+        path, shared = self.path, self.parallel is not Parallel.single
+        require(bool(path), f"{where}.path", path, CHECKPOINT)
+        check_weights(where, self.weights, self.dtype, self.device)
+        remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
+        require(shared or self.ranks == 1, f"{where}.ranks", self.ranks, remedy)
+        spells = self.translate is Translation.strings
+        remedy = f"writes chains; use {where}.strategy=chain or {where}.translate=intersection"
+        require(not spells or self.strategy is Strategy.chain, f"{where}.translate", self.translate, remedy)
+        remedy = f"lists tokens that the model does not have; drop it or use {where}.translate=intersection"
+        require(not (spells and self.vocabulary), f"{where}.vocabulary", self.vocabulary, remedy)
+        size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
+        require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
+        self._check_layers(where)
+
+    def _check_layers(self, where: str) -> None:
+        by_layer = self.parallel is Parallel.layer
+        group, partition = self.layer_group, self.layer_partition
+        remedy = "is for layers that run side by side; add drafter.parallel=layer or leave it at"
+        require(by_layer or group < 2, f"{where}.layer_group", group, f"{remedy} 0")
+        require(by_layer or not partition, f"{where}.layer_partition", partition, f"{remedy} []")
+        split = self.mlp_parallel is MlpParallel.tensor and self.calibration is Calibration.broadcast
+        remedy = "the one rank that runs exact passes needs whole MLPs; use drafter.mlp_parallel=replicated"
+        require(not split, f"{where}.calibration", self.calibration, remedy)
+
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
         if self.tree:
@@ -262,16 +306,6 @@ class ModelDrafterConfig(DrafterConfig):
         vocabulary = resolve.file(f"{where}.vocabulary", self.vocabulary, "one made by job=vocabulary")
         read_token_list(Path(vocabulary), Path(resolve.target), f"{where}.vocabulary")
         return replace(config, vocabulary=vocabulary)
-
-    def _tree_file(self, resolve: PathResolver, key: str) -> str:
-        from actors.drafters.model.fixed_trees import read_trees  # loads numpy
-
-        path = resolve.file(key, self.tree, "one made by job=tree")
-        try:
-            read_trees(Path(path))
-        except ValueError as error:
-            raise ValueError(f"{key}={self.tree}: {error}") from error
-        return path
 
     def _with_tokenizer(self, resolve: PathResolver, where: str) -> ModelDrafterConfig:
         """The record with the tokenizer to translate to, if the draft model is to be translated."""
@@ -311,25 +345,9 @@ class ModelDrafterConfig(DrafterConfig):
         return [self.path] if self.tokenizer else []
 
     def sampling_kinds(self, rule: VerifyRule, pipeline: PipelineName) -> set[SamplingKind]:
-        if self.strategy not in DRAWN or pipeline in AHEAD or self.translate is Translation.strings:
+        if self.translate is Translation.strings:
             return {SamplingKind.DETERMINISTIC}
-        return {self.draw_kind(rule)}
-
-    def draw_kind(self, rule: str) -> SamplingKind:
-        """How children are drawn at random for a ratio rule."""
-        by_rule = self.draws is Draws.auto and self.strategy is not Strategy.beam and rule == VerifyRule.kseq
-        is_independent = by_rule or self.draws is Draws.independent
-        return SamplingKind.IID if is_independent else SamplingKind.WITHOUT_REPLACEMENT
-
-    @property
-    def widest(self) -> int:
-        """Children of one node, at most."""
-        fixed = {Strategy.chain: 1, Strategy.cape: WIDEST}
-        return fixed.get(self.strategy, 0) or max(self.branching, default=self.width)
-
-    @property
-    def is_chain(self) -> bool:
-        return self.strategy is Strategy.chain
+        return super(ModelDrafterConfig, self).sampling_kinds(rule, pipeline)
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.model.loading import build_model_drafter

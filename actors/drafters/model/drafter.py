@@ -23,7 +23,7 @@ from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
 from actors.drafters.model.chain_rules import ChainRule, ThompsonRule, ThresholdRule
 from actors.drafters.model.confidence_growth import ConfidenceGrowth
-from actors.drafters.model.config import DRAWN, LengthRule, ModelDrafterConfig, Strategy
+from actors.drafters.model.config import DRAWN, LengthRule, PassDrafterConfig, Strategy
 from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
 from actors.drafters.model.merging import leaders
 from actors.drafters.model.prefill import prefill
@@ -61,7 +61,7 @@ class _Rows:
 class ModelDrafter:
     """Drafts with `runner`; the verification rule decides how tokens are drawn."""
 
-    def __init__(self, runner: ModelRunner, config: ModelDrafterConfig, options: ModelOptions) -> None:
+    def __init__(self, runner: ModelRunner, config: PassDrafterConfig, options: ModelOptions) -> None:
         self.runner = runner
         self.capabilities = Capabilities(runner.config.vocab_size, prefills=self, truncates=self)
         self._options = options
@@ -137,7 +137,7 @@ class ModelDrafter:
         """No draft is pending for this request."""
         self._rows[context.request_id] = _Rows()
 
-    def _make_growth(self, config: ModelDrafterConfig) -> Growth:
+    def _make_growth(self, config: PassDrafterConfig) -> Growth:
         depth, width = config.depth, config.width
         match config.strategy:
             case Strategy.chain:
@@ -372,7 +372,7 @@ class ModelDrafter:
         return Draft(grown, sampling_kinds, tuple(distributions.get(node) for node in kept))
 
 
-def _chain_rule(config: ModelDrafterConfig) -> ChainRule | None:
+def _chain_rule(config: PassDrafterConfig) -> ChainRule | None:
     """None: chains have the ordered length."""
     match config.length_rule:
         case LengthRule.threshold:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, PlacedDrafterConfig
 from actors.ranges import Range, require
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class RestDrafterConfig(DrafterConfig):
+class RestDrafterConfig(PlacedDrafterConfig):
     """Retrieval from a datastore file, made by `job=datastore`."""
 
     name: str = "rest"

@@ -1,0 +1,60 @@
+"""The configuration record of `drafter=speculator`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from actors.drafters.config import DraftSetup, PathResolver
+from actors.drafters.model.config import PassDrafterConfig
+from actors.options import CHECKPOINT, DEVICES
+from actors.ranges import OneOf, require
+
+if TYPE_CHECKING:
+    from actors.drafters.interface import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorDrafterConfig(PassDrafterConfig):
+    """A module trained on the target's hidden states: as its checkpoint says, heads, a layer, a block."""
+
+    name: str = "speculator"
+    path: str = ""
+    """A checkpoint directory or a hub id: one made by `job=train job.recipe=NAME`, or a published one."""
+    ranks: int = 1
+    """placement=separate: ranks of its role; 1."""
+    num_threads: int = 0
+    """placement=separate, CPU: threads of its rank, at most; 0 = one for every core that it has."""
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
+    """placement=separate: cpu, cuda, or auto, as `target.device`."""
+
+    def check_fields(self, where: str) -> None:
+        super(SpeculatorDrafterConfig, self).check_fields(where)
+        require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
+        require(self.ranks == 1, f"{where}.ranks", self.ranks, "is shared by the target's ranks alone; drop it")
+
+    @property
+    def reads_features(self) -> bool:
+        return True
+
+    def taps(self) -> tuple[int, ...]:
+        from parallel.speculators.registry import read_speculator
+
+        return read_speculator(self.path).taps
+
+    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
+        config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
+        return replace(config, tree=config._tree_file(resolve, f"{where}.tree")) if self.tree else config
+
+    def check_checkpoints(self, where: str = "drafter") -> None:
+        from parallel.speculators.registry import read_speculator
+
+        try:
+            read_speculator(self.path)
+        except ValueError as error:
+            raise ValueError(f"{where}.path: {error}") from None
+
+    def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
+        from actors.drafters.speculator.drafter import build_speculator_drafter
+
+        return build_speculator_drafter(self, setup)

@@ -1,0 +1,79 @@
+"""`drafter=speculator`: drafts with a module that reads the target's hidden states.
+
+The drafting is that of `drafter=model`; a request is drafted for once the features of all its committed tokens but the
+last have been read. Knows no family of speculators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from actors.drafters.draft_ahead.tree import AHEAD
+from actors.drafters.interface import Context, FeatureRows
+from actors.drafters.model.ahead_drafter import AheadDrafter
+from actors.drafters.model.drafter import ModelDrafter
+from parallel.runtime.kv_sizing import choose_dtype, choose_weights
+from parallel.speculators.registry import SpeculatorPlace, open_speculator, open_tables, read_speculator
+from parallel.speculators.runner import SpeculatorRunner
+
+if TYPE_CHECKING:
+    from actors.drafters.config import DraftSetup, ModelOptions
+    from actors.drafters.speculator.config import SpeculatorDrafterConfig
+
+
+class _ReadsFeatures(ModelDrafter):
+    """What drafting in turn and ahead have in common: drafts wait for features, and so does the text before them."""
+
+    runner: SpeculatorRunner
+
+    def read_features(self, features: FeatureRows) -> None:
+        self.runner.read_features(features.request_id, features.start, features.rows)
+
+    def _with_room(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[tuple[Context, int]]:
+        able = super()._with_room(contexts, budgets)
+        return [order for order in able if self.runner.num_known(order[0].request_id) >= len(order[0].token_ids) - 1]
+
+    def _prefill(self, context: Context, leave: int) -> None:
+        known = self.runner.num_known(context.request_id)
+        super()._prefill(context, max(leave, len(context.token_ids) - known))
+
+
+class SpeculatorDrafter(_ReadsFeatures):
+    """Drafts in turn with the target."""
+
+    def __init__(self, runner: SpeculatorRunner, config: SpeculatorDrafterConfig, options: ModelOptions) -> None:
+        super().__init__(runner, config, options)
+        self.capabilities = replace(self.capabilities, reads_features=self)
+
+
+class AheadSpeculatorDrafter(_ReadsFeatures, AheadDrafter):
+    """Drafts on its own states while the target verifies."""
+
+    def __init__(
+        self, runner: SpeculatorRunner, config: SpeculatorDrafterConfig, options: ModelOptions, pipeline: str
+    ) -> None:
+        AheadDrafter.__init__(self, runner, config, options, pipeline)
+        self.capabilities = replace(self.capabilities, reads_features=self)
+
+
+def build_speculator_drafter(
+    config: SpeculatorDrafterConfig, setup: DraftSetup
+) -> tuple[SpeculatorDrafter | AheadSpeculatorDrafter, dict[str, object]]:
+    """The drafter beside the target's own tables if it is attached, else beside its own copy of them."""
+    device, target = setup.device, setup.target
+    dtype = choose_dtype(config.dtype, device)
+    weights = choose_weights(config.weights, config.dtype, device, config.path)
+    tables = setup.tables
+    if tables is None:
+        tables_weights = choose_weights(target.weights, target.dtype, device, target.path)
+        tables = open_tables(target.path, setup.group, device, dtype, tables_weights)
+    longest = read_speculator(config.path).max_positions
+    num_slots = config.kv_slots or setup.num_slots or setup.scheduler.max_num_seqs * longest
+    place = SpeculatorPlace(tables, setup.group, device, dtype, num_slots, weights)
+    runner = open_speculator(config.path, place)
+    facts: dict[str, object] = {"checkpoint": config.path, "method": runner.speculator.method, "kv_slots": num_slots}
+    if setup.pipeline in AHEAD:
+        return AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline), facts
+    return SpeculatorDrafter(runner, config, setup.model_options), facts

@@ -1,0 +1,88 @@
+"""The layouts of speculators' checkpoints: which config.json is whose, and how it is opened. A row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.comm.group import SINGLE, Group
+from parallel.model.checkpoint import read_json, resolve_checkpoint
+from parallel.model.decoder import Decoder
+from parallel.model.families.fields import HfConfig
+from parallel.model.families.registry import read_config
+from parallel.model.layers.weight import TensorOptions
+from parallel.model.weights import load_weights
+from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.runner import SpeculatorRunner
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorPlace:
+    """Where a speculator runs: beside the target's embedding and head, with so many KV rows.
+
+    Matrices are stored as `weights`, None for `dtype`.
+    """
+
+    tables: Decoder
+    group: Group
+    device: torch.device | str
+    dtype: torch.dtype
+    num_slots: int
+    weights: torch.dtype | None = None
+
+    @property
+    def options(self) -> TensorOptions:
+        return TensorOptions(dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLayout:
+    """One layout of checkpoints: `recognises` its config.json, `read` it, `open` the runner from its directory."""
+
+    recognises: Callable[[HfConfig], bool]
+    read: Callable[[HfConfig], Any]
+    open: Callable[[Path, Any, SpeculatorPlace], SpeculatorRunner]
+
+
+LAYOUTS: dict[str, CheckpointLayout] = {}
+"""Name -> layout; the first that recognises a config.json reads it."""
+
+
+def read_speculator(path: str | Path) -> SpeculatorConfig:
+    """The record of a checkpoint; ValueError, one line, if no family knows it."""
+    directory = resolve_checkpoint(str(path))
+    hf = read_json(directory / "config.json")
+    return _layout_of(hf, directory).read(hf)
+
+
+def open_speculator(path: str | Path, place: SpeculatorPlace) -> SpeculatorRunner:
+    """Load a checkpoint beside its target."""
+    directory = resolve_checkpoint(str(path))
+    hf = read_json(directory / "config.json")
+    layout = _layout_of(hf, directory)
+    return layout.open(directory, layout.read(hf), place)
+
+
+def open_tables(
+    path: str | Path,
+    group: Group = SINGLE,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    weights: torch.dtype | None = None,
+) -> Decoder:
+    """The target's embedding, final norm and head alone: a decoder of no layers, for a speculator on other ranks."""
+    directory = resolve_checkpoint(str(path))
+    tables = Decoder(replace(read_config(directory), num_layers=0), group, device, dtype, weights=weights)
+    load_weights(tables, directory)
+    return tables
+
+
+def _layout_of(hf: HfConfig, directory: Path) -> CheckpointLayout:
+    for layout in LAYOUTS.values():
+        if layout.recognises(hf):
+            return layout
+    raise ValueError(f"{directory}: config.json is of no known speculator; known are {', '.join(LAYOUTS)}")
