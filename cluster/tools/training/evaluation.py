@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from cluster.tools.training.models import continue_greedily, logits_of
+from cluster.tools.training.models import continue_text, logits_of
 from cluster.tools.training.tokenizer import END_OF_TEXT_ID
 
 
@@ -65,7 +65,7 @@ def greedy_matches(
     true prefix at every position. This is all a greedy chain needs: draft token `i` of a round only counts when those
     before it were accepted, and then the prefix it was drafted from is the true one.
     """
-    tokens = continue_greedily(target, torch.tensor([list(prompt)]), len(prompt) + num_tokens)
+    tokens = continue_text(target, torch.tensor([list(prompt)]), len(prompt) + num_tokens)
     answer = tokens[0, len(prompt) :]
     drafted = logits_of(drafter, tokens[:, :-1].to(drafter.device))[0, len(prompt) - 1 :].argmax(-1).cpu()
     ends = (answer == END_OF_TEXT_ID).nonzero()

@@ -1,4 +1,4 @@
-"""The pocket models: two Llama configurations of one vocabulary and context, their folders, and greedy generation.
+"""The pocket models: two Llama configurations of one vocabulary and context, their folders, and generation.
 
 It must not know corpus, losses or optimizers.
 """
@@ -83,8 +83,15 @@ def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def continue_greedily(model: LlamaForCausalLM, prompts: torch.Tensor, length: int) -> torch.Tensor:
-    """Continue int64 prompts `[prompts, prompt length]` with the most likely token each time, past ends of text too.
+def continue_text(
+    model: LlamaForCausalLM,
+    prompts: torch.Tensor,
+    length: int,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Continue int64 prompts `[prompts, prompt length]`, past ends of text too: the most likely token at temperature 0,
+    else one drawn from `generator`, which lives on the CPU.
 
     Return int64 `[prompts, length]` on the CPU. Raises ValueError if the prompts leave no room for a continuation.
     """
@@ -93,21 +100,20 @@ def continue_greedily(model: LlamaForCausalLM, prompts: torch.Tensor, length: in
     cache = DynamicCache(config=model.config)
     rows = [prompts.to(model.device)]
     for _ in range(length - prompts.shape[1]):
-        output = model(input_ids=rows[-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        rows.append(output.logits[:, -1:].argmax(-1))
+        logits = model(input_ids=rows[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        if temperature:
+            law = (logits.cpu().float() / temperature).softmax(-1)
+            rows.append(torch.multinomial(law, 1, generator=generator).to(model.device))
+        else:
+            rows.append(logits.argmax(-1, keepdim=True))
     return torch.cat(rows, dim=1).cpu()
 
 
-def continue_all(model: LlamaForCausalLM, prompts: list[list[int]], length: int, batch: int) -> torch.Tensor:
-    """Continue prompts of any length to `length` tokens and return them as one stream, in order of prompt length.
+def grouped(prompts: list[list[int]], length: int, batch: int) -> list[torch.Tensor]:
+    """Prompts of any length as batches of one length each, int64 `[prompts, prompt length]`, the shortest first.
 
     Prompts of similar length share a batch and are cut to its shortest, at most half of `length`.
     """
     ordered = sorted(prompts, key=len)
-    streams = []
-    for start in range(0, len(ordered), batch):
-        group = ordered[start : start + batch]
-        shortest = min(len(group[0]), length // 2)
-        tokens = torch.tensor([prompt[:shortest] for prompt in group])
-        streams.append(continue_greedily(model, tokens, length).flatten())
-    return torch.cat(streams)
+    groups = [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
+    return [torch.tensor([prompt[: min(len(group[0]), length // 2)] for prompt in group]) for group in groups]

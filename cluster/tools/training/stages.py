@@ -12,8 +12,9 @@ from cluster.tools.training.batches import DistillationSet, StreamBatches, sprea
 from cluster.tools.training.corpus import Corpus, Source, is_test
 from cluster.tools.training.models import (
     CONTEXT,
-    continue_all,
+    continue_text,
     drafter_config,
+    grouped,
     initialised,
     load_model,
     save_model,
@@ -86,7 +87,8 @@ def make_continuations(place: Workplace) -> int:
     target = load_model(place.out / "target", config.device, torch.bfloat16)
     prompts = choose_prompts(_library(place.corpus), tokenizer, config.seed, config.continuation_prompts)
     tokens = [tokenizer.encode(prompt.prompt).ids for prompt in prompts]
-    stream = continue_all(target, tokens, config.continuation_length, CONTINUATION_BATCH)
+    groups = grouped(tokens, config.continuation_length, CONTINUATION_BATCH)
+    stream = torch.cat([continue_text(target, group, config.continuation_length).flatten() for group in groups])
     place.work.mkdir(parents=True, exist_ok=True)
     torch.save(stream, place.work / "continuations.pt")
     return len(stream)

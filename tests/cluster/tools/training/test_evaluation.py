@@ -17,7 +17,7 @@ from cluster.tools.training.evaluation import (
     mean_loss,
     overlap,
 )
-from cluster.tools.training.models import continue_all, continue_greedily, drafter_config
+from cluster.tools.training.models import continue_text, drafter_config, grouped
 from cluster.tools.training.trainer import cross_entropy, distillation
 
 VOCABULARY = 64
@@ -89,18 +89,24 @@ def test_acceptance_length_is_one_without_and_depth_plus_one_with_full_agreement
 
 def test_cached_continuation_equals_recomputation():
     target = model(2)
-    tokens = continue_greedily(target, torch.tensor([[1, 2, 3], [4, 5, 6]]), 12)
+    tokens = continue_text(target, torch.tensor([[1, 2, 3], [4, 5, 6]]), 12)
     assert tokens.shape == (2, 12)
     assert torch.equal(target(tokens).logits[:, 2:-1].argmax(-1), tokens[:, 3:])
     with pytest.raises(ValueError, match="no room"):
-        continue_greedily(target, tokens, 12)
+        continue_text(target, tokens, 12)
 
 
-def test_continuations_begin_with_their_prompts():
-    stream = continue_all(model(3), [[9] * 12, [1, 2, 3], [4, 5, 6, 7]], length=16, batch=2)
-    rows = stream.view(3, 16)
-    assert rows[:2, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert rows[2, :8].tolist() == [9] * 8
+def test_continuations_begin_with_their_prompts_and_are_drawn_anew_at_a_temperature():
+    first, second = grouped([[9] * 12, [1, 2, 3], [4, 5, 6, 7]], length=16, batch=2)
+    assert first.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert second.tolist() == [[9] * 8]
+    greedy = continue_text(model(3), first, 16)
+    drawn = [continue_text(model(3), first, 16, 1.0, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert all(torch.equal(rows[:, :3], first) for rows in (greedy, *drawn))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    nearly_cold = continue_text(model(3), first, 16, 1e-4, torch.Generator().manual_seed(0))
+    assert torch.equal(greedy, nearly_cold)
 
 
 def test_loss_and_agreement_of_known_models():
