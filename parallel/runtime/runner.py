@@ -78,6 +78,11 @@ class ModelRunner:
     def config(self) -> DecoderConfig:
         return self.decoder.config
 
+    @property
+    def longest_draft(self) -> int:
+        """Tokens of one path after the text, at most, that it has logits for."""
+        return self.config.max_positions
+
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self, seq_id: SeqId) -> None:

@@ -14,29 +14,10 @@ from parallel.model.checkpoint import read_json, resolve_checkpoint
 from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.model.layers.weight import TensorOptions
 from parallel.model.weights import load_weights
 from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculatorPlace:
-    """Where a speculator runs: beside the target's embedding and head, with so many KV rows.
-
-    Matrices are stored as `weights`, None for `dtype`.
-    """
-
-    tables: Decoder
-    group: Group
-    device: torch.device | str
-    dtype: torch.dtype
-    num_slots: int
-    weights: torch.dtype | None = None
-
-    @property
-    def options(self) -> TensorOptions:
-        return TensorOptions(dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)

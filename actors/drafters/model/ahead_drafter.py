@@ -277,7 +277,9 @@ class AheadDrafter(ModelDrafter):
         """The children of every node that was fed, (token ids, log-probabilities) best first."""
         places = ((state.tree, node) for state, nodes in fed for node in nodes)
         for (tree, node), (token_ids, log_probs) in zip(places, children, strict=True):
-            tree.expand(node, token_ids, self._confidence.adjust(log_probs))
+            # a row below the longest path that the runner has logits for: it holds -inf, and all that follows is NaN
+            is_silent = not log_probs[0] > -math.inf
+            tree.expand(node, *(((), ()) if is_silent else (token_ids, self._confidence.adjust(log_probs))))
 
     def _take_proposal(self, context: Context, budget: int) -> Draft:
         """The best proposal of the tree; its verdict is awaited from now on."""

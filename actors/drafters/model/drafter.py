@@ -138,14 +138,15 @@ class ModelDrafter:
         self._rows[context.request_id] = _Rows()
 
     def _make_growth(self, config: PassDrafterConfig) -> Growth:
-        depth, width = config.depth, config.width
+        longest, width = self.runner.longest_draft, config.width
+        depth = min(config.depth, longest)
         match config.strategy:
             case Strategy.chain:
-                growth = StaticGrowth([1] * config.num_draft_tokens)
+                growth = StaticGrowth([1] * min(config.num_draft_tokens, longest))
             case Strategy.tree if config.tree:
-                growth = FixedTreeGrowth(read_trees(Path(config.tree)))
+                growth = FixedTreeGrowth(read_trees(Path(config.tree)), longest)
             case Strategy.tree:
-                growth = StaticGrowth(config.branching or [width, *[1] * (depth - 1)])
+                growth = StaticGrowth(config.branching[:longest] or [width, *[1] * (depth - 1)])
             case Strategy.beam:
                 growth = BeamGrowth(depth, width)
             case Strategy.best_first:
@@ -203,6 +204,7 @@ class ModelDrafter:
         )
 
     def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
+        budgets = [min(budget, self._growth.depth) for budget in budgets]
         logits = self._feed_suffixes(contexts)
         lengths, params = [len(context.token_ids) for context in contexts], [context.sampling for context in contexts]
         spans = [Span(context.request_id, 1) for context in contexts]

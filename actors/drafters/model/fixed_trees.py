@@ -99,11 +99,18 @@ def read_trees(path: Path) -> list[Shape]:
     return trees
 
 
-class FixedTreeGrowth(StaticGrowth):
-    """The largest tree of the file within the budget; of a smallest tree that is too large, its first nodes."""
+def _cut(shape: Shape, depth: int) -> Shape:
+    """Without the nodes below that depth, which are the last ones."""
+    depths = TokenTree(shape, shape).depths()
+    return shape[: bisect_right(depths, depth)]
 
-    def __init__(self, trees: Sequence[Shape]) -> None:
-        self._trees = sorted(set(trees), key=len)
+
+class FixedTreeGrowth(StaticGrowth):
+    """The largest tree of the file within the budget; of a smallest tree that is too large, its first nodes. Nodes
+    deeper than `longest` are left out."""
+
+    def __init__(self, trees: Sequence[Shape], longest: int) -> None:
+        self._trees = sorted({_cut(shape, longest) for shape in trees}, key=len)
         self._sizes = [len(shape) - 1 for shape in self._trees]
         children = [TokenTree(shape, shape).children() for shape in self._trees]
         depths = [TokenTree(shape, shape).depths() for shape in self._trees]

@@ -15,7 +15,8 @@ from actors.drafters.interface import Context, FeatureRows
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.drafter import ModelDrafter
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
-from parallel.speculators.registry import SpeculatorPlace, open_speculator, open_tables, read_speculator
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.registry import open_speculator, open_tables, read_speculator
 from parallel.speculators.runner import SpeculatorRunner
 
 if TYPE_CHECKING:

@@ -83,6 +83,10 @@ class ScriptedRunner:
         self._exact = exact
         self._sequences: dict[SeqId, _ScriptedSequence] = {}
 
+    @property
+    def longest_draft(self) -> int:
+        return self.config.max_positions
+
     def open(self, request_id: SeqId) -> None:
         self._sequences[request_id] = _ScriptedSequence()
 

@@ -68,16 +68,23 @@ def grow(growth, budget):
 
 def test_the_tree_of_the_largest_size_within_the_budget_is_grown():
     shapes = [(-1, 0), (-1, 0, 0, 1), (-1, 0, 0, 0, 1, 1, 3, 4)]
-    growth = FixedTreeGrowth(shapes)
+    growth = FixedTreeGrowth(shapes, 9)
     for budget, shape in {1: shapes[0], 2: shapes[0], 3: shapes[1], 6: shapes[1], 7: shapes[2], 20: shapes[2]}.items():
         tree, fed = grow(growth, budget)
         assert tree.parents == shape and fed == growth.max_fed(budget)
         assert max(tree.depths()) == growth.max_depth(budget)
-    assert grow(FixedTreeGrowth(shapes[2:]), 4)[0].parents == (-1, 0, 0, 0, 1), "the only one is too large: its begin"
+    assert grow(FixedTreeGrowth(shapes[2:], 9), 4)[0].parents == (-1, 0, 0, 0, 1), (
+        "the only one is too large: its begin"
+    )
+
+
+def test_no_node_is_deeper_than_the_drafter_can_draft():
+    growth = FixedTreeGrowth([(-1, 0), (-1, 0, 0, 1, 1, 3)], longest=2)
+    assert growth.depth == 2 and grow(growth, 9)[0].parents == (-1, 0, 0, 1, 1)
 
 
 def test_a_law_that_runs_short_loses_its_last_children_only():
-    growth, tree = FixedTreeGrowth([(-1, 0, 0, 0, 1, 2, 3)]), GrowingTree(9)
+    growth, tree = FixedTreeGrowth([(-1, 0, 0, 0, 1, 2, 3)], 9), GrowingTree(9)
     assert growth.extend(tree, [Candidate(0, 5, 0.0), Candidate(0, 6, 0.0)], 6) == [1, 2]
     assert growth.extend(tree, [Candidate(1, 7, 0.0), Candidate(1, 8, 0.0), Candidate(2, 9, 0.0)], 6) == []
     assert growth.finish(tree, 6)[0].parents == (-1, 0, 0, 1, 2) and tree.token_ids == [9, 5, 6, 7, 9]

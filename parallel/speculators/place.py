@@ -1,0 +1,30 @@
+"""Where a speculator runs, as the families that open one need it. Knows no family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel.comm.group import Group
+from parallel.model.decoder import Decoder
+from parallel.model.layers.weight import TensorOptions
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorPlace:
+    """Where a speculator runs: beside the target's embedding and head, with so many KV rows.
+
+    Matrices are stored as `weights`, None for `dtype`.
+    """
+
+    tables: Decoder
+    group: Group
+    device: torch.device | str
+    dtype: torch.dtype
+    num_slots: int
+    weights: torch.dtype | None = None
+
+    @property
+    def options(self) -> TensorOptions:
+        return TensorOptions(dtype=self.dtype, device=self.device)
