@@ -21,7 +21,7 @@ from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
-from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.sdpa import SdpaBackend
@@ -52,25 +52,15 @@ class ModelRunner:
     ) -> None:
         self.decoder = decoder
         self.pool = pool
-        cuda = decoder.device.type == "cuda"
-        backend = backend or ("padded" if cuda else "ragged" if RaggedBackend.runs(pool) else "sdpa")
-        can_capture = cuda and backend == "padded"
+        backend = backend or default_backend(pool)
+        can_capture = decoder.device.type == "cuda" and backend == "padded"
         graphs = can_capture and not decoder.config.num_experts if graphs is None else graphs
         shape = decoder.attention_shape()
         if graphs and decoder.config.num_experts:
             raise ValueError("graphs=True: passes of a mixture of experts cannot be captured")
         if graphs and not can_capture:
             raise ValueError(f"graphs=True needs a CUDA device and the 'padded' backend, not {backend!r} here")
-        if backend == "padded":
-            self._backend = PaddedBackend(pool, shape, bucketed=graphs)
-        elif backend == "sdpa":
-            self._backend = SdpaBackend(pool, shape)
-        elif backend == "ragged":
-            if not RaggedBackend.runs(pool):
-                raise ValueError("backend='ragged' needs float32, a CPU and a C++ compiler; use 'sdpa'")
-            self._backend = RaggedBackend(pool, shape)
-        else:
-            raise ValueError(f"attention backend {backend!r} is not known; known are 'ragged', 'sdpa' and 'padded'")
+        self._backend = make_backend(backend, pool, shape, bucketed=graphs)
         self._passes = CapturedPasses(decoder) if graphs else decoder
         self._pending: dict[SeqId, PendingRows] = {}
 
@@ -156,6 +146,28 @@ class ModelRunner:
         """Plan and run. `fuzzy` allows an approximate pass with layers side by side (EasySpec), whose KV rows are later
         computed again exactly; here every pass is exact."""
         return self.run(self.plan(spans), token_ids, taps)
+
+
+def default_backend(pool: KVPool) -> str:
+    """The name of the attention backend that is fastest for this pool."""
+    if pool.keys.device.type == "cuda":
+        return "padded"
+    return "ragged" if RaggedBackend.runs(pool) else "sdpa"
+
+
+def make_backend(
+    name: str, pool: KVPool, shape: AttentionShape, *, bucketed: bool = False
+) -> PaddedBackend | SdpaBackend | RaggedBackend:
+    """The attention backend of this name; ValueError if it is unknown or cannot serve the pool."""
+    if name == "padded":
+        return PaddedBackend(pool, shape, bucketed=bucketed)
+    if name == "sdpa":
+        return SdpaBackend(pool, shape)
+    if name == "ragged":
+        if not RaggedBackend.runs(pool):
+            raise ValueError("backend='ragged' needs float32, a CPU and a C++ compiler; use 'sdpa'")
+        return RaggedBackend(pool, shape)
+    raise ValueError(f"attention backend {name!r} is not known; known are 'ragged', 'sdpa' and 'padded'")
 
 
 def open_model(
