@@ -30,17 +30,25 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(Layer):
-    """This rank's heads of one block; `layer` is the block's index in this rank's KV pool."""
+    """This rank's heads of one block; `layer` is the block's index in this rank's KV pool. Reads rows of `inputs`
+    numbers, 0 for the hidden size."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, group: Group, *, windowed: bool, **options: Unpack[TensorOptions]
+        self,
+        config: DecoderConfig,
+        layer: int,
+        group: Group,
+        *,
+        windowed: bool,
+        inputs: int = 0,
+        **options: Unpack[TensorOptions],
     ) -> None:
         num_heads, num_kv_heads = config.num_heads // group.size, config.local_kv_heads(group.size)
         queries = config.num_heads * config.head_dim
         first = group.rank * config.num_kv_heads // group.size * config.head_dim
         kv_rows = slice(first, first + num_kv_heads * config.head_dim)
         parts = [("q_proj", even_rows(queries, group)), ("k_proj", kv_rows), ("v_proj", kv_rows)]
-        self.qkv = ColumnLinear(config.hidden_size, parts, bias=config.qkv_bias, **options)
+        self.qkv = ColumnLinear(inputs or config.hidden_size, parts, bias=config.qkv_bias, **options)
         self.o = RowLinear(config.names.o, queries, config.hidden_size, group, bias=config.o_bias, **options)
         norm = NORMS[config.norm]
         self.q_norm = norm(config.head_dim, config.norm_eps, **options) if config.qk_norm else None

@@ -16,6 +16,8 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
 from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.draft_layer_config import is_own, read_own
+from parallel.speculators.eagle import open_draft_layer
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
 
@@ -29,7 +31,9 @@ class CheckpointLayout:
     open: Callable[[Path, Any, SpeculatorPlace], SpeculatorRunner]
 
 
-LAYOUTS: dict[str, CheckpointLayout] = {}
+LAYOUTS: dict[str, CheckpointLayout] = {
+    "draft layers": CheckpointLayout(is_own, read_own, open_draft_layer),
+}
 """Name -> layout; the first that recognises a config.json reads it."""
 
 

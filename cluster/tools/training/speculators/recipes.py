@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.tools.training.speculators import eagle
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
 
@@ -23,5 +24,13 @@ class SpeculatorRecipe:
     """Peak rate of AdamW (tables, norms, biases)."""
 
 
-RECIPES: dict[str, SpeculatorRecipe] = {}
+RECIPES: dict[str, SpeculatorRecipe] = {
+    "eagle": SpeculatorRecipe(
+        eagle.build,
+        eagle.DraftLayerOptions("eagle", steps=1, logits_weight=0.1, feature_weight=1.0, noise=0.4),
+    ),
+    "eagle3": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3")),
+    "eagle3.1": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3.1")),
+    "mtp": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("mtp", steps=3, decay=0.6)),
+}
 """Name -> recipe, e.g. `"eagle3": SpeculatorRecipe(eagle.build, EagleOptions(...))`; one row per published method."""

@@ -1,0 +1,302 @@
+"""Draft layers in training: EAGLE-1, EAGLE-3 and 3.1 with training-time test, multi-token prediction.
+
+One pass over a text unrolls the steps of a draft: at step s, row i reads token i + 1 + s and its own output of the step
+before, sees the rows up to i of step 0 and its own rows of later steps, and predicts token i + 2 + s (EAGLE-3, arXiv
+2503.01840). The modules are those of `parallel/speculators/draft_layer.py` under the same names. Knows no loop.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from actors.ranges import Section
+from cluster.tools.training.losses import acceptance, divergences, masked_mean
+from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
+from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.speculators.config import FINAL
+from parallel.speculators.draft_layer_config import DraftLayerConfig, read_own
+
+_SHARED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
+@dataclass(frozen=True)
+class DraftLayerOptions(Section):
+    """Settings of draft layers and their losses."""
+
+    method: str = "eagle3"
+    """Which layers: a row of `parallel.speculators.draft_layer_config.METHODS`."""
+    taps: tuple[int, ...] = ()
+    """Taps of the target; () for those of the method."""
+    intermediate_size: int = 0
+    """Of the layer's MLP; 0 for the target's."""
+    draft_vocab: int = 0
+    """Most frequent tokens that an own head may propose; 0 for the target's head."""
+    steps: int = 5
+    """Steps unrolled in training."""
+    depths: int = 5
+    """Steps at which held-out text is evaluated."""
+    decay: float = 0.8
+    """Weight of a step relative to that before."""
+    divergence: str = "fkl"
+    """Loss against the target's law: a name of `losses.DIVERGENCES`."""
+    logits_weight: float = 1.0
+    """Weight of that loss."""
+    feature_weight: float = 0.0
+    """Weight of the smooth L1 distance between outputs and the target's features (EAGLE-1)."""
+    noise: float = 0.0
+    """Width of the uniform noise added to features in training (EAGLE-1: 0.2 * 512 / length)."""
+
+
+def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
+    """A net with fresh weights for this target."""
+    theirs = target.config.to_dict()
+    hf: dict[str, Any] = {name: theirs[name] for name in _SHARED_FIELDS if theirs.get(name) is not None}
+    counts = target.token_counts
+    head_rows = min(options.draft_vocab, len(counts))
+    speculator = {
+        "method": options.method,
+        "taps": _taps(options, target.config.num_hidden_layers),
+        "head_rows": head_rows,
+    }
+    hf |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "intermediate_size": options.intermediate_size or theirs["intermediate_size"],
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "speculator": speculator,
+    }
+    net = DraftLayerNet(hf, options)
+    if net.lm_head is not None:
+        chosen = counts.argsort(descending=True, stable=True)[:head_rows].sort().values
+        net.choose_tokens(chosen, target.head)
+    return net
+
+
+def _taps(options: DraftLayerOptions, num_layers: int) -> list[int]:
+    if options.taps:
+        return list(options.taps)
+    if options.method.startswith("eagle3"):  # the inputs of these blocks, as the published code has them
+        return [min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, num_layers // 2 + 1)]
+    return [FINAL]
+
+
+class DraftLayerNet(Speculator):
+    """The layers of one config.json, `hf`."""
+
+    def __init__(self, hf: dict[str, Any], options: DraftLayerOptions) -> None:
+        super().__init__()
+        self.hf, self.options = hf, options
+        self.config = config = read_own(hf)
+        self.taps = config.taps
+        self.num_draft_tokens = options.depths
+        hidden, eps = config.block.hidden_size, config.block.norm_eps
+        self.fc: nn.Linear | None = None
+        if config.fuses:
+            self.fc = nn.Linear(config.feature_size, hidden, bias=False)
+        self.fc_norm = nn.ModuleList(
+            [nn.RMSNorm(config.target_hidden, eps) for _ in config.taps] if config.norms_taps else []
+        )
+        self.layer = _Layer(config)
+        self.norm = nn.RMSNorm(hidden, eps) if config.has_final_norm else None
+        self.lm_head = nn.Linear(hidden, config.head_rows, bias=False) if config.head_rows else None
+        self.register_buffer("tokens", torch.arange(config.head_rows), persistent=False)
+        assert config.block.rope is not None
+        self._rope = Rope(config.block.rope, config.block.head_dim, torch.float32, "cpu")
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        for linear in (self.fc, self.layer.join):
+            if linear is not None:  # at first the deepest tap passes through
+                linear.weight.data[:, -hidden:] += torch.eye(hidden)
+
+    def choose_tokens(self, tokens: Tensor, head: Tensor) -> None:
+        """The draft vocabulary: these tokens of the target's, with their rows of its head."""
+        assert self.lm_head is not None
+        self.tokens = tokens
+        self.lm_head.weight.data.copy_(head[tokens])
+
+    def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        options = self.options
+        divergence = divergences()[options.divergence]
+        features = torch.cat([batch.taps[tap] for tap in self.taps], -1)
+        if self.training and options.noise:
+            noise = torch.rand(features.shape, generator=generator) - 0.5
+            features = features + options.noise * noise.to(features.device)
+        target = batch.target_logits()
+        num_steps = options.steps if self.training else options.depths
+        total, num_weights = features.new_zeros(()), 0.0
+        rates, valid = [], torch.ones_like(batch.tokens, dtype=torch.bool)[:, : -num_steps - 1]
+        num_rows, valids = valid.shape[1], []
+        for step, (normed, read) in enumerate(self.unroll(batch, features, num_steps)):
+            # row i drafts token i + 2 + step, after the target's row i + 1 + step
+            goal = target[:, 1 + step : 1 + step + num_rows]
+            valid = valid & batch.loss_mask[:, 2 + step : 2 + step + num_rows]
+            logits, weight = read[:, :num_rows], options.decay**step
+            if len(self.tokens):
+                best, goal = goal.argmax(-1), goal[..., self.tokens]
+                known = torch.isin(best, self.tokens)
+                value = divergence(goal, logits)
+                loss = options.logits_weight * masked_mean(value, valid & known)
+                rate = (self.tokens[logits.argmax(-1)] == best).float()
+            else:
+                loss = options.logits_weight * masked_mean(divergence(goal, logits), valid)
+                rate = acceptance(goal, logits)
+            if options.feature_weight:
+                wanted = batch.taps[FINAL][:, 1 + step : 1 + step + num_rows]
+                distance = F.smooth_l1_loss(normed[:, :num_rows], wanted, reduction="none").mean(-1)
+                loss = loss + options.feature_weight * masked_mean(distance, valid)
+            total, num_weights = total + weight * loss, num_weights + weight
+            rates.append(rate)
+            valids.append(valid)
+        flat = torch.stack(rates, -1).flatten(0, 1), torch.stack(valids, -1).flatten(0, 1)
+        return total / num_weights, depth_metrics(*flat)
+
+    def unroll(self, batch: TargetBatch, features: Tensor, num_steps: int) -> list[tuple[Tensor, Tensor]]:
+        """What the head reads [B, T, H] and its logits, at every step; the last `step` + 1 rows of a step have no
+        token to read and hold nothing."""
+        length = batch.tokens.shape[1]
+        hidden = self._fused(features)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        outputs = []
+        for step in range(num_steps):
+            tokens = F.pad(batch.tokens[:, 1 + step :], (0, 1 + step))
+            rotation = self._rope(torch.arange(step, step + length))
+            rotation = rotation[0].to(hidden.device), rotation[1].to(hidden.device)
+            hidden = self.layer(batch.embed(tokens), hidden, rotation, keys, values)
+            normed = hidden if self.norm is None else self.norm(hidden)
+            outputs.append((normed, batch.head(normed) if self.lm_head is None else self.lm_head(normed)))
+            if self.config.feeds_normed:
+                hidden = normed
+        return outputs
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        names = self.config.names
+        renamed = {
+            "layer.join": names.join,
+            "layer.embedding_norm": names.embedding_norm,
+            "layer.hidden_norm": names.hidden_norm,
+            "layer": names.layers,
+        }
+        for name, value in self.state_dict().items():
+            ours = next((module for module in renamed if name.startswith(f"{module}.")), "")
+            tensors[renamed.get(ours, "") + name.removeprefix(ours)] = value.detach().to(torch.bfloat16).contiguous()
+        if self.config.has_draft_vocab:
+            chosen = self.tokens.cpu()
+            tensors["d2t"] = chosen - torch.arange(len(chosen))
+            tensors["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(self.hf, indent=2) + "\n", encoding="utf-8")
+
+    def _fused(self, features: Tensor) -> Tensor:
+        if self.config.norms_taps:
+            taps = features.split(self.config.target_hidden, -1)
+            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], -1)
+        return features if self.fc is None else self.fc(features)
+
+
+class _Layer(nn.Module):
+    """The layer that reads pairs, with the keys of all steps so far in lists that it extends."""
+
+    def __init__(self, config: DraftLayerConfig) -> None:
+        super().__init__()
+        self.config = config
+        block, hidden = config.block, config.block.hidden_size
+        inputs = 2 * hidden if config.joins_in_attention else hidden
+        self.join = None if config.joins_in_attention else nn.Linear(2 * hidden, hidden, bias=False)
+        has_norms = config.joins_in_attention or config.norms_pair
+        self.embedding_norm = nn.RMSNorm(hidden, block.norm_eps) if has_norms else None
+        self.hidden_norm = nn.RMSNorm(hidden, block.norm_eps) if has_norms else None
+        own_input = not config.joins_in_attention and config.norms_first_input
+        self.input_layernorm = nn.RMSNorm(hidden, block.norm_eps) if own_input else None
+        self.self_attn = _Attention(config, inputs)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, block.norm_eps)
+        self.mlp = _MLP(hidden, block.intermediate_size)
+
+    def forward(
+        self, embedding: Tensor, features: Tensor, rotation: Rotation, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        if self.embedding_norm is not None and self.hidden_norm is not None:
+            embedding, normed = self.embedding_norm(embedding), self.hidden_norm(features)
+        else:
+            normed = features
+        pair = torch.cat((embedding, normed), -1)
+        if self.join is None:
+            hidden, x = normed if self.config.norms_residual else features, pair
+        else:
+            hidden = x = self.join(pair)
+        x = x if self.input_layernorm is None else self.input_layernorm(x)
+        hidden = hidden + self.self_attn(x, rotation, keys, values)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class _Attention(nn.Module):
+    """Of row i over the first step's rows up to i and its own rows of the steps after."""
+
+    def __init__(self, config: DraftLayerConfig, inputs: int) -> None:
+        super().__init__()
+        block = config.block
+        self.head_dim = block.head_dim
+        self.group = block.num_heads // block.num_kv_heads
+        queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(inputs, outputs, bias=False) for outputs in (queries, keys, keys)
+        )
+        self.o_proj = nn.Linear(queries, block.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, rotation).transpose(1, 2), rotate(k, rotation).transpose(1, 2)
+        keys.append(k.repeat_interleave(self.group, 1))
+        values.append(v.transpose(1, 2).repeat_interleave(self.group, 1))
+        if len(keys) == 1:
+            out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+        else:
+            length, scale = q.shape[2], self.head_dim**-0.5
+            causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            text = (q @ keys[0].transpose(-2, -1)).masked_fill(~causal, -torch.inf)
+            own = torch.stack([(q * key).sum(-1) for key in keys[1:]], -1)
+            weights = torch.cat((text, own), -1).mul(scale).softmax(-1, dtype=torch.float32).to(v.dtype)
+            out = weights[..., :length] @ values[0]
+            for i, value in enumerate(values[1:]):
+                out = out + weights[..., length + i, None] * value
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim)
+
+
+class _MLP(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

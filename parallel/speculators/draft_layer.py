@@ -1,0 +1,206 @@
+"""The weights of draft layers, split over a group of ranks, and one pass through them.
+
+Knows no sequences and no checkpoints' config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pool import KVPool
+from parallel.model.block import Attention, Block
+from parallel.model.checkpoint import find_tensors
+from parallel.model.decoder import Decoder, pack_weights
+from parallel.model.layers.attention import AttentionPlan, AttentionShape, PassPlan
+from parallel.model.layers.embedding import VocabTable
+from parallel.model.layers.linear import RowLinear
+from parallel.model.layers.norm import RMSNorm
+from parallel.model.layers.rope import Rope, Rotation
+from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
+from parallel.model.weights import load_shards
+from parallel.speculators.draft_layer_config import DraftLayerConfig
+
+
+class WholeRowsLinear(RowLinear):
+    """A projection whose input every rank has whole: each multiplies its columns, and the sum goes to all."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x if self.group.size == 1 else x[:, self.columns].contiguous())
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        yield self.weight.shard(f"{prefix}.weight", EVERY, self.columns)
+        if self.bias is not None:
+            yield Shard(f"{prefix}.bias", (EVERY,), self.bias)
+
+
+class FirstLayer(Block):
+    """The layer that reads pairs."""
+
+    def __init__(self, config: DraftLayerConfig, group: Group, **options: Unpack[TensorOptions]) -> None:
+        super().__init__(config.block, 0, 0, group, group, **options)
+        hidden = config.block.hidden_size
+        self.config = config
+        self.embedding_norm = self.hidden_norm = self.join = None
+        if config.joins_in_attention:
+            self.attention = Attention(config.block, 0, group, windowed=self.windowed, inputs=2 * hidden, **options)
+            self.hidden_norm = RMSNorm(hidden, config.block.norm_eps, **options)
+        else:
+            self.join = WholeRowsLinear("", 2 * hidden, hidden, group, bias=config.join_bias, **options)
+        if config.norms_pair:
+            self.embedding_norm, self.hidden_norm = (
+                RMSNorm(hidden, config.block.norm_eps, **options) for _ in range(2)
+            )
+
+    def read(self, embedding: Tensor, features: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
+        """embedding, features [T, H] -> the residual stream after the layer, [T, H]."""
+        assert self.attention is not None
+        if self.join is None:
+            assert self.hidden_norm is not None
+            normed = self.hidden_norm(features)
+            attended = self.attention(torch.cat((self.norms[0](embedding), normed), 1), rope, plan)
+            return self.finish(normed if self.config.norms_residual else features, attended)
+        if self.embedding_norm is not None and self.hidden_norm is not None:
+            embedding, features = self.embedding_norm(embedding), self.hidden_norm(features)
+        x = self.join(torch.cat((features, embedding) if self.config.hidden_first else (embedding, features), 1))
+        return self.finish(x, self.attention(self.norms[0](x) if self.config.norms_first_input else x, rope, plan))
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        names = self.config.names
+        for shard in super().shards(prefix):
+            if shard.destination is not self.norms[0].weight:
+                yield shard
+        if self.join is not None:
+            yield from self.join.shards(names.join)
+        else:
+            yield from self.norms[0].shards(names.embedding_norm)
+        if self.join is not None and self.config.norms_first_input:
+            yield from self.norms[0].shards(f"{prefix}.{self.norm_names[0]}")
+        if self.embedding_norm is not None:
+            yield from self.embedding_norm.shards(names.embedding_norm)
+        if self.hidden_norm is not None:
+            yield from self.hidden_norm.shards(names.hidden_norm)
+
+
+class DraftLayers(Layer):
+    """Beside the target's `tables`, of which they use the embedding and, without an own one, the head.
+
+    Weights are allocated uninitialised; `load` fills them.
+    """
+
+    def __init__(
+        self, config: DraftLayerConfig, tables: Decoder, group: Group = SINGLE, **options: Unpack[TensorOptions]
+    ) -> None:
+        block = config.block
+        block.check_ranks(group.size)
+        assert (block.norm, block.norm_placement) == ("rms", "before"), "draft layers normalise as Llama does"
+        self.config = config
+        self.group = group
+        self._target_head, self._embed = tables.head, _embedding_of(tables)  # no parts of these layers
+        self._options = options
+        hidden, eps = block.hidden_size, block.norm_eps
+        self.fuse = None
+        if config.fuses:
+            self.fuse = WholeRowsLinear("", config.feature_size, hidden, group, bias=False, **options)
+        num_tap_norms = len(config.taps) if config.norms_taps else 0
+        self.tap_norms = [RMSNorm(config.target_hidden, eps, **options) for _ in range(num_tap_norms)]
+        self.features_norm = RMSNorm(config.feature_size, eps, **options) if config.norms_features else None
+        self.first = FirstLayer(config, group, **options)
+        self.rest = [Block(block, i, i, group, group, **options) for i in range(1, block.num_layers)]
+        self.norm = RMSNorm(hidden, eps, **options) if config.has_final_norm else None
+        self.lm_head: VocabTable | None = None
+        if config.head_rows:
+            name = f"{config.names.head}.weight"
+            self.lm_head = VocabTable(name, config.head_rows, hidden, group, **options)
+        self._columns: Tensor | None = None
+        assert block.rope is not None
+        self._rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
+
+    def store_as(self, stored: torch.dtype) -> None:
+        """Keep matrices as bfloat16 or int8; before loading."""
+        for part in self.walk():
+            if isinstance(part, Weight):
+                part.store_as(stored)
+
+    def load(self, directory: Path) -> None:
+        """Fill the layers; ValueError naming tensor and file if the checkpoint does not fit."""
+        config = self.config
+        load_shards(self.shards(), config.tensor_shapes(), directory)
+        if config.has_draft_vocab:
+            (file,) = find_tensors(directory, {"d2t": (config.head_rows,)}).values()
+            with safe_open(file, framework="pt") as tensors:
+                offsets = tensors.get_tensor("d2t").long()
+            columns = offsets + torch.arange(config.head_rows)
+            if (
+                int(columns.min()) < 0
+                or int(columns.max()) >= config.vocab_size
+                or len(columns.unique()) < len(columns)
+            ):
+                raise ValueError(f"{file}: d2t names tokens outside the target's vocabulary, or one twice")
+            self._columns = columns.to(self._options["device"])
+        pack_weights(self)
+
+    def make_pool(self, num_slots: int) -> KVPool:
+        block = self.config.block
+        kv_heads, options = block.local_kv_heads(self.group.size), self._options
+        return KVPool(block.num_layers, num_slots, kv_heads, block.head_dim, options["dtype"], options["device"])
+
+    def attention_shape(self) -> AttentionShape:
+        block, ranks = self.config.block, self.group.size
+        return AttentionShape(block.num_heads // ranks // block.local_kv_heads(ranks), block.window)
+
+    def fused(self, features: Tensor) -> Tensor:
+        """The target's features [T, F] -> the first layer's, [T, H]."""
+        if self.features_norm is not None:
+            features = self.features_norm(features)
+        if self.tap_norms:
+            taps = features.split(self.config.target_hidden, 1)
+            features = torch.cat([norm(tap.contiguous()) for norm, tap in zip(self.tap_norms, taps, strict=True)], 1)
+        return features if self.fuse is None else self.fuse(features)
+
+    def forward(self, token_ids: Tensor, features: Tensor, plan: PassPlan) -> tuple[Tensor, Tensor]:
+        """Tokens [T] and the features before them [T, H] -> what the head reads and what rows after them read."""
+        plan.attention.prepare()
+        rope = self._rope(plan.positions)
+        hidden = self.first.read(self._embed(token_ids, plan.positions), features, rope, plan.attention)
+        for layer in self.rest:
+            hidden = layer(hidden, rope, plan.attention)
+        normed = hidden if self.norm is None else self.norm(hidden)
+        return normed, normed if self.config.feeds_normed else hidden
+
+    def head(self, normed: Tensor) -> Tensor:
+        """[N, H] -> logits [N, V], -inf for tokens that an own head lacks."""
+        if self.lm_head is None:
+            return self._target_head(normed)
+        logits = self.lm_head.logits(normed)
+        if self._columns is None:
+            return logits
+        return logits.new_full((len(logits), self.config.vocab_size), -torch.inf).index_copy_(1, self._columns, logits)
+
+    def shards(self) -> Iterator[Shard]:
+        """Every checkpoint tensor this rank needs and where its part goes."""
+        config, names = self.config, self.config.names
+        if self.fuse is not None:
+            yield from self.fuse.shards(names.fuse)
+        for i, norm in enumerate(self.tap_norms):
+            yield from norm.shards(f"{names.tap_norms}.{i}")
+        if self.features_norm is not None:
+            yield from self.features_norm.shards(names.features_norm)
+        yield from self.first.shards(config.layer_name(0))
+        for i, layer in enumerate(self.rest, 1):
+            yield from layer.shards(config.layer_name(i))
+        if self.norm is not None:
+            yield from self.norm.shards(names.final_norm)
+        if self.lm_head is not None:
+            yield from self.lm_head.shards()
+
+
+def _embedding_of(tables: Decoder) -> Callable[[Tensor, Tensor], Tensor]:
+    """The target's embedding of tokens at positions, without learned positions: those are the target's."""
+    return tables.embed if tables.positions is None else lambda token_ids, _: tables.embedding.embed(token_ids)

@@ -1,0 +1,146 @@
+"""The record of draft layers: a few decoder layers over pairs of a token and the target's features one place before it.
+
+EAGLE-1 to 3.1 and multi-token prediction (MTP) are such layers, and differ in where they put norms and projections:
+fields here. Loads no PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.model.checkpoint import Shape, block_tensors
+from parallel.model.config import DecoderConfig
+from parallel.model.families.fields import HfConfig
+from parallel.model.families.registry import read_config
+from parallel.speculators.config import SpeculatorConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayerNames:
+    """Names of a checkpoint's modules; `layers` has `{i}` where there may be several."""
+
+    fuse: str = "fc"
+    tap_norms: str = "fc_norm"
+    features_norm: str = "input_norm"
+    join: str = "join"
+    embedding_norm: str = "midlayer.input_layernorm"
+    hidden_norm: str = "midlayer.hidden_norm"
+    layers: str = "midlayer"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLayerConfig(SpeculatorConfig):
+    """The row of token j is computed from the pair (embedding of token j, features of position j - 1), and gives the
+    logits of token j + 1. Behind the text the features are the output of the row before."""
+
+    block: DecoderConfig
+    """Of the draft layers."""
+    fuses: bool = False
+    """A projection of all taps gives the features; without it there is one tap, as wide as the layers."""
+    norms_taps: bool = False
+    """Each tap is normalised before the projection (EAGLE-3.1)."""
+    norms_features: bool = False
+    """All taps together are."""
+    joins_in_attention: bool = False
+    """Queries, keys and values of the first layer read both halves of the pair, normalised, and the residual stream is
+    the features (EAGLE-3); otherwise a projection of the pair is the first layer's input."""
+    join_bias: bool = False
+    norms_pair: bool = False
+    """Both halves are normalised before that projection (MTP)."""
+    hidden_first: bool = False
+    """In that projection the features come before the embedding."""
+    norms_residual: bool = False
+    """The residual stream is the normalised features."""
+    norms_first_input: bool = True
+    """The first layer normalises its input (not EAGLE-1)."""
+    has_final_norm: bool = True
+    feeds_normed: bool = False
+    """What follows the final norm is the next row's features, not what precedes it."""
+    head_rows: int = 0
+    """Tokens of an own head, which `d2t` of the checkpoint names if they are not all; 0: the target's head."""
+    names: DraftLayerNames = DraftLayerNames()
+
+    @property
+    def has_draft_vocab(self) -> bool:
+        return 0 < self.head_rows < self.vocab_size
+
+    def layer_name(self, i: int) -> str:
+        return self.names.layers.format(i=i)
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor that the layers read from their checkpoint."""
+        return dict(self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Shape]]:
+        names, hidden = self.names, self.block.hidden_size
+        if self.fuses:
+            yield f"{names.fuse}.weight", (hidden, self.feature_size)
+        if self.norms_taps:
+            for i in range(len(self.taps)):
+                yield f"{names.tap_norms}.{i}.weight", (self.target_hidden,)
+        if self.norms_features:
+            yield f"{names.features_norm}.weight", (self.feature_size,)
+        if not self.joins_in_attention:
+            yield f"{names.join}.weight", (hidden, 2 * hidden)
+            if self.join_bias:
+                yield f"{names.join}.bias", (hidden,)
+        if self.joins_in_attention or self.norms_pair:
+            yield f"{names.embedding_norm}.weight", (hidden,)
+            yield f"{names.hidden_norm}.weight", (hidden,)
+        for i in range(self.block.num_layers):
+            yield from self._layer_tensors(i)
+        if self.has_final_norm:
+            yield f"{names.final_norm}.weight", (hidden,)
+        if self.head_rows:
+            yield f"{names.head}.weight", (self.head_rows, hidden)
+        if self.has_draft_vocab:
+            yield "d2t", (self.head_rows,)
+
+    def _layer_tensors(self, i: int) -> Iterator[tuple[str, Shape]]:
+        hidden, attention = self.block.hidden_size, self.block.names.attention
+        reads_pairs = (
+            [f"{attention}.{name}_proj.weight" for name in "qkv"] if i == 0 and self.joins_in_attention else []
+        )
+        for name, shape, _ in block_tensors(self.block):
+            yield f"{self.layer_name(i)}.{name}", (shape[0], 2 * hidden) if name in reads_pairs else shape
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "eagle": {"norms_first_input": False, "has_final_norm": False, "names": DraftLayerNames(join="fc")},
+    "eagle3": {"fuses": True, "joins_in_attention": True},
+    "eagle3.1": {"fuses": True, "joins_in_attention": True, "norms_taps": True, "feeds_normed": True},
+    "mtp": {
+        "norms_pair": True,
+        "feeds_normed": True,
+        "names": DraftLayerNames(join="eh_proj", embedding_norm="enorm", hidden_norm="hnorm"),
+    },
+}
+"""Method of our own checkpoints -> the fields that make it."""
+
+
+def is_own(hf: HfConfig) -> bool:
+    return (hf.get("speculator") or {}).get("method") in METHODS
+
+
+def read_own(hf: HfConfig) -> DraftLayerConfig:
+    """The record of a checkpoint that `job=train` made."""
+    ours: dict[str, Any] = hf["speculator"]
+    block = read_config(hf)
+    return draft_layer(ours["method"], block, tuple(ours["taps"]), head_rows=ours.get("head_rows", 0))
+
+
+def draft_layer(method: str, block: DecoderConfig, taps: tuple[int, ...], **fields: Any) -> DraftLayerConfig:
+    """The record of `method` over a target of the same vocabulary and width; `fields` replace those of the method."""
+    return DraftLayerConfig(
+        method=method,
+        vocab_size=block.vocab_size,
+        max_positions=block.max_positions,
+        target_hidden=fields.pop("target_hidden", block.hidden_size),
+        taps=taps,
+        block=block,
+        **METHODS.get(method, {}) | fields,
+    )

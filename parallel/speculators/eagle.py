@@ -1,0 +1,192 @@
+"""Passes of draft layers (EAGLE-1 to 3.1, MTP): the rows of a text and of the trees drafted after it.
+
+The row of token j is computed from that token and what is known of the position before it: the target's features, or,
+where they are not there yet, the output of the row before, and the row is then fuzzy. Token 0 has no row, so the pool's
+row r is that of token r + 1. Rows whose parents are in the same span are computed one pass after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.decoder import Decoder
+from parallel.runtime.runner import PassOutput, default_backend, make_backend
+from parallel.speculators.draft_layer import DraftLayers
+from parallel.speculators.draft_layer_config import DraftLayerConfig
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.runner import SpeculatorRunner
+
+
+@dataclass(slots=True)
+class _Part:
+    """Consecutive rows of one span that one pass can compute: `parents` are outside of it or have features."""
+
+    span: Span
+    token_ids: slice  # of the tokens of the whole call
+    text: list[tuple[int, int]]  # (row within the part, position of its features)
+    drafted: list[tuple[int, int]]  # (row within the part, pending row before it or -1)
+
+
+class DraftLayerRunner(SpeculatorRunner):
+    """Passes of draft layers over a pool of their own."""
+
+    def __init__(self, layers: DraftLayers, tables: Decoder, pool: KVPool, *, backend: str | None = None) -> None:
+        super().__init__(layers.config, tables, pool)
+        self.layers = layers
+        self._backend = make_backend(backend or default_backend(pool), pool, layers.attention_shape())
+        self._pending: dict[SeqId, PendingRows] = {}
+        # by slot, so that edits of slot tables need no update; the scratch slot stays zero
+        options = {"dtype": pool.keys.dtype, "device": pool.keys.device}
+        self._outputs = torch.zeros(pool.num_slots + 1, layers.config.block.hidden_size, **options)
+        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self, seq_id: SeqId) -> None:
+        super().open(seq_id)
+        self._pending[seq_id] = PendingRows()
+
+    def close(self, seq_id: SeqId) -> None:
+        super().close(seq_id)
+        del self._pending[seq_id]
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self.pool.cached_len(seq_id) + 1
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        self.pool.truncate(seq_id, max(0, length - 1))
+        self._pending[seq_id] = PendingRows()
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
+        # rows whose features were forgotten are exact
+        first = min(features.start, num_rows)
+        marks = self._is_fuzzy[self.pool.slots(seq_id)[first:num_rows]]
+        exact = first + int(marks.argmax()) if marks.any() else num_rows
+        features.forget(exact - 1)  # the last row may be truncated and computed again
+        if exact == num_rows:
+            return False
+        self.truncate(seq_id, exact + 1)
+        return True
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        """Logits of the rows asked for; `hidden` is what the head read of them."""
+        assert not taps, "a speculator has no taps"
+        if not isinstance(token_ids, Tensor):
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+        starts = np.cumsum([0, *(span.num_tokens for span in spans)]).tolist()
+        split = [self._parts(span, start, fuzzy=fuzzy) for span, start in zip(spans, starts, strict=False)]
+        read: list[list[Tensor]] = [[] for _ in spans]
+        for i in range(max(len(parts) for parts in split)):
+            chosen = [k for k, parts in enumerate(split) if i < len(parts)]
+            parts = [split[k][i] for k in chosen]
+            normed = self._pass(parts, token_ids)
+            for k, rows in zip(chosen, normed.split([part.span.num_logits for part in parts]), strict=True):
+                read[k].append(rows)
+        hidden = torch.cat([rows for parts in read for rows in parts])
+        if not len(hidden):
+            return PassOutput(hidden.new_empty(0, self.speculator.num_logits, dtype=torch.float32), hidden, ())
+        return PassOutput(self.layers.head(hidden).float(), hidden, ())
+
+    def _parts(self, span: Span, start: int, *, fuzzy: bool) -> list[_Part]:
+        """The span cut where a drafted row's parent is in the same part."""
+        pending, features = self._pending[span.seq_id], self._features[span.seq_id]
+        first, num_rows = len(pending.parents), self.pool.cached_len(span.seq_id)
+        parents = range(first - 1, first + span.num_tokens - 1) if span.parents is None else span.parents
+        depths: list[int] = []  # of this span's rows
+        is_text: list[bool] = []
+        cuts: list[int] = []
+        for row, parent in enumerate(parents):
+            depth = 0 if parent < 0 else 1 + (pending.depths[parent] if parent < first else depths[parent - first])
+            after_text = parent < first or is_text[parent - first]
+            depths.append(depth)
+            is_text.append(not fuzzy and after_text and features.start <= num_rows + depth < features.end)
+            if not is_text[row] and parent - first >= (cuts[-1] if cuts else 0):
+                cuts.append(row)
+        parts, edges = [], [0, *cuts, span.num_tokens]
+        for begin, end in pairwise(edges):
+            rows = range(begin, end)
+            wanted = max(0, end - max(begin, span.num_tokens - span.num_logits))
+            part = Span(span.seq_id, len(rows), span.parents and parents[begin:end], wanted)
+            text = [(row - begin, num_rows + depths[row]) for row in rows if is_text[row]]
+            drafted = [(row - begin, parents[row]) for row in rows if not is_text[row]]
+            parts.append(_Part(part, slice(start + begin, start + end), text, drafted))
+        return parts
+
+    def _pass(self, parts: Sequence[_Part], token_ids: Tensor) -> Tensor:
+        """What the head reads of the rows whose logits are asked for."""
+        spans = [part.span for part in parts]
+        plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        slots = []
+        for part in parts:
+            written = self.pool.slots(part.span.seq_id)[-part.span.num_tokens :]
+            self._is_fuzzy[written] = False
+            self._is_fuzzy[written[[row for row, _ in part.drafted]]] = True
+            slots.append(written)
+        tokens = (
+            token_ids if len(token_ids) == plan.num_rows else torch.cat([token_ids[part.token_ids] for part in parts])
+        )
+        normed, outputs = self.layers.forward(tokens, self._features_of(parts), plan)
+        self._outputs.index_copy_(0, self._on_device(np.concatenate(slots)), outputs)
+        return normed if plan.logit_rows is None else normed.index_select(0, plan.logit_rows)
+
+    def _features_of(self, parts: Sequence[_Part]) -> Tensor:
+        """What precedes each row, [T, H]."""
+        known: list[Tensor] = []
+        places: list[int] = []  # of the text's rows, then of the drafted ones
+        drafted: list[int] = []  # slots
+        first = 0
+        for part in parts:
+            if part.text:
+                known.append(self._features[part.span.seq_id].rows([position for _, position in part.text]))
+                places += [first + row for row, _ in part.text]
+            first += part.span.num_tokens
+        first = 0
+        for part in parts:
+            slots, num_rows = self.pool.slots(part.span.seq_id), self.pool.cached_len(part.span.seq_id)
+            for row, parent in part.drafted:
+                before = num_rows + parent
+                drafted.append(int(slots[before]) if before >= 0 else self.pool.scratch_slot)
+                places.append(first + row)
+            first += part.span.num_tokens
+        features = [self.layers.fused(torch.cat(known))] if known else []
+        if drafted:
+            features.append(self._outputs.index_select(0, self._on_device(np.array(drafted))))
+        if len(features) == 1:
+            return features[0]
+        order = np.argsort(places)
+        return torch.cat(features).index_select(0, self._on_device(order))
+
+    def _on_device(self, indices: np.ndarray) -> Tensor:
+        return torch.from_numpy(indices).to(self._outputs.device, non_blocking=True)
+
+
+def open_draft_layer(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayerRunner:
+    """Load draft layers beside their target."""
+    tables = place.tables
+    if (tables.config.vocab_size, tables.config.hidden_size) != (config.vocab_size, config.block.hidden_size):
+        ours, theirs = (
+            (config.vocab_size, config.block.hidden_size),
+            (tables.config.vocab_size, tables.config.hidden_size),
+        )
+        raise ValueError(f"{directory}: (vocab_size, hidden_size) is {ours}, the target's {theirs}; they must be equal")
+    layers = DraftLayers(config, tables, place.group, **place.options)
+    if place.weights not in (None, place.dtype):
+        layers.store_as(place.weights)
+    layers.load(directory)
+    return DraftLayerRunner(layers, tables, layers.make_pool(place.num_slots))

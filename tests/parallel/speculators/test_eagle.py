@@ -1,0 +1,216 @@
+"""Draft layers: passes equal the training forward, text and trees leave the rows that a fresh cache has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.tools.training.speculators.eagle import DraftLayerNet, DraftLayerOptions, build
+from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import Span
+from parallel.speculators.config import FINAL
+from parallel.speculators.eagle import DraftLayerRunner
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.registry import open_speculator, open_tables
+from tests.parallel.backends import BACKENDS
+from tests.parallel.conftest import Checkpoint
+
+METHODS = ["eagle", "eagle3", "eagle3.1", "mtp"]
+STEPS, LENGTH = 4, 20
+
+
+class Trained:
+    """A net with strong random weights beside a tiny target, its checkpoint, and a text that the target has read."""
+
+    def __init__(self, target: Checkpoint, folder: Path, method: str, **options: Any) -> None:
+        self.target, self.path = target, folder
+        model: Any = target.model
+        shape = TargetShape(
+            model.config,
+            model.get_input_embeddings().weight.detach(),
+            model.get_output_embeddings().weight.detach(),
+            torch.arange(model.config.vocab_size).flip(0) % 17,
+        )
+        torch.manual_seed(7)
+        net = build(DraftLayerOptions(method=method, **options), shape)
+        assert isinstance(net, DraftLayerNet)
+        self.net = net.eval()
+        for parameter in net.parameters():
+            noise = 0.1 * torch.randn_like(parameter)
+            parameter.data = (parameter.data + noise).bfloat16().float()
+        net.save(folder)
+        torch.manual_seed(8)
+        self.tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
+        with torch.no_grad():
+            streams = model(self.tokens, output_hidden_states=True).hidden_states
+        taps = {tap: streams[tap] for tap in {*net.taps, FINAL}}
+        everywhere = torch.ones_like(self.tokens, dtype=torch.bool)
+        embed = model.get_input_embeddings()
+        self.batch = TargetBatch(self.tokens, taps, everywhere, model.get_output_embeddings(), embed)
+
+    @property
+    def features(self) -> Tensor:
+        """[T, F]"""
+        return torch.cat([self.batch.taps[tap] for tap in self.net.taps], -1)[0]
+
+    @torch.no_grad()
+    def expected(self) -> list[Tensor]:
+        """Logits [T, V] of every step of the training forward."""
+        steps = self.net.unroll(self.batch, self.features[None], STEPS)
+        if not len(self.net.tokens):
+            return [logits[0] for _, logits in steps]
+        empty = torch.full((LENGTH, self.net.config.vocab_size), -torch.inf)
+        return [empty.index_copy(1, self.net.tokens, logits[0]) for _, logits in steps]
+
+    def open(self, group: Group = SINGLE, backend: str | None = None) -> DraftLayerRunner:
+        tables = open_tables(self.target.path, group)
+        runner = open_speculator(self.path, SpeculatorPlace(tables, group, "cpu", torch.float32, 256))
+        assert isinstance(runner, DraftLayerRunner)
+        if backend is not None:
+            runner = DraftLayerRunner(runner.layers, tables, runner.pool, backend=backend)
+        return runner
+
+
+@pytest.fixture
+def trained(llama: Checkpoint, tmp_path: Path) -> Callable[..., Trained]:
+    return lambda method, **options: Trained(llama, tmp_path / "speculator", method, **options)
+
+
+def drafted(runner: DraftLayerRunner, one: Trained, anchor: int) -> list[Tensor]:
+    """Logits after text up to `anchor`, then after every drafted token, which are those of the text."""
+    tokens = one.tokens[0].tolist()
+    runner.open("a")
+    runner.read_features("a", 0, one.features[:anchor])
+    logits = [runner.forward([Span("a", anchor)], tokens[1 : anchor + 1]).logits[0]]
+    for step in range(1, STEPS):
+        logits.append(runner.forward([Span("a", 1)], [tokens[anchor + step]], fuzzy=True).logits[0])
+    runner.close("a")
+    return logits
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_passes_equal_the_training_forward(trained: Callable[..., Trained], method: str, backend: str) -> None:
+    one = trained(method)
+    runner, expected = one.open(backend=backend), one.expected()
+    for anchor in (1, 6, 13):  # newest token of the text; the row of training is that of the features before it
+        for step, logits in enumerate(drafted(runner, one, anchor)):
+            torch.testing.assert_close(logits, expected[step][anchor - 1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("head_rows", [40, 97])
+def test_own_head_proposes_only_its_tokens(trained: Callable[..., Trained], head_rows: int) -> None:
+    one = trained("eagle3", draft_vocab=head_rows)
+    logits = drafted(one.open(), one, 6)
+    for step, expected in enumerate(one.expected()):
+        torch.testing.assert_close(logits[step], expected[5], atol=1e-4, rtol=0)
+    assert logits[0].isfinite().nonzero().flatten().tolist() == one.net.tokens.tolist()
+
+
+def test_rows_of_training_do_not_see_later_text(trained: Callable[..., Trained]) -> None:
+    one = trained("eagle3.1")
+    before = one.expected()
+    anchor = 8
+    for tap in one.batch.taps.values():
+        tap[0, anchor + 1 :] += torch.randn_like(tap[0, anchor + 1 :])
+    one.batch.tokens[0, anchor + 1 + STEPS :] = 5
+    for step, logits in enumerate(one.expected()):
+        assert torch.equal(logits[: anchor + 1], before[step][: anchor + 1])
+        assert not torch.equal(logits[anchor + 2 :], before[step][anchor + 2 :])
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_tree_is_its_paths(trained: Callable[..., Trained], method: str) -> None:
+    one = trained(method)
+    runner, anchor = one.open(), 6
+    text = one.tokens[0, 1 : anchor + 1].tolist()
+    tokens, parents = [3, 4, 5, 6, 7, 8], [-1, -1, 0, 1, 2, 2]
+
+    def fresh() -> Tensor:
+        runner.open("a")
+        runner.read_features("a", 0, one.features[:anchor])
+        return runner.forward([Span("a", len(text))], text).logits
+
+    paths = []
+    for node in range(len(tokens)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        logits = fresh()
+        for step in path:
+            logits = runner.forward([Span("a", 1)], [tokens[step]], fuzzy=True).logits
+        paths.append(logits[0])
+        runner.close("a")
+    after = [len(text) + parent if parent >= 0 else len(text) - 1 for parent in parents]
+    fresh()
+    levels = [
+        runner.forward([Span("a", 2, after[i : i + 2], 2)], tokens[i : i + 2], fuzzy=True).logits for i in (0, 2, 4)
+    ]
+    runner.close("a")
+    torch.testing.assert_close(torch.cat(levels), torch.stack(paths), atol=1e-5, rtol=1e-5)
+    # text and tree in one call
+    runner.open("a")
+    runner.read_features("a", 0, one.features[:anchor])
+    span = Span("a", len(text) + 6, [*range(-1, len(text) - 1), *after], 6)
+    torch.testing.assert_close(
+        runner.forward([span], [*text, *tokens]).logits, torch.stack(paths), atol=1e-5, rtol=1e-5
+    )
+    runner.close("a")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounds_leave_the_rows_of_a_fresh_cache(trained: Callable[..., Trained], method: str) -> None:
+    one = trained(method)
+    runner, rng, tokens = one.open(), random.Random(3), one.tokens[0].tolist()
+    runner.open("a")
+    length = 3  # of the text
+    runner.read_features("a", 0, one.features[: length - 1])
+    while length < LENGTH - 5:
+        suffix = tokens[runner.cached_len("a") : length]
+        logits = runner.forward([Span("a", len(suffix))], suffix).logits
+        runner.open("fresh")
+        runner.read_features("fresh", 0, one.features[: length - 1])
+        again = runner.forward([Span("fresh", length - 1)], tokens[1:length]).logits
+        torch.testing.assert_close(logits, again, atol=1e-5, rtol=1e-5)
+        rows = [runner.pool.keys[:, runner.pool.slots(name)] for name in ("a", "fresh")]
+        torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
+        runner.close("fresh")
+        for token in tokens[length : length + 4]:
+            runner.forward([Span("a", 1)], [token], fuzzy=True)
+        accepted = rng.randrange(5)
+        runner.commit("a", range(len(suffix) + accepted))
+        assert runner.drop_fuzzy("a") == (accepted > 0)
+        assert runner.cached_len("a") == length
+        runner.read_features("a", length - 1, one.features[length - 1 : length + accepted])
+        length += accepted + 1
+    runner.pool.check()
+    runner.close("a")
+    assert runner.pool.num_free == 256
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3.1"])
+def test_ranks_share_the_layers(
+    trained: Callable[..., Trained], on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]], method: str
+) -> None:
+    one = trained(method, draft_vocab=41)
+    alone = drafted(one.open(), one, 6)
+    for shared in on_ranks(2, lambda group: drafted(one.open(group), one, 6)):
+        torch.testing.assert_close(torch.stack(shared), torch.stack(alone), atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_of_foreign_tokens_is_refused(trained: Callable[..., Trained]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    one = trained("eagle3", draft_vocab=40)
+    tensors = load_file(one.path / "model.safetensors")
+    tensors["d2t"][-1] = 97
+    save_file(tensors, one.path / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t names tokens outside"):
+        one.open()
