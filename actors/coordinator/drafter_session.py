@@ -52,10 +52,17 @@ class PendingOrder:
 
 
 class DrafterSession:
-    """`is_present`: a drafter role exists and is alive. `read_chunk`: tokens of a text to read between two drafts."""
+    """`is_present`: a drafter role exists and is alive. `read_chunk`: tokens of a text to read between two drafts.
 
-    def __init__(self, policy: Policy, *, is_present: bool, first_round: int, read_chunk: int) -> None:
-        self.is_present = is_present
+    `is_attached`: the drafter runs on the target's ranks. It gets no batches of its own; orders go with the target's,
+    and drafts come with the verdicts.
+    """
+
+    def __init__(
+        self, policy: Policy, *, is_present: bool, first_round: int, read_chunk: int, is_attached: bool = False
+    ) -> None:
+        self.is_present = is_present or is_attached
+        self.is_attached = is_attached
         self.round = first_round  # of the last batch sent
         self.pending: PendingOrder | None = None
         self._policy = policy
@@ -63,6 +70,7 @@ class DrafterSession:
         self._top_tokens: deque[TopTokens] = deque(maxlen=_MOST_UNSENT)
         self._read_chunk = read_chunk
         self._last_read = first_round  # the last round whose batch held text to read
+        self._attached_orders: dict[int, int] = {}  # draft tokens ordered with the present pass, by request
 
     def lose(self, sequences: Collection[Sequence]) -> None:
         """The drafter and its state are lost; drafts that arrived before remain valid."""
@@ -79,7 +87,7 @@ class DrafterSession:
 
     def admit(self, sequence: Sequence) -> None:
         """The request is about to run. Where waiting is weighed, its text is sent later, while the drafter is idle."""
-        if self.may_draft(sequence) and not self._policy.weighs_waiting:
+        if self.may_draft(sequence) and not self._policy.weighs_waiting and not self.is_attached:
             self._outbox.admit(sequence)
 
     def commit(self, sequence: Sequence, commit: Commit) -> None:
@@ -135,6 +143,34 @@ class DrafterSession:
         for sequence in reading:
             sequence.is_being_read = sequence.request_id in self._outbox.partial
 
+    # --- of an attached drafter ---------------------------------------------------------------------------------------
+
+    def attached_orders(self, sequences: Collection[Sequence]) -> dict[int, int]:
+        """Draft tokens to order with the pass of these sequences, which get a verdict, for the prefix after it."""
+        if not self.is_attached:
+            return {}
+        if self._policy.mode is Mode.catch_up:
+            self._policy.caught_up()  # it has read every token that the target has
+        able = [sequence for sequence in sequences if self.may_draft(sequence)]
+        followed = able[: self._policy.num_followed(len(able))]
+        self._attached_orders = {
+            one.request_id: self._policy.draft_length(one.request_id, one.remaining) for one in followed
+        }
+        return self._attached_orders
+
+    def receive_attached(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
+        """Keep the drafts that came with a verdict, unless the policy has decided to decode plainly since; returns the
+        number of stale ones."""
+        num_stale = 0
+        for proposal in batch.proposals:
+            sequence = sequences.get(proposal.request_id)
+            if sequence is None or not sequence.is_current(proposal):
+                num_stale += 1
+            elif self._policy.draft_length(sequence.request_id, sequence.remaining):
+                length = self._attached_orders.get(proposal.request_id, 0)
+                sequence.draft = DraftState(num_ordered=length, is_answered=True, proposal=proposal)
+        return num_stale
+
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def missing_drafts(self, running: Collection[Sequence], verifying: Collection[int]) -> list[tuple[Sequence, int]]:
@@ -143,7 +179,9 @@ class DrafterSession:
         Those that the target is `verifying` are not among them, nor those whose order was answered.
         """
         pending = self.pending
-        if pending is not None and (pending.is_skipped or (pending.reads_text and self._policy.weighs_waiting)):
+        if self.is_attached or (
+            pending is not None and (pending.is_skipped or (pending.reads_text and self._policy.weighs_waiting))
+        ):
             return []
         found = []
         for sequence in running:
@@ -164,7 +202,7 @@ class DrafterSession:
         A sequence whose text the drafter has to read first is ordered no tokens. Where waiting is weighed, texts and
         drafts never share a batch.
         """
-        if self.pending is not None:
+        if self.pending is not None or self.is_attached:
             return []
         if self._policy.mode is Mode.catch_up and self._has_caught_up(running):
             self._policy.caught_up()
@@ -211,7 +249,7 @@ class DrafterSession:
 
     def has_text_to_read(self, running: Collection[Sequence], round_: int) -> bool:
         """Whether the drafter should read text while the target works: one chunk a round, where waiting is weighed."""
-        if not self._policy.weighs_waiting or self._last_read >= round_:
+        if self.is_attached or not self._policy.weighs_waiting or self._last_read >= round_:
             return False
         return bool(self._outbox.partial) or any(self._has_to_read(sequence) for sequence in self._followed(running))
 

@@ -41,6 +41,7 @@ class Outbox:
                 sequence.prompt_len,
                 sequence.request.sampling,
                 sequence.num_admissions,
+                sequence.request.speculate,
             )
         )
         sequence.num_admissions += 1

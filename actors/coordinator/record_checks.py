@@ -112,6 +112,8 @@ class RecordChecks:
         _check_finite((batch.started, batch.finished, batch.committed))
         if batch.top_tokens is not None:
             batch.top_tokens.check(self.vocab_size)
+        if batch.drafts is not None:
+            self._check_proposals(batch.drafts)
         for verdict in batch.verdicts:
             if verdict.next_token != NO_TOKEN:
                 check_tokens("next_token", (verdict.next_token,), self.vocab_size)

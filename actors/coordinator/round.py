@@ -26,6 +26,8 @@ class Round:
     skipped_drafts: bool = False
     outcomes: list[DraftOutcome] = field(default_factory=list)
     num_tokens: int = 0
+    drafted_before_s: float = 0.0
+    """Time that an attached drafter took for this round's drafts, at the end of the round before."""
     _num_rows: int = 0  # of decoding
 
     def add_wait(self, batch: ProposalBatch) -> None:
@@ -43,13 +45,17 @@ class Round:
         self.num_tokens += num_tokens
         self._num_rows += 1 + num_drafted
 
+    def seconds(self, batch: VerdictBatch, now: float) -> float:
+        """Its length with its own drafts: those that came with this verdict are of the next round."""
+        return now - self.started - (batch.left_at - batch.finished) + self.drafted_before_s
+
     def observation(
         self, batch: VerdictBatch, now: float, running: Collection[Sequence], num_may_speculate: int
     ) -> RoundObservation:
         """The round that ends with this verdict, as the policy learns from it."""
         num_running, mean_len, samples = load_of(running)
         return RoundObservation(
-            now - self.started,
+            self.seconds(batch, now),
             batch.finished - batch.started,
             self.waited_s,
             self.num_tokens,

@@ -67,6 +67,8 @@ class CoordinatorSpec:
     min_draft_tokens: int = 0
     chooses_lengths: bool = False
     """The drafter decides how many of the ordered tokens it drafts."""
+    attached: bool = False
+    """The drafter runs on the target's ranks."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -258,7 +260,8 @@ class CoordinatorService:
         ahead = answer.ahead if isinstance(answer, ProposalBatch) else ()
         was_idle = not ahead or answer.started - ahead[-1][1] > IDLE_S
         if answer.round == round_ and was_idle:
-            coordinator.stats.add_link_trip(role, now - sent_at, answer.finished - answer.started)
+            left_at = answer.left_at if isinstance(answer, VerdictBatch) else answer.finished
+            coordinator.stats.add_link_trip(role, now - sent_at, left_at - answer.started)
 
     def _send(self, records: Iterable[Answer]) -> None:
         for record in records:
@@ -338,6 +341,7 @@ class CoordinatorService:
             ),
             spec.eos_token_ids,
             drafts="draft" in self._memberships,
+            attached=spec.attached,
             now=time.monotonic(),
             first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
         )

@@ -51,7 +51,8 @@ Answer = VerifyBatch | DraftBatch | Tokens | Report
 
 
 class Coordinator:
-    """Drives requests round by round. `drafts` is False where no drafter role exists."""
+    """Drives requests round by round. `drafts` is False where no drafter role exists; with `attached` the target's
+    ranks draft too."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Coordinator:
         eos_token_ids: Iterable[int],
         *,
         drafts: bool,
+        attached: bool = False,
         now: float = 0.0,
         first_round: int = 0,
     ) -> None:
@@ -74,7 +76,7 @@ class Coordinator:
         self._verify_round = first_round  # of the last batch to the target; both batches of one round have one number
         read_chunk = scheduler.limits.prefill_chunk
         self._drafter_session = DrafterSession(
-            policy, is_present=drafts, first_round=first_round, read_chunk=read_chunk
+            policy, is_present=drafts, first_round=first_round, read_chunk=read_chunk, is_attached=attached
         )
         self._round = Round(now)
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
@@ -197,10 +199,19 @@ class Coordinator:
         emitted = [self._commit(verdict, now) for verdict in batch.verdicts if verdict.request_id in verifying]
         self.stats.num_stale += len(batch.verdicts) - len(emitted)  # verdicts of requests that were aborted
         if speculated:
-            self.stats.add_round(now - round_.started, batch.finished - batch.started, round_.waited_s)
+            verify_s, seconds = batch.finished - batch.started, round_.seconds(batch, now)
+            self.stats.add_round(seconds, verify_s, round_.waited_s)
         self._update_policy(batch, now)
         self._round = Round(now)
+        if batch.drafts is not None:
+            self._receive_attached(batch.drafts)
         return emitted
+
+    def _receive_attached(self, drafts: ProposalBatch) -> None:
+        """The drafts that came with a verdict are for the round that begins with it."""
+        self._round.waited_s = self._round.drafted_before_s = drafts.finished - drafts.started
+        self.stats.add_attached_drafts(drafts)
+        self.stats.num_stale += self._drafter_session.receive_attached(drafts, self._sequences)
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
         round_, sequence = self._round, self._sequences[verdict.request_id]
@@ -258,8 +269,11 @@ class Coordinator:
             return []
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter_session.round)
         items, self._round.verifying, self._round.sent_at = [], {}, now
+        reached = [sequence for sequence, num_tokens, _ in plan.rows if num_tokens == sequence.uncached_len]
+        orders = self._drafter_session.attached_orders(reached)
         for sequence, num_tokens, proposal in plan.rows:
-            items.append(VerifyItem(sequence.request_id, num_tokens, proposal))
+            order = orders.get(sequence.request_id, 0)
+            items.append(VerifyItem(sequence.request_id, num_tokens, proposal, order))
             sequence.draft.proposal = None
             if num_tokens == sequence.uncached_len:
                 self._round.verifying[sequence.request_id] = proposal

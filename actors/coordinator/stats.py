@@ -211,6 +211,16 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, LossCounter
             return
         self.spans.append(("draft", name, batch.started, batch.finished, facts))
 
+    def add_attached_drafts(self, batch: ProposalBatch) -> None:
+        """The drafts that came with a verdict, made on the target's ranks."""
+        self.draft_busy_s += batch.finished - batch.started
+        for work in batch.levels:
+            self._add_level(work, batch.round)
+        if batch.proposals:
+            num_tokens = sum([proposal.tree.num_draft_tokens for proposal in batch.proposals])
+            facts = {"round": batch.round, "requests": len(batch.proposals), "tokens": num_tokens}
+            self.spans.append(("draft", "propose", batch.started, batch.finished, facts))
+
     def _add_level(self, work: LevelWork, round_: int) -> None:
         counts = self.levels.setdefault(work.level, dict.fromkeys(_LEVEL_COUNTS, 0))
         for name in _LEVEL_COUNTS:
@@ -220,7 +230,7 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, LossCounter
 
     def add_pass(self, batch: VerdictBatch, sent_at: float, now: float, *, speculated: bool) -> None:
         """The verdicts of a target pass arrived, whose batch left at `sent_at`."""
-        self._add_messages(batch.round, "verify", sent_at, batch.started, "verdict", batch.finished, now)
+        self._add_messages(batch.round, "verify", sent_at, batch.started, "verdict", batch.left_at, now)
         self.target_busy_s += batch.finished - batch.started
         self.num_rounds += 1
         name = "verify" if speculated else "prefill" if batch.num_tokens > len(batch.verdicts) else "decode"

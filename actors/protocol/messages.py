@@ -244,7 +244,8 @@ class TopTokens:
 class Admit:
     """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
-    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice.
+    `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. A request
+    that does not `speculate` is never drafted for.
     """
 
     request_id: int
@@ -253,6 +254,7 @@ class Admit:
     prompt_len: int
     sampling: SamplingParams
     admission: int = 0
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,12 +371,14 @@ class DraftPreviewBatch:
 class VerifyItem:
     """Feed `num_tokens` of the uncached suffix; if that reaches the root, verify `proposal` (or sample plainly).
 
-    `proposal` is None for the empty proposal. A chunk that does not reach the root yields no verdict.
+    `proposal` is None for the empty proposal. A chunk that does not reach the root yields no verdict. An attached
+    drafter then drafts at most `num_draft_tokens` after the verdict.
     """
 
     request_id: int
     num_tokens: int
     proposal: Proposal | None = None
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +402,8 @@ class VerdictBatch:
     """Target lead to coordinator, sent as soon as the verdicts are known.
 
     `started` is when work on the batch began, `committed` when the commits of the round before were done. `top_tokens`
-    are those of all its rows, if the drafter asks for them.
+    are those of all its rows, if the drafter asks for them. `drafts` are those of an attached drafter, made after the
+    verdicts, for the prefixes that these lead to; `finished` is when it began.
     """
 
     round: int
@@ -408,6 +413,12 @@ class VerdictBatch:
     num_tokens: int = 0
     committed: float = 0.0
     top_tokens: TopTokens | None = None
+    drafts: ProposalBatch | None = None
+
+    @property
+    def left_at(self) -> float:
+        """When the lead sent it."""
+        return self.finished if self.drafts is None else self.drafts.finished
 
 
 # --- between a client and the coordinator ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
 from actors.drafters.draft_ahead.width import WidthChooser
-from actors.drafters.interface import Context, Drafter
+from actors.drafters.interface import Context, Drafter, FeatureRows
 from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch
 
 CHILD_WAIT_S = 0.5
@@ -72,13 +72,16 @@ class DraftRole:
         previews = self._capabilities.sends_previews.previews()
         return DraftPreviewBatch(tuple(previews)) if previews else None
 
-    def answer(self, batch: DraftBatch) -> Iterator[ProposalBatch]:
-        """Bring the contexts up to the batch and propose: one batch of prepared drafts, one of the others."""
+    def answer(self, batch: DraftBatch, features: Sequence[FeatureRows] = ()) -> Iterator[ProposalBatch]:
+        """Bring the contexts up to the batch and propose: one batch of prepared drafts, one of the others.
+
+        `features` are the target's hidden states at tokens of known requests, in order, for a drafter that reads them.
+        """
         started, ahead = self.clock(), self._works_ahead
         self._timing.record_arrival(started)
         if ahead is not None:
             ahead.may_work_ahead = batch.works_ahead
-        orders = self._update_contexts(batch)
+        orders = self._update_contexts(batch, features)
         hits = [(context, budget) for context, budget in orders if ahead is not None and ahead.prepared(context)]
         if hits:
             self._timing.preview_was_late()
@@ -98,7 +101,7 @@ class DraftRole:
         self.contexts.clear()
         self._steps.clear()
 
-    def _update_contexts(self, batch: DraftBatch) -> list[tuple[Context, int]]:
+    def _update_contexts(self, batch: DraftBatch, features: Sequence[FeatureRows]) -> list[tuple[Context, int]]:
         """Bring the contexts up to the batch; returns (context, draft tokens wanted) of the orders to propose for."""
         if (reader := self._capabilities.reads_top_tokens) is not None:
             for top_tokens in batch.top_tokens:
@@ -113,6 +116,7 @@ class DraftRole:
             self.drafter.open(self.contexts[admit.request_id])
         for commit in batch.commits:
             self._commit(commit)
+        self._read_features(features)
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
@@ -125,6 +129,12 @@ class DraftRole:
         if idle and self._capabilities.prefills is not None:
             self._capabilities.prefills.prefill(idle)
         return [(context, budget) for context, budget in wanted if budget]
+
+    def _read_features(self, features: Sequence[FeatureRows]) -> None:
+        reader = self._capabilities.reads_features
+        for rows in features:
+            if reader is not None and rows.request_id in self.contexts:
+                reader.read_features(rows)
 
     def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]

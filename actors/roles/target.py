@@ -1,8 +1,9 @@
 """The target role: reads prompts, verifies whole batches of proposals in one flat pass, keeps KV by table edits.
 
 Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits. The outcome of a
-verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. Knows one runner and
-one verification rule; must not know drafters, pipelines or sockets.
+verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. An attached drafter
+drafts behind the verdicts, which then go to all ranks. Knows one runner and one verification rule; must not know
+which drafter that is, pipelines or sockets.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from actors.drafters.interface import FeatureRows
 from actors.protocol.messages import Admit, Commit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from actors.roles.attached import AttachedDrafter
+from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
 from parallel.runtime.runner import ModelRunner
@@ -41,9 +45,13 @@ class TargetRole:
         *,
         is_lead: bool,
         top_tokens: TopTokensReader | None = None,
+        features: FeatureReader | None = None,
+        attached: AttachedDrafter | None = None,
     ) -> None:
         self.runner = runner
-        self._verifier = Verifier(runner, rule, eos_token_ids, top_tokens=top_tokens)
+        self._verifier = Verifier(runner, rule, eos_token_ids, top_tokens=top_tokens, features=features)
+        self._features = features
+        self._attached = attached
         self._is_lead = is_lead
         self.contexts: dict[int, TargetContext] = {}
 
@@ -52,25 +60,46 @@ class TargetRole:
         for request_id in batch.releases:
             del self.contexts[request_id]
             self.runner.close(request_id)
+        if self._attached is not None:
+            self._attached.update(batch)
         for admit in batch.admits:
             self._admit(admit)
         for commit in batch.commits:
             self._commit(commit)
         committed = time.monotonic()
-        verdicts, num_rows, top_tokens = (), 0, None
+        verdicts, num_rows, top_tokens, drafts = (), 0, None, None
+        finished = None
         if batch.items:
             inputs = [self._verify_input(item) for item in batch.items]
+            first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
             logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
             if self._is_lead:
                 verdicts, top_tokens = self._verify(inputs, logits), self._verifier.top_tokens()
+            if self._attached is not None:
+                finished = time.monotonic()
+                verdicts = self._attached.share(verdicts, batch.items, is_lead=self._is_lead)
+                features = self._committed_features(inputs, first_positions, verdicts)
+                drafts, top_tokens = self._attached.draft(batch, verdicts, features, top_tokens), None
             self._commit_chunks(inputs)
-        yield VerdictBatch(batch.round, verdicts, started, time.monotonic(), num_rows, committed, top_tokens)
+        finished = time.monotonic() if finished is None else finished
+        yield VerdictBatch(batch.round, verdicts, started, finished, num_rows, committed, top_tokens, drafts)
+
+    def _committed_features(
+        self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], verdicts: Sequence[Verdict]
+    ) -> list[FeatureRows]:
+        """Of the tokens that this pass committed, if the drafter reads them."""
+        if self._features is None:
+            return []
+        paths = {verdict.request_id: verdict.path for verdict in verdicts}
+        return self._features.rows(inputs, first_positions, paths)
 
     def forget(self) -> None:
         """Drop every request and its rows."""
         for request_id in self.contexts:
             self.runner.close(request_id)
         self.contexts.clear()
+        if self._attached is not None:
+            self._attached.forget()
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(

@@ -16,6 +16,7 @@ from actors.protocol.messages import NO_TOKEN, Proposal, SamplingParams, SparseD
 from actors.sampling.draft_sampling import truncate_distribution
 from actors.sampling.logits import LogitRows, choose_batch, probabilities, process_logits
 from actors.verification.coupled import verify_coupled
+from actors.verification.features import FeatureReader
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from actors.verification.top_tokens import TopTokensReader
@@ -57,7 +58,7 @@ def _random_source(verified: VerifyInput) -> RandomSource:
 class Verifier:
     """`law_size`: keep only that many of the likeliest tokens of each distribution. Set for a level of a cascade, whose
     tokens are tested by ratio against the distribution that it sends; None for the target. `top_tokens` reads the
-    likeliest tokens at the rows of each pass."""
+    likeliest tokens at the rows of each pass, `features` its hidden states; no drafter needs both."""
 
     def __init__(
         self,
@@ -67,12 +68,14 @@ class Verifier:
         *,
         law_size: int | None = None,
         top_tokens: TopTokensReader | None = None,
+        features: FeatureReader | None = None,
     ) -> None:
         self.runner = runner
         self._rule = rule
         self._eos_token_ids = tuple(eos_token_ids)
         self._law_size = law_size
         self._reader = top_tokens
+        self._features = features
 
     def reaches_root(self, verified: VerifyInput) -> bool:
         """Whether the pass, whose rows are still pending, feeds or fed the last token of the text."""
@@ -98,6 +101,8 @@ class Verifier:
             token_ids += [*fed, *tree.token_ids[1:]]
         if self._reader is not None and keeps_top_tokens:
             return self._reader.forward(self.runner, spans, token_ids, inputs), len(token_ids)
+        if self._features is not None:
+            return self._features.forward(self.runner, spans, token_ids), len(token_ids)
         return self.runner.forward(spans, token_ids).logits, len(token_ids)
 
     def top_tokens(self) -> TopTokens | None:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from actors.drafters.config import DraftSetup
 from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.protocol.membership import Join
+from actors.roles.attached import AttachedDrafter
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.topology import level_roles
 from actors.transport.channel import Link, link_name
+from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.worker import openmp
 from actors.worker.heartbeat import Heartbeat
@@ -113,13 +116,27 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
     runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
     is_lead = spec.rank == 0
     reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead)
-    role = TargetRole(runner, spec.verify.rule, spec.eos_token_ids, is_lead=is_lead, top_tokens=reader)
+    attached, features, facts = None, None, {}
+    if spec.drafter.is_attached(spec.pipeline):
+        setup = replace(_setup(spec, group), tables=runner.decoder, num_slots=fit.num_slots)
+        drafter, facts["drafter"] = spec.drafter.build(setup)
+        attached = AttachedDrafter(drafter, group, spec.device)
+        features = FeatureReader(spec.drafter.taps()) if spec.drafter.reads_features else None
+    role = TargetRole(
+        runner,
+        spec.verify.rule,
+        spec.eos_token_ids,
+        is_lead=is_lead,
+        top_tokens=reader,
+        features=features,
+        attached=attached,
+    )
     checkpoint = str(Path(config.path).absolute())
-    return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes}
+    return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}
 
 
 def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple[DraftRole, dict[str, object]]:
-    setup = DraftSetup(spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids)
+    setup = _setup(spec, group)
     if isinstance(spec.drafter, CascadeDrafterConfig):
         levels, child = level_roles(spec.drafter)[spec.role], None
         if levels[0]:
@@ -129,3 +146,9 @@ def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple
     else:
         drafter, facts = spec.drafter.build(setup)
     return DraftRole(drafter, adapts=spec.adaptive), facts
+
+
+def _setup(spec: RankSpec, group: Group) -> DraftSetup:
+    return DraftSetup(
+        spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids, target=spec.target
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.topology import TOP, level_roles
 from cluster.config.schema import LaunchConfig
 
@@ -87,7 +88,8 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
         total, share = (size, 1.0 / len(sharers)) if colocated else (sum(sharers), 1.0)
         places += _place(config, role, size, kind, 0 if colocated else taken[kind], total, share, devices)
         taken[kind] += size
-    speculates = config.drafter.name != "none" and config.pipeline.name != "plain"
+    pipeline, drafter = config.pipeline.name, config.drafter
+    speculates = drafter.name != "none" and pipeline != "plain" and not drafter.is_attached(pipeline)
     if speculates and len(roles) == 1:  # a lookup drafter needs no device of its own
         places.append(RankPlacement("draft", 0, 1, "cpu", (), 1, 0.0))
     return with_fewer_threads(config, places)
@@ -101,17 +103,17 @@ def with_fewer_threads(config: LaunchConfig, places: Sequence[RankPlacement]) ->
     ]
 
 
-def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, ModelDrafterConfig]]:
+def _draft_roles(config: LaunchConfig) -> Iterator[tuple[str, ModelDrafterConfig | SpeculatorDrafterConfig]]:
     """Every role of the drafter that has a model, and the last model of it."""
     drafter = config.drafter
-    if config.pipeline.name == "plain":
+    if config.pipeline.name == "plain" or drafter.is_attached(config.pipeline.name):
         return
     if isinstance(drafter, AutoDrafterConfig):
         yield from ((TOP, model) for model in drafter.draft_models[-1:])
         return
     for role, levels in level_roles(drafter).items():
         model = drafter.levels[levels[-1]] if isinstance(drafter, CascadeDrafterConfig) else drafter
-        if isinstance(model, ModelDrafterConfig):
+        if isinstance(model, ModelDrafterConfig | SpeculatorDrafterConfig):
             yield role, model
 
 

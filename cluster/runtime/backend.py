@@ -121,6 +121,7 @@ def coordinator_spec(
         adaptive=config.pipeline.adaptive,
         min_draft_tokens=config.pipeline.min_draft_tokens,
         chooses_lengths=config.drafter.chooses_lengths,
+        attached=config.drafter.is_attached(config.pipeline.name),
     )
 
 

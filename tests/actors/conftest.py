@@ -19,9 +19,11 @@ from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.policy.policy import Policy
 from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch
+from actors.roles.attached import AttachedDrafter
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub, Link
+from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import open_model
@@ -42,6 +44,7 @@ class Room:
     limits: SchedulerConfig
     slots: int
     pipeline: str
+    attached: bool = False
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str | None] = field(default_factory=dict)
@@ -54,6 +57,7 @@ class Room:
             policy or Policy(self.pipeline, self.num_draft_tokens),
             [EOS],
             drafts=self.draft is not None,
+            attached=self.attached,
         )
         clock = itertools.count()
         queue = [record for request in requests for record in coordinator.on(request, next(clock))]
@@ -180,13 +184,21 @@ def open_room(models):
     `weights` the type in which the target's matrices are stored."""
 
     def open_(
-        config=None, *, path=None, rule="coupled", limits=None, slots=4096, pipeline="sync", wrap=None, weights=None
+        config=None,
+        *,
+        path=None,
+        rule="coupled",
+        limits=None,
+        slots=4096,
+        pipeline="sync",
+        wrap=None,
+        weights=None,
+        attached=False,
     ):
         limits = limits or SchedulerConfig()
         reader = TopTokensReader.of(config.target_top_k, reads_prompts=config.reads_prompts) if config else None
         runner = open_model(models["target"], num_slots=slots, weights=weights)
-        target = TargetRole(runner, rule, (EOS,), is_lead=True, top_tokens=reader)
-        draft = None
+        draft = on_target = features = None
         if config is not None:
             if isinstance(config, AutoDrafterConfig):
                 inside = [replace(one, path=str(models["drafter"])) if one.models() else one for one in config.drafters]
@@ -198,10 +210,21 @@ def open_room(models):
                 path = models["deep"] if deep else models[config.path] if config.tokenizer else path
                 tokenizer = config.tokenizer and str(models[config.tokenizer])
                 config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
-            setup = DraftSetup(VerifyConfig(rule, law_size=16), pipeline, limits, SINGLE, "cpu", (EOS,))
+            tables = runner.decoder if attached else None
+            setup = DraftSetup(
+                VerifyConfig(rule, law_size=16), pipeline, limits, SINGLE, "cpu", (EOS,), tables=tables, num_slots=4096
+            )
             drafter, _ = config.build(setup)
-            draft = DraftRole(wrap(drafter) if wrap else drafter)
-        return Room(target, draft, config.num_draft_tokens if config else 0, limits, slots, pipeline)
+            drafter = wrap(drafter) if wrap else drafter
+            if attached:
+                on_target = AttachedDrafter(drafter, SINGLE, "cpu")
+                features = FeatureReader(config.taps()) if config.reads_features else None
+            else:
+                draft = DraftRole(drafter)
+        target = TargetRole(
+            runner, rule, (EOS,), is_lead=True, top_tokens=reader, features=features, attached=on_target
+        )
+        return Room(target, draft, config.num_draft_tokens if config else 0, limits, slots, pipeline, attached)
 
     return open_
 

@@ -142,6 +142,23 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
             assert room.stats.num_prefetched > 0, "no outlook was ever of use"
 
 
+@pytest.mark.parametrize(("drafter", "sampling"), list(every_drafter_in_turn(USUAL)))
+def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
+    open_room, make_requests, plain_tokens, drafter, sampling
+):
+    """Attached, any drafter drafts as often as in a role of its own, and as well."""
+    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    if sampling not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens[sampling] = plain.tokens, plain.ends
+    room = open_room(DRAFTERS[drafter], attached=True).serve(requests)
+    assert (room.tokens, room.ends) == plain_tokens[sampling]
+    own_role = open_room(DRAFTERS[drafter]).serve(requests)
+    if drafter not in ("recycling", "aded", "jacobi", "lookahead", "auto", "thompson"):  # which order and step change
+        counts = [(one.stats.num_accepted_tokens, one.stats.num_draft_tokens) for one in (room, own_role)]
+        assert counts[0] == counts[1], "the placement changed what was drafted"
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("drafter", "pipeline"), [("chain", "sync"), ("tree", "tree")])
 def test_tokens_of_a_rounded_target_are_those_of_its_plain_decoding(
@@ -168,13 +185,17 @@ def test_greedy_equals_transformers(open_room, make_requests, models, drafter, b
         assert room.tokens[request.request_id] == expected[0, len(request.prompt) :].tolist()
 
 
+@pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize(("drafter", "temperature"), list(every_drafter_in_turn([0.0, 1.0])))
-def test_preemption_and_chunked_prefill_change_no_token(open_room, make_requests, plain_tokens, drafter, temperature):
+def test_preemption_and_chunked_prefill_change_no_token(
+    open_room, make_requests, plain_tokens, drafter, temperature, attached
+):
     requests = make_requests(6, max_tokens=40, temperature=temperature)
     if ("preemption", temperature) not in plain_tokens:
         plain_tokens["preemption", temperature] = open_room(pipeline="plain").serve(requests)
     plain = plain_tokens["preemption", temperature]
-    room = open_room(DRAFTERS[drafter], limits=SchedulerConfig(3, 40, 16), slots=150).serve(requests)
+    limits = SchedulerConfig(3, 40, 16)
+    room = open_room(DRAFTERS[drafter], limits=limits, slots=150, attached=attached).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 

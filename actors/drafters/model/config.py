@@ -266,7 +266,6 @@ class ModelDrafterConfig(PassDrafterConfig):
     """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
 
     def check_fields(self, where: str) -> None:
-        super(ModelDrafterConfig, self).check_fields(where)
         remedy = "shares the target's ranks; drop it, the draft model is split as the target is"
         attached = self.placement is Placement.attached
         require(not attached or self.parallel is Parallel.single, f"{where}.parallel", self.parallel, remedy)
@@ -283,6 +282,7 @@ class ModelDrafterConfig(PassDrafterConfig):
         size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
         require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
         self._check_layers(where)
+        super(ModelDrafterConfig, self).check_fields(where)
 
     def _check_layers(self, where: str) -> None:
         by_layer = self.parallel is Parallel.layer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from actors.drafters.config import DraftSetup, PathResolver
 from actors.drafters.model.config import PassDrafterConfig
 from actors.options import CHECKPOINT, DEVICES
-from actors.ranges import OneOf, require
+from actors.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
@@ -21,9 +21,9 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
     name: str = "speculator"
     path: str = ""
     """A checkpoint directory or a hub id: one made by `job=train job.recipe=NAME`, or a published one."""
-    ranks: int = 1
-    """placement=separate: ranks of its role; 1."""
-    num_threads: int = 0
+    ranks: Annotated[int, Range(1, cap=1)] = 1
+    """placement=separate: ranks of its role, which is one."""
+    num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0
     """placement=separate, CPU: threads of its rank, at most; 0 = one for every core that it has."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """placement=separate: cpu, cuda, or auto, as `target.device`."""
@@ -31,7 +31,6 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
     def check_fields(self, where: str) -> None:
         super(SpeculatorDrafterConfig, self).check_fields(where)
         require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
-        require(self.ranks == 1, f"{where}.ranks", self.ranks, "is shared by the target's ranks alone; drop it")
 
     @property
     def reads_features(self) -> bool:

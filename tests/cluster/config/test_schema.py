@@ -31,7 +31,7 @@ from cluster.tools.bench.plan import expand
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
     "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "jacobi"}
-    | {"lookahead", "cascade", "auto"},
+    | {"lookahead", "cascade", "auto", "speculator"},
     "verify": {"coupled", "rejection", "block", "traversal", "kseq", "auto"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
@@ -41,21 +41,24 @@ PUBLIC_CHOICES = {
 
 PUBLIC_KEYS = {
     "target": "name path tp dtype weights device stretch max_model_len kv_slots",
-    **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams"},
-    "drafter=ngram": "name num_draft_tokens max_ngram min_ngram",
-    "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
+    **{"drafter=none": "name", "drafter=maxgram": "name placement num_draft_tokens max_places shared_bigrams"},
+    "drafter=ngram": "name placement num_draft_tokens max_ngram min_ngram",
+    "drafter=suffix": "name placement num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
     "tokenizer",
-    "drafter=recycling": "name num_draft_tokens width reads_prompts",
-    "drafter=aded": "name num_draft_tokens construction min_probability iterations width max_pairs learns "
+    "drafter=recycling": "name placement num_draft_tokens width reads_prompts",
+    "drafter=aded": "name placement num_draft_tokens construction min_probability iterations width max_pairs learns "
     "reads_prompts corpus tokenizer",
-    "drafter=jacobi": "name num_draft_tokens width",
-    "drafter=lookahead": "name num_draft_tokens window ngram guesses reads_text",
+    "drafter=jacobi": "name placement num_draft_tokens width",
+    "drafter=lookahead": "name placement num_draft_tokens window ngram guesses reads_text",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=auto": "name drafters path num_draft_tokens",
-    "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
+    "drafter=model": "name placement path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
     "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
     "tokenizer length_rule rejection_threshold",
+    "drafter=speculator": "name placement path ranks num_threads device strategy num_draft_tokens depth width branching draws "
+    "tree min_gain merge_ngram batch_nodes length_rule rejection_threshold fan_out ahead_width calibration_policy "
+    "calibrate_every kv_slots dtype weights",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -104,6 +107,7 @@ def required(group: str, choice: str) -> list[str]:
     return {
         ("target", "hf"): [f"target.path={config_module.pocket.TARGET}"],
         ("job", "datastore"): ["job.files=[texts]"],
+        ("drafter", "speculator"): [f"drafter.path={config_module.pocket.TARGET}"],
         ("cluster", "existing"): ["cluster.address=auto"],
         ("cluster", "slurm"): ["cluster.address=n1:6379"],
     }.get((group, choice), [])
@@ -290,8 +294,8 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
     ("overrides", "line"),
     [
         (["drafter.widht=3"], "drafter.widht: no such key; did you mean drafter.width?"),
-        (["drafter=ngram", "drafter.path=x"], "drafter.path: no such key; choose one of name, num_draft_tokens"),
-        (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, path"),
+        (["drafter=ngram", "drafter.path=x"], "drafter.path: no such key; choose one of name, placement"),
+        (["+drafter.extra=3"], "drafter.extra: no such key; choose one of name, placement"),
         (["+spare=3"], "spare: no such key; choose one of target, drafter"),
         (["dorp=5"], "dorp: no such key; choose one of target, drafter"),
         (["drafter=eagle"], "drafter=eagle: no such choice; choose one of aded, auto, cascade, copy, jacobi"),

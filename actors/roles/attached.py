@@ -1,0 +1,112 @@
+"""A drafter on the target's ranks: it drafts right behind each verdict, and the two leave in one record.
+
+A `DraftRole` does the work; what the coordinator would send it, batch by batch, follows here from the target's own
+batch and its verdicts. A verdict that the coordinator cuts ends its request, so nothing assumed here is ever taken
+back. Every rank of the target runs the same drafter on the same verdicts, which rank 0 shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+
+from actors.drafters.interface import Drafter, FeatureRows
+from actors.protocol.messages import (
+    NO_TOKEN,
+    Admit,
+    Commit,
+    DraftBatch,
+    DraftOrder,
+    ProposalBatch,
+    TopTokens,
+    Verdict,
+    VerifyBatch,
+    VerifyItem,
+)
+from actors.roles.draft import DraftRole
+from parallel.comm.group import Group
+
+
+class AttachedDrafter:
+    """`group` are the target's ranks, on `device`."""
+
+    def __init__(self, drafter: Drafter, group: Group, device: torch.device | str) -> None:
+        self.role = DraftRole(drafter)
+        self._group = group
+        self._device = device
+        self._admits: dict[int, Admit] = {}
+        self._releases: list[int] = []
+
+    def update(self, batch: VerifyBatch) -> None:
+        """Requests that the target is to forget and those it is to know; the drafter learns of them with its batch."""
+        for request_id in batch.releases:
+            if self._admits.pop(request_id, None) is None and request_id in self.role.contexts:
+                self._releases.append(request_id)
+        self._admits |= {admit.request_id: admit for admit in batch.admits if admit.speculate}
+
+    def share(self, verdicts: Sequence[Verdict], items: Sequence[VerifyItem], *, is_lead: bool) -> tuple[Verdict, ...]:
+        """The verdicts of the lead on every rank: one broadcast of whole numbers."""
+        if self._group.size == 1:
+            return tuple(verdicts)
+        room = 1 + sum(5 + (max(item.proposal.tree.depths()) if item.proposal else 0) for item in items)
+        record = torch.zeros(room, dtype=torch.int64, device=self._device)
+        if is_lead:
+            numbers = [len(verdicts)]
+            for one in verdicts:
+                numbers += [one.request_id, one.epoch, one.prefix_len, one.next_token, len(one.path), *one.path]
+            record[: len(numbers)] = torch.tensor(numbers)
+        numbers = iter(self._group.broadcast(record).tolist())
+        shared = []
+        for _ in range(next(numbers)):
+            request_id, epoch, prefix_len, next_token, length = islice(numbers, 5)
+            shared.append(Verdict(request_id, epoch, prefix_len, tuple(islice(numbers, length)), next_token))
+        return tuple(shared)
+
+    def draft(
+        self,
+        batch: VerifyBatch,
+        verdicts: Sequence[Verdict],
+        features: Sequence[FeatureRows],
+        top_tokens: TopTokens | None,
+    ) -> ProposalBatch:
+        """Drafts for the prefixes that the verdicts lead to."""
+        items = {item.request_id: item for item in batch.items}
+        known = self.role.contexts.keys() | self._admits.keys()
+        commits: list[Commit] = []
+        reading = known - {verdict.request_id for verdict in verdicts}
+        orders = [DraftOrder(request_id, 0) for request_id in items if request_id in reading]
+        for verdict in verdicts:
+            if verdict.request_id not in known or verdict.next_token == NO_TOKEN:
+                continue
+            item = items[verdict.request_id]
+            tokens = [item.proposal.tree.token_ids[node] for node in verdict.path] if item.proposal else []
+            place = verdict.request_id, verdict.epoch, verdict.prefix_len
+            commits.append(Commit(*place, verdict.path, (*tokens, verdict.next_token)))
+            left = self._num_left(verdict.request_id, verdict.prefix_len + len(tokens) + 1)
+            # the target adds one token of its own after the path, so the last one is never worth drafting
+            if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0:
+                orders.append(DraftOrder(verdict.request_id, num_draft_tokens))
+        order = DraftBatch(
+            batch.round,
+            tuple(self._admits.values()),
+            tuple(commits),
+            tuple(self._releases),
+            tuple(orders),
+            works_ahead=False,
+            top_tokens=() if top_tokens is None else (top_tokens,),
+        )
+        self._admits, self._releases = {}, []
+        (answer,) = self.role.answer(order, features)
+        return answer
+
+    def _num_left(self, request_id: int, length: int) -> int:
+        """Tokens that a request whose text has this length may still get."""
+        request = self._admits.get(request_id) or self.role.contexts[request_id]
+        return request.prompt_len + request.sampling.max_tokens - length
+
+    def forget(self) -> None:
+        """Drop every request; the drafter keeps its model."""
+        self.role.forget()
+        self._admits, self._releases = {}, []

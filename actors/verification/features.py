@@ -1,0 +1,60 @@
+"""The target's hidden states at committed tokens, for a drafter that reads them.
+
+A reader stands between a `Verifier` and its runner: it asks each pass for the taps and, once the verdicts are known,
+picks the rows of the tokens that the pass committed. Knows rows and positions, not the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from actors.drafters.interface import FeatureRows
+from parallel.runtime.runner import ModelRunner, PassOutput, Span
+from parallel.speculators.config import FINAL
+
+if TYPE_CHECKING:
+    from actors.verification.verifier import VerifyInput
+
+
+class FeatureReader:
+    """`taps` as `parallel.speculators.config` numbers them; several stand side by side in a row."""
+
+    def __init__(self, taps: Sequence[int]) -> None:
+        self._taps = tuple(taps)
+        self._streams = tuple(sorted({tap for tap in taps if tap != FINAL}))
+        self._output: PassOutput | None = None
+
+    def forward(self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        """The pass; returns its logits and keeps the rest until `rows`."""
+        self._output = runner.forward(spans, token_ids, self._streams)
+        return self._output.logits
+
+    def rows(
+        self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], paths: Mapping[int, Sequence[int]]
+    ) -> list[FeatureRows]:
+        """Features of the tokens that the last pass committed: of each input's fed text, which begins at its entry of
+        `first_positions`, and of the accepted path of its proposal, if `paths` has one."""
+        output, self._output = self._output, None
+        assert output is not None, "one pass, one reading"
+        found, wanted, start = [], [], 0
+        for one, position in zip(inputs, first_positions, strict=True):
+            root = start + one.num_fed - 1
+            rows = [*range(start, start + one.num_fed), *(root + node for node in paths.get(one.seq_id, ()))]
+            start += one.num_fed + (one.tree.num_draft_tokens if one.proposal is not None else 0)
+            found.append((one.seq_id, position, len(rows)))
+            wanted += rows
+        features = self._features(output, wanted, start)
+        parts = features.split([count for *_, count in found])
+        return [FeatureRows(seq_id, position, rows) for (seq_id, position, _), rows in zip(found, parts, strict=True)]
+
+    def _features(self, output: PassOutput, wanted: list[int], num_rows: int) -> Tensor:
+        streams = dict(zip(self._streams, output.features, strict=True)) | {FINAL: output.hidden}
+        index = None
+        if len(wanted) < num_rows:
+            index = torch.tensor(wanted, device=output.hidden.device)
+        picked = [streams[tap] if index is None else streams[tap].index_select(0, index) for tap in self._taps]
+        return picked[0].clone() if len(picked) == 1 and index is None else torch.cat(picked, -1)
