@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.drafters.config import DrafterConfig, PathResolver
+from actors.drafters.config import DrafterConfig, PathResolver, PlacedDrafterConfig
 
 
 @dataclass(frozen=True, slots=True)
-class CorpusDrafterConfig(DrafterConfig):
+class CorpusDrafterConfig(PlacedDrafterConfig):
     """Base of the records of drafters that read a text at their start."""
 
     corpus: str = ""

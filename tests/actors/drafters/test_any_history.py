@@ -150,7 +150,8 @@ CASES = {
 
 def test_every_registered_drafter_is_among_the_cases():
     configs = [case.config for case in CASES.values()]
-    assert {config.name for config in configs} == DRAFTERS.keys() - {"none"}
+    needs_a_target = {"speculator"}  # its states are features of one; the contract tests have rows for its methods
+    assert {config.name for config in configs} == DRAFTERS.keys() - needs_a_target - {"none"}
     models = [config for config in configs if isinstance(config, ModelDrafterConfig)]
     assert {config.strategy for config in models} == set(Strategy)
     assert {case.pipeline for case in CASES.values()} >= AHEAD.keys()

@@ -65,6 +65,9 @@ def test_what_makes_no_sense_is_refused_by_its_name_and_value():
         rules = {
             "path": not config.path,
             "ranks": config.ranks > 1 and config.parallel == "single",
+            "layer_group": config.layer_group > 1 and not by_layer,
+            "layer_partition": config.layer_partition and not by_layer,
+            "calibration": config.mlp_parallel == "tensor" and config.calibration == "broadcast",
             "branching": config.branching and config.strategy != "tree",
             "tree": config.tree and (config.strategy != "tree" or config.branching),
             "min_gain": config.min_gain and config.strategy != "best_first",
@@ -72,9 +75,6 @@ def test_what_makes_no_sense_is_refused_by_its_name_and_value():
             "draws": (config.draws != "auto" and config.strategy in ("best_first", "dynamic", "cape"))
             or (config.draws == "independent" and config.strategy == "beam"),
             "batch_nodes": config.batch_nodes and config.strategy != "dynamic",
-            "layer_group": config.layer_group > 1 and not by_layer,
-            "layer_partition": config.layer_partition and not by_layer,
-            "calibration": config.mlp_parallel == "tensor" and config.calibration == "broadcast",
             "calibrate_every": config.calibrate_every > 1 and config.calibration_policy != "every",
         }
         key = next((name for name, is_broken in rules.items() if is_broken), None)
