@@ -25,7 +25,6 @@ from omegaconf.errors import OmegaConfBaseException
 from actors.logs import dump_stacks_on_signal
 from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
-from cluster.config.jobs import TrainConfig
 from cluster.config.options_page import groups_help, help_text
 from cluster.config.schema import LaunchConfig
 
@@ -105,7 +104,7 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
 
 def _run(config: LaunchConfig, run_dir: Path) -> None:
     job = importlib.import_module(f"cluster.jobs.{config.job.name}")
-    job.run(config.job if isinstance(config.job, TrainConfig) else config, run_dir)
+    job.run(config, run_dir)
 
 
 def _interrupt(_number: int, _frame: object) -> None:

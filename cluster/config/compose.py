@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -35,6 +35,8 @@ from cluster.config.validation import validate
 from cluster.io.prompts import prompt_sets
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.families.registry import read_config
+
+T = TypeVar("T")
 
 
 @cache
@@ -76,7 +78,7 @@ def checked(config: LaunchConfig) -> LaunchConfig:
         config = with_chosen_rule(config)
     validate(config)
     config = _with_real_paths(config)
-    if not isinstance(config.job, TrainConfig):
+    if not (isinstance(config.job, TrainConfig) and config.job.makes_pair):
         read_config(config.target.path).stretched(config.target.stretch).check_ranks(config.target.tp, "target.tp")
         config.drafter.check_checkpoints()
     return config
@@ -155,8 +157,13 @@ def _typed_part(entry: Any, where: str, unknown: set[str], noun: str) -> Drafter
 
 def drafter_record(keys: Mapping[str, Any], where: str) -> DrafterConfig:
     """The record of the known drafter `keys["name"]` from keys of the command line; `where` prefixes error lines."""
+    return typed_record(DRAFTERS[keys["name"]], keys, where)
+
+
+def typed_record(defaults: T | type[T], keys: Mapping[str, Any], where: str) -> T:
+    """A record with the fields that `keys` name replaced; ValueError, one line, for what it cannot hold."""
     try:
-        return cast(DrafterConfig, OmegaConf.to_object(OmegaConf.merge(_schema(DRAFTERS[keys["name"]]), dict(keys))))
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(_schema(defaults), dict(keys))))
     except OmegaConfBaseException as error:
         raise ValueError(f"{where}.{describe(error)}") from error
 
@@ -204,7 +211,7 @@ def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
 
 def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     """Names of bundled checkpoints and hub ids become directories; relative paths absolute, for actors elsewhere."""
-    if isinstance(config.job, TrainConfig):
+    if isinstance(config.job, TrainConfig) and config.job.makes_pair:
         return config  # training makes the bundled pair and does not need it
     path = _checkpoint("target.path", config.target.path, {"pocket": pocket.TARGET})
     job = config.job

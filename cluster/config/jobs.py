@@ -16,6 +16,9 @@ from actors.ranges import Choice, OneOf, Range, require
 STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
 """Stages of `job=train` in the order in which they must run; each reads what earlier ones left in `job.out`."""
 
+DATA = ("target", "fixed", "on_policy", "mixed")
+"""Kinds of text that `job=train` takes a drafter's loss on."""
+
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "SIGABRT")
 PARALLELS, PIPELINES = tuple(map(str, Parallel)), tuple(map(str, PipelineName))
 
@@ -249,17 +252,51 @@ class TreeConfig(PromptsJobConfig):
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
-    """Train a pair of bundled size: tokenizer, target, and a drafter distilled from it."""
+    """Train a drafter for `target.path` by a recipe, or a pair of bundled size: tokenizer, target and its drafter."""
 
     name: str = "train"
     """Set by the choice `job=`."""
+    recipe: str = "pair"
+    """What to train: pair makes tokenizer, target and drafter of bundled size; distill and the methods of
+    docs/training.md make a drafter for `target.path`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The recipe's own settings, as `{divergence: tvd}`; docs/training.md lists them."""
+    minutes: Annotated[float, Range(above=0)] = 5.0
+    """Minutes to train by a recipe other than pair, at most; the first of minutes and steps that is spent ends the
+    training, and the learning rate falls towards it."""
+    steps: Annotated[int, Range(0, zero="minutes alone decide")] = 0
+    """Optimizer steps of it, at most; 0 = minutes alone decide."""
+    data: Annotated[str, OneOf(DATA)] = "target"
+    """Text to train on: target = what the target writes after the prompts, fixed = the text that the prompts are cut
+    from, on_policy = what the drafter itself writes after them, mixed = half of it the target's, half its own. The
+    last two are for distill."""
+    temperatures: Annotated[list[float], Range(0, filled=True)] = field(default_factory=lambda: [0.0, 0.8])
+    """The target continues every prompt once at each; 0 = greedy. Held-out acceptance is measured at each."""
+    text: str = ""
+    """Text of your own to train on instead of the standard library: a text file, JSONL with a `prompt` or `text` field,
+    or a folder of such files. A twentieth of its prompts is held out."""
+    prompts: str = ""
+    """JSONL file of prompts on whose continuations acceptance is measured; empty = the bundled prompts, or those held
+    out of `job.text`."""
+    rate: Annotated[float, Range(above=0)] = 1.0
+    """Factor on the recipe's learning rates."""
+    ranks: Annotated[int, Range(1, cap=MAX_RANKS)] = 1
+    """Processes that train one drafter together, each on its share of every batch, started by Ray Train
+    (`pip install specdec[train]`)."""
+    cache_mb: Annotated[int, Range(0)] = 1024
+    """Memory of each rank for what the target computed for rows; rows that do not fit are computed again when drawn."""
+    evaluation_minutes: Annotated[float, Range(above=0)] = 1.0
+    """Minutes between two measurements of held-out acceptance."""
+    resume: bool = False
+    """Go on with a training that was killed, from the state in `job.work`."""
     stages: Annotated[list[str], OneOf(STAGES, filled=True)] = field(default_factory=lambda: list(STAGES))
-    """Stages to run: some of tokenizer, target, continuations, drafter and report."""
+    """Stages of the recipe pair to run: some of tokenizer, target, continuations, drafter and report."""
     out: str | None = None
-    """Directory for `target/`, `drafter/`, prompts and report; null = the run directory."""
+    """Directory for `target/`, `drafter/`, prompts and report; null = the run directory. Recipes other than pair write
+    `drafter/` and the report."""
     work: str | None = None
-    """Directory for loss logs, checkpoints and continuations; null = `work` in the run directory. Name it to run the
-    stages one by one."""
+    """Directory for loss logs, state and continuations; null = `work` in the run directory. Name it to run the
+    stages one by one, to share the target's text between recipes, or to resume."""
     seed: Annotated[int, Range(0)] = 0
     """Seed of the choice of tests, the order of sources, the weights and the batches."""
     threads: Annotated[int, Range(0, zero="PyTorch's choice")] = 0
@@ -289,13 +326,18 @@ class TrainConfig(JobConfig):
     distillation_tokens: Annotated[int, Range(0)] = 1_200_000
     """Tokens of training sources, tests left out, that the drafter is distilled on besides all continuations."""
     continuation_prompts: Annotated[int, Range(1)] = 1536
-    """Prompts cut from training sources that the target continues greedily to make distillation data."""
+    """Prompts cut from training sources, at most, that the target continues."""
     continuation_length: Annotated[int, Range(2)] = 256
     """Length of prompt and continuation together, in tokens."""
     num_prompts: Annotated[int, Range(1)] = 48
     """Held-out prompts written to `prompts.jsonl`."""
     num_prompt_tokens: Annotated[int, Range(1)] = 128
     """Tokens generated per held-out prompt when acceptance is measured."""
+
+    @property
+    def makes_pair(self) -> bool:
+        """Whether target and tokenizer are made, too."""
+        return self.recipe == "pair"
 
 
 JOBS: tuple[JobConfig, ...] = (

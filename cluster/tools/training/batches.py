@@ -5,6 +5,8 @@ It must not know text, students or losses.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaForCausalLM
 
@@ -18,6 +20,15 @@ class StreamBatches:
         self._random = torch.Generator().manual_seed(seed)
         self._length = 0
         self._starts = torch.empty(0, dtype=torch.long)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream."""
+        return {"random": self._random.get_state(), "starts": self._starts, "length": self._length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place."""
+        self._random.set_state(state["random"])
+        self._starts, self._length = state["starts"], state["length"]
 
     def draw(self, size: int, length: int) -> torch.Tensor:
         """Return `[size, length + 1]` tokens: `length` inputs and their successors.
@@ -55,6 +66,15 @@ class DistillationSet:
         self._order = torch.empty(0, dtype=torch.long)
         self._hidden = torch.empty(*rows.shape, teacher.config.hidden_size, dtype=torch.bfloat16)
         self._known = torch.zeros(len(rows), dtype=torch.bool)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the rows; hidden states are computed again."""
+        return {"random": self._random.get_state(), "order": self._order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place."""
+        self._random.set_state(state["random"])
+        self._order = state["order"]
 
     def draw(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `[size, length]` tokens and `[size, length, hidden size]` bfloat16 hidden states of the teacher."""

@@ -77,26 +77,26 @@ def write_rows(
     model: LlamaForCausalLM,
     prompts: list[list[int]],
     length: int,
-    temperatures: Sequence[float],
+    temperature: float,
     end_ids: Sequence[int],
     seed: int,
     parts: Path,
     say: Callable[[str], None],
 ) -> TextRows:
-    """Every prompt continued once at each temperature, to `length` tokens; equal arguments give equal rows.
+    """Every prompt continued to `length` tokens; equal arguments give equal rows.
 
     A file in `parts` for each batch that is done lets a run that was killed go on.
     """
-    groups = [(group, heat) for group in grouped(prompts, length, BATCH) for heat in temperatures]
     done = []
-    for number, (group, temperature) in enumerate(groups):
+    for number, group in enumerate(grouped(prompts, length, BATCH)):
         path = parts / f"{number}.pt"
         if not path.exists():
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             tokens = continue_text(model, group, length, temperature, generator)
             written_rows(tokens, group.shape[1], end_ids).save(path)
+            rows = sum(map(len, done)) + len(group)
+            say(f"the target continues prompts at temperature {temperature:g}: {rows} of {len(prompts)}")
         done.append(load_rows(path))
-        say(f"continuations: the target wrote {sum(int(each.mask().sum()) for each in done)} tokens")
     return joined(done)
 
 

@@ -98,12 +98,12 @@ def masked_mean(values: Tensor, weights: Tensor) -> Tensor:
     return (values * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
-def acceptance(p_logits: Tensor, q_logits: Tensor, is_greedy: bool = True) -> Tensor:
-    """The probability that one draft token is accepted: 0 or 1 by equal argmax, or `sum(min(p, q))`; no gradient."""
-    with torch.no_grad():
-        if is_greedy:
-            return (p_logits.argmax(-1) == q_logits.argmax(-1)).float()
-        return 1 - total_variation(p_logits, q_logits)
+@torch.no_grad()
+def acceptance(p_logits: Tensor, q_logits: Tensor, temperature: float = 0.0) -> Tensor:
+    """The probability that one draft token is accepted: 0 or 1 by equal argmax when greedy, else `sum(min(p, q))`."""
+    if not temperature:
+        return (p_logits.argmax(-1) == q_logits.argmax(-1)).float()
+    return 1 - total_variation(p_logits / temperature, q_logits / temperature)
 
 
 def _log(logits: Tensor) -> Tensor:

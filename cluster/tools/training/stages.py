@@ -25,6 +25,9 @@ from cluster.tools.training.tokenizer import load_tokenizer, pack, save_tokenize
 from cluster.tools.training.trainer import (
     Loss,
     Recipe,
+    Resumable,
+    StepLoss,
+    StepOutcome,
     TrainingBudget,
     TrainingRecord,
     cross_entropy,
@@ -69,13 +72,16 @@ def make_target(place: Workplace) -> TrainingRecord:
     model = initialised(target_config(config.vocab_size), config.seed, config.device)
     batches = StreamBatches(pack(load_tokenizer(place.out / "target"), place.corpus.training), config.seed)
 
-    def draw(progress: float) -> tuple[torch.Tensor, torch.Tensor]:
-        length = config.sequence_length // 2 if progress < SHORT_FRACTION else config.sequence_length
-        rows = batches.draw(max(1, config.batch_tokens // length), length)
-        return rows[:, :-1], rows[:, 1:]
+    loss_of = _compiled(cross_entropy(model), config)
 
-    budget = TrainingBudget(config.target_minutes, config.target_steps)
-    record = fit(model, draw, _compiled(cross_entropy(model), config), RECIPE, budget, place.work / "target")
+    def step_loss(_: int, progress: float) -> StepOutcome:
+        length = config.sequence_length // 2 if progress < SHORT_FRACTION else config.sequence_length
+        rows = batches.draw(max(1, config.batch_tokens // length), length).to(model.device)
+        return StepOutcome(loss_of(rows[:, :-1], rows[:, 1:]), rows[:, 1:].numel())
+
+    record = _fit(
+        place, model, step_loss, batches, TrainingBudget(config.target_minutes, config.target_steps), "target"
+    )
     save_model(model, place.out / "target")
     return record
 
@@ -85,7 +91,7 @@ def make_continuations(place: Workplace) -> int:
     config = place.config
     tokenizer = load_tokenizer(place.out / "target")
     target = load_model(place.out / "target", config.device, torch.bfloat16)
-    prompts = choose_prompts(_library(place.corpus), tokenizer, config.seed, config.continuation_prompts)
+    prompts = choose_prompts(library_sources(place.corpus), tokenizer, config.seed, config.continuation_prompts)
     tokens = [tokenizer.encode(prompt.prompt).ids for prompt in prompts]
     groups = grouped(tokens, config.continuation_length, CONTINUATION_BATCH)
     stream = torch.cat([continue_text(target, group, config.continuation_length).flatten() for group in groups])
@@ -105,7 +111,7 @@ def make_drafter(place: Workplace) -> TrainingRecord:
     teacher = load_model(place.out / "target", config.device).requires_grad_(False)
     student = initialised(drafter_config(config.vocab_size, config.drafter_layers), config.seed, config.device)
     length = config.sequence_length
-    stream = pack(load_tokenizer(place.out / "target"), _library(place.corpus))
+    stream = pack(load_tokenizer(place.out / "target"), library_sources(place.corpus))
     continuations = torch.load(place.work / "continuations.pt")
     rows = torch.cat(
         (
@@ -115,17 +121,34 @@ def make_drafter(place: Workplace) -> TrainingRecord:
     )
     distillation_set = DistillationSet(teacher, rows, config.seed)
 
-    def draw(_: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return distillation_set.draw(max(1, config.batch_tokens // length))
+    loss_of = _compiled(distillation(student, teacher), config)
+
+    def step_loss(_step: int, _progress: float) -> StepOutcome:
+        tokens, hidden = distillation_set.draw(max(1, config.batch_tokens // length))
+        return StepOutcome(loss_of(tokens.to(student.device), hidden.to(student.device)), tokens.numel())
 
     budget = TrainingBudget(config.drafter_minutes, config.drafter_steps)
-    loss_of = _compiled(distillation(student, teacher), config)
-    record = fit(student, draw, loss_of, RECIPE, budget, place.work / "drafter")
+    record = _fit(place, student, step_loss, distillation_set, budget, "drafter")
     save_model(student, place.out / "drafter")
     return record
 
 
-def _library(corpus: Corpus) -> list[Source]:
+def _fit(
+    place: Workplace,
+    model: torch.nn.Module,
+    step_loss: StepLoss,
+    source: Resumable,
+    budget: TrainingBudget,
+    role: str,
+) -> TrainingRecord:
+    config = place.config
+    device = torch.device(config.device).type
+    return fit(
+        model, step_loss, RECIPE, budget, place.work / role, device=device, sources=[source], resume=config.resume
+    )
+
+
+def library_sources(corpus: Corpus) -> list[Source]:
     """Return the training sources that are no tests: they are what the held-out prompts resemble."""
     return [source for source in corpus.training if not is_test(source.path)]
 

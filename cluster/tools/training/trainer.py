@@ -1,7 +1,7 @@
-"""The training loop: losses, budget, learning rate, and weights changed batch by batch. It must not know the corpus.
+"""The training loop: budget, learning rate, weights changed batch by batch, and a state that survives a kill.
 
 Muon moves the hidden matrices, AdamW embeddings and norms; the forward pass runs in bfloat16 under autocast over
-float32 weights.
+float32 weights. It must not know where batches come from, nor what is trained.
 """
 
 from __future__ import annotations
@@ -9,22 +9,66 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from cluster.tools.training.checkpoints import save_whole
+from cluster.tools.training.losses import forward_kl
 from cluster.tools.training.models import logits_of
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Mean loss per token, in nats, of `[sequences, length]` tokens and the expected result at each of them."""
 
-DrawBatch = Callable[[float], tuple[torch.Tensor, torch.Tensor]]
-"""The batch for the current progress in [0, 1): tokens, and the expected result at each; see `Loss`."""
+STATE = "state.pt"
+"""File of a run's folder that it goes on from."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step gives the loop."""
+
+    loss: Tensor
+    """Scalar, with gradients."""
+    tokens: int
+    """Tokens trained on."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Scalars by name, logged beside the loss."""
+
+
+StepLoss = Callable[[int, float], StepOutcome]
+"""The outcome of a step, from its number and the progress in [0, 1)."""
+
+
+class Resumable(Protocol):
+    """A source of batches whose place in them is part of a run's state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train one module together: the first writes and shows, all stop at the same step."""
+
+    rank: int = 0
+    count: int = 1
+
+    def agreed(self, progress: float) -> float:
+        """The first rank's value, on every rank."""
+        if self.count == 1:
+            return progress
+        value = torch.tensor([progress], dtype=torch.float64)
+        dist.broadcast(value, src=0)
+        return float(value)
 
 
 def cross_entropy(model: LlamaForCausalLM) -> Loss:
@@ -45,9 +89,7 @@ def distillation(student: LlamaForCausalLM, teacher: LlamaForCausalLM) -> Loss:
     head = teacher.lm_head.weight.detach()
 
     def loss_of(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        log_p = F.log_softmax(F.linear(hidden, head.to(hidden.dtype)).flatten(0, 1).float(), dim=-1)
-        log_q = F.log_softmax(logits_of(student, tokens).flatten(0, 1).float(), dim=-1)
-        return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        return forward_kl(F.linear(hidden, head.to(hidden.dtype)), logits_of(student, tokens)).mean()
 
     return loss_of
 
@@ -64,6 +106,10 @@ class TrainingBudget:
             raise ValueError(f"need minutes > 0 and steps >= 0, got {minutes} and {steps}")
         self._minutes, self._steps = minutes, steps
         self._start = time.perf_counter()
+
+    def resume(self, seconds: float) -> None:
+        """Count the seconds that were spent before the run was killed."""
+        self._start -= seconds
 
     @property
     def seconds(self) -> float:
@@ -101,8 +147,10 @@ class Recipe:
     """Last fraction of the schedule, over which the rate falls linearly to 0."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this total norm."""
-    checkpoint_minutes: float = 5.0
-    """Minutes between two checkpoints."""
+    checkpoint_minutes: float = 1.0
+    """Minutes between two writings of the state."""
+    evaluation_minutes: float = 1.0
+    """Minutes between two evaluations, where there is one."""
     log_steps: int = 10
     """Optimizer steps between two lines of the loss log."""
 
@@ -121,62 +169,174 @@ class TrainingRecord:
     """Mean training loss of the last tenth of the logged steps, in nats per token."""
 
 
+_TABLES = ("embed", "lm_head", "table")
+"""Parts of the names of matrices that hold a row per token."""
+
+
 def optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon over the hidden matrices and AdamW over everything else."""
+    """Return Muon over the hidden matrices and AdamW over everything else that is trained."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
-    muon = torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, lr=recipe.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    return [muon, adamw]
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and not any(part in name for part in _TABLES)
+            (matrices if is_matrix else others).append(parameter)
+    steppers: list[torch.optim.Optimizer] = []
+    if matrices:
+        rate = recipe.matrix_learning_rate
+        steppers.append(torch.optim.Muon(matrices, lr=rate, adjust_lr_fn="match_rms_adamw"))
+    if others:
+        rate = recipe.other_learning_rate
+        steppers.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
+    return steppers
+
+
+class _Run:
+    """The state of one run, and its folder."""
+
+    def __init__(
+        self, model: torch.nn.Module, recipe: Recipe, budget: TrainingBudget, work: Path, sources: Sequence[Resumable]
+    ) -> None:
+        self.model, self.recipe, self.budget, self.work, self.sources = model, recipe, budget, work, sources
+        self.steppers = optimizers(model, recipe)
+        self.peaks = [stepper.param_groups[0]["lr"] for stepper in self.steppers]
+        self.step, self.tokens = 0, 0
+        self.losses: list[float] = []
+
+    def save(self) -> None:
+        """Write all that an unbroken run would still have."""
+        state = {
+            "model": self.model.state_dict(),
+            "steppers": [stepper.state_dict() for stepper in self.steppers],
+            "sources": [source.state_dict() for source in self.sources],
+            "random": torch.get_rng_state(),
+            "counts": [self.step, self.tokens, self.budget.seconds],
+            "losses": self.losses,
+        }
+        save_whole(state, self.work / STATE)
+
+    def resume(self, is_first: bool) -> None:
+        """Go on from the state in the folder, if there is one. ValueError if it is of another training."""
+        path = self.work / STATE
+        if not path.exists():
+            return
+        state = torch.load(path, weights_only=True)
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"job.resume: {path} is of another training; choose another job.work") from error
+        for stepper, kept in zip(self.steppers, state["steppers"], strict=True):
+            stepper.load_state_dict(kept)
+        for source, kept in zip(self.sources, state["sources"], strict=True):
+            source.load_state_dict(kept)
+        torch.set_rng_state(state["random"])
+        self.step, self.tokens, seconds = state["counts"]
+        self.losses = state["losses"]
+        self.budget.resume(seconds)
+        for log in self.work.glob("*.jsonl") if is_first else ():
+            kept = [line for line in log.read_text().splitlines() if _step_of(line) <= self.step]
+            log.write_text("".join(f"{line}\n" for line in kept))
+
+    def is_logged(self) -> bool:
+        """Whether the step that was just taken has a line in the log."""
+        return self.step % self.recipe.log_steps == 0 or self.step == 1
+
+    def learn(self, outcome: StepOutcome, progress: float, ranks: Ranks) -> None:
+        """Take one step down the gradient of a loss. FloatingPointError for one that is not finite."""
+        factor = rate_factor(self.step, progress, self.recipe.warmup_steps, self.recipe.decay_fraction)
+        for stepper, peak in zip(self.steppers, self.peaks, strict=True):
+            stepper.param_groups[0]["lr"] = peak * factor
+        outcome.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+        for stepper in self.steppers:
+            stepper.step()
+            stepper.zero_grad()
+        self.step += 1
+        self.tokens += outcome.tokens * ranks.count
+        if self.is_logged():
+            self.losses.append(outcome.loss.detach().item())
+            if not math.isfinite(self.losses[-1]):
+                raise FloatingPointError(f"the loss of step {self.step} is not finite; lower the learning rates")
+
+    def write(self, name: str, values: Mapping[str, float]) -> None:
+        """Append a line to one of the logs."""
+        line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.budget.seconds, 1), **values}
+        with (self.work / f"{name}.jsonl").open("a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of a log; a line that the kill cut is behind all steps."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
 
 
 def fit(
-    model: LlamaForCausalLM, draw: DrawBatch, loss_of: Loss, recipe: Recipe, budget: TrainingBudget, work: Path
+    model: torch.nn.Module,
+    step_loss: StepLoss,
+    recipe: Recipe,
+    budget: TrainingBudget,
+    work: Path,
+    *,
+    device: str = "cpu",
+    sources: Sequence[Resumable] = (),
+    evaluate: Callable[[], Mapping[str, float]] | None = None,
+    resume: bool = False,
+    ranks: Ranks = Ranks(),
 ) -> TrainingRecord:
     """Train `model`, float32 weights on their device, in place until the budget is spent.
 
-    `draw` gives batches on the CPU; autocast is applied around `loss_of`. `work` receives `loss.jsonl`, `record.json`
-    and the folder `checkpoint/`, overwritten every few minutes; its name is the run's in the progress bar. Raises
-    FloatingPointError if the loss is not finite.
+    Autocast is applied around `step_loss`. `work` receives `loss.jsonl`, `evaluation.jsonl`, `record.json` and
+    `state.pt`, which `resume` goes on from as if nothing had happened; `sources` are the parts of the batches
+    that have a place to go on from. The folder's name is the run's in the progress bar. Raises FloatingPointError if
+    the loss is not finite, ValueError for a state of another training.
     """
+    is_first = ranks.rank == 0
     work.mkdir(parents=True, exist_ok=True)
-    steppers = optimizers(model, recipe)
-    peaks = [stepper.param_groups[0]["lr"] for stepper in steppers]
-    step, tokens, saved_at = 0, 0, 0.0
-    losses: list[float] = []
+    run = _Run(model, recipe, budget, work, sources)
+    if resume:
+        run.resume(is_first)
+    elif is_first:
+        for log in work.glob("*.jsonl"):
+            log.unlink()
+
+    def measure() -> str:
+        if evaluate is None:
+            return ""
+        model.eval()
+        values = evaluate()
+        model.train()
+        run.write("evaluation", values)
+        return f" held-out length {values['length']:.2f}" if "length" in values else ""
+
+    saved_at = evaluated_at = budget.seconds
+    shown = measure() if is_first and run.step == 0 else ""
     model.train()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with (work / "loss.jsonl").open("w") as log, Progress(*columns, transient=True) as bar:
+    with Progress(*columns, transient=True, disable=not is_first) as bar:
         task = bar.add_task(work.name, total=1.0)
-        while (progress := budget.progress(step)) < 1.0:
-            factor = rate_factor(step, progress, recipe.warmup_steps, recipe.decay_fraction)
-            for stepper, peak in zip(steppers, peaks, strict=True):
-                stepper.param_groups[0]["lr"] = peak * factor
-            batch, expected = (part.to(model.device) for part in draw(progress))
-            with torch.autocast(model.device.type, torch.bfloat16):
-                loss = loss_of(batch, expected)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-            for stepper in steppers:
-                stepper.step()
-                stepper.zero_grad()
-            step += 1
-            tokens += batch.numel()
-            if step % recipe.log_steps == 0 or step == 1:
-                losses.append(loss.detach().item())
-                if not math.isfinite(losses[-1]):
-                    raise FloatingPointError(f"the loss of step {step} is not finite; lower the rates of `Recipe`")
-                line = {"step": step, "tokens": tokens, "seconds": round(budget.seconds, 1), "loss": losses[-1]}
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-                shown = f"{work.name} {budget.seconds:.0f} s loss {losses[-1]:.3f}"
-                bar.update(task, completed=progress, description=shown)
-            if budget.seconds - saved_at > 60 * recipe.checkpoint_minutes:
-                model.save_pretrained(work / "checkpoint")
+        while (progress := ranks.agreed(budget.progress(run.step))) < 1.0:
+            with torch.autocast(device, torch.bfloat16):
+                outcome = step_loss(run.step, progress)
+            run.learn(outcome, progress, ranks)
+            if not is_first:
+                continue
+            if run.is_logged():
+                run.write("loss", {"loss": run.losses[-1], **{name: float(v) for name, v in outcome.metrics.items()}})
+                said = f"{work.name} {budget.seconds:.0f} s loss {run.losses[-1]:.3f}{shown}"
+                bar.update(task, completed=progress, description=said)
+            if budget.seconds - evaluated_at > 60 * recipe.evaluation_minutes:
+                shown, evaluated_at = measure(), budget.seconds
+            if budget.seconds - saved_at >= 60 * recipe.checkpoint_minutes:
+                run.save()
                 saved_at = budget.seconds
     model.eval()
-    last = losses[-max(1, len(losses) // 10) :]
-    record = TrainingRecord(step, tokens, budget.seconds, sum(last) / len(last))
-    (work / "record.json").write_text(json.dumps(asdict(record), indent=2) + "\n")
+    last = run.losses[-max(1, len(run.losses) // 10) :]
+    record = TrainingRecord(run.step, run.tokens, budget.seconds, sum(last) / len(last))
+    if is_first:
+        measure()
+        model.eval()
+        (work / "record.json").write_text(json.dumps(asdict(record), indent=2) + "\n")
+        run.save()
     return record

@@ -47,6 +47,8 @@ class TargetBatch:
     """The target's embedding: tokens -> `[..., hidden]`. Frozen."""
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys after RoPE and values of each of the module's `kv_layers`, `[rows, KV heads, length, head size]` each."""
+    temperature: float = 0.0
+    """At which held-out acceptance is measured: 0 = greedy, the rows then are the target's greedy text."""
 
     def target_logits(self) -> Tensor:
         """`[rows, length, vocabulary]`; row i is the target's law of token i + 1."""
@@ -81,10 +83,12 @@ def depth_metrics(rates: Tensor, valid: Tensor) -> dict[str, Tensor]:
 
     `rates[n, k]` is the probability that the token drafted at depth k + 1 from anchor n is accepted when those before
     it were (0 or 1 for a greedy draft), `valid[n, k]` whether the text has a label there; the valid depths of an anchor
-    come first. The length counts anchors whose depths are all valid.
+    come first. `accept_k` is that of the drafts whose earlier tokens were accepted. The length counts anchors whose
+    depths are all valid.
     """
-    rates, valid = rates.detach().float(), valid.bool()
-    means = (rates * valid).sum(0) / valid.sum(0).clamp(min=1)
+    survival = rates.detach().float().cumprod(1)
+    before = torch.cat((torch.ones_like(survival[:, :1]), survival[:, :-1]), dim=1)
+    means = (survival * valid).sum(0) / (before * valid).sum(0).clamp(min=1e-6)
     whole = valid.all(1)
-    survival = (rates.cumprod(1) * whole[:, None]).sum(0) / whole.sum().clamp(min=1)
-    return {f"accept_{k + 1}": mean for k, mean in enumerate(means)} | {"length": 1 + survival.sum()}
+    length = 1 + (survival.sum(1) * whole).sum() / whole.sum().clamp(min=1)
+    return {f"accept_{k + 1}": mean for k, mean in enumerate(means)} | {"length": length}

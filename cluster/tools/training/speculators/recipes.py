@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.tools.training.speculators import eagle
+from actors.ranges import Section
+from cluster.tools.training.speculators import distill, eagle
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
 
@@ -16,8 +17,8 @@ class SpeculatorRecipe:
 
     build: Callable[[Any, TargetShape], Speculator]
     """`build(options, target)`: the module with fresh float32 weights, drawn from PyTorch's global generator."""
-    options: Any
-    """Defaults of the method's own settings, a frozen dataclass; `job.options={...}` replaces fields of it."""
+    options: Section
+    """Defaults of the method's own settings; `job.options={...}` replaces fields of them."""
     matrix_learning_rate: float = 5e-3
     """Peak rate of Muon (matrices that are no tables)."""
     other_learning_rate: float = 3e-3
@@ -32,5 +33,6 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "eagle3": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3")),
     "eagle3.1": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3.1")),
     "mtp": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("mtp", steps=3, decay=0.6)),
+    "distill": SpeculatorRecipe(distill.build, distill.DistillOptions(), 5e-4, 3e-4),
 }
 """Name -> recipe, e.g. `"eagle3": SpeculatorRecipe(eagle.build, EagleOptions(...))`; one row per published method."""

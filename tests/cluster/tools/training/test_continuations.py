@@ -30,18 +30,20 @@ def test_labels_begin_behind_the_prompt_and_end_with_the_end_of_text():
 
 def test_a_killed_run_writes_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(continuations, "BATCH", 2)
-    model, prompts = initialised(drafter_config(64), 0, "cpu"), [[1, 2, 3], [4, 5, 6], [7, 8, 9, 10]]
+    model, prompts = (
+        initialised(drafter_config(64), 0, "cpu"),
+        [[1, 2, 3], [4, 5, 6], [7, 8, 9, 10], [3, 2, 1, 4], [5, 6, 7, 8, 9]],
+    )
 
     def write(folder: Path) -> torch.Tensor:
-        return write_rows(model, prompts, 12, [0.0, 1.0], [0], 0, folder, lambda _: None).tokens
+        return write_rows(model, prompts, 12, 1.0, [0], 0, folder, lambda _: None).tokens
 
     whole = write(tmp_path / "whole")
-    assert whole.shape == (6, 12)
+    assert whole.shape == (5, 12)
     write(tmp_path / "killed")
     kept = (tmp_path / "killed" / "1.pt").stat().st_mtime_ns
     (tmp_path / "killed" / "2.pt").unlink()
-    (tmp_path / "killed" / "3.pt.part").write_bytes(b"half")
-    (tmp_path / "killed" / "3.pt").unlink()
+    (tmp_path / "killed" / "2.pt.part").write_bytes(b"half")
     assert torch.equal(write(tmp_path / "killed"), whole)
     assert (tmp_path / "killed" / "1.pt").stat().st_mtime_ns == kept
     assert load_rows(tmp_path / "killed" / "2.pt").tokens.tolist() == whole[4:5].tolist()

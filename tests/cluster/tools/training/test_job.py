@@ -62,7 +62,7 @@ def finished(tiny_corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> P
         patch.setattr(train, "load_corpus", lambda seed: tiny_corpus)
         patch.setattr(stages, "RECIPE", Recipe(warmup_steps=2, log_steps=1))
         threads = torch.get_num_threads()
-        train.run(SMALL, run_dir)
+        train.make_pair(SMALL, run_dir)
         torch.set_num_threads(threads)
     return run_dir
 
@@ -108,7 +108,7 @@ def test_same_seed_and_steps_give_the_same_weights(tiny_corpus: Corpus, tmp_path
 def test_stages_run_one_by_one_from_named_folders(finished: Path, tiny_corpus: Corpus, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(train, "load_corpus", lambda seed: tiny_corpus)
     config = replace(SMALL, stages=["continuations"], out=str(finished), work=str(tmp_path / "work"))
-    outcome = train.run(config, tmp_path / "unused")
+    outcome = train.make_pair(config, tmp_path / "unused")
     assert outcome == {"continuation_tokens": 4 * 64}
     assert torch.load(tmp_path / "work" / "continuations.pt").shape == (4 * 64,)
     assert not (tmp_path / "unused").exists()
@@ -122,10 +122,10 @@ def test_a_stage_without_its_predecessor_is_an_error(
 ):
     monkeypatch.setattr(train, "load_corpus", lambda seed: tiny_corpus)
     with pytest.raises(FileNotFoundError, match=missing):
-        train.run(replace(SMALL, stages=[stage]), tmp_path)
+        train.make_pair(replace(SMALL, stages=[stage]), tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"stages": ["target", "magic"]}, {"stages": []}, {"vocab_size": 4}])
 def test_wrong_settings_are_named(wrong: dict, tmp_path: Path):
     with pytest.raises(ValueError, match=f"job.{next(iter(wrong))}"):
-        train.run(replace(SMALL, **wrong), tmp_path)
+        train.make_pair(replace(SMALL, **wrong), tmp_path)

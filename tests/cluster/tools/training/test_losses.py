@@ -52,7 +52,9 @@ def test_every_divergence_is_tested():
 
 
 def test_acceptance_of_known_laws():
-    assert acceptance(P.log(), Q.log(), is_greedy=False).item() == pytest.approx(0.7)
+    assert acceptance(P.log(), Q.log(), temperature=1.0).item() == pytest.approx(0.7)
+    squares = [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]  # the law at temperature 1/2
+    assert acceptance(P.log(), torch.zeros(3), temperature=0.5).item() == pytest.approx(1 / 3 + squares[1] + squares[2])
     assert acceptance(P.log(), Q.log()).item() == 0.0
     assert acceptance(P.log(), (P * P).log()).item() == 1.0
     assert cross_entropy(P.log()[None], torch.tensor([1])).tolist() == [pytest.approx(-math.log(0.3))]
@@ -75,5 +77,5 @@ def test_masked_mean_ignores_what_is_masked():
 def test_expected_length_from_acceptance_by_depth():
     rates = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
     metrics = depth_metrics(rates, torch.tensor([[True] * 3, [True] * 3, [True, True, False]]))
-    assert [float(metrics[f"accept_{k}"]) for k in (1, 2, 3)] == pytest.approx([2 / 3, 2 / 3, 0.5])
+    assert [float(metrics[f"accept_{k}"]) for k in (1, 2, 3)] == pytest.approx([2 / 3, 1 / 2, 0.0])
     assert float(metrics["length"]) == pytest.approx(1 + (2 + 1) / 2)  # the third anchor has a depth without a label

@@ -1,0 +1,95 @@
+"""A plain draft model distilled from the target (DistillSpec): the divergence and the text it is taken on are chosen.
+
+It reads nothing of the target when it drafts; in training it sees the target's law at every position of the text.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from actors.ranges import OneOf, Range, Section
+from cluster import pocket
+from cluster.tools.training.losses import DIVERGENCES, acceptance, divergences, masked_mean
+from cluster.tools.training.models import continue_text, drafter_config, initialised, logits_of
+from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
+from parallel.speculators.config import FINAL
+
+BUNDLED = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
+
+
+@dataclass(frozen=True, slots=True)
+class DistillOptions(Section):
+    """Options of `job.recipe=distill`."""
+
+    divergence: Annotated[str, OneOf(DIVERGENCES)] = "fkl"
+    """fkl = KL(p || q), rkl = KL(q || p), jsd, tvd = total variation, lk = fkl while acceptance is low and tvd then,
+    lk_log = the negative log of the acceptance; p is the target's law."""
+    beta: Annotated[float, Range(above=0, below=1)] = 0.5
+    """The target's share of the mixture of jsd."""
+    start: str = "pocket"
+    """Draft model to start from, with the target's vocabulary: a checkpoint, pocket or pocket-deep; empty = random
+    weights of the bundled shape."""
+    layers: Annotated[int, Range(1)] = 2
+    """Layers of a drafter with random weights."""
+    depth: Annotated[int, Range(1)] = 5
+    """Draft tokens per round for which acceptance is reported."""
+
+
+class DistilledDrafter(Speculator):
+    """A causal language model of the target's vocabulary."""
+
+    taps = (FINAL,)
+
+    def __init__(self, model: LlamaForCausalLM, options: DistillOptions) -> None:
+        super().__init__()
+        self.model = model
+        self.num_draft_tokens = options.depth
+        self._divergence = divergences(options.beta)[options.divergence]
+
+    def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002
+        """The divergence where the next token is a label; depth k from an anchor is position anchor + k."""
+        p_logits, q_logits = batch.target_logits()[:, :-1], logits_of(self.model, batch.tokens[:, :-1])
+        mask = batch.loss_mask[:, 1:]
+        loss = masked_mean(self._divergence(p_logits, q_logits), mask)
+        if self.training:
+            return loss, {}
+        rates = acceptance(p_logits, q_logits, batch.temperature)
+        depths = self.num_draft_tokens
+        chains, valid = (each.unfold(1, depths, 1).flatten(0, 1) for each in (rates, mask))
+        return loss, depth_metrics(chains, valid)
+
+    @torch.no_grad()
+    def write(self, prompts: Tensor, length: int, temperature: float, generator: torch.Generator) -> Tensor:
+        """Continue prompts with the weights as they are."""
+        with torch.autocast(self.model.device.type, torch.bfloat16):
+            return continue_text(self.model, prompts, length, temperature, generator)
+
+    def save(self, folder: Path) -> None:
+        """Write an ordinary checkpoint for `drafter=model drafter.path=`."""
+        copy.deepcopy(self.model).cpu().bfloat16().save_pretrained(folder)
+
+
+def build(options: DistillOptions, target: TargetShape) -> DistilledDrafter:
+    """The draft model to go on with. ValueError, one line, for a checkpoint that cannot be one."""
+    vocabulary = target.config.vocab_size
+    if not options.start:
+        return DistilledDrafter(
+            initialised(drafter_config(vocabulary, options.layers), torch.initial_seed(), "cpu"), options
+        )
+    folder = BUNDLED.get(options.start, Path(options.start).expanduser())
+    try:
+        found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        model = cast(LlamaForCausalLM, found)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"job.options.start={options.start}: is no checkpoint; give a folder or pocket") from error
+    if model.config.vocab_size != vocabulary:
+        reason = f"has {model.config.vocab_size} tokens, the target {vocabulary}; give one with the target's tokenizer"
+        raise ValueError(f"job.options.start={options.start}: {reason}")
+    return DistilledDrafter(model, options)

@@ -1,0 +1,125 @@
+"""The frozen target while a speculator is trained on it: its hidden states, keys and values for rows of text.
+
+They are computed when rows are drawn, and kept in memory up to a bound; nothing is stored on disk. It must not know any
+speculator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+
+from cluster.tools.training.continuations import TextRows
+from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from parallel.speculators.config import FINAL
+
+ROWS_PER_PASS = 16
+"""Rows of one pass of the target: its memory does not grow with the batch."""
+
+
+def load_target(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Read a checkpoint, frozen, of any causal language model whose modules have Llama's names."""
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    model = cast(LlamaForCausalLM, found)
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)
+
+
+def shape_of(model: LlamaForCausalLM, rows: TextRows) -> TargetShape:
+    """What a speculator for this target may be built from, given the text it will be trained on."""
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    counts = torch.bincount(rows.tokens[rows.mask()], minlength=len(embedding))
+    return TargetShape(model.config, embedding, head, counts)
+
+
+@contextmanager
+def tapped(model: LlamaForCausalLM, taps: Sequence[int], into: dict[int, Tensor]) -> Iterator[None]:
+    """Within it a pass of the target leaves the residual streams of `taps` in `into`.
+
+    Streams are taken by hooks on the blocks: the last entry of `output_hidden_states` is behind the final norm.
+    """
+    layers = model.model.layers
+    places = {0: model.model.embed_tokens} | {i: layers[i - 1] for i in taps if i > 0} | {FINAL: model.model.norm}
+
+    hooks = []
+    for tap in taps:
+
+        def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...], tap: int = tap) -> None:
+            into[tap] = output[0] if isinstance(output, tuple) else output
+
+        hooks.append(places[tap].register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+class FrozenTarget:
+    """Gives batches of rows of one text with what a module reads of the target."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        rows: TextRows,
+        taps: Sequence[int],
+        kv_layers: Sequence[int] = (),
+        cache_bytes: int = 0,
+    ) -> None:
+        """Keep up to `cache_bytes` of what was computed; rows are the same while the object lives."""
+        self.rows = rows
+        self._model = model
+        self._taps = sorted({*taps, FINAL})
+        self._kv_layers = tuple(kv_layers)
+        self._head, self._embedding = model.lm_head.weight, model.model.embed_tokens.weight
+        self._free = cache_bytes
+        self._kept: dict[int, list[Tensor]] = {}
+        self._mask = rows.mask()
+
+    def batch(self, chosen: Tensor) -> TargetBatch:
+        """The chosen rows, int64 indices, on the target's device."""
+        unknown = [row for row in chosen.tolist() if row not in self._kept]
+        fresh: dict[int, list[Tensor]] = {}
+        for start in range(0, len(unknown), ROWS_PER_PASS):
+            part = unknown[start : start + ROWS_PER_PASS]
+            for row, states in zip(part, zip(*self._states(self.rows.tokens[part]), strict=True), strict=True):
+                fresh[row] = list(states)
+                size = sum(state.numel() * state.element_size() for state in states)
+                if size <= self._free:
+                    self._free -= size
+                    self._kept[row] = [state.clone() for state in states]
+        device = self._model.device
+        parts = zip(*(fresh.get(row) or self._kept[row] for row in chosen.tolist()), strict=True)
+        states = [torch.stack(part).to(device) for part in parts]
+        taps = dict(zip(self._taps, states, strict=False))
+        kv = states[len(self._taps) :]
+        pairs = zip(self._kv_layers, zip(kv[::2], kv[1::2], strict=True), strict=True)
+        tokens, mask = self.rows.tokens[chosen].to(device), self._mask[chosen].to(device)
+        return TargetBatch(tokens, taps, mask, self._project, self._embed, dict(pairs))
+
+    @torch.no_grad()
+    def _states(self, tokens: Tensor) -> list[Tensor]:
+        """The taps, then keys and values of each layer, bfloat16, `[rows, ...]` each."""
+        device = self._model.device
+        found: dict[int, Tensor] = {}
+        cache = DynamicCache(config=self._model.config) if self._kv_layers else None
+        with tapped(self._model, self._taps, found), torch.autocast(device.type, torch.bfloat16):
+            self._model.model(input_ids=tokens.to(device), past_key_values=cache, use_cache=cache is not None)
+        states = [found[tap] for tap in self._taps]
+        for layer in self._kv_layers:
+            assert cache is not None
+            states += [getattr(cache.layers[layer], name) for name in ("keys", "values")]
+        return [state.to("cpu", torch.bfloat16) for state in states]
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._head.to(hidden.dtype))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self._embedding)

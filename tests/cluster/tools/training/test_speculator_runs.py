@@ -1,0 +1,184 @@
+"""Training on a frozen target: what it hands over, a run that is killed and resumed, and ranks of Ray Train."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from cluster import pocket
+from cluster.config.compose import load_config
+from cluster.config.schema import LaunchConfig
+from cluster.jobs import train
+from cluster.tools.training.continuations import TextRows, written_rows
+from cluster.tools.training.models import drafter_config, initialised, save_model
+from cluster.tools.training.speculators import run as training
+from cluster.tools.training.speculators.distill import DistilledDrafter
+from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target
+from cluster.tools.training.trainer import Recipe
+from parallel.speculators.config import FINAL
+
+TOKENS = torch.randint(1, 4096, (6, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target of the bundled tokenizer whose text varies."""
+    folder = tmp_path_factory.mktemp("target")
+    config = drafter_config(4096)
+    config.hidden_size, config.intermediate_size, config.initializer_range = 48, 64, 0.15
+    save_model(initialised(config, 0, "cpu"), folder)
+    shutil.copyfile(pocket.TARGET / "tokenizer.json", folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"def combine_{n}(first, second): # {'very ' * (n % 7)}long"}) for n in range(24)]
+    file.write_text("\n".join(lines))
+    return file
+
+
+def small(target: Path, text: Path | str, **options: Any) -> LaunchConfig:
+    """A run of seconds; no limit but the steps can end it."""
+    words = [f"target.path={target}", f"job.text={text}", "job=train", "job.recipe=distill", "job.threads=1"]
+    words += ["job.minutes=60", "job.steps=8", "job.batch_tokens=128", "job.continuation_length=32", "job.rate=4"]
+    return load_config([*words, *(f"job.{name}={value}" for name, value in options.items())])
+
+
+def taps_of(folder: Path, rows: TextRows, taps: list[int], cache_bytes: int) -> FrozenTarget:
+    return FrozenTarget(load_target(folder, "cpu"), rows, taps, [1], cache_bytes)
+
+
+def test_taps_are_the_streams_between_blocks_and_the_last_is_behind_the_norm(target: Path):
+    rows = written_rows(TOKENS, 4, [])
+    batch = taps_of(target, rows, [0, 1, 2], 0).batch(torch.tensor([4, 1]))
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        output = model(TOKENS[[4, 1]], output_hidden_states=True, past_key_values=cache, use_cache=True)
+    states = output.hidden_states
+    assert len(states) == 3  # embedding, first block, and the second behind the final norm: raw only by a hook
+    expected = {0: states[0], 1: states[1], FINAL: states[2]}
+    assert set(batch.taps) == {0, 1, 2, FINAL}
+    for tap, state in expected.items():
+        assert (batch.taps[tap].float() - state).abs().max() < 0.05 * state.abs().max()
+    raw = batch.taps[2].float()
+    assert (model.model.norm(raw) - states[2]).abs().max() < 0.05 * states[2].abs().max()
+    assert (raw - states[2]).abs().max() > 0.2 * states[2].abs().max()
+    keys, values = batch.kv[1]
+    assert (keys.float() - cache.layers[1].keys).abs().max() < 0.05 * cache.layers[1].keys.abs().max()
+    assert (values.float() - cache.layers[1].values).abs().max() < 0.05 * cache.layers[1].values.abs().max()
+    assert torch.equal(batch.tokens, TOKENS[[4, 1]])
+    assert batch.loss_mask[:, 4:].all() and not batch.loss_mask[:, :4].any()
+    assert (batch.target_logits().float() - output.logits).abs().max() < 0.05 * output.logits.abs().max()
+
+
+def test_what_was_computed_is_kept_up_to_a_bound(target: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = written_rows(TOKENS, 4, [])
+    one_row = 24 * (48 * 2 + 2 * 2 * 48) * 2  # taps 1 and FINAL, keys and values of two KV heads, bfloat16
+    bounded = taps_of(target, rows, [1], 2 * one_row)
+    computed: list[int] = []
+    states = bounded._states
+    monkeypatch.setattr(bounded, "_states", lambda tokens: computed.append(len(tokens)) or states(tokens))
+    every = torch.arange(6)
+    first, second = bounded.batch(every), bounded.batch(every.flip(0))
+    assert computed == [6, 4]
+    assert torch.equal(first.taps[1], second.taps[1].flip(0))
+
+
+class Killed(BaseException):
+    """Passes every handler, as a kill does."""
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training, "Recipe", partial(Recipe, checkpoint_minutes=0.0, log_steps=1))
+    monkeypatch.setattr(training, "REFRESH_STEPS", 4)
+    loss, steps = DistilledDrafter.loss, 0
+
+    def dies_at_step_six(self: DistilledDrafter, *arguments: Any) -> Any:
+        nonlocal steps
+        steps += self.training
+        if steps == 6:
+            raise Killed
+        return loss(self, *arguments)
+
+    config = small(target, text, data="mixed")
+    whole = train.make_drafter(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(DistilledDrafter, "loss", dies_at_step_six)
+        with pytest.raises(Killed):
+            train.make_drafter(config, tmp_path / "killed")
+    log = tmp_path / "killed" / "work" / "distill" / "loss.jsonl"
+    with log.open("a") as file:
+        file.write('{"step": 6, "loss": 0.1}\n{"st')  # lines behind the state, the last one cut
+    steps = 0
+    outcome = train.make_drafter(small(target, text, data="mixed", resume=True), tmp_path / "killed")
+    assert outcome["held_out"] | {"seconds": 0} == whole["held_out"] | {"seconds": 0}
+    lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in (log, whole_log(tmp_path))]
+    assert [line["step"] for line in lines[0]] == list(range(1, 9))
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+    files = [(tmp_path / name / "drafter" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert files[0] == files[1]
+    again = train.make_drafter(small(target, text, data="mixed", resume=True), tmp_path / "killed")
+    assert again["training"]["steps"] == 8, "a finished run has nothing to go on with"
+
+
+def whole_log(folder: Path) -> Path:
+    return folder / "whole" / "work" / "distill" / "loss.jsonl"
+
+
+SLOW = [pytest.param(data, marks=pytest.mark.slow) for data in ("fixed", "on_policy")]
+
+
+@pytest.mark.parametrize("data", ["target", *SLOW])
+def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, tmp_path: Path, data: str):
+    config = small(target, text, data=data, options="{start: '', divergence: jsd}", rate=10)
+    config = replace(config, job=replace(config.job, steps=16))
+    outcome = train.make_drafter(config, tmp_path)
+    before, after = outcome["held_out_before"], outcome["held_out"]
+    assert after["loss"] < before["loss"] and after["loss_at_0.8"] < before["loss_at_0.8"]
+    assert 1.0 <= before["length"] <= 6.0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "report.json").read_text()) == outcome
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "drafter")
+    assert saved.dtype == torch.bfloat16 and saved.config.vocab_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("named", "line"),
+    [
+        ({"recipe": "magic"}, "job.recipe=magic: is unknown; choose one of pair, "),
+        ({"options": "{divergance: fkl}"}, "job.options.divergance"),
+        ({"options": "{divergence: l2}"}, "job.options.divergence=l2"),
+        ({"options": "{start: /nowhere}"}, "job.options.start=/nowhere: is no checkpoint"),
+        ({"data": "magic"}, "job.data=magic"),
+        ({"text": "/nowhere.txt"}, "job.text=/nowhere.txt"),
+    ],
+)
+def test_wrong_settings_are_one_line(target: Path, text: Path, tmp_path: Path, named: dict[str, str], line: str):
+    with pytest.raises(ValueError, match=f"^{line}"):
+        train.make_drafter(small(target, **{"text": text, **named}), tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_ranks_share_the_batches_of_one(target: Path, text: Path, tmp_path: Path):
+    alone = train.make_drafter(small(target, text), tmp_path / "alone")
+    both = train.make_drafter(small(target, text, ranks=2), tmp_path / "both")
+    assert both["ranks"] == 2
+    assert both["training"]["steps"] == alone["training"]["steps"] == 8
+    assert both["training"]["tokens"] == alone["training"]["tokens"]
+    # The same rows in every step; a rank's mean is over its own labels, of which rows have different numbers.
+    assert both["held_out"]["loss"] == pytest.approx(alone["held_out"]["loss"], rel=0.02)
+    assert both["held_out"]["loss"] != pytest.approx(both["held_out_before"]["loss"], rel=0.05)
