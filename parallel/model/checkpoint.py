@@ -141,6 +141,16 @@ def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
     return True
 
 
+def holds_bfloat16(directory: Path) -> bool:
+    """Whether all floating-point matrices of a checkpoint of any layout are bfloat16."""
+    for file in set(_files(directory).values()):
+        with safe_open(file, framework="np") as tensors:  # reads no tensor
+            slices = map(tensors.get_slice, tensors.keys())
+            if any(len(one.get_shape()) == 2 and one.get_dtype() != "BF16" for one in slices):
+                return False
+    return True
+
+
 def _files(directory: Path) -> Mapping[str, Path]:
     """Tensor -> the file that should hold it."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"

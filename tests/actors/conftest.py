@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.config import DraftSetup
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
-from actors.options import SchedulerConfig, VerifyConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
+from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.policy.policy import Policy
 from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch
 from actors.roles.attached import AttachedDrafter
@@ -28,6 +30,7 @@ from actors.verification.top_tokens import TopTokensReader
 from parallel.comm.group import SINGLE
 from parallel.runtime.runner import open_model
 from tests.actors.service_harness import SECRET, Stage
+from tests.actors.small_speculators import train_speculator
 
 EOS = 1
 VOCAB_SIZE = 97
@@ -178,8 +181,19 @@ def with_paths(config, models, path=None):
     return replace(config, levels=tuple(levels))
 
 
+@pytest.fixture(scope="session")
+def speculator(models, tmp_path_factory):
+    """Directory of a speculator of the target, by the name of its recipe."""
+
+    @cache
+    def trained(recipe):
+        return train_speculator(recipe, models["reference"], tmp_path_factory.mktemp("speculator") / recipe)
+
+    return trained
+
+
 @pytest.fixture
-def open_room(models):
+def open_room(models, speculator):
     """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise, and
     `weights` the type in which the target's matrices are stored."""
 
@@ -210,9 +224,12 @@ def open_room(models):
                 path = models["deep"] if deep else models[config.path] if config.tokenizer else path
                 tokenizer = config.tokenizer and str(models[config.tokenizer])
                 config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
+            elif isinstance(config, SpeculatorDrafterConfig):
+                config = replace(config, path=str(speculator(config.path)))
             tables = runner.decoder if attached else None
+            target_config = TargetConfig(path=str(models["target"]))
             setup = DraftSetup(
-                VerifyConfig(rule, law_size=16), pipeline, limits, SINGLE, "cpu", (EOS,), tables=tables, num_slots=4096
+                VerifyConfig(rule, law_size=16), pipeline, limits, SINGLE, "cpu", (EOS,), target_config, tables, 4096
             )
             drafter, _ = config.build(setup)
             drafter = wrap(drafter) if wrap else drafter

@@ -22,6 +22,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Parallel, Strategy, Translation
 from actors.drafters.retrieval.config import RestDrafterConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
@@ -70,6 +71,15 @@ DRAFTERS = {
         path="foreign", tokenizer="target", translate=Translation.strings, num_draft_tokens=5
     ),
 }
+SPECULATORS = {
+    recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
+    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp")
+} | {
+    "eagle3-tree": SpeculatorDrafterConfig(
+        path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
+    ),
+}
+"""Methods of `drafter=speculator` by the name of their recipe, attached."""
 VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"} - {
     "chain",
     "tree",
@@ -120,9 +130,9 @@ def every_combination():
                 yield pytest.param(drafter, sampling, pipeline, marks=[] if is_usual else pytest.mark.slow)
 
 
-def every_drafter_in_turn(choices):
+def every_drafter_in_turn(choices, drafters=tuple(DRAFTERS)):
     """Every drafter with every choice; by default with one of them, in turn."""
-    for i, drafter in enumerate(DRAFTERS):
+    for i, drafter in enumerate(drafters):
         for choice in choices:
             is_usual = choice == choices[i % len(choices)]
             yield pytest.param(drafter, choice, marks=[] if is_usual else pytest.mark.slow)
@@ -157,6 +167,36 @@ def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
     if drafter not in ("recycling", "aded", "jacobi", "lookahead", "auto", "thompson"):  # which order and step change
         counts = [(one.stats.num_accepted_tokens, one.stats.num_draft_tokens) for one in (room, own_role)]
         assert counts[0] == counts[1], "the placement changed what was drafted"
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), list(every_drafter_in_turn(tuple(SAMPLINGS), SPECULATORS)))
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_tokens_with_a_speculator(open_room, make_requests, plain_tokens, drafter, sampling, rule):
+    """Under `rejection` greedy tokens are the same ones too."""
+    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    if sampling not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens[sampling] = plain.tokens, plain.ends
+    room = open_room(SPECULATORS[drafter], attached=True, rule=rule).serve(requests)
+    if rule == "coupled" or sampling.startswith("greedy"):
+        assert (room.tokens, room.ends) == plain_tokens[sampling]
+    assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize(("drafter", "temperature"), list(every_drafter_in_turn([0.0, 1.0], SPECULATORS)))
+def test_speculators_survive_preemption_and_chunked_prefill(
+    open_room, make_requests, plain_tokens, drafter, temperature
+):
+    """T10: features of chunks and of requests that come back are complete, so the drafts are as good."""
+    requests = make_requests(6, max_tokens=40, temperature=temperature)
+    if ("preemption", temperature) not in plain_tokens:
+        plain_tokens["preemption", temperature] = open_room(pipeline="plain").serve(requests)
+    plain = plain_tokens["preemption", temperature]
+    config = SPECULATORS[drafter]
+    room = open_room(config, limits=SchedulerConfig(3, 40, 16), slots=150, attached=True).serve(requests)
+    assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
+    assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
+    assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])

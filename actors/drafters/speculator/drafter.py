@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Context, FeatureRows
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.drafter import ModelDrafter
+from parallel.kernels.products import has_products
+from parallel.model.checkpoint import holds_bfloat16
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, read_speculator
@@ -65,7 +70,10 @@ def build_speculator_drafter(
     """The drafter beside the target's own tables if it is attached, else beside its own copy of them."""
     device, target = setup.device, setup.target
     dtype = choose_dtype(config.dtype, device)
-    weights = choose_weights(config.weights, config.dtype, device, config.path)
+    weights = choose_weights(config.weights, config.dtype, device)
+    has_kernels = dtype == torch.float32 and device == "cpu" and has_products()
+    if config.weights == "auto" and has_kernels and holds_bfloat16(Path(config.path)):
+        weights = torch.bfloat16
     tables = setup.tables
     if tables is None:
         tables_weights = choose_weights(target.weights, target.dtype, device, target.path)

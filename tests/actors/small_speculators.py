@@ -1,0 +1,50 @@
+"""Speculators of the tests' random target, by the name of their recipe, trained for a moment on what it writes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from cluster.tools.training.speculators.recipes import RECIPES
+from parallel.speculators.config import FINAL
+
+_STEPS = 60
+_ROWS, _LENGTH = 24, 48
+
+
+@cache
+def written_by(target):
+    """Tokens [rows, length] that the target continues greedily from single tokens, and its hidden states, by tap."""
+    starts = torch.arange(2, 2 + _ROWS)[:, None]
+    tokens = target.generate(starts, max_new_tokens=_LENGTH - 1, min_new_tokens=_LENGTH - 1, do_sample=False)
+    with torch.no_grad():
+        return tokens, target(tokens, output_hidden_states=True).hidden_states
+
+
+def train_speculator(recipe, target, folder: Path) -> Path:
+    """Train the recipe's module beside `target`, a transformers model, and write it to `folder`."""
+    row = RECIPES[recipe]
+    tokens, streams = written_by(target)
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    counts = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
+    torch.manual_seed(0)
+    net = row.build(row.options, TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts))
+    batch = TargetBatch(
+        tokens,
+        {tap: streams[tap] for tap in {*net.taps, FINAL}},
+        torch.ones_like(tokens, dtype=torch.bool),
+        lambda hidden: head(hidden.float()),
+        embed,
+    )
+    generator = torch.Generator().manual_seed(0)
+    stepper = torch.optim.Adam(net.parameters(), lr=5e-3)
+    for _ in range(_STEPS):
+        loss, _ = net.loss(batch, generator)
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+    net.save(folder)
+    return folder
