@@ -80,6 +80,21 @@ class PendingRows:
         return rest
 
 
+class MutualRows(PendingRows):
+    """Consecutive rows after the committed ones that see each other, whatever their order: a block drafter's."""
+
+    __slots__ = ()
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.append(num_rows, None)
+        self.is_chain = False
+
+    def visible(self, first: int) -> np.ndarray:
+        num_rows = len(self.parents)
+        return np.ones((num_rows - first, num_rows), dtype=bool)
+
+
 @dataclass(slots=True)
 class SpanRows:
     """A span in its pass: rows `first` to `first + num_rows`, of a sequence with `context` committed rows."""

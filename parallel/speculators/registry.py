@@ -15,6 +15,7 @@ from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
+from parallel.speculators import block
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, read_own
 from parallel.speculators.eagle import open_draft_layer
@@ -33,6 +34,9 @@ class CheckpointLayout:
 
 LAYOUTS: dict[str, CheckpointLayout] = {
     "draft layers": CheckpointLayout(is_own, read_own, open_draft_layer),
+    "block": CheckpointLayout(block.is_own, block.read_own, block.open_block),
+    "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
+    "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),
 }
 """Name -> layout; the first that recognises a config.json reads it."""
 

@@ -169,7 +169,7 @@ class TrainingRecord:
     """Mean training loss of the last tenth of the logged steps, in nats per token."""
 
 
-_TABLES = ("embed", "lm_head", "table")
+_TABLES = ("embed", "lm_head", "table", "markov_w", "codebook")
 """Parts of the names of matrices that hold a row per token."""
 
 

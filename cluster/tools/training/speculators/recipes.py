@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.ranges import Section
-from cluster.tools.training.speculators import distill, eagle
+from cluster.tools.training.speculators import block, distill, eagle
+from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
 
@@ -34,5 +35,20 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "eagle3.1": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3.1")),
     "mtp": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("mtp", steps=3, decay=0.6)),
     "distill": SpeculatorRecipe(distill.build, distill.DistillOptions(), 5e-4, 3e-4),
+    "dflash": SpeculatorRecipe(block.build, BlockOptions()),
+    "dspark": SpeculatorRecipe(
+        block.build,
+        BlockOptions(
+            method="dspark",
+            anchor_first=True,
+            block_size=7,
+            corrector="markov",
+            confidence=True,
+            cross_entropy=0.1,
+            variation=0.9,
+        ),
+    ),
+    "dflash2": SpeculatorRecipe(block.build, BlockOptions(method="dflash2", corrector="selector", conv_taps=2)),
+    "domino": SpeculatorRecipe(block.build, BlockOptions(method="domino", corrector="gru", base_steps=300)),
 }
 """Name -> recipe, e.g. `"eagle3": SpeculatorRecipe(eagle.build, EagleOptions(...))`; one row per published method."""

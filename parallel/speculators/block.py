@@ -1,0 +1,370 @@
+"""Block drafters: one pass drafts a block of positions whose keys include the target's hidden states of all the text.
+
+In every layer the keys and values of the committed text are projections of one vector per position, the normalised
+product of the target's taps; it is no sequence that the layers update. The block [token n, MASK, MASK, ...] stands at
+positions n, n+1, ..., its rows see the text before n and each other, and are not kept. The logits at the root and at
+every draft token are those of the block's position at their depth: after the pass a draft token costs a look-up, or a
+step of a small corrector (`correctors.py`).
+
+DFlash (arXiv 2602.06036); DSpark (2607.05147): the position of token n predicts too, a corrector, a confidence; DFlash
+2: convolutions over the block and a selector; Domino (2605.29707). Knows no requests and no rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.kv.pass_plan import MutualRows, Span, SpanRows
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.config import CheckpointNames
+from parallel.model.decoder import Decoder, pack_weights
+from parallel.model.families.fields import HfConfig, refuse, require
+from parallel.model.families.registry import read_config
+from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.padded import PaddedBackend
+from parallel.model.layers.sdpa import SdpaBackend
+from parallel.model.weights import load_shards
+from parallel.runtime.runner import PassOutput
+from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, tensor_shapes
+from parallel.speculators.correctors import PositionRows
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.runner import SpeculatorRunner
+
+METHODS = ("dflash", "dspark", "dflash2", "domino")
+"""Of our own layout."""
+_NAMES = CheckpointNames(blocks="layers", final_norm="norm")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BlockPass:
+    """What a pass computed for all its blocks: `rows` of their positions, block by block."""
+
+    rows: PositionRows
+
+
+@dataclass(slots=True)
+class _BlockNode:
+    """A pending or the last committed row: `depth` below its block's root, `first` the block's first position."""
+
+    blocks: _BlockPass
+    first: int
+    depth: int
+    state: Tensor | None = None
+
+
+class _Sequence:
+    """`nodes` are the pending rows, None for text, after `last`, the last committed one; `length` counts the committed
+    rows as the drafter does: draft tokens and the root are among them until `drop_fuzzy`."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.last: _BlockNode | None = None
+        self.nodes: list[_BlockNode | None] = []
+
+
+class BlockRunner(SpeculatorRunner):
+    """Rows of the pool are those of committed text whose features are known; a block's are given back at once.
+
+    A node deeper than the block has logits of minus infinity.
+    """
+
+    speculator: BlockConfig
+
+    def __init__(self, layers: BlockLayers, tables: Decoder, pool: KVPool) -> None:
+        super().__init__(layers.config, tables, pool)
+        self.layers = layers
+        backend = PaddedBackend if layers.device.type == "cuda" else SdpaBackend  # the ragged kernel has no such rows
+        self._backend = backend(pool, layers.attention_shape())
+        self._dtype = pool.keys.dtype
+        self._sequences: dict[SeqId, _Sequence] = {}
+
+    @property
+    def longest_draft(self) -> int:
+        return self.speculator.num_drafted
+
+    def open(self, seq_id: SeqId) -> None:
+        super().open(seq_id)
+        self._sequences[seq_id] = _Sequence()
+
+    def close(self, seq_id: SeqId) -> None:
+        super().close(seq_id)
+        del self._sequences[seq_id]
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self._sequences[seq_id].length
+
+    def can_reserve(self, num_rows: int) -> bool:
+        """Every open sequence may have a block in the pass."""
+        return self.pool.can_reserve(num_rows + self.speculator.block_size * len(self._sequences))
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        sequence = self._sequences[seq_id]
+        if keep:
+            sequence.last = sequence.nodes[keep[-1]]
+        sequence.length += len(keep)
+        sequence.nodes = [sequence.nodes[row] for row in retain]
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        sequence = self._sequences[seq_id]
+        sequence.length, sequence.last, sequence.nodes = length, None, []
+        if length < self.pool.cached_len(seq_id):
+            self.pool.truncate(seq_id, length)
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        """All rows without the target's features, and so every block."""
+        sequence, known = self._sequences[seq_id], self.pool.cached_len(seq_id)
+        if sequence.length <= known:
+            return False
+        sequence.length, sequence.last, sequence.nodes = known, None, []
+        return True
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        """Of an exact pass's span that asks for logits, the first row that has them is the root, and those after it are
+        draft tokens; a fuzzy pass feeds draft tokens alone."""
+        assert not taps, "a block drafter has no taps"
+        if not isinstance(token_ids, Tensor):
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        token_ids = token_ids.to(self.layers.device, non_blocking=True)
+        roots: dict[SeqId, _BlockNode] = {}
+        if not fuzzy:
+            roots = self._start_blocks(spans, token_ids)
+        nodes, rows, first = list[_BlockNode](), list[int](), 0
+        for span in spans:
+            added = self._append(span, roots.get(span.seq_id), fuzzy=fuzzy)
+            nodes += added[len(added) - span.num_logits :]
+            rows += range(first + span.num_tokens - span.num_logits, first + span.num_tokens)
+            first += span.num_tokens
+        if len(rows) < len(token_ids):
+            token_ids = token_ids[torch.tensor(rows, dtype=torch.int64, device=token_ids.device)]
+        logits = self._logits(nodes, token_ids)
+        return PassOutput(logits, logits.new_empty(0, self.speculator.layers.hidden_size), ())
+
+    def _append(self, span: Span, root: _BlockNode | None, *, fuzzy: bool) -> list[_BlockNode]:
+        """Make the span's rows pending; returns its nodes."""
+        sequence, added = self._sequences[span.seq_id], list[_BlockNode]()
+        pending = sequence.nodes
+        num_text = 0 if fuzzy else span.num_tokens - max(0, span.num_logits - 1)
+        for i in range(span.num_tokens):
+            parent = len(pending) - 1 if span.parents is None else span.parents[i]
+            if i < num_text:
+                node = root if i == num_text - 1 else None
+            else:
+                above = pending[parent] if parent >= 0 else sequence.last
+                assert above is not None, "a draft token follows the root of a block"
+                node = _BlockNode(above.blocks, above.first, above.depth + 1, above.state)
+            pending.append(node)
+            if node is not None:
+                added.append(node)
+        return added
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, _BlockNode]:
+        """Write the rows of the text and run a block from every root."""
+        texts, anchors, first = list[tuple[SeqId, int]](), list[int](), 0
+        for span in spans:
+            sequence = self._sequences[span.seq_id]
+            length = sequence.length + len(sequence.nodes) + span.num_tokens - span.num_logits
+            texts.append((span.seq_id, length))
+            anchors.append(first + span.num_tokens - span.num_logits)
+            first += span.num_tokens
+        self._write_text(texts)
+        started = [(span.seq_id, row) for span, row in zip(spans, anchors, strict=True) if span.num_logits]
+        if not started:
+            return {}
+        config, size = self.speculator, self.speculator.block_size
+        mask = MASK if config.mask_token_id is None else config.mask_token_id
+        device = token_ids.device
+        block_ids = torch.full((len(started), size), mask, dtype=torch.int64, device=device)
+        block_ids[:, 0] = token_ids[torch.tensor([row for _, row in started], device=device)]
+        plan = self._plan([seq_id for seq_id, _ in started])
+        hidden = self.layers.forward(block_ids.view(-1), plan)[: len(started) * size]
+        for seq_id, _ in started:
+            self.pool.truncate(seq_id, self.pool.cached_len(seq_id))
+        hidden = hidden.view(len(started), size, -1)[:, size - config.num_drafted :].flatten(0, 1)
+        logits, corrector = self.layers.head(hidden), self.layers.corrector
+        blocks = _BlockPass((logits,) if corrector is None else corrector.prepare(logits, hidden))
+        return {seq_id: _BlockNode(blocks, i * config.num_drafted, 0) for i, (seq_id, _) in enumerate(started)}
+
+    def _write_text(self, texts: Sequence[tuple[SeqId, int]]) -> None:
+        """Keys and values of every sequence's text up to a length, as far as they are missing."""
+        features, positions, slots = list[Tensor](), list[int](), list[Tensor]()
+        for seq_id, length in texts:
+            known = self._features[seq_id]
+            missing = range(self.pool.cached_len(seq_id), length)
+            assert length <= known.end, f"position {length - 1} was fed, features are known up to {known.end}"
+            if missing:
+                features.append(known.rows(missing))
+                known.forget(length)
+                positions += missing
+                slots.append(torch.from_numpy(self.pool.reserve(seq_id, len(missing)).copy()))
+                self.pool.commit(seq_id, range(len(missing)))
+        if not positions:
+            return
+        device = self.layers.device
+        rows = (features[0] if len(features) == 1 else torch.cat(features)).to(device, self._dtype)
+        keys, values = self.layers.context(rows, torch.tensor(positions, device=device))
+        where = torch.cat(slots).to(device)
+        self.pool.keys.index_copy_(1, where, keys)
+        self.pool.values.index_copy_(1, where, values)
+
+    def _plan(self, seq_ids: Sequence[SeqId]) -> PassPlan:
+        """Reserve a block for each of these sequences, and plan the pass over all their rows."""
+        size, laid_out = self.speculator.block_size, list[SpanRows]()
+        for i, seq_id in enumerate(seq_ids):
+            context = self.pool.cached_len(seq_id)
+            self.pool.reserve(seq_id, size)
+            slots, run = self.pool.slots(seq_id), self.pool.run(seq_id)
+            laid_out.append(SpanRows(i * size, size, context, size, slots, run, MutualRows(size)))
+        return self._backend.plan(laid_out, list(range(size * len(seq_ids))))
+
+    def _logits(self, nodes: Sequence[_BlockNode], token_ids: Tensor) -> Tensor:
+        """Logits [n, V] at the nodes, and their states, level by level where a child needs its parent's."""
+        levels: dict[int, list[int]] = {}
+        for i, node in enumerate(nodes):
+            if node.depth < self.speculator.num_drafted:
+                levels.setdefault(node.depth if self.layers.corrector is not None else 0, []).append(i)
+        parts = [self._level([nodes[i] for i in places], token_ids, places) for _, places in sorted(levels.items())]
+        if len(parts) == 1 and len(parts[0]) == len(nodes):
+            return parts[0]
+        logits = torch.full((len(nodes), self.speculator.num_logits), -torch.inf, device=token_ids.device)
+        for part, places in zip(parts, (places for _, places in sorted(levels.items())), strict=True):
+            logits.index_copy_(0, torch.tensor(places, device=logits.device), part)
+        return logits
+
+    def _level(self, nodes: Sequence[_BlockNode], token_ids: Tensor, places: Sequence[int]) -> Tensor:
+        """Nodes of one depth where there is a corrector."""
+        rows, corrector, depth = _gather(nodes), self.layers.corrector, nodes[0].depth
+        if corrector is None:
+            return rows[0]
+        if len(places) < len(token_ids):
+            token_ids = token_ids[torch.tensor(places, device=token_ids.device)]
+        state = torch.stack([_state(node) for node in nodes]) if corrector.state_size and depth else None
+        logits, state = corrector.step(rows, token_ids, state, at_root=not depth)
+        if state is not None:
+            for node, own in zip(nodes, state, strict=True):
+                node.state = own
+        return logits
+
+
+def _state(node: _BlockNode) -> Tensor:
+    assert node.state is not None
+    return node.state
+
+
+def _gather(nodes: Sequence[_BlockNode]) -> PositionRows:
+    """What is known of the nodes' positions; their blocks may be of several passes."""
+    runs: list[tuple[_BlockPass, list[int]]] = []
+    for node in nodes:
+        if not runs or runs[-1][0] is not node.blocks:
+            runs.append((node.blocks, []))
+        runs[-1][1].append(node.first + node.depth)
+    parts = []
+    for blocks, rows in runs:
+        if len(rows) == 1:
+            parts.append(tuple(tensor[rows[0] : rows[0] + 1] for tensor in blocks.rows))
+        else:
+            where = torch.tensor(rows, device=blocks.rows[0].device)
+            parts.append(tuple(tensor.index_select(0, where) for tensor in blocks.rows))
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def open_block(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
+    layers = BlockLayers(config, place.tables, place)
+    if place.weights not in (None, place.dtype):
+        layers.store_as(place.weights)
+    load_shards(layers.shards(), tensor_shapes(config), directory)
+    pack_weights(layers)
+    shape = config.layers
+    kv_heads = shape.local_kv_heads(place.group.size)
+    pool = KVPool(shape.num_layers, place.num_slots, kv_heads, shape.head_dim, place.dtype, place.device)
+    return BlockRunner(layers, place.tables, pool)
+
+
+def read_own(hf: HfConfig) -> BlockConfig:
+    """Our own layout: the layers' fields are those of Qwen 3, all others are in `speculator`."""
+    return _read(hf, **hf["speculator"])
+
+
+def read_dflash(hf: HfConfig) -> BlockConfig:
+    """DFlash and DFlash 2 as z-lab publishes them: layer i of the target is tap i + 1."""
+    given: dict[str, Any] = dict(hf) | dict(hf["dflash_config"])
+    if "sliding_attention" in (hf.get("layer_types") or ()) and hf.get("is_causal") is not False:
+        raise ValueError("is_causal: sliding layers whose blocks are causal are not supported; is_causal=false is")
+    refuse(hf, "is_causal")
+    require(given, "mask_token_id", "block_size")
+    fields: dict[str, Any] = {
+        "method": "dflash",
+        "taps": [layer + 1 for layer in given["target_layer_ids"]],
+        "block_size": given["block_size"],
+        "mask_token_id": given["mask_token_id"],
+        "embedding_scale": float(given.get("input_embedding_scale", 1.0)),
+        "logit_scale": float(given.get("output_multiplier", 1.0)),
+        "logit_softcap": given.get("final_logit_softcapping") or None,
+    }
+    if _architecture(hf) == "DFlash2DraftModel":
+        require(given, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        fields |= {"method": "dflash2", "conv_taps": given["conv_kernel_size"], "conv_group": given["conv_group_size"]}
+        fields |= {"corrector": "selector", "corrector_rank": given["selector_rank"], "top_k": given["selector_top_k"]}
+    return _read(hf, **fields)
+
+
+def read_dspark(hf: HfConfig) -> BlockConfig:
+    """DSpark as DeepSpec saves it, whose copies of the target's tables are not read; layer -1 is the embedding."""
+    require(hf, "mask_token_id", "block_size", "markov_rank")
+    kind = hf.get("markov_head_type", "vanilla") if hf["markov_rank"] else "none"
+    refuse({"markov_head_type": kind}, "markov_head_type", "none", "vanilla", "gated", "rnn")
+    if hf.get("enable_confidence_head") and bool(hf.get("confidence_head_with_markov")) != (kind != "none"):
+        raise ValueError("confidence_head_with_markov=false is not supported beside a Markov head")
+    return _read(
+        hf,
+        method="dspark",
+        taps=[layer + 1 for layer in hf["target_layer_ids"]],
+        block_size=hf["block_size"],
+        mask_token_id=hf["mask_token_id"],
+        anchor_first=True,
+        corrector="markov" if kind == "vanilla" else kind,
+        corrector_rank=hf["markov_rank"],
+        confidence=bool(hf.get("enable_confidence_head")),
+        embedding_scale=1.0,
+    )
+
+
+def _read(hf: HfConfig, *, taps: Sequence[int], **fields: Any) -> BlockConfig:
+    layers = read_config({**hf, "architectures": ["Qwen3ForCausalLM"]})
+    return BlockConfig(
+        vocab_size=layers.vocab_size,
+        max_positions=layers.max_positions,
+        target_hidden=layers.hidden_size,
+        taps=tuple(taps),
+        layers=replace(layers, names=_NAMES),
+        **fields,
+    )
+
+
+def is_own(hf: HfConfig) -> bool:
+    return (hf.get("speculator") or {}).get("method") in METHODS
+
+
+def is_dflash(hf: HfConfig) -> bool:
+    return _architecture(hf) in ("DFlashDraftModel", "DFlash2DraftModel") and "dflash_config" in hf
+
+
+def is_dspark(hf: HfConfig) -> bool:
+    return _architecture(hf) == "Qwen3DSparkModel"
+
+
+def _architecture(hf: HfConfig) -> str:
+    return (hf.get("architectures") or [""])[0]
