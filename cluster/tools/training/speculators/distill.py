@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from actors.ranges import OneOf, Range, Section
 from cluster import pocket
-from cluster.tools.training.losses import DIVERGENCES, acceptance, divergences, masked_mean
-from cluster.tools.training.models import continue_text, drafter_config, initialised, logits_of
+from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
+from cluster.tools.training.models import continue_text, drafter_config, initialised
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.speculators.config import FINAL
 
+HARD_LABELS = "ce"
 BUNDLED = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
 
 
@@ -28,9 +29,9 @@ BUNDLED = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
 class DistillOptions(Section):
     """Options of `job.recipe=distill`."""
 
-    divergence: Annotated[str, OneOf(DIVERGENCES)] = "fkl"
+    divergence: Annotated[str, OneOf((*DIVERGENCES, HARD_LABELS))] = "fkl"
     """fkl = KL(p || q), rkl = KL(q || p), jsd, tvd = total variation, lk = fkl while acceptance is low and tvd then,
-    lk_log = the negative log of the acceptance; p is the target's law."""
+    lk_log = the negative log of the acceptance, ce = cross entropy with the text, without the target's law p."""
     beta: Annotated[float, Range(above=0, below=1)] = 0.5
     """The target's share of the mixture of jsd."""
     start: str = "pocket"
@@ -51,19 +52,23 @@ class DistilledDrafter(Speculator):
         super().__init__()
         self.model = model
         self.num_draft_tokens = options.depth
-        self._divergence = divergences(options.beta)[options.divergence]
+        self._divergence = divergences(options.beta).get(options.divergence)
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002
         """The divergence where the next token is a label; depth k from an anchor is position anchor + k."""
-        p_logits, q_logits = batch.target_logits()[:, :-1], logits_of(self.model, batch.tokens[:, :-1])
-        mask = batch.loss_mask[:, 1:]
-        loss = masked_mean(self._divergence(p_logits, q_logits), mask)
-        if self.training:
-            return loss, {}
+        tokens, labels, mask = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.loss_mask[:, 1:]
+        q_hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        p_hidden = batch.taps[FINAL][:, :-1]
+        if self.training:  # the output layers are most of the work: only rows that count
+            return self._loss(batch.head(p_hidden[mask]), self.model.lm_head(q_hidden[mask]), labels[mask]).mean(), {}
+        p_logits, q_logits = batch.head(p_hidden), self.model.lm_head(q_hidden)
         rates = acceptance(p_logits, q_logits, batch.temperature)
         depths = self.num_draft_tokens
         chains, valid = (each.unfold(1, depths, 1).flatten(0, 1) for each in (rates, mask))
-        return loss, depth_metrics(chains, valid)
+        return masked_mean(self._loss(p_logits, q_logits, labels), mask), depth_metrics(chains, valid)
+
+    def _loss(self, p_logits: Tensor, q_logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(q_logits, labels) if self._divergence is None else self._divergence(p_logits, q_logits)
 
     @torch.no_grad()
     def write(self, prompts: Tensor, length: int, temperature: float, generator: torch.Generator) -> Tensor:
