@@ -81,13 +81,11 @@ class DistilledDrafter(Speculator):
         copy.deepcopy(self.model).cpu().bfloat16().save_pretrained(folder)
 
 
-def build(options: DistillOptions, target: TargetShape) -> DistilledDrafter:
+def start_model(options: DistillOptions, target: TargetShape) -> LlamaForCausalLM:
     """The draft model to go on with. ValueError, one line, for a checkpoint that cannot be one."""
     vocabulary = target.config.vocab_size
     if not options.start:
-        return DistilledDrafter(
-            initialised(drafter_config(vocabulary, options.layers), torch.initial_seed(), "cpu"), options
-        )
+        return initialised(drafter_config(vocabulary, options.layers), torch.initial_seed(), "cpu")
     folder = BUNDLED.get(options.start, Path(options.start).expanduser())
     try:
         found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
@@ -97,4 +95,9 @@ def build(options: DistillOptions, target: TargetShape) -> DistilledDrafter:
     if model.config.vocab_size != vocabulary:
         reason = f"has {model.config.vocab_size} tokens, the target {vocabulary}; give one with the target's tokenizer"
         raise ValueError(f"job.options.start={options.start}: {reason}")
-    return DistilledDrafter(model, options)
+    return model
+
+
+def build(options: DistillOptions, target: TargetShape) -> DistilledDrafter:
+    """The module of that model."""
+    return DistilledDrafter(start_model(options, target), options)

@@ -1,0 +1,125 @@
+"""PARD: a plain draft model that fills several mask tokens behind the text in one pass, one for each further depth.
+
+Trained in one forward pass over rows of text and, behind them, mask rows of all depths: the row of anchor a at depth k
+stands at position a + k, sees the text up to a and the masks of its own anchor up to k, and learns the target's law of
+token a + k + 1. Depths far from the anchor are trained on fewer anchors (conditional drop).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from actors.ranges import Range
+from cluster.tools.training.losses import acceptance, masked_mean
+from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, start_model
+from cluster.tools.training.speculators.interface import TargetBatch, TargetShape, depth_metrics
+from parallel.speculators.config import FINAL
+
+EVALUATED_ANCHORS = 24
+"""Anchors of a row on which acceptance is measured: each needs a mask row for every depth."""
+
+
+@dataclass(frozen=True, slots=True)
+class PardOptions(DistillOptions):
+    """Options of `job.recipe=pard`: those of distill, of which `depth` is also the tokens of one pass, and these."""
+
+    mask_token: Annotated[int, Range(0)] = 0
+    """Token whose rows are filled; one that never stands inside a text, such as the end of text."""
+    keep: Annotated[float, Range(above=0, high=1)] = 0.7
+    """Share of a depth's anchors that the next depth is trained on."""
+    keep_least: Annotated[float, Range(0, 1)] = 0.2
+    """Share of all anchors that every depth is trained on at least."""
+
+
+@dataclass(frozen=True)
+class MaskRows:
+    """Mask rows behind a text, in order of depth: their anchors and depths, int64 `[rows]` each."""
+
+    anchors: Tensor
+    depths: Tensor
+
+    def positions(self, length: int) -> Tensor:
+        """Of the text's rows and these, int64 `[length + rows]`."""
+        return torch.cat((torch.arange(length), self.anchors + self.depths))
+
+    def visible(self, length: int) -> Tensor:
+        """bool `[length + rows, length + rows]`: which row sees which."""
+        anchors = torch.cat((torch.arange(length), self.anchors))
+        depths = torch.cat((torch.zeros(length, dtype=torch.long), self.depths))
+        of_text = (depths == 0) & (anchors[:, None] >= anchors)
+        of_masks = (depths > 0) & (anchors[:, None] == anchors) & (depths[:, None] >= depths)
+        return of_text | of_masks
+
+
+def dropped_rows(length: int, depth: int, keep: float, least: float, generator: torch.Generator) -> MaskRows:
+    """Mask rows of depths 1 to `depth` - 1; depth k has `max(keep ** k, least)` of the anchors, all among those of
+    depth k - 1."""
+    kept, anchors, depths = torch.arange(length), [], []
+    for k in range(1, depth):
+        count = max(1, round(max(keep**k, least) * length))
+        kept = kept[torch.randperm(len(kept), generator=generator)[:count]].sort().values
+        anchors.append(kept)
+        depths.append(torch.full_like(kept, k))
+    nothing = torch.empty(0, dtype=torch.long)
+    return MaskRows(torch.cat([nothing, *anchors]), torch.cat([nothing, *depths]))
+
+
+class PardDrafter(DistilledDrafter):
+    """A causal language model that also fills masks."""
+
+    def __init__(self, model: LlamaForCausalLM, options: PardOptions) -> None:
+        super().__init__(model, options)
+        self._options = options
+        model.config.pard_token = options.mask_token
+        model.config.speculator = {"method": "pard", "mask_token": options.mask_token, "depth": options.depth}
+
+    def hidden(self, tokens: Tensor, rows: MaskRows) -> Tensor:
+        """Final hidden states of the text's rows and the mask rows behind them, `[texts, length + rows, hidden]`."""
+        length = tokens.shape[1]
+        masks = torch.full((len(tokens), len(rows.anchors)), self._options.mask_token, device=tokens.device)
+        visible, positions = rows.visible(length).to(tokens.device), rows.positions(length).to(tokens.device)
+        output = self.model.model(
+            input_ids=torch.cat((tokens, masks), dim=1),
+            attention_mask=visible[None, None].expand(len(tokens), 1, -1, -1),
+            position_ids=positions.expand(len(tokens), -1),
+            use_cache=False,
+        )
+        return output.last_hidden_state
+
+    def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """The divergence at rows of text and at mask rows whose next token is a label."""
+        length, options = batch.tokens.shape[1], self._options
+        if self.training:
+            rows = dropped_rows(length, options.depth, options.keep, options.keep_least, generator)
+        else:
+            anchors = torch.linspace(0, length - 1 - options.depth, EVALUATED_ANCHORS).long().unique()
+            further = torch.arange(1, options.depth)
+            rows = MaskRows(anchors.repeat(len(further)), further.repeat_interleave(len(anchors)))
+        labelled = rows.positions(length) + 1  # the token that a row predicts
+        inside = labelled < length
+        labelled = labelled.clamp(max=length - 1)
+        mask = batch.loss_mask[:, labelled] & inside.to(batch.loss_mask.device)
+        q_hidden, p_hidden = self.hidden(batch.tokens, rows), batch.taps[FINAL][:, labelled - 1]
+        labels = batch.tokens[:, labelled]
+        if self.training:
+            p_logits, q_logits = batch.head(p_hidden[mask]), self.model.lm_head(q_hidden[mask])
+            return self._loss(p_logits, q_logits, labels[mask]).mean(), {}
+        p_logits, q_logits = batch.head(p_hidden), self.model.lm_head(q_hidden)
+        rates = acceptance(p_logits, q_logits, batch.temperature)
+        first = anchors.to(rates.device)
+        chains, valid = (
+            torch.stack((each[:, first], *each[:, length:].unflatten(1, (options.depth - 1, -1)).unbind(1)), dim=-1)
+            for each in (rates, mask)
+        )
+        loss = masked_mean(self._loss(p_logits, q_logits, labels), mask)
+        return loss, depth_metrics(chains.flatten(0, 1), valid.flatten(0, 1))
+
+
+def build(options: PardOptions, target: TargetShape) -> PardDrafter:
+    """The draft model to go on with. ValueError, one line, for a checkpoint that cannot be one."""
+    return PardDrafter(start_model(options, target), options)
