@@ -16,6 +16,7 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
 from parallel.speculators import block
+from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, read_own
 from parallel.speculators.eagle import open_draft_layer
@@ -37,6 +38,13 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "block": CheckpointLayout(block.is_own, block.read_own, block.open_block),
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
     "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),
+    "EAGLE-3 of SpecForge": CheckpointLayout(
+        layouts.is_specforge_eagle3, layouts.read_specforge_eagle3, open_draft_layer
+    ),
+    "EAGLE-3 of speculators": CheckpointLayout(layouts.is_vllm_eagle3, layouts.read_vllm_eagle3, open_draft_layer),
+    "MTP of speculators": CheckpointLayout(layouts.is_vllm_mtp, layouts.read_vllm_mtp, open_draft_layer),
+    "MTP of MiMo": CheckpointLayout(layouts.is_native_mtp, layouts.read_native_mtp, open_draft_layer),
+    "EAGLE-1": CheckpointLayout(layouts.is_eagle, layouts.read_eagle, open_draft_layer),
 }
 """Name -> layout; the first that recognises a config.json reads it."""
 

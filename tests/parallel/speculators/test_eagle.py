@@ -64,10 +64,11 @@ class Trained:
     def expected(self) -> list[Tensor]:
         """Logits [T, V] of every step of the training forward."""
         steps = self.net.unroll(self.batch, self.features[None], STEPS)
+        logits = [self.net.logits(normed[0], self.batch) for normed in steps]
         if not len(self.net.tokens):
-            return [logits[0] for _, logits in steps]
+            return logits
         empty = torch.full((LENGTH, self.net.config.vocab_size), -torch.inf)
-        return [empty.index_copy(1, self.net.tokens, logits[0]) for _, logits in steps]
+        return [empty.index_copy(1, self.net.tokens, one) for one in logits]
 
     def open(self, group: Group = SINGLE, backend: str | None = None) -> DraftLayerRunner:
         tables = open_tables(self.target.path, group)

@@ -8,6 +8,7 @@ before, sees the rows up to i of step 0 and its own rows of later steps, and pre
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from actors.ranges import Section
-from cluster.tools.training.losses import acceptance, divergences, masked_mean
+from cluster.tools.training.losses import divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
@@ -57,6 +58,8 @@ class DraftLayerOptions(Section):
     """Steps unrolled in training."""
     depths: int = 5
     """Steps at which held-out text is evaluated."""
+    anchors: int = 512
+    """Rows of a training batch that count, drawn at random; 0 for all."""
     decay: float = 0.8
     """Weight of a step relative to that before."""
     divergence: str = "fkl"
@@ -146,53 +149,56 @@ class DraftLayerNet(Speculator):
         if self.training and options.noise:
             noise = torch.rand(features.shape, generator=generator) - 0.5
             features = features + options.noise * noise.to(features.device)
-        target = batch.target_logits()
         num_steps = options.steps if self.training else options.depths
-        total, num_weights = features.new_zeros(()), 0.0
-        rates, valid = [], torch.ones_like(batch.tokens, dtype=torch.bool)[:, : -num_steps - 1]
-        num_rows, valids = valid.shape[1], []
-        for step, (normed, read) in enumerate(self.unroll(batch, features, num_steps)):
-            # row i drafts token i + 2 + step, after the target's row i + 1 + step
-            goal = target[:, 1 + step : 1 + step + num_rows]
-            valid = valid & batch.loss_mask[:, 2 + step : 2 + step + num_rows]
-            logits, weight = read[:, :num_rows], options.decay**step
+        # row i drafts token i + 2 + step at step `step`, after the target's row i + 1 + step
+        labels = batch.loss_mask[:, 2:].unfold(1, num_steps, 1)
+        valids = labels.cumprod(-1, dtype=torch.int8).bool()
+        rows = self._anchors(valids[..., 0], generator)
+        valid, wanted = valids[rows], batch.taps[FINAL][:, 1:].unfold(1, num_steps, 1)[rows]
+        total, rates = features.new_zeros(()), []
+        for step, normed in enumerate(self.unroll(batch, features, num_steps)):
+            read, final = normed[:, : valids.shape[1]][rows], wanted[..., step]
+            goal, logits = batch.head(final), self.logits(read, batch)
+            best, counted = goal.argmax(-1), valid[:, step]
+            drafted = logits.detach().argmax(-1)
             if len(self.tokens):
-                best, goal = goal.argmax(-1), goal[..., self.tokens]
-                known = torch.isin(best, self.tokens)
-                value = divergence(goal, logits)
-                loss = options.logits_weight * masked_mean(value, valid & known)
-                rate = (self.tokens[logits.argmax(-1)] == best).float()
-            else:
-                loss = options.logits_weight * masked_mean(divergence(goal, logits), valid)
-                rate = acceptance(goal, logits)
+                goal, drafted = goal[..., self.tokens], self.tokens[drafted]
+                counted = counted & torch.isin(best, self.tokens)
+            rates.append((drafted == best).float())
+            loss = options.logits_weight * masked_mean(divergence(goal, logits), counted)
             if options.feature_weight:
-                wanted = batch.taps[FINAL][:, 1 + step : 1 + step + num_rows]
-                distance = F.smooth_l1_loss(normed[:, :num_rows], wanted, reduction="none").mean(-1)
-                loss = loss + options.feature_weight * masked_mean(distance, valid)
-            total, num_weights = total + weight * loss, num_weights + weight
-            rates.append(rate)
-            valids.append(valid)
-        flat = torch.stack(rates, -1).flatten(0, 1), torch.stack(valids, -1).flatten(0, 1)
-        return total / num_weights, depth_metrics(*flat)
+                distance = F.smooth_l1_loss(read.float(), final.float(), reduction="none").mean(-1)
+                loss = loss + options.feature_weight * masked_mean(distance, valid[:, step])
+            total = total + options.decay**step * loss
+        weight = sum(options.decay**step for step in range(num_steps))
+        return total / weight, depth_metrics(torch.stack(rates, -1), valid)
 
-    def unroll(self, batch: TargetBatch, features: Tensor, num_steps: int) -> list[tuple[Tensor, Tensor]]:
-        """What the head reads [B, T, H] and its logits, at every step; the last `step` + 1 rows of a step have no
-        token to read and hold nothing."""
+    def _anchors(self, valid: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Indices of rows whose first draft token is a label: all, or in training some."""
+        rows = valid.nonzero()
+        if self.training and 0 < self.options.anchors < len(rows):
+            rows = rows[torch.randperm(len(rows), generator=generator)[: self.options.anchors].to(rows.device)]
+        return tuple(rows.T)
+
+    def logits(self, normed: Tensor, batch: TargetBatch) -> Tensor:
+        return batch.head(normed) if self.lm_head is None else self.lm_head(normed)
+
+    def unroll(self, batch: TargetBatch, features: Tensor, num_steps: int) -> Iterator[Tensor]:
+        """What the head reads, [B, T, H], at every step; the last `step` + 1 rows have no token to read and hold
+        nothing."""
         length = batch.tokens.shape[1]
         hidden = self._fused(features)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        outputs = []
         for step in range(num_steps):
             tokens = F.pad(batch.tokens[:, 1 + step :], (0, 1 + step))
             rotation = self._rope(torch.arange(step, step + length))
             rotation = rotation[0].to(hidden.device), rotation[1].to(hidden.device)
             hidden = self.layer(batch.embed(tokens), hidden, rotation, keys, values)
             normed = hidden if self.norm is None else self.norm(hidden)
-            outputs.append((normed, batch.head(normed) if self.lm_head is None else self.lm_head(normed)))
+            yield normed
             if self.config.feeds_normed:
                 hidden = normed
-        return outputs
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,131 @@
+"""Published layouts of draft layers: the fields of their config.json and the names of their tensors.
+
+Which taps a draft layer reads: SpecForge and SGLang name layers by their outputs, so tap = id + 1; speculators and vLLM
+by their inputs, so tap = id, and its number of layers is the stream before the final norm. Loads no PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from parallel.model.config import DecoderConfig
+from parallel.model.families.fields import HfConfig
+from parallel.model.families.registry import read_config
+from parallel.speculators.config import FINAL
+from parallel.speculators.draft_layer_config import DraftLayerConfig, DraftLayerNames, draft_layer
+
+_ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_EAGLE3_NAMES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM"}
+_EAGLE_NAMES = {"EagleLlamaForCausalLM", "LlamaForCausalLM"}
+_LISTED = DraftLayerNames(
+    embedding_norm="layers.0.input_layernorm", hidden_norm="layers.0.hidden_norm", layers="layers.{i}"
+)
+
+
+def is_specforge_eagle3(hf: HfConfig) -> bool:
+    return "draft_vocab_size" in hf and bool(_EAGLE3_NAMES & set(hf.get("architectures") or ()))
+
+
+def read_specforge_eagle3(hf: HfConfig) -> DraftLayerConfig:
+    """EAGLE-3 and 3.1 as SpecForge, SGLang and the authors write them: one layer called `midlayer`."""
+    nested: dict[str, Any] = hf.get("eagle_config") or {}
+    ids = nested.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        raise ValueError(
+            "config.json lacks eagle_config.eagle_aux_hidden_state_layer_ids, the layers that it reads; add it: for a "
+            "target of L layers they are [1, L // 2 - 1, L - 4] unless it was trained on others"
+        )
+    return _eagle3(hf, _block(hf, hf), tuple(i + 1 for i in ids), DraftLayerNames())
+
+
+def is_vllm_eagle3(hf: HfConfig) -> bool:
+    return hf.get("speculators_model_type") == "eagle3"
+
+
+def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
+    """EAGLE-3 as vLLM's speculators library writes it: layers in a list, their fields in a record of their own."""
+    ids = hf.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        raise ValueError(
+            "config.json lacks eagle_aux_hidden_state_layer_ids, the layers whose inputs it reads; add it: for a "
+            "target of L layers they are [2, L // 2, L - 3] unless it was trained on others"
+        )
+    return _eagle3(hf, _block(hf["transformer_layer_config"], hf), tuple(ids), _LISTED)
+
+
+def is_eagle(hf: HfConfig) -> bool:
+    """Its authors' config.json is that of a Llama of one layer."""
+    marked = {"speculator", "speculators_model_type", "medusa_num_heads"} & set(hf)
+    return not marked and bool(_EAGLE_NAMES & set(hf.get("architectures") or ())) and hf.get("num_hidden_layers") == 1
+
+
+def read_eagle(hf: HfConfig) -> DraftLayerConfig:
+    """EAGLE-1 and EAGLE-2, whose checkpoints do not differ: `fc` over the pair, one layer without an input norm."""
+    names = replace(_LISTED, join="fc")
+    return draft_layer("eagle", _block(hf, hf), (FINAL,), join_bias=bool(hf.get("bias", True)), names=names)
+
+
+def is_vllm_mtp(hf: HfConfig) -> bool:
+    return hf.get("speculators_model_type") == "mtp"
+
+
+def read_vllm_mtp(hf: HfConfig) -> DraftLayerConfig:
+    """A module for multi-token prediction as vLLM's speculators library writes it."""
+    fields = hf["transformer_layer_config"]
+    module = "mtp_layers.0"
+    names = DraftLayerNames(
+        join=f"{module}.input_proj",
+        embedding_norm=f"{module}.token_layernorm",
+        hidden_norm=f"{module}.hidden_layernorm",
+        layers="mtp_layers.{i}",
+        final_norm=f"{module}.final_layernorm",
+    )
+    return draft_layer("mtp", replace(_block(fields, hf), num_layers=1), (FINAL,), names=names)
+
+
+def is_native_mtp(hf: HfConfig) -> bool:
+    return "MiMoForCausalLM" in (hf.get("architectures") or ()) and hf.get("num_nextn_predict_layers", 0) > 0
+
+
+def read_native_mtp(hf: HfConfig) -> DraftLayerConfig:
+    """The first module within the checkpoint of MiMo-7B, a Qwen2 with multi-token prediction: the hidden state comes
+    first in the projected pair."""
+    module = "model.mtp_layers.0"
+    names = DraftLayerNames(
+        join=f"{module}.input_proj",
+        embedding_norm=f"{module}.token_layernorm",
+        hidden_norm=f"{module}.hidden_layernorm",
+        layers="model.mtp_layers.{i}",
+        final_norm=f"{module}.final_layernorm",
+    )
+    block = replace(_block({**hf, "model_type": "qwen2"}, hf), num_layers=1)
+    return draft_layer("mtp", block, (FINAL,), hidden_first=True, names=names)
+
+
+def _eagle3(hf: HfConfig, block: DecoderConfig, taps: tuple[int, ...], names: DraftLayerNames) -> DraftLayerConfig:
+    normed = bool(hf.get("norm_output", False))
+    return draft_layer(
+        "eagle3.1" if normed and hf.get("fc_norm") else "eagle3",
+        block,
+        taps,
+        target_hidden=hf.get("target_hidden_size") or block.hidden_size,
+        head_rows=hf.get("draft_vocab_size") or block.vocab_size,
+        norms_taps=bool(hf.get("fc_norm", False)),
+        norms_features=bool(hf.get("norm_before_fc", False)),
+        norms_residual=bool(hf.get("norm_before_residual", False)),
+        feeds_normed=normed,
+        names=names,
+    )
+
+
+def _block(fields: HfConfig, hf: HfConfig) -> DecoderConfig:
+    """The layers as a decoder of the family that they are made of."""
+    model_type = fields.get("model_type", "llama")
+    if model_type not in _ARCHITECTURE_OF:
+        raise ValueError(
+            f"model_type={model_type!r} of draft layers is not supported; use {', '.join(_ARCHITECTURE_OF)}"
+        )
+    if hf.get("quantization_config"):
+        raise ValueError("quantization_config: quantized checkpoints are not supported; use unquantized weights")
+    return read_config({**fields, "architectures": [_ARCHITECTURE_OF[model_type]]})
