@@ -257,10 +257,10 @@ class TrainConfig(JobConfig):
     name: str = "train"
     """Set by the choice `job=`."""
     recipe: str = "pair"
-    """What to train: pair makes tokenizer, target and drafter of bundled size; distill and the methods of
-    docs/training.md make a drafter for `target.path`."""
+    """What to train: pair makes tokenizer, target and drafter of bundled size; the recipes of
+    docs/recipes.md make a drafter for `target.path`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The recipe's own settings, as `{divergence: tvd}`; docs/training.md lists them."""
+    """The recipe's own settings, as `{divergence: tvd}`; docs/recipes.md lists them."""
     minutes: Annotated[float, Range(above=0)] = 5.0
     """Minutes to train by a recipe other than pair, at most; the first of minutes and steps that is spent ends the
     training, and the learning rate falls towards it."""

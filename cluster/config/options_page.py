@@ -93,9 +93,17 @@ def page() -> str:
             if title != section:
                 parts.append(f"### {title}\n\n{summary}\n")
             if options:
-                entries = [f"- **`{item.key}={item.default}`** ({item.accepts}). {item.text}" for item in options]
-                parts.append("\n".join(entries) + "\n")
+                parts.append("\n".join(map(_entry, options)) + "\n")
     return "\n".join(parts).rstrip() + "\n"
+
+
+def entries(section: str, record: Any) -> list[str]:
+    """The entries of a record's fields, as the page has them."""
+    return [_entry(option) for option in _options(section, record)]
+
+
+def _entry(option: Option) -> str:
+    return f"- **`{option.key}={option.default}`** ({option.accepts}). {option.text}"
 
 
 def _tables(section: str) -> Iterator[tuple[str, str, list[Option]]]:
@@ -131,7 +139,7 @@ def _accepted(hint: Any, bound: object) -> str:
 
 
 def _type_words(hint: Any) -> str:
-    arguments = get_args(hint)
+    arguments = [argument for argument in get_args(hint) if argument is not Ellipsis]
     if NoneType in arguments:
         return f"{_type_words(next(item for item in arguments if item is not NoneType))} or null"
     if arguments:
@@ -146,7 +154,7 @@ def _written(value: object) -> str:
     """A default as it is written on the command line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{','.join(map(_written, value))}]"
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}: {_written(item)}' for key, item in value.items())}}}"
