@@ -11,12 +11,15 @@ from dataclasses import replace
 
 import pytest
 
+from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
 from actors.protocol.messages import (
     Admit,
+    Commit,
     DraftBatch,
     DraftOrder,
     ProposalBatch,
@@ -173,6 +176,46 @@ def test_ranks_of_a_role_work_together_and_the_lead_alone_answers(open_ranks, sp
     ranks.send(VERIFY)
     assert ranks.receive().verdicts == expected
     assert ranks.receive(0.2) is None, "one answer a round"
+
+
+def drafted_rounds(ranks, first_round, count=4):
+    """(path, next token, draft) of rounds in which an attached drafter drafts 3 tokens for the next."""
+    ranks.send(VerifyBatch(first_round, (ADMIT,), items=(VerifyItem(1, len(PROMPT), None, 3),), after=first_round - 1))
+    length, seen = len(PROMPT), []
+    for number in range(first_round + 1, first_round + count + 1):
+        answer = ranks.receive()
+        (verdict,), (proposal,) = answer.verdicts, answer.drafts.proposals
+        previous = seen[-1][2].token_ids if seen else ()
+        tokens = (*(previous[node] for node in verdict.path), verdict.next_token)
+        seen.append((verdict.path, verdict.next_token, proposal.tree))
+        commit = Commit(1, 0, length, verdict.path, tokens)
+        length += len(tokens)
+        assert (proposal.prefix_len, proposal.tree.token_ids[0]) == (length, verdict.next_token)
+        item = VerifyItem(1, 1, proposal, 3)
+        ranks.send(VerifyBatch(number, commits=(commit,), items=(item,), after=number - 1))
+    ranks.receive()
+    return seen
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model", "eagle3"])
+def test_an_attached_drafter_drafts_alike_on_one_rank_and_on_two(open_ranks, spec, speculator, drafter):
+    attached = {
+        "ngram": NgramDrafterConfig(placement=Placement.attached, min_ngram=1),
+        "model": replace(spec.drafter, placement=Placement.attached),
+        "eagle3": SpeculatorDrafterConfig(path=str(speculator("eagle3")), kv_slots=256),
+    }
+    spec = replace(spec, drafter=attached[drafter])
+    single = open_ranks(spec)
+    single.join()
+    expected = drafted_rounds(single, 1)
+    assert any(draft.num_draft_tokens for *_, draft in expected)
+    ranks = open_ranks(*(replace(spec, rank=rank, size=2) for rank in range(2)))
+    ranks.join()
+    assert drafted_rounds(ranks, 1) == expected
+    ranks.send(Recall(2))
+    ranks.join(epoch=2, last_round=20)
+    assert drafted_rounds(ranks, 21) == expected, "an epoch begins without requests"
+    assert not ranks.errors
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
