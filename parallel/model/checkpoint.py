@@ -21,7 +21,7 @@ Split = Literal["heads", "kv_heads", "mlp", "whole"]
 """What tensor-parallel ranks divide a tensor by."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
+_HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "*.model", "*.jinja", "tokenizer*"]
 
 
 def resolve_checkpoint(path: str) -> Path:
@@ -128,6 +128,14 @@ def find_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, Path
     return {name: files[name] for name in wanted}
 
 
+def tensor_headers(directory: Path) -> dict[str, Shape]:
+    """Every tensor of the checkpoint and its shape."""
+    headers: dict[str, Shape] = {}
+    for file in set(_files(directory).values()):
+        headers |= _read_header(file)
+    return headers
+
+
 def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
     """Whether all matrices are bfloat16: kept so, they are the numbers that they would be in float32."""
     wanted = {name: shape for name, shape in tensor_shapes(config).items() if len(shape) == 2}
@@ -159,8 +167,10 @@ def _files(directory: Path) -> Mapping[str, Path]:
         if not isinstance(names, dict):
             raise ValueError(f"{index}: has no weight_map; fetch it again")
         return {name: directory / file for name, file in names.items()}
-    if single.exists():
-        return dict.fromkeys(_read_header(single), single)
+    others = [] if single.exists() else [*directory.glob("*.safetensors")]
+    if single.exists() or len(others) == 1:
+        file = others[0] if others else single
+        return dict.fromkeys(_read_header(file), file)
     raise ValueError(f"{directory}: holds neither model.safetensors nor model.safetensors.index.json; fetch them")
 
 

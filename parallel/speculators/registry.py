@@ -15,7 +15,7 @@ from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
-from parallel.speculators import block
+from parallel.speculators import block, head_layouts
 from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, read_own
@@ -45,21 +45,21 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "MTP of speculators": CheckpointLayout(layouts.is_vllm_mtp, layouts.read_vllm_mtp, open_draft_layer),
     "MTP of MiMo": CheckpointLayout(layouts.is_native_mtp, layouts.read_native_mtp, open_draft_layer),
     "EAGLE-1": CheckpointLayout(layouts.is_eagle, layouts.read_eagle, open_draft_layer),
+    "heads": CheckpointLayout(head_layouts.is_own, head_layouts.read_own, head_layouts.open_own),
+    **{name: CheckpointLayout(*functions) for name, functions in head_layouts.PUBLISHED.items()},
 }
 """Name -> layout; the first that recognises a config.json reads it."""
 
 
 def read_speculator(path: str | Path) -> SpeculatorConfig:
     """The record of a checkpoint; ValueError, one line, if no family knows it."""
-    directory = resolve_checkpoint(str(path))
-    hf = read_json(directory / "config.json")
+    hf, directory = _read(path)
     return _layout_of(hf, directory).read(hf)
 
 
 def open_speculator(path: str | Path, place: SpeculatorPlace) -> SpeculatorRunner:
     """Load a checkpoint beside its target."""
-    directory = resolve_checkpoint(str(path))
-    hf = read_json(directory / "config.json")
+    hf, directory = _read(path)
     layout = _layout_of(hf, directory)
     return layout.open(directory, layout.read(hf), place)
 
@@ -76,6 +76,12 @@ def open_tables(
     tables = Decoder(replace(read_config(directory), num_layers=0), group, device, dtype, weights=weights)
     load_weights(tables, directory)
     return tables
+
+
+def _read(path: str | Path) -> tuple[HfConfig, Path]:
+    """config.json and its directory, which `_name_or_path` names as transformers has it: some files do not say all."""
+    directory = resolve_checkpoint(str(path))
+    return read_json(directory / "config.json") | {"_name_or_path": str(directory)}, directory
 
 
 def _layout_of(hf: HfConfig, directory: Path) -> CheckpointLayout:

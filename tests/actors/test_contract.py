@@ -73,7 +73,7 @@ DRAFTERS = {
 }
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
-    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp")
+    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm")
 } | {
     "eagle3-tree": SpeculatorDrafterConfig(
         path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.ranges import Section
-from cluster.tools.training.speculators import block, distill, eagle, pard
+from cluster.tools.training.speculators import block, distill, eagle, heads, pard
 from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
@@ -51,5 +51,11 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "dflash2": SpeculatorRecipe(block.build, BlockOptions(method="dflash2", corrector="selector", conv_taps=2)),
     "domino": SpeculatorRecipe(block.build, BlockOptions(method="domino", corrector="gru", base_steps=300)),
     "pard": SpeculatorRecipe(pard.build, pard.PardOptions(), 2e-3, 1e-3),
+    "medusa": SpeculatorRecipe(heads.build, heads.HeadsOptions("medusa", blocks=2)),
+    "blockwise": SpeculatorRecipe(heads.build, heads.HeadsOptions("blockwise", inner=128)),
+    "hydra": SpeculatorRecipe(heads.build, heads.HeadsOptions("hydra", heads=4)),
+    "rnn": SpeculatorRecipe(heads.build, heads.HeadsOptions("rnn", blocks=6)),
+    "mlp": SpeculatorRecipe(heads.build, heads.HeadsOptions("mlp")),
+    "lstm": SpeculatorRecipe(heads.build, heads.HeadsOptions("lstm")),
 }
 """Name -> recipe, e.g. `"eagle3": SpeculatorRecipe(eagle.build, EagleOptions(...))`; one row per published method."""

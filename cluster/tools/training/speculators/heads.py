@@ -1,0 +1,203 @@
+"""Heads in training: Medusa, blockwise, Hydra, ReDrafter, MLP and LSTM speculators.
+
+Every anchor of a text is drafted after with the text's own tokens; the arithmetic is that of
+`parallel/speculators/head_cells.py`, which drafts too. Knows no loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from actors.ranges import OneOf, Range, Section
+from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
+from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
+from parallel.speculators.config import FINAL
+from parallel.speculators.head_cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadsConfig
+from parallel.speculators.head_layouts import write_heads
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsOptions(Section):
+    """Settings of heads and of their loss."""
+
+    method: Annotated[str, OneOf(tuple(CELLS))] = "medusa"
+    """Which heads."""
+    heads: Annotated[int, Range(1, 64)] = 5
+    """Draft tokens of a path, at most, and depths that are trained."""
+    blocks: Annotated[int, Range(0, 64)] = 1
+    """medusa, hydra, rnn: residual blocks before the output layer."""
+    inner: Annotated[int, Range(0, zero="as the target")] = 0
+    """mlp, lstm, rnn: width of the state; blockwise: of one head's hidden layer."""
+    head: Annotated[str, OneOf(HEAD_CHOICES)] = "target"
+    """Output layer: the target's, an own one that all depths share, or an own one for every depth."""
+    own_embedding: bool = False
+    """mlp, lstm: embeddings of their own rather than projections of the target's."""
+    tied: bool = False
+    """mlp: all depths share their weights."""
+    linear_skip: bool = False
+    """hydra: the first block adds a projection of its input, as the released code does, not the target's state."""
+    decay: Annotated[float, Range(above=0, high=1)] = 0.8
+    """Weight of a depth relative to that before."""
+    divergence: Annotated[str, OneOf(("ce", *DIVERGENCES))] = "fkl"
+    """ce = the text's own tokens; the others are taken from the target's law, see `job.recipe=distill`."""
+    anchors: Annotated[int, Range(1)] = 1024
+    """Positions of a batch that are drafted after, at most, drawn at random."""
+
+
+def build(options: HeadsOptions, target: TargetShape) -> Speculator:
+    """Heads with fresh weights for this target."""
+    hidden = target.embedding.shape[1]
+    config = HeadsConfig(
+        method=options.method,
+        vocab_size=len(target.embedding),
+        max_positions=target.config.max_position_embeddings,
+        target_hidden=hidden,
+        taps=(FINAL,),
+        num_heads=options.heads,
+        inner=options.inner or hidden,
+        num_blocks=options.blocks,
+        head=options.head,
+        own_embedding=options.own_embedding,
+        tied=options.tied,
+        linear_skip=options.linear_skip,
+    )
+    net = HeadsNet(config, options)
+    if net.cell.width != hidden and options.head == "target":
+        raise ValueError(f"job.options.inner={options.inner}: the target's head reads {hidden}; set head=shared or own")
+    net.start_from(target)
+    return net
+
+
+class HeadsNet(Speculator):
+    """Heads as parameters."""
+
+    def __init__(self, config: HeadsConfig, options: HeadsOptions) -> None:
+        super().__init__()
+        self.config, self.options, self.taps = config, options, config.taps
+        self.num_draft_tokens = options.heads
+        self.cell = CELLS[config.method](config)
+        shapes = self.cell.shapes
+        for name, size in shapes.matrices.items():
+            self._declare(f"{name}.weight", torch.zeros(size.outputs, size.inputs))
+            if size.bias:
+                self._declare(f"{name}.bias", torch.zeros(size.outputs))
+        for name, size in shapes.vectors.items():
+            self._declare(name, torch.full((size,), float(name.endswith("weight"))))
+        for name, width in shapes.tables.items():
+            self._declare(f"{name}.weight", torch.zeros(config.vocab_size, width))
+
+    def start_from(self, target: TargetShape) -> None:
+        """Begin where every head says what the target's would: residual branches at zero, output layers its own."""
+        rms = float(target.embedding.square().mean().sqrt())
+        branches = ("linear", "output")
+        for name, size in self.cell.shapes.matrices.items():
+            if name.rsplit(".", 1)[-1] in branches:
+                continue
+            reads_tokens = name.startswith(("emb_proj", "rnn_w"))
+            scale = 1 / (rms * math.sqrt(size.outputs)) if reads_tokens else 1.0
+            nn.init.normal_(self.parameter(f"{name}.weight"), std=scale / math.sqrt(size.inputs))
+        for name in ("input_proj", "proj.0"):
+            if name in self.cell.shapes.matrices and self.cell.width == self.config.target_hidden:
+                weight = self.parameter(f"{name}.weight").data
+                weight[:, : self.config.target_hidden] = torch.eye(self.config.target_hidden)
+        for name, width in self.cell.shapes.tables.items():
+            is_head = name in {self.cell.head(depth) for depth in range(self.options.heads)}
+            table = self.parameter(f"{name}.weight")
+            if is_head and width == target.head.shape[1]:
+                table.data.copy_(target.head)
+            else:
+                nn.init.normal_(table, std=1 / math.sqrt(width))
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """By its name in the checkpoint."""
+        return getattr(self, self._key(name))
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        depths, options = self.options.heads, self.options
+        rows, anchors = self._anchors(batch, generator)
+        total, rates, valid = batch.taps[FINAL].new_zeros((), dtype=torch.float32), [], []
+        for depth, logits in enumerate(self.unroll(batch, rows, anchors)):
+            goals = batch.head(batch.taps[FINAL][rows, anchors + depth])  # the target after this depth's token
+            labels = anchors + 1 + depth
+            is_label = batch.loss_mask[rows, labels]
+            if options.divergence == "ce":
+                values = cross_entropy(logits, batch.tokens[rows, labels])
+            else:
+                values = divergences()[options.divergence](goals, logits)
+            total = total + options.decay**depth * masked_mean(values, is_label)
+            rates.append(acceptance(goals, logits, batch.temperature))
+            valid.append(is_label)
+        weights = sum(options.decay**depth for depth in range(depths))
+        return total / weights, depth_metrics(torch.stack(rates, 1), torch.stack(valid, 1).cummin(1).values)
+
+    def unroll(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> list[Tensor]:
+        """Logits [N, V] of every depth after the tokens at these places, int64 [N] each, and those that follow."""
+        tensors = _Tensors(self, batch)
+        states = self.cell.start(tensors, batch.taps[FINAL][rows, anchors - 1])
+        outputs = []
+        for depth in range(self.options.heads):
+            states = self.cell.step(tensors, depth, states, batch.tokens[rows, anchors + depth])
+            read, name = self.cell.read(tensors, depth, states), self.cell.head(depth)
+            is_target = name == TARGET_TABLE
+            outputs.append(batch.head(read) if is_target else F.linear(read, self.parameter(f"{name}.weight")))
+        return outputs
+
+    def _anchors(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows and positions of newest tokens; the first token after is a label, and there is text at all depths."""
+        last = batch.tokens.shape[1] - self.options.heads - 1
+        rows, anchors = batch.loss_mask[:, 2 : last + 2].nonzero(as_tuple=True)
+        if self.training and len(rows) > self.options.anchors:
+            chosen = torch.randperm(len(rows), generator=generator)[: self.options.anchors].to(rows.device)
+            rows, anchors = rows[chosen], anchors[chosen]
+        return rows, anchors + 1
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            _stored(name): value.detach().cpu().bfloat16().contiguous() for name, value in self.state_dict().items()
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        content = json.dumps(write_heads(self.config), indent=2)
+        (folder / "config.json").write_text(f"{content}\n", encoding="utf-8")
+
+    def _declare(self, name: str, value: Tensor) -> None:
+        self.register_parameter(self._key(name), nn.Parameter(value))
+
+    def _key(self, name: str) -> str:
+        """A parameter's name has no points; a table's begins with what keeps it from Muon."""
+        is_table = name.removesuffix(".weight") in self.cell.shapes.tables
+        return f"{'table/' if is_table else ''}{name.replace('.', '/')}"
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """What a cell reads: the parameters, and the embedding of a batch's target."""
+
+    net: HeadsNet
+    batch: TargetBatch
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        bias = self.net.parameter(f"{name}.bias") if self.net.cell.shapes.matrices[name].bias else None
+        return F.linear(x, self.net.parameter(f"{name}.weight"), bias)
+
+    def vector(self, name: str) -> Tensor:
+        return self.net.parameter(name)
+
+    def embed(self, table: str, token_ids: Tensor) -> Tensor:
+        own = table != TARGET_TABLE
+        return F.embedding(token_ids, self.net.parameter(f"{table}.weight")) if own else self.batch.embed(token_ids)
+
+
+def _stored(key: str) -> str:
+    return key.removeprefix("table/").replace("/", ".")

@@ -1,0 +1,78 @@
+"""The tensors of heads on a rank: matrices whole, tables of the vocabulary split over the group as the target's are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from parallel.model.checkpoint import Shape
+from parallel.model.layers.embedding import VocabTable
+from parallel.model.layers.weight import EVERY, Layer, Shard, Weight
+from parallel.speculators.head_cells import TARGET_TABLE, HeadCell
+from parallel.speculators.place import SpeculatorPlace
+
+Sources = Callable[[str], Sequence[str]]
+"""Name of a matrix, table or vector -> the names that its rows have in a checkpoint, in order."""
+
+
+class LoadedTensors(Layer):
+    """Those of one cell, allocated uninitialised; `sources` tells what they are called in the checkpoint."""
+
+    def __init__(self, cell: HeadCell, place: SpeculatorPlace, sources: Sources) -> None:
+        shapes, options = cell.shapes, place.options
+        self._target = place.tables.embedding
+        self._matrices = {name: Weight(size.outputs, size.inputs, **options) for name, size in shapes.matrices.items()}
+        self._biases = {
+            name: torch.empty(size.outputs, **options) for name, size in shapes.matrices.items() if size.bias
+        }
+        self._vectors = {name: torch.empty(size, **options) for name, size in shapes.vectors.items()}
+        names = {name: f"{sources(name)[0]}.weight" for name in shapes.tables}
+        self._tables = {
+            name: VocabTable(names[name], cell.config.vocab_size, width, place.group, **options)
+            for name, width in shapes.tables.items()
+        }
+        self._sources = sources
+        if place.weights not in (None, place.dtype):
+            for weight in self._weights():
+                weight.store_as(place.weights)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return self._matrices[name].multiply(x, self._biases.get(name))
+
+    def vector(self, name: str) -> Tensor:
+        return self._vectors[name]
+
+    def embed(self, table: str, token_ids: Tensor) -> Tensor:
+        return (self._target if table == TARGET_TABLE else self._tables[table]).embed(token_ids)
+
+    def project(self, table: str, rows: Tensor) -> Tensor:
+        """Logits [rows, V] by an output layer of its own, on every rank."""
+        return self._tables[table].logits(rows)
+
+    def pack(self) -> None:
+        """After loading: put the weights into the order in which they are read."""
+        for weight in self._weights():
+            weight.pack()
+
+    def shards(self) -> Iterator[tuple[Shard, Shape]]:
+        """Every checkpoint tensor, where it goes, and its whole shape."""
+        for name, weight in self._matrices.items():
+            sources = self._sources(name)
+            share, inputs = weight.outputs // len(sources), weight.plain.shape[1]
+            for i, source in enumerate(sources):
+                own = slice(i * share, (i + 1) * share)
+                yield weight.shard(f"{source}.weight", EVERY, own=own), (share, inputs)
+                if name in self._biases:
+                    yield Shard(f"{source}.bias", (EVERY,), self._biases[name][own]), (share,)
+        for name, vector in self._vectors.items():
+            owner, part = name.rsplit(".", 1)
+            yield Shard(f"{self._sources(owner)[0]}.{part}", (EVERY,), vector), tuple(vector.shape)
+        for table in self._tables.values():
+            shape = table.vocab_size, table.weight.plain.shape[1]
+            yield from ((shard, shape) for shard in table.shards())
+
+    def _weights(self) -> Iterator[Weight]:
+        yield from self._matrices.values()
+        yield from (table.weight for table in self._tables.values())

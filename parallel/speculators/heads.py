@@ -1,0 +1,271 @@
+"""Passes of heads on the target's last hidden state (`head_cells.py`): no attention, so no KV rows, only states.
+
+The state of a text row needs the target's hidden state at the position before and the row's token, nothing earlier; it
+is computed for the last row of a text, and where logits are asked for. The state of a draft row follows from its
+parent's. Knows no checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby, takewhile
+
+import torch
+from torch import Tensor
+
+from parallel.kv.pass_plan import Span
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.decoder import Decoder
+from parallel.runtime.runner import PassOutput
+from parallel.speculators.head_cells import TARGET_TABLE, HeadCell
+from parallel.speculators.head_tensors import LoadedTensors
+from parallel.speculators.runner import SpeculatorRunner
+
+KEPT_FEATURES = 64
+"""Newest positions whose features are kept: a draft may begin some tokens before, while a verdict is on its way."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row that was fed. After a silent one there are no logits: it is too deep, nothing is known of what is before
+    it, or it is text within a text."""
+
+    position: int
+    depth: int = 0  # from the last row that had features
+    is_text: bool = False
+    is_silent: bool = False
+    state: Tensor | None = None
+    root: _Row | None = None  # that last row with features
+    laws: Tensor | None = None  # logits of all depths after a root, where tokens make no difference
+
+
+@dataclass(slots=True)
+class _SequenceRows:
+    """Of one sequence. The first `exact_len` of its committed rows were text rows."""
+
+    cached_len: int = 0
+    exact_len: int = 0
+    last: _Row | None = None  # of the committed ones
+    last_exact: _Row | None = None  # at exact_len - 1
+    pending: list[_Row] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Generation:
+    """Rows of a pass whose parents' states are known: the parents, and their own places among the pass's tokens."""
+
+    rows: list[_Row] = field(default_factory=list)
+    above: list[_Row] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+
+class HeadsRunner(SpeculatorRunner):
+    """`tensors` are those of the cell; what they do not have is the target's, of `tables`."""
+
+    def __init__(self, cell: HeadCell, tensors: LoadedTensors, tables: Decoder) -> None:
+        super().__init__(cell.config, tables, KVPool(1, 0, 1, 1))
+        self.cell = cell
+        self._tensors = tensors
+        self._rows: dict[SeqId, _SequenceRows] = {}
+
+    @property
+    def longest_draft(self) -> int:
+        return self.cell.config.longest
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self, seq_id: SeqId) -> None:
+        super().open(seq_id)
+        self._rows[seq_id] = _SequenceRows()
+
+    def close(self, seq_id: SeqId) -> None:
+        super().close(seq_id)
+        del self._rows[seq_id]
+
+    def read_features(self, seq_id: SeqId, start: int, rows: Tensor) -> None:
+        super().read_features(seq_id, start, rows)
+        self._features[seq_id].forget(self.num_known(seq_id) - KEPT_FEATURES)
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self._rows[seq_id].cached_len
+
+    def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  a row is one vector
+        return True
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        rows = self._rows[seq_id]
+        for i in keep:
+            row = rows.last = rows.pending[i]
+            if row.is_text and rows.exact_len == rows.cached_len:
+                rows.exact_len, rows.last_exact = rows.exact_len + 1, row
+            rows.cached_len += 1
+        rows.pending = [rows.pending[i] for i in retain]
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        rows = self._rows[seq_id]
+        if length < rows.cached_len:
+            rows.last = rows.last_exact if length == rows.exact_len else None
+        if length < rows.exact_len:
+            rows.exact_len, rows.last_exact = length, None
+        rows.cached_len, rows.pending = length, []
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        rows = self._rows[seq_id]
+        if rows.exact_len == rows.cached_len:
+            return False
+        self.truncate(seq_id, rows.exact_len)
+        return True
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        """Logits of the rows asked for, -inf after silent ones. Text is fed by passes that are not fuzzy."""
+        assert not taps, "a speculator has no taps"
+        if not isinstance(token_ids, Tensor):
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+        text, features, drafted, asked = _Generation(), list[Tensor](), list[_Generation](), list[_Row]()
+        first = 0
+        for span in spans:
+            fed = self._append(span, first, text, features, drafted, fuzzy=fuzzy)
+            asked += fed[len(fed) - span.num_logits :]
+            first += span.num_tokens
+        if features:
+            states = self.cell.start(self._tensors, torch.cat(features).to(self.decoder.dtype))
+            self._step(text, range(len(text.rows)), states, token_ids)
+        for generation in drafted:
+            for chosen in _by_depth(generation.rows).values():
+                states = torch.stack([_state_of(generation.above[i]) for i in chosen])
+                self._step(generation, chosen, states, token_ids)
+        logits = self._logits(asked)
+        return PassOutput(logits, logits.new_empty(first, 0), ())
+
+    def _append(
+        self,
+        span: Span,
+        first: int,
+        text: _Generation,
+        features: list[Tensor],
+        drafted: list[_Generation],
+        *,
+        fuzzy: bool,
+    ) -> list[_Row]:
+        """Enter the rows of a span, whose tokens begin at `first`: text rows whose state is wanted with the features
+        before them, draft rows by their generation within the pass."""
+        rows, known = self._rows[span.seq_id], self._features[span.seq_id]
+        num_before, num_rows = len(rows.pending), span.num_tokens
+        parents = range(num_before - 1, num_before + num_rows - 1) if span.parents is None else span.parents
+        num_text = 0 if fuzzy else self._num_text(rows, known.end, parents)
+        generations: dict[int, int] = {}  # of this span's draft rows, by their indices among the pending ones
+        for i, parent in enumerate(parents):
+            above = rows.pending[parent] if parent >= 0 else rows.last
+            if i < num_text:
+                row = _Row(rows.cached_len + num_before + i, is_text=True)
+                is_wanted = i == num_text - 1 or i >= num_rows - span.num_logits
+                row.root, row.is_silent = row, not (is_wanted and row.position > known.start)
+                if not row.is_silent:
+                    features.append(known.rows([row.position - 1]))
+                    _enter(text, row, row, first + i)
+            elif above is None:
+                row = _Row(rows.cached_len, is_silent=True)
+            else:
+                row = _Row(above.position + 1, above.depth + 1, root=above.root)
+                row.is_silent = above.is_silent or row.depth >= self.longest_draft
+                if self.cell.reads_tokens and not row.is_silent:
+                    generation = generations[num_before + i] = generations.get(parent, -1) + 1
+                    if generation == len(drafted):
+                        drafted.append(_Generation())
+                    _enter(drafted[generation], row, above, first + i)
+            rows.pending.append(row)
+        return rows.pending[num_before:]
+
+    def _num_text(self, rows: _SequenceRows, num_known: int, parents: Sequence[int]) -> int:
+        """Leading rows of a span that continue the text and whose predecessors' features are known."""
+        start = len(rows.pending)
+        if any(not row.is_text for row in rows.pending):
+            return 0
+        chain = takewhile(lambda pair: pair[0] == pair[1], zip(parents, count(start - 1), strict=False))
+        return max(0, min(len(list(chain)), num_known + 1 - rows.cached_len - start))
+
+    def _step(self, generation: _Generation, chosen: Sequence[int], states: Tensor, token_ids: Tensor) -> None:
+        """States of the chosen rows, equally deep, from those before them."""
+        rows = [generation.rows[i] for i in chosen]
+        if self.cell.reads_tokens:
+            places = torch.tensor([generation.places[i] for i in chosen], device=token_ids.device)
+            states = self.cell.step(self._tensors, rows[0].depth, states, token_ids[places])
+        for row, state in zip(rows, states.unbind(0), strict=True):
+            row.state = state
+
+    # --- logits ------------------------------------------------------------------------------------------------------
+
+    def _logits(self, asked: Sequence[_Row]) -> Tensor:
+        """[rows, V] float32."""
+        speaking = [i for i, row in enumerate(asked) if not row.is_silent]
+        if not speaking:
+            return self._silence(len(asked))
+        if self.cell.reads_tokens:
+            by_depth = _by_depth([asked[i] for i in speaking])
+            parts = {
+                depth: torch.stack([_state_of(asked[speaking[i]]) for i in chosen])
+                for depth, chosen in by_depth.items()
+            }
+            logits = torch.cat(self._read(parts))
+            order = [speaking[i] for chosen in by_depth.values() for i in chosen]
+        else:
+            logits = torch.stack([laws[asked[i].depth] for i, laws in zip(speaking, self._laws(asked), strict=True)])
+            order = speaking
+        if order == list(range(len(asked))):
+            return logits
+        placed = self._silence(len(asked))
+        placed[torch.tensor(order, device=placed.device)] = logits
+        return placed
+
+    def _laws(self, asked: Sequence[_Row]) -> list[Tensor]:
+        """Of the rows that are not silent, the logits [depths, V] of their roots: all heads run at once, when the root
+        is fed, and later levels look them up."""
+        roots = [row.root for row in asked if row.root is not None and not row.is_silent]
+        fresh = list({id(root): root for root in roots if root.laws is None}.values())
+        if fresh:
+            states = torch.stack([_state_of(root) for root in fresh])
+            laws = torch.stack(self._read(dict.fromkeys(range(self.longest_draft), states)), 1)
+            for root, law in zip(fresh, laws.unbind(0), strict=True):
+                root.laws = law
+        return [root.laws for root in roots if root.laws is not None]
+
+    def _read(self, states: Mapping[int, Tensor]) -> list[Tensor]:
+        """The states at each depth -> their logits; depths of one output layer are multiplied at once."""
+        read = {depth: self.cell.read(self._tensors, depth, rows) for depth, rows in states.items()}
+        logits: list[Tensor] = []
+        for name, depths in groupby(read, self.cell.head):
+            parts = [read[depth] for depth in depths]
+            rows = torch.cat(parts)
+            projected = self.decoder.head(rows) if name == TARGET_TABLE else self._tensors.project(name, rows)
+            logits += projected.float().split([len(part) for part in parts])
+        return logits
+
+    def _silence(self, num_rows: int) -> Tensor:
+        shape = num_rows, self.speculator.num_logits
+        return torch.full(shape, -torch.inf, dtype=torch.float32, device=self.decoder.device)
+
+
+def _enter(generation: _Generation, row: _Row, above: _Row, place: int) -> None:
+    generation.rows.append(row)
+    generation.above.append(above)
+    generation.places.append(place)
+
+
+def _by_depth(rows: Sequence[_Row]) -> dict[int, list[int]]:
+    """Depth -> indices of the rows there, in increasing order of depth."""
+    chosen: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        chosen.setdefault(row.depth, []).append(i)
+    return dict(sorted(chosen.items()))
+
+
+def _state_of(row: _Row) -> Tensor:
+    assert row.state is not None, "a silent row has no state"
+    return row.state
