@@ -13,9 +13,10 @@ from typing import Any
 
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
-from actors.drafters.config import DrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Parallel, Strategy
+from actors.drafters.config import DrafterConfig, PlacedDrafterConfig, Placement
+from actors.drafters.model.config import ModelDrafterConfig, Parallel, PassDrafterConfig, Strategy
 from actors.drafters.registry import DRAFTERS
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
 from cluster.config.compose import checked, drafter_record, with_chosen_rule
@@ -114,17 +115,22 @@ def _name(label: dict[str, object], differing: set[str]) -> str:
 
 
 def _title(drafter: DrafterConfig, *, by_path: bool) -> str:
-    """Its family, or those of its levels; models by their checkpoints where there are several."""
+    """Its family, or those of its levels; models by their checkpoints where there are several, speculators always."""
+    if isinstance(drafter, PlacedDrafterConfig) and drafter.placement is not Placement.auto:
+        return f"{_title(replace(drafter, placement=Placement.auto), by_path=by_path)} {drafter.placement}"
     if isinstance(drafter, CascadeDrafterConfig):
         levels = "+".join(_title(level, by_path=by_path) for level in drafter.levels)
         return f"{levels} auto" if drafter.lengths is LevelLengths.auto else levels
     if isinstance(drafter, AutoDrafterConfig):
         return f"auto({', '.join(_title(one, by_path=by_path) for one in drafter.drafters)})"
-    if by_path and isinstance(drafter, ModelDrafterConfig):
+    if not isinstance(drafter, PassDrafterConfig):
+        return drafter.name
+    title = drafter.name
+    if isinstance(drafter, SpeculatorDrafterConfig):
+        title = Path(drafter.path).name
+    elif by_path and isinstance(drafter, ModelDrafterConfig):
         return _BUNDLED.get(drafter.path, Path(drafter.path).name)
-    if isinstance(drafter, ModelDrafterConfig) and drafter.strategy is not Strategy.chain:
-        return f"{drafter.name} {drafter.strategy}"
-    return drafter.name
+    return title if drafter.strategy is Strategy.chain else f"{title} {drafter.strategy}"
 
 
 def _drafter(entry: Any, configured: DrafterConfig) -> DrafterConfig:
