@@ -90,6 +90,14 @@ def test_a_drafter_is_a_name_or_its_keys_or_the_levels_of_a_cascade(bench_launch
     assert len({setting.engine_key for setting in settings}) == 4
 
 
+def test_placements_and_shapes_are_told_apart(bench_launch):
+    attached = {"name": "ngram", "placement": "attached"}
+    tree = {"name": "model", "strategy": "best_first", "placement": "attached"}
+    config = bench_launch(drafters=["ngram", attached, tree])
+    config = replace(config, target=replace(config.target, path=str(pocket.TARGET)))
+    assert setting_names(expand(config)) == ["ngram k=5", "ngram attached k=5", "model best_first attached k=5"]
+
+
 def test_workloads_share_the_engines(bench_launch):
     config = bench_launch(workloads=["completion", "agent"])
     settings = expand(replace(config, job=replace(config.job, prompts="")))
@@ -103,7 +111,7 @@ def test_workloads_share_the_engines(bench_launch):
         ({"drafters": [{"path": "x"}]}, "job.drafters={'path': 'x'}: has no known name; choose from none, model"),
         ({"drafters": [{"name": "ngram", "depth": 3}]}, "job.drafters.depth"),
         ({"drafters": [["ngram"]]}, "drafter.levels=['ngram']: must be at least two"),
-        ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, ngram"),
+        ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, speculator, ngram"),
         ({"pipelines": ["zigzag"]}, "job.pipelines=zigzag: no such choice"),
         ({"parallels": ["wide"]}, "job.parallels=wide: no such way; choose from single, tensor, layer"),
         ({"batches": [1, 99]}, "job.batches=99: only 64 sequences"),
