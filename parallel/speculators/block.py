@@ -55,6 +55,7 @@ class _BlockNode:
     blocks: _BlockPass
     first: int
     depth: int
+    parent: _BlockNode | None = None
     state: Tensor | None = None
 
 
@@ -160,7 +161,7 @@ class BlockRunner(SpeculatorRunner):
             else:
                 above = pending[parent] if parent >= 0 else sequence.last
                 assert above is not None, "a draft token follows the root of a block"
-                node = _BlockNode(above.blocks, above.first, above.depth + 1, above.state)
+                node = _BlockNode(above.blocks, above.first, above.depth + 1, above)
             pending.append(node)
             if node is not None:
                 added.append(node)
@@ -248,7 +249,7 @@ class BlockRunner(SpeculatorRunner):
             return rows[0]
         if len(places) < len(token_ids):
             token_ids = token_ids[torch.tensor(places, device=token_ids.device)]
-        state = torch.stack([_state(node) for node in nodes]) if corrector.state_size and depth else None
+        state = torch.stack([_parent_state(node) for node in nodes]) if corrector.state_size and depth else None
         logits, state = corrector.step(rows, token_ids, state, at_root=not depth)
         if state is not None:
             for node, own in zip(nodes, state, strict=True):
@@ -256,9 +257,10 @@ class BlockRunner(SpeculatorRunner):
         return logits
 
 
-def _state(node: _BlockNode) -> Tensor:
-    assert node.state is not None
-    return node.state
+def _parent_state(node: _BlockNode) -> Tensor:
+    state = None if node.parent is None else node.parent.state
+    assert state is not None, "a node was fed before its parent"
+    return state
 
 
 def _gather(nodes: Sequence[_BlockNode]) -> PositionRows:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.speculators.config import FINAL
@@ -31,7 +33,10 @@ def train_speculator(recipe, target, folder: Path) -> Path:
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     counts = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
     torch.manual_seed(0)
-    net = row.build(row.options, TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts))
+    options = row.options
+    if isinstance(options, BlockOptions):
+        options = replace(options, anchors=3, intermediate_size=64)
+    net = row.build(options, TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts))
     batch = TargetBatch(
         tokens,
         {tap: streams[tap] for tap in {*net.taps, FINAL}},

@@ -71,12 +71,20 @@ DRAFTERS = {
         path="foreign", tokenizer="target", translate=Translation.strings, num_draft_tokens=5
     ),
 }
+_HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
+_BLOCKS = "dflash", "dspark", "dflash2", "domino"
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
-    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm")
+    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", *_HEADS, *_BLOCKS)
 } | {
     "eagle3-tree": SpeculatorDrafterConfig(
         path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
+    ),
+    "dflash-tree": SpeculatorDrafterConfig(
+        path="dflash", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
+    ),
+    "domino-tree": SpeculatorDrafterConfig(
+        path="domino", strategy=Strategy.best_first, num_draft_tokens=9, depth=9, width=3
     ),
 }
 """Methods of `drafter=speculator` by the name of their recipe, attached."""

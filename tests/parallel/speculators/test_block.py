@@ -16,7 +16,7 @@ from parallel.comm.group import SINGLE
 from parallel.runtime.runner import Span, open_model
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator
+from parallel.speculators.registry import open_speculator, open_tables
 
 LENGTH = 24
 SMALL = {"intermediate_size": 40, "taps": 2, "rank": 8, "state_size": 12, "top_k": 5, "conv_group": 4, "anchors": 12}
@@ -159,3 +159,139 @@ def test_every_recipe_learns_its_own_text(pair):
         assert not missing, f"{kind}: no gradient reaches {missing}"
         assert losses[-1] < 0.9 * losses[0], f"{kind}: {losses[0]} -> {losses[-1]}"
         assert {f"accept_{k}" for k in range(1, 8)} <= metrics.keys() and 1 <= metrics["length"] <= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_of_trees_has_the_logits_of_its_path(kind, pair, tmp_path):
+    """Two texts in one pass and one whose block is of another pass; the root and some nodes in one exact pass, the
+    others in a fuzzy one; the deepest node lies below the block."""
+    net = pair.net(KINDS[kind])
+    alone, runner, depths = opened(pair, net, tmp_path), opened(pair, net, tmp_path), net.num_draft_tokens
+    texts = {"a": pair.tokens[0, :9].tolist(), "b": pair.tokens[1, :13].tolist(), "c": pair.tokens[1, :5].tolist()}
+    parents = [-1, 0, 0, 1, 3, *range(4, 4 + depths)]  # of nodes, the root being -1
+    tokens = [(7 * node + 3) % 97 for node in range(len(parents))]
+    expected = {}
+    for name, text in texts.items():
+        for each in (alone, runner):
+            each.open(name)
+            each.read_features(name, 0, pair.features(torch.tensor(text[:-1]), net.taps))
+        expected[name] = [_along(alone, name, text, tokens, parents, node) for node in range(-1, len(parents))]
+    first = 3
+    rows = {
+        name: [*range(-1, len(text) - 1), *(len(text) + parent for parent in parents)] for name, text in texts.items()
+    }
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in texts}
+    for group in (["c"], ["a", "b"]):
+        spans = [
+            Span(name, len(texts[name]) + first, rows[name][: len(texts[name]) + first], first + 1) for name in group
+        ]
+        fed = [token for name in group for token in texts[name] + tokens[:first]]
+        logits = runner.forward(spans, fed).logits
+        for i, name in enumerate(group):
+            found[name] += logits[i * (first + 1) : (i + 1) * (first + 1)]
+    rest = len(parents) - first
+    spans = [Span(name, rest, rows[name][len(texts[name]) + first :], rest) for name in ("a", "c", "b")]
+    logits = runner.forward(spans, tokens[first:] * 3, fuzzy=True).logits
+    for i, name in enumerate(("a", "c", "b")):
+        found[name] += logits[i * rest : (i + 1) * rest]
+        torch.testing.assert_close(torch.stack(found[name]), torch.stack(expected[name]), atol=1e-5, rtol=1e-5)
+        assert found[name][-1].isneginf().all()
+
+
+def _along(runner, name, text, tokens, parents, node):
+    """The logits at a node by a chain of passes; nothing stays pending."""
+    path = []
+    while node >= 0:
+        path.insert(0, tokens[node])
+        node = parents[node]
+    logits = drafted(runner, name, text[runner.cached_len(name) :], path)[-1]
+    runner.truncate(name, len(text) - 1)
+    return logits
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_after_any_verdicts_the_rows_are_those_of_the_text(kind, pair, tmp_path):
+    net = pair.net(FLAGS[kind])
+    runner, depths = opened(pair, net, tmp_path), net.num_draft_tokens
+    torch.manual_seed(2)
+    text = torch.randint(97, (60,))
+    features, tokens = pair.features(text, net.taps), text.tolist()
+    runner.open("grown")
+    root, known = 4, 0
+    for accepted in (0, 3, depths, 1, 0, depths - 1, 2, depths):
+        runner.read_features("grown", known, features[known:root])
+        known, cached = root, runner.cached_len("grown")
+        draft = tokens[root + 1 : root + 1 + accepted] + [5] * (depths - accepted)
+        drafted(runner, "grown", tokens[cached : root + 1], draft[:-1])
+        runner.commit("grown", range(min(root + 1 - cached + accepted, root - cached + depths)))
+        assert runner.drop_fuzzy("grown")
+        root += accepted + 1
+    runner.read_features("grown", known, features[known:root])
+    runner.open("fresh")
+    runner.read_features("fresh", 0, features[:root])
+    logits = drafted(runner, "grown", tokens[runner.cached_len("grown") : root + 1], [1, 2, 3])
+    torch.testing.assert_close(logits, drafted(runner, "fresh", tokens[: root + 1], [1, 2, 3]), atol=1e-5, rtol=1e-5)
+    rows = [torch.from_numpy(runner.pool.slots(name).copy()) for name in ("grown", "fresh")]
+    assert [len(slots) for slots in rows] == [root, root], "rows of the text alone are kept"
+    for kept in (runner.pool.keys, runner.pool.values):
+        torch.testing.assert_close(kept[:, rows[0]], kept[:, rows[1]], atol=1e-5, rtol=1e-5)
+
+
+def test_parts_without_weights_leave_the_plain_block(pair):
+    """Convolutions as they begin: DFlash. A selector without codebook: its likeliest token. No Markov weights: the
+    block whose anchor's row drafts first."""
+    plain, batch, anchors = pair.net(FLAGS["dflash"]), None, torch.tensor([[3, 8], [4, 10]])
+    batch = pair.batch(plain)
+
+    def with_parts(options, *begin):
+        net = build(options, pair.shape)
+        weights = {name: value for name, value in net.state_dict().items() if name.split(".")[0] in begin}
+        weights |= {name: value for name, value in net.state_dict().items() if "_conv." in name}
+        net.load_state_dict(pair.net(replace(options, conv_taps=0, corrector="none")).state_dict() | weights)
+        with torch.no_grad():
+            return net.logits_at(batch, anchors)
+
+    with torch.no_grad():
+        expected = plain.logits_at(batch, anchors)
+    convolved = with_parts(replace(FLAGS["dflash"], conv_taps=2))
+    torch.testing.assert_close(convolved, expected)
+    selected = with_parts(replace(FLAGS["dflash2"], conv_taps=0), "candidate_selector")
+    assert torch.equal(selected.argmax(-1), expected.argmax(-1)) and (selected > -torch.inf).sum(-1).eq(5).all()
+    first = replace(FLAGS["dspark"], confidence=False)
+    with torch.no_grad():
+        expected = pair.net(replace(first, corrector="none")).logits_at(batch, anchors)
+    torch.testing.assert_close(with_parts(first, "markov_head"), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_draft_as_one(kind, pair, tmp_path, on_ranks):
+    net = pair.net(KINDS[kind])
+    tokens, features = pair.tokens[0].tolist(), pair.features(pair.tokens[0], net.taps)
+
+    def draft(group):
+        tables = open_tables(pair.path, group)
+        runner = open_speculator(tmp_path, SpeculatorPlace(tables, group, "cpu", torch.float32, 64))
+        runner.open(0)
+        runner.read_features(0, 0, features[:11])
+        return drafted(runner, 0, tokens[:12], [3, 1, 4])
+
+    alone = opened(pair, net, tmp_path)
+    alone.open(0)
+    alone.read_features(0, 0, features[:11])
+    expected = drafted(alone, 0, tokens[:12], [3, 1, 4])
+    for logits in on_ranks(2, draft):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+def test_matrices_may_be_stored_rounded(stored, pair, tmp_path):
+    net = pair.net(FLAGS["dspark"])
+    tokens, features = pair.tokens[0].tolist(), pair.features(pair.tokens[0], net.taps)
+    logits = []
+    for weights in (None, stored):
+        runner = opened(pair, net, tmp_path, weights=weights)
+        runner.open(0)
+        runner.read_features(0, 0, features[:11])
+        logits.append(drafted(runner, 0, tokens[:12], [3, 1, 4]))
+    off = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
+    assert off == 0 if stored == torch.bfloat16 else 0 < off < 0.1, "the checkpoint's numbers are bfloat16"

@@ -294,7 +294,8 @@ class BlockDrafter(Speculator):
         ropes = self._angles(places), self._angles(torch.arange(context.shape[1], device=anchors.device))
         for layer in self.layers:
             x = layer(x, context, anchors, ropes)
-        return self.norm(x)[:, :, size - self.num_draft_tokens :]
+        # contiguous, because products of a slice with the head copy the head for every row of text
+        return self.norm(x[:, :, size - self.num_draft_tokens :].contiguous())
 
     def corrected(
         self, batch: TargetBatch, base: Tensor, hidden: Tensor, before: Tensor
