@@ -187,7 +187,8 @@ def speculator(models, tmp_path_factory):
 
     @cache
     def trained(recipe):
-        return train_speculator(recipe, models["reference"], tmp_path_factory.mktemp("speculator") / recipe)
+        folder = tmp_path_factory.mktemp("speculator") / recipe
+        return train_speculator(recipe, models["reference"], models["drafter"], folder)
 
     return trained
 
@@ -222,6 +223,7 @@ def open_room(models, speculator):
             elif isinstance(config, ModelDrafterConfig):
                 deep = config.parallel is Parallel.layer  # the other models have too few layers
                 path = models["deep"] if deep else models[config.path] if config.tokenizer else path
+                path = speculator("pard") if config.path == "pard" else path
                 tokenizer = config.tokenizer and str(models[config.tokenizer])
                 config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
             elif isinstance(config, SpeculatorDrafterConfig):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from cluster.tools.training.speculators.block import BlockOptions
+from cluster.tools.training.speculators.distill import DistillOptions
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.speculators.config import FINAL
@@ -26,8 +27,9 @@ def written_by(target):
         return tokens, target(tokens, output_hidden_states=True).hidden_states
 
 
-def train_speculator(recipe, target, folder: Path) -> Path:
-    """Train the recipe's module beside `target`, a transformers model, and write it to `folder`."""
+def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
+    """Train the recipe's module beside `target`, a transformers model, and write it to `folder`; one that is a whole
+    model begins as `drafter`."""
     row = RECIPES[recipe]
     tokens, streams = written_by(target)
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
@@ -36,6 +38,8 @@ def train_speculator(recipe, target, folder: Path) -> Path:
     options = row.options
     if isinstance(options, BlockOptions):
         options = replace(options, anchors=3, intermediate_size=64)
+    if isinstance(options, DistillOptions):
+        options = replace(options, start=str(drafter))
     net = row.build(options, TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts))
     batch = TargetBatch(
         tokens,

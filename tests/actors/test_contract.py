@@ -54,6 +54,8 @@ DRAFTERS = {
     "merged": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=14, branching=[3, 2, 1], merge_ngram=1),
     "cape": ModelDrafterConfig(strategy=Strategy.cape, num_draft_tokens=9, depth=4),
     "best_first": ModelDrafterConfig(strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
+    "pard": ModelDrafterConfig(path="pard", num_draft_tokens=5),
+    "pard-tree": ModelDrafterConfig(path="pard", strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "auto": AutoDrafterConfig(
         drafters=(
             NgramDrafterConfig(min_ngram=1),

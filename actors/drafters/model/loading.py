@@ -28,6 +28,7 @@ from parallel.model.partition import LayerLayout, Partition, default_partition, 
 from parallel.runtime.kv_sizing import choose_dtype, fit_slots
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, open_model
+from parallel.speculators.pard import filling_masks
 
 _FEWEST = 2
 _WIDEST_BY_DEFAULT = 4
@@ -73,6 +74,8 @@ def open_draft_model(
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
     options = {"layout": layout, "weights": fit.weights, "head": head}
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
+    if layout is None:
+        runner = filling_masks(runner, config.path)
     return translated(runner, config), facts
 
 

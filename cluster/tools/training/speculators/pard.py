@@ -19,6 +19,7 @@ from cluster.tools.training.losses import acceptance, masked_mean
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, start_model
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape, depth_metrics
 from parallel.speculators.config import FINAL
+from parallel.speculators.pard import DEPTH_FIELD, MASK_FIELD
 
 EVALUATED_ANCHORS = 24
 """Anchors of a row on which acceptance is measured: each needs a mask row for every depth."""
@@ -75,8 +76,8 @@ class PardDrafter(DistilledDrafter):
     def __init__(self, model: LlamaForCausalLM, options: PardOptions) -> None:
         super().__init__(model, options)
         self._options = options
-        model.config.pard_token = options.mask_token
-        model.config.speculator = {"method": "pard", "mask_token": options.mask_token, "depth": options.depth}
+        setattr(model.config, MASK_FIELD, options.mask_token)
+        setattr(model.config, DEPTH_FIELD, options.depth)
 
     def hidden(self, tokens: Tensor, rows: MaskRows) -> Tensor:
         """Final hidden states of the text's rows and the mask rows behind them, `[texts, length + rows, hidden]`."""

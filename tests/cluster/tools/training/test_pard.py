@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from cluster.tools.training.models import drafter_config, initialised
+from cluster.tools.training.models import drafter_config, initialised, save_model
 from cluster.tools.training.speculators.pard import MaskRows, PardDrafter, PardOptions, dropped_rows
+from parallel.kv.pass_plan import Span
+from parallel.runtime.runner import open_model
+from parallel.speculators.pard import PardRunner, filling_masks
 
 DEPTH, LENGTH, MASK = 4, 10, 7
 
@@ -57,7 +61,39 @@ def test_nothing_behind_the_anchor_leaks_into_its_masks(net: PardDrafter, rows: 
     assert ((before - after)[:, ~same].abs().amax(-1) > 1e-3).all()
 
 
-def test_the_checkpoint_says_how_it_drafts(net: PardDrafter, tmp_path: Path):
+def test_the_engine_drafts_what_was_trained_in_the_order_of_any_verdicts(net: PardDrafter, tmp_path: Path):
+    """Logits at every depth, whatever was accepted of the drafts before (T5 and T7)."""
     net.save(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    assert '"pard_token": 7' in text and '"method": "pard"' in text
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(parameter.bfloat16())  # as saved
+    plain = open_model(tmp_path)
+    runner = filling_masks(plain, tmp_path)
+    assert isinstance(runner, PardRunner) and runner.longest_draft == DEPTH
+    text, choice = TOKENS[0].tolist(), random.Random(0)
+    runner.open("a")
+    runner.forward([Span("a", 3, None, 0)], text[:3])
+    runner.commit("a", range(3))
+    for accepted in (0, DEPTH, 2, 1, 0):
+        suffix = text[runner.cached_len("a") :]
+        rows = [runner.forward([Span("a", len(suffix))], suffix).logits]
+        drafted = [choice.randrange(8, 64) for _ in range(DEPTH)]
+        rows += [runner.forward([Span("a", 1)], [token], fuzzy=True).logits for token in drafted]
+        masks = MaskRows(torch.full((DEPTH - 1,), len(text) - 1), torch.arange(1, DEPTH))
+        with torch.no_grad():
+            hidden = net.hidden(torch.tensor([text]), masks)[0, len(text) - 1 :]
+            expected = net.model.lm_head(hidden)
+        assert (torch.cat(rows[:DEPTH]) - expected).abs().max() < 1e-4
+        assert (rows[DEPTH] == -torch.inf).all(), "no mask is that deep"
+        runner.commit("a", range(len(suffix) + accepted))
+        assert runner.drop_fuzzy("a") is (accepted > 0)
+        assert runner.cached_len("a") == len(text)
+        text += [*drafted[:accepted], choice.randrange(8, 64)]
+    runner.truncate("a", 4)
+    assert runner.cached_len("a") == 4
+
+
+def test_a_checkpoint_without_masks_drafts_one_token_a_pass(tmp_path: Path):
+    save_model(initialised(drafter_config(64), 0, "cpu"), tmp_path)
+    plain = open_model(tmp_path)
+    assert filling_masks(plain, tmp_path) is plain

@@ -1,0 +1,157 @@
+"""PARD (arXiv 2504.18583): a plain draft model that fills mask tokens behind the text, one per further draft token.
+
+One pass feeds the text that is not cached yet and the masks; the logits at the root and at every draft token are those
+of the row at their depth, so draft tokens are never fed, and the rows of masks are given back at once. Accepted tokens
+are fed as text by the next draft. Knows no requests and no rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel.kv.pass_plan import Span
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.checkpoint import read_json, resolve_checkpoint
+from parallel.model.decoder import Decoder
+from parallel.runtime.runner import ModelRunner, PassOutput
+
+MASK_FIELD, DEPTH_FIELD = "pard_token", "pard_depth"
+"""Of config.json. The depth is ours: a published checkpoint leaves it to the engine."""
+DEPTH = 8
+"""That of published checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MaskNode:
+    """A row `depth` below a root whose pass gave `logits` [depths, vocabulary]."""
+
+    logits: Tensor
+    depth: int
+
+
+@dataclass(slots=True)
+class _MaskedText:
+    """What the drafter thinks is in the pool: `length` committed rows, then `nodes`, of which text before a root is
+    None. `last` is the row after which the nodes begin; `is_drafted` that a draft token was committed, which has no
+    row."""
+
+    length: int = 0
+    nodes: list[_MaskNode | None] = field(default_factory=list)
+    last: _MaskNode | None = None
+    is_drafted: bool = False
+
+
+class PardRunner(ModelRunner):
+    """Passes of such a model; a node below its deepest mask has logits of minus infinity."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, mask_token: int, depth: int, *, backend: str | None = None
+    ) -> None:
+        super().__init__(decoder, pool, backend=backend)
+        self._mask_token, self._depth = mask_token, depth
+        self._texts: dict[SeqId, _MaskedText] = {}
+
+    @property
+    def longest_draft(self) -> int:
+        return self._depth
+
+    def open(self, seq_id: SeqId) -> None:
+        super().open(seq_id)
+        self._texts[seq_id] = _MaskedText()
+
+    def close(self, seq_id: SeqId) -> None:
+        super().close(seq_id)
+        del self._texts[seq_id]
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self._texts[seq_id].length
+
+    def can_reserve(self, num_rows: int) -> bool:
+        """Every open sequence may have masks in the pass."""
+        return self.pool.can_reserve(num_rows + (self._depth - 1) * len(self._texts))
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        text = self._texts[seq_id]
+        kept = [text.nodes[row] for row in keep]
+        drafted = [node for node in kept if node is not None and node.depth]
+        text.length += len(kept) - len(drafted)
+        text.is_drafted |= bool(drafted)
+        text.last = kept[-1] if kept else text.last
+        text.nodes = [text.nodes[row] for row in retain]
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        super().truncate(seq_id, min(length, self.pool.cached_len(seq_id)))
+        self._texts[seq_id] = _MaskedText(min(length, self._texts[seq_id].length))
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        """Forget the pass that drafted tokens which are text by now."""
+        text = self._texts[seq_id]
+        if text.is_drafted:
+            self._texts[seq_id] = _MaskedText(text.length)
+        return text.is_drafted
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        """Of an exact pass's span that asks for logits, the first row that has them is the root, and those after it are
+        draft tokens; a fuzzy pass feeds draft tokens alone."""
+        assert not taps, "a draft model has no taps"
+        roots = {} if fuzzy else self._fill_masks(spans, torch.as_tensor(token_ids, device=self.decoder.device))
+        nodes: list[_MaskNode] = []
+        for span in spans:
+            added = self._append(span, roots.get(span.seq_id), fuzzy=fuzzy)
+            nodes += added[len(added) - span.num_logits :]
+        silent = torch.full((1, self.config.num_logits), -torch.inf, device=self.decoder.device)
+        rows = [node.logits[node.depth : node.depth + 1] if node.depth < self._depth else silent for node in nodes]
+        logits = torch.cat(rows) if rows else silent[:0]
+        return PassOutput(logits, logits.new_empty(0, self.config.hidden_size), ())
+
+    def _fill_masks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, _MaskNode]:
+        """Write the text's rows, with masks behind every root; returns the roots."""
+        fed, parts, first = list[Span](), list[Tensor](), 0
+        masks = token_ids.new_full((self._depth - 1,), self._mask_token)
+        for span in spans:
+            num_text = span.num_tokens - max(0, span.num_logits - 1)
+            has_root = span.num_logits > 0
+            parts += [token_ids[first : first + num_text], masks[: len(masks) * has_root]]
+            fed.append(Span(span.seq_id, num_text + len(masks) * has_root, None, self._depth * has_root))
+            first += span.num_tokens
+        output = super().forward(fed, torch.cat(parts))
+        blocks = iter(output.logits.split(self._depth))
+        roots = {}
+        for span in spans:
+            num_text = span.num_tokens - max(0, span.num_logits - 1)
+            super().commit(span.seq_id, range(num_text))
+            if span.num_logits:
+                roots[span.seq_id] = _MaskNode(next(blocks), 0)
+        return roots
+
+    def _append(self, span: Span, root: _MaskNode | None, *, fuzzy: bool) -> list[_MaskNode]:
+        """Make the span's rows pending; returns its nodes."""
+        text, added = self._texts[span.seq_id], list[_MaskNode]()
+        num_text = 0 if fuzzy else span.num_tokens - max(0, span.num_logits - 1)
+        for row in range(span.num_tokens):
+            node = root if row == num_text - 1 else None
+            if row >= num_text:
+                parent = len(text.nodes) - 1 if span.parents is None else span.parents[row]
+                above = text.nodes[parent] if parent >= 0 else text.last
+                assert above is not None, "a draft token follows a root"
+                node = _MaskNode(above.logits, above.depth + 1)
+            text.nodes.append(node)
+            if node is not None:
+                added.append(node)
+        return added
+
+
+def filling_masks(runner: ModelRunner, path: str | Path) -> ModelRunner:
+    """The runner of the checkpoint at `path`, as one that fills masks if its config.json says that it is trained to."""
+    hf = read_json(resolve_checkpoint(str(path)) / "config.json")
+    if MASK_FIELD not in hf:
+        return runner
+    return PardRunner(runner.decoder, runner.pool, int(hf[MASK_FIELD]), int(hf.get(DEPTH_FIELD, DEPTH)))
