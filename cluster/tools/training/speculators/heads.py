@@ -85,6 +85,7 @@ class HeadsNet(Speculator):
         self.config, self.options, self.taps = config, options, config.taps
         self.num_draft_tokens = options.heads
         self.cell = CELLS[config.method](config)
+        self._keys: dict[str, str] = {}
         shapes = self.cell.shapes
         for name, size in shapes.matrices.items():
             self._declare(f"{name}.weight", torch.zeros(size.outputs, size.inputs))
@@ -119,7 +120,7 @@ class HeadsNet(Speculator):
 
     def parameter(self, name: str) -> nn.Parameter:
         """By its name in the checkpoint."""
-        return getattr(self, self._key(name))
+        return getattr(self, self._keys[name])
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -127,8 +128,13 @@ class HeadsNet(Speculator):
         depths, options = self.options.heads, self.options
         rows, anchors = self._anchors(batch, generator)
         total, rates, valid = batch.taps[FINAL].new_zeros((), dtype=torch.float32), [], []
+        # the target's logits after the tokens of all depths; those of neighbouring anchors are the same rows
+        length = batch.tokens.shape[1]
+        needed = torch.stack([rows * length + anchors + depth for depth in range(depths)])
+        places, order = needed.unique(return_inverse=True)
+        laws = batch.head(batch.taps[FINAL].flatten(0, 1)[places])
         for depth, logits in enumerate(self.unroll(batch, rows, anchors)):
-            goals = batch.head(batch.taps[FINAL][rows, anchors + depth])  # the target after this depth's token
+            goals = laws[order[depth]]
             labels = anchors + 1 + depth
             is_label = batch.loss_mask[rows, labels]
             if options.divergence == "ce":
@@ -164,20 +170,18 @@ class HeadsNet(Speculator):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            _stored(name): value.detach().cpu().bfloat16().contiguous() for name, value in self.state_dict().items()
-        }
+        values = {name: self.parameter(name).detach() for name in self._keys}
+        tensors = {name: value.cpu().bfloat16().contiguous() for name, value in values.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         content = json.dumps(write_heads(self.config), indent=2)
         (folder / "config.json").write_text(f"{content}\n", encoding="utf-8")
 
     def _declare(self, name: str, value: Tensor) -> None:
-        self.register_parameter(self._key(name), nn.Parameter(value))
-
-    def _key(self, name: str) -> str:
-        """A parameter's name has no points; a table's begins with what keeps it from Muon."""
+        """A parameter's name has no points; what it begins with tells the optimizer whether it is a table."""
         is_table = name.removesuffix(".weight") in self.cell.shapes.tables
-        return f"{'table/' if is_table else ''}{name.replace('.', '/')}"
+        key = f"{'table' if is_table else 'layer'}_{len(self._keys)}"
+        self._keys[name] = key
+        self.register_parameter(key, nn.Parameter(value))
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,3 @@ class _Tensors:
     def embed(self, table: str, token_ids: Tensor) -> Tensor:
         own = table != TARGET_TABLE
         return F.embedding(token_ids, self.net.parameter(f"{table}.weight")) if own else self.batch.embed(token_ids)
-
-
-def _stored(key: str) -> str:
-    return key.removeprefix("table/").replace("/", ".")
