@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from actors.coordinator.exports import Exports
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import DraftState, PreviewTree, Sequence
 from actors.policy.policy import Policy
@@ -55,11 +56,18 @@ class DrafterSession:
     """`is_present`: a drafter role exists and is alive. `read_chunk`: tokens of a text to read between two drafts.
 
     `is_attached`: the drafter runs on the target's ranks. It gets no batches of its own; orders go with the target's,
-    and drafts come with the verdicts.
+    and drafts come with the verdicts. `is_bridged`: the target sends it hidden states, without which it does not draft.
     """
 
     def __init__(
-        self, policy: Policy, *, is_present: bool, first_round: int, read_chunk: int, is_attached: bool = False
+        self,
+        policy: Policy,
+        *,
+        is_present: bool,
+        first_round: int,
+        read_chunk: int,
+        is_attached: bool = False,
+        is_bridged: bool = False,
     ) -> None:
         self.is_present = is_present or is_attached
         self.is_attached = is_attached
@@ -71,22 +79,38 @@ class DrafterSession:
         self._read_chunk = read_chunk
         self._last_read = first_round  # the last round whose batch held text to read
         self._attached_orders: dict[int, int] = {}  # draft tokens ordered with the present pass, by request
+        self.exports = Exports() if is_bridged else None
 
     def lose(self, sequences: Collection[Sequence]) -> None:
         """The drafter and its state are lost; drafts that arrived before remain valid."""
         self.is_present, self.pending, self._outbox = False, None, Outbox()
         self._top_tokens.clear()
+        if self.exports is not None:
+            self.exports.end(sequences)
         for sequence in sequences:
             sequence.draft = DraftState(proposal=sequence.draft.proposal)
             sequence.is_being_read, sequence.preview = False, None
 
+    def regain(self, epoch: int) -> None:
+        """The drafter serves, without any request."""
+        self.is_present = True
+        if self.exports is not None:
+            self.exports.begin(epoch)
+
     def may_draft(self, sequence: Sequence) -> bool:
-        return self.is_present and sequence.request.speculate
+        has_features = self.exports is None or sequence.exported_len is not None
+        return self.is_present and sequence.request.speculate and has_features
 
     # --- state of the drafter -----------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> None:
-        """The request is about to run. Where waiting is weighed, its text is sent later, while the drafter is idle."""
+        """The request is about to run. Where waiting is weighed, its text is sent later, while the drafter is idle; at
+        once where hidden states follow."""
+        if self.exports is not None:
+            if sequence.request.speculate and self.exports.are_sent:
+                sequence.exported_len = 0
+                self._outbox.admit(sequence)
+            return
         if self.may_draft(sequence) and not self._policy.weighs_waiting and not self.is_attached:
             self._outbox.admit(sequence)
 
@@ -104,6 +128,8 @@ class DrafterSession:
 
     def release(self, sequence: Sequence) -> None:
         """The request ended or was preempted."""
+        if self.exports is not None:
+            self.exports.forget(sequence)
         sequence.draft = DraftState()
         sequence.is_being_read, sequence.preview = False, None
         self._outbox.release(sequence.request_id)
@@ -130,6 +156,8 @@ class DrafterSession:
             pending.has_first_part = True
             return num_stale
         self.pending = None
+        if self.exports is not None:
+            self.exports.received()
         for request_id, prefix_len in pending.prefixes.items():
             sequence = sequences.get(request_id)
             if sequence is not None and sequence.prefix_len == prefix_len:
@@ -208,14 +236,18 @@ class DrafterSession:
             self._policy.caught_up()
         chosen = self.missing_drafts(running, verifying)[: self._policy.num_orders(len(running))]
         reading = [] if chosen and self._policy.weighs_waiting else self._read_texts(running)
-        if not chosen and not reading and not self._outbox.is_due:
+        exports_due = self.exports is not None and self.exports.are_due
+        if not chosen and not reading and not self._outbox.is_due and not exports_due:
             return []
         admits, commits, releases = self._outbox.flush()
         orders = {sequence.request_id: self._take_preview_or_order(sequence, length) for sequence, length in chosen}
-        for request_id in (*reading, *(admit.request_id for admit in admits)):
+        exports = self.exports.flush() if self.exports is not None else ()
+        partly_read = [s.request_id for s in running if s.exported_len and s.uncached_len > 1] if exports else []
+        for request_id in (*reading, *partly_read, *(admit.request_id for admit in admits)):
             orders.setdefault(request_id, DraftOrder(request_id, 0))
         prefixes = {s.request_id: s.prefix_len for s, _ in chosen if not s.draft.is_answered}
-        self.pending = PendingOrder(prefixes, len(chosen) - len(prefixes), bool(reading or admits), now, now)
+        reads_text = bool(reading or (not chosen and (admits or exports)))
+        self.pending = PendingOrder(prefixes, len(chosen) - len(prefixes), reads_text, now, now)
         if reading:
             self._last_read = least_round
         after, self.round = self.round, max(self.round + 1, least_round)
@@ -231,6 +263,7 @@ class DrafterSession:
                 after,
                 works_ahead=ahead,
                 top_tokens=top_tokens,
+                exports=exports,
             )
         ]
 

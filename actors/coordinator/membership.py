@@ -86,6 +86,12 @@ class RoleMembership:
         assert last is not None
         return link_name(identity_of(self.role, rank), last.incarnation)
 
+    @property
+    def bridge(self) -> int:
+        """Number of the bridge at whose end the lead is, by its last heartbeat."""
+        lead = self._ranks[0].heartbeat
+        return 0 if lead is None else lead.bridge
+
     def ready(self) -> list[Ready]:
         return [rank.ready for rank in self._ranks if rank.ready is not None]
 

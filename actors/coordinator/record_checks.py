@@ -79,6 +79,8 @@ class RecordChecks:
             case DraftBatch():  # of one level of a cascade to another
                 for top_tokens in record.top_tokens:
                     top_tokens.check(self.vocab_size)
+                if record.exports:
+                    raise ValueError("exports: no level of a cascade is sent hidden states")
             case ProposalBatch():
                 self._check_proposals(record)
             case DraftPreviewBatch():
@@ -114,6 +116,9 @@ class RecordChecks:
             batch.top_tokens.check(self.vocab_size)
         if batch.drafts is not None:
             self._check_proposals(batch.drafts)
+        if batch.export is not None:
+            batch.export.check(batch.num_tokens)
+        _check_finite(batch.exported or ())
         for verdict in batch.verdicts:
             if verdict.next_token != NO_TOKEN:
                 check_tokens("next_token", (verdict.next_token,), self.vocab_size)
@@ -121,7 +126,7 @@ class RecordChecks:
             raise ValueError("verdicts: they are not on what the target was given")
 
     def _check_proposals(self, batch: ProposalBatch) -> None:
-        _check_finite((batch.started, batch.finished))
+        _check_finite((batch.started, batch.finished, *(batch.imported or ())))
         for work in batch.levels:
             _check_finite((work.busy_s, *(time for span in work.spans for time in span)))
         _check_finite(time for started, finished, _ in batch.ahead for time in (started, finished))

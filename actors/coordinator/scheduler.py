@@ -85,7 +85,12 @@ class Scheduler:
 
     def preempt_all(self) -> list[Sequence]:
         """The target and all rows are lost: every sequence returns to the front of the queue, oldest first."""
-        victims, self.running = self.running, []
+        return self.preempt(self.running)
+
+    def preempt(self, sequences: Collection[Sequence]) -> list[Sequence]:
+        """Running sequences return to the front of the queue, to be read again."""
+        victims = [sequence for sequence in self.running if sequence in sequences]
+        self.running = [sequence for sequence in self.running if sequence not in sequences]
         for victim in reversed(victims):
             victim.preempt()
             self.waiting.appendleft(victim)

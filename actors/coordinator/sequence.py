@@ -113,6 +113,8 @@ class Sequence:
     """Drafts for the outcomes of the outstanding verdict."""
     is_being_read: bool = False
     """The drafter reads this text; drafts of it are not waited for."""
+    exported_len: int | None = None
+    """Leading positions whose hidden states the target has sent to the drafter; None: not all from the first on."""
     num_unread: int = 0
     """Committed tokens since the drafter last drafted for this request or read its text."""
 
@@ -185,7 +187,7 @@ class Sequence:
     def preempt(self) -> None:
         """Drop the target's rows; the text stays, and older records become stale."""
         self.epoch += 1
-        self.cached_len = 0
+        self.cached_len, self.exported_len = 0, None
         self.num_preemptions += 1
 
     def stats(self) -> RequestStats:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from actors.coordinator.bridging import Bridging
 from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.event_log import EventLog
 from actors.coordinator.membership import RoleMembership
@@ -69,6 +70,8 @@ class CoordinatorSpec:
     """The drafter decides how many of the ordered tokens it drafts."""
     attached: bool = False
     """The drafter runs on the target's ranks."""
+    bridged: bool = False
+    """The drafter is sent the target's hidden states."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -108,6 +111,7 @@ class CoordinatorService:
         first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
         self._memberships = {role: RoleMembership(role, size, first_epoch) for role, size in spec.sizes.items()}
         self._round_timeouts = {role: RoundTimeout() for role in self._memberships}
+        self._bridging = Bridging(self._memberships["target"], self._memberships["draft"]) if spec.bridged else None
         self._is_complete = dict.fromkeys(self._memberships, False)
         self._has_client = False
         self._coordinator: Coordinator | None = None  # None until the roles that it needs are complete
@@ -278,16 +282,28 @@ class CoordinatorService:
 
     def _follow(self, membership: RoleMembership) -> None:
         """Send the orders that are due, and notify the neighbours if the role became complete or incomplete."""
+        if self._bridging is None or membership.role not in LEAD_ROLES:
+            self._follow_role(membership)
+            return
+        assert self._store is not None
+        for links, order in self._bridging.follow(self._store, self._awake_s):
+            self._hub.send(links, order)
+        for role in LEAD_ROLES:
+            self._follow_role(self._memberships[role])
+
+    def _follow_role(self, membership: RoleMembership) -> None:
         role = membership.role
         for ranks, order in membership.orders(self._last_round(role), self._store, self._awake_s):
             self._hub.send(membership.links(ranks), order)
-        if membership.serving == self._is_complete[role]:
+        # a drafter that is sent hidden states can draft once the bridge stands
+        is_complete = membership.serving and (role != "draft" or self._bridging is None or self._bridging.stands)
+        if is_complete == self._is_complete[role]:
             return
-        self._is_complete[role] = membership.serving
+        self._is_complete[role] = is_complete
         self._notify_neighbours(role)
-        if membership.serving and self._coordinator is None:
+        if is_complete and self._coordinator is None:
             self._start()
-        elif membership.serving:
+        elif is_complete:
             self._send_ready([role])
 
     def _last_round(self, role: str) -> int:
@@ -342,13 +358,14 @@ class CoordinatorService:
             spec.eos_token_ids,
             drafts="draft" in self._memberships,
             attached=spec.attached,
+            bridged=spec.bridged,
             now=time.monotonic(),
             first_round=spec.incarnation * ROUNDS_PER_INCARNATION,
         )
         self._send_ready(self._memberships)
         for role in LEAD_ROLES:
-            if not self._is_complete.get(role, True):
-                self._apply_record(RoleLost(role))
+            if role in self._memberships and (spec.bridged or not self._is_complete[role]):
+                self._apply_record(self._state_of(role))
 
     def _send_ready(self, roles: Iterable[str]) -> None:
         """Send every client what the ranks of these roles measured at start."""

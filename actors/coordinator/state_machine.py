@@ -52,7 +52,8 @@ Answer = VerifyBatch | DraftBatch | Tokens | Report
 
 class Coordinator:
     """Drives requests round by round. `drafts` is False where no drafter role exists; with `attached` the target's
-    ranks draft too."""
+    ranks draft too; with `bridged` the target sends hidden states to the drafter, once its `RoleBack` says over what.
+    """
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Coordinator:
         *,
         drafts: bool,
         attached: bool = False,
+        bridged: bool = False,
         now: float = 0.0,
         first_round: int = 0,
     ) -> None:
@@ -76,7 +78,12 @@ class Coordinator:
         self._verify_round = first_round  # of the last batch to the target; both batches of one round have one number
         read_chunk = scheduler.limits.prefill_chunk
         self._drafter_session = DrafterSession(
-            policy, is_present=drafts, first_round=first_round, read_chunk=read_chunk, is_attached=attached
+            policy,
+            is_present=drafts,
+            first_round=first_round,
+            read_chunk=read_chunk,
+            is_attached=attached,
+            is_bridged=bridged,
         )
         self._round = Round(now)
         self._lost_at: dict[str, float] = {}  # roles that have not answered since they were lost
@@ -134,7 +141,7 @@ class Coordinator:
             case RoleLost():
                 self._lose(record.role, now)
             case RoleBack():
-                self._regain(record.role, now)
+                self._regain(record, now)
             case ReportOrder():
                 return [self._report(record, now)]
             case _:
@@ -160,6 +167,9 @@ class Coordinator:
         if round_.verifying is not None or not self._has_target:
             may_order = self._policy.alternates or drafter.has_text_to_read(running, self._verify_round)
             return [*self._order_drafts(now)] if may_order else []
+        if drafter.exports is not None:
+            self._preempt(self._scheduler.preempt(drafter.exports.missing(running)))
+            running = self._scheduler.running
         orders = self._order_drafts(now)
         missing_drafts = drafter.missing_drafts(running, ())
         num_ready = sum([sequence.draft.proposal is not None for sequence in running])
@@ -175,15 +185,19 @@ class Coordinator:
             pending.is_skipped = not held
         round_.skipped_drafts = pending is not None and pending.is_skipped
         plan = self._scheduler.plan(held)
-        for sequence in plan.preempted:
-            self._target_outbox.release(sequence.request_id)
-            drafter.release(sequence)
-            self.stats.num_preemptions += 1
+        self._preempt(plan.preempted)
         if plan.admitted:
             self._open_at_roles(plan.admitted, now)
         verify = self._start_pass(plan, now)
         # Both roles read a prompt at the same time. The target's batch goes first: it depends on no order made now.
         return [*verify, *orders, *self._order_drafts(now)]
+
+    def _preempt(self, sequences: Iterable[Sequence]) -> None:
+        """They have left the batch, and will be read again from their committed tokens."""
+        for sequence in sequences:
+            self._target_outbox.release(sequence.request_id)
+            self._drafter_session.release(sequence)
+            self.stats.num_preemptions += 1
 
     def _end_round(self, batch: VerdictBatch, now: float) -> list[Tokens]:
         """Commit the verdicts, and emit the tokens."""
@@ -193,6 +207,8 @@ class Coordinator:
             return []
         self._end_outage("target", now)
         self._drafter_session.add_top_tokens(batch)
+        if self._drafter_session.exports is not None:
+            self._drafter_session.exports.add(batch, self._sequences)
         speculated = any(proposal is not None for proposal in round_.verifying.values())
         self.stats.add_pass(batch, round_.sent_at, now, speculated=speculated)
         verifying = round_.verifying
@@ -280,7 +296,10 @@ class Coordinator:
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are
         may_draft = any(self._drafter_session.may_draft(sequence) for sequence, *_ in plan.rows)
-        return [VerifyBatch(self._verify_round, *self._target_outbox.flush(), tuple(items), after, may_draft)]
+        exports = self._drafter_session.exports
+        bridge, num_received = exports.begin_pass(self._sequences.values()) if exports is not None else (0, 0)
+        unsent, number = self._target_outbox.flush(), self._verify_round
+        return [VerifyBatch(number, *unsent, tuple(items), after, may_draft, bridge, num_received)]
 
     def _receive_proposals(self, batch: ProposalBatch, now: float) -> None:
         pending = self._drafter_session.pending
@@ -360,13 +379,13 @@ class Coordinator:
         for sequence in self._scheduler.preempt_all():
             self._drafter_session.release(sequence)
 
-    def _regain(self, role: str, now: float) -> None:
-        if role == "draft":
-            self._drafter_session.is_present = True
+    def _regain(self, back: RoleBack, now: float) -> None:
+        if back.role == "draft":
+            self._drafter_session.regain(back.epoch)
         else:
             self._has_target = True
         if not self._sequences:
-            self._end_outage(role, now)
+            self._end_outage(back.role, now)
 
     def _end_outage(self, role: str, now: float) -> None:
         """End the outage of a lost role: it answered, or it returned while there are no requests."""

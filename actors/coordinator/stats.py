@@ -128,6 +128,15 @@ class TimeCounters:
 
 
 @dataclass
+class ExportCounters:
+    """Hidden states that the target sent to the drafter."""
+
+    num_exports: int = 0
+    exported_rows: int = 0
+    exported_bytes: int = 0
+
+
+@dataclass
 class LossCounters:
     """Records and roles that were lost, and what it took to recover."""
 
@@ -166,7 +175,7 @@ class PolicyCounters:
 
 
 @dataclass
-class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, LossCounters, PolicyCounters):
+class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCounters, LossCounters, PolicyCounters):
     """Counters of one measuring window, from `since` on; `phase` is the window's name, empty for none."""
 
     since: float = 0.0
@@ -185,7 +194,10 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, LossCounter
 
         The order left at `left_at`, for the second part of an answer the first part.
         """
-        self._add_messages(batch.round, "order", left_at, batch.started, "proposal", batch.finished, now)
+        began = batch.started if batch.imported is None else batch.imported[0]
+        self._add_messages(batch.round, "order", left_at, began, "proposal", batch.finished, now)
+        if batch.imported is not None:
+            self.spans.append(("draft", "features", *batch.imported, {"round": batch.round}))
         self.draft_busy_s += batch.finished - batch.started
         for started, finished, refreshed in batch.ahead:
             self.draft_busy_s += finished - started
@@ -240,6 +252,12 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, LossCounter
         if committed > batch.started:
             self.spans.append(("target", "commit", batch.started, committed, {"round": batch.round}))
         self.spans.append(("target", name, committed, batch.finished, facts))
+        if batch.exported is not None:
+            self.spans.append(("target", "export", *batch.exported, {"round": batch.round}))
+        if batch.export is not None:
+            self.num_exports += 1
+            self.exported_rows += batch.export.num_rows
+            self.exported_bytes += batch.export.num_bytes
 
     def _add_messages(
         self, round_: int, there: str, left: float, started: float, back: str, finished: float, now: float

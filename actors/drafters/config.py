@@ -119,6 +119,10 @@ class DrafterConfig(Choice):
         """Whether it runs on the target's ranks, and drafts right after each verdict."""
         return False
 
+    def is_bridged(self, pipeline: str) -> bool:
+        """Whether hidden states of the target are sent to ranks of its own."""
+        return self.reads_features and pipeline != PipelineName.plain and not self.is_attached(pipeline)
+
     @property
     def chooses_lengths(self) -> bool:
         """Whether the drafter itself decides how many of the ordered tokens are worth drafting."""

@@ -9,6 +9,9 @@ Glossary
                     are ignored
     epoch           of a role: counts how often its ranks joined. Every epoch starts with empty contexts and, where
                     there are several ranks, with a process group of its own
+    bridge          a process group of rank 0 of the target and rank 0 of a drafter on ranks of its own that reads the
+                    target's hidden states, which are sent over it; its number is the epoch of the drafter, with which
+                    it ends
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class Alive:
     """A rank to the coordinator, or the coordinator to its client (`role` "coordinator", `waiting` until it serves).
 
     `epoch` is the last one that the rank was ordered to join; `waiting`: it is not, or no longer, part of it. `round`
-    is that of the last batch the rank received, `busy`: it still works on it.
+    is that of the last batch the rank received, `busy`: it still works on it. `bridge` is the number of the one at
+    whose end it is, 0 for none.
     """
 
     role: str
@@ -39,6 +43,7 @@ class Alive:
     busy: bool = False
     off_schedule: bool = False
     """Sent at a change of state, between two regular heartbeats; not counted where heartbeats measure time."""
+    bridge: int = 0
 
     @property
     def identity(self) -> str:
@@ -66,6 +71,19 @@ class Join:
     epoch: int
     round: int
     store: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """Coordinator to rank 0 of the target and of the drafter, once both roles serve: meet at `store`.
+
+    Heartbeats show when they have met. `by_nccl`: each of the two has a GPU of its own; else tensors pass through
+    main memory.
+    """
+
+    number: int
+    store: tuple[str, int]
+    by_nccl: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,40 @@ class TopTokens:
                 raise ValueError("top tokens: a probability is not between 0 and 1")
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureExport:
+    """What a tensor holds that the target's lead sends over a bridge: hidden states at committed tokens.
+
+    It is the `number`-th of this bridge, [rows, size] of type `dtype`. `spans` are (request, first position, number of
+    rows) in the order of the rows; the request is None for rows that are not wanted any more.
+    """
+
+    bridge: int
+    number: int
+    size: int
+    dtype: str
+    spans: tuple[tuple[int | None, int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum([count for *_, count in self.spans])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.size * _BYTES[self.dtype]
+
+    def check(self, most_rows: int) -> None:
+        """Raise ValueError unless it is a tensor of at most so many rows."""
+        if self.dtype not in _BYTES or not 0 < self.size <= _WIDEST_FEATURES or self.number < 1:
+            raise ValueError(f"export: there is no tensor {self.number} of {self.size} {self.dtype} a row")
+        if min((min(start, count - 1) for _, start, count in self.spans), default=-1) < 0 or self.num_rows > most_rows:
+            raise ValueError(f"export: {self.spans} are not of a pass of {most_rows} rows")
+
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WIDEST_FEATURES = 1 << 20
+
+
 # --- the four records of a round, and one ahead of it -----------------------------------------------------------------
 
 
@@ -293,7 +327,7 @@ class DraftBatch:
     `after` is the round of the role's previous batch: a rank that has not seen that one has missed a batch. A batch
     from a level of a cascade to the level below belongs to one `epoch` of that role. `works_ahead`: a drafter that can
     may work until the next batch. `top_tokens` are those of the passes since the last batch, of any requests, if the
-    drafter asks for them.
+    drafter asks for them. `exports` are the tensors that the target has sent to rank 0 since then, in order.
     """
 
     round: int
@@ -305,6 +339,7 @@ class DraftBatch:
     epoch: int = 0
     works_ahead: bool = True
     top_tokens: tuple[TopTokens, ...] = ()
+    exports: tuple[FeatureExport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +364,8 @@ class ProposalBatch:
 
     `num_missing` orders are still being drafted for; another batch follows. `ahead` is (started, finished, refreshed)
     of the passes of draft-ahead since the last batch; a `refreshed` pass also fed committed text again, to make its KV
-    rows exact. `levels` is the work of the levels of a cascade since then.
+    rows exact. `levels` is the work of the levels of a cascade since then. `imported` is (started, finished) of the
+    receipt of the order's tensors.
     """
 
     round: int
@@ -339,6 +375,7 @@ class ProposalBatch:
     num_missing: int = 0
     ahead: tuple[tuple[float, float, bool], ...] = ()
     levels: tuple[LevelWork, ...] = ()
+    imported: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +422,8 @@ class VerifyItem:
 class VerifyBatch:
     """Coordinator to every target rank: commits of the last verdicts, then what to verify; `after` as for drafts.
 
-    `may_draft`: a request of the batch allows speculation, so that a drafter may learn from its rows.
+    `may_draft`: a request of the batch allows speculation, so that a drafter may learn from its rows. The hidden states
+    of requests that speculate are sent over `bridge`, whose first `num_received` tensors have arrived; 0: over none.
     """
 
     round: int
@@ -395,6 +433,8 @@ class VerifyBatch:
     items: tuple[VerifyItem, ...] = ()
     after: int = 0
     may_draft: bool = True
+    bridge: int = 0
+    num_received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +443,8 @@ class VerdictBatch:
 
     `started` is when work on the batch began, `committed` when the commits of the round before were done. `top_tokens`
     are those of all its rows, if the drafter asks for them. `drafts` are those of an attached drafter, made after the
-    verdicts, for the prefixes that these lead to; `finished` is when it began.
+    verdicts, for the prefixes that these lead to; `finished` is when it began. `export` is what this batch sends over
+    the bridge that it was given, `exported` (started, finished) of the sending for an earlier one.
     """
 
     round: int
@@ -414,6 +455,8 @@ class VerdictBatch:
     committed: float = 0.0
     top_tokens: TopTokens | None = None
     drafts: ProposalBatch | None = None
+    export: FeatureExport | None = None
+    exported: tuple[float, float] | None = None
 
     @property
     def left_at(self) -> float:

@@ -2,8 +2,8 @@
 
 Every rank of the role receives the same records and runs the same pass; only rank 0 reads the logits. The outcome of a
 verdict (`Commit`) arrives with the next batch, so the ranks agree without messages of their own. An attached drafter
-drafts behind the verdicts, which then go to all ranks. Knows one runner and one verification rule; must not know
-which drafter that is, pipelines or sockets.
+drafts behind the verdicts, which then go to all ranks; to a drafter elsewhere that reads hidden states, rank 0 sends
+them. Knows one runner and one verification rule; must not know which drafter that is, pipelines or sockets.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from actors.drafters.interface import FeatureRows
 from actors.protocol.messages import Admit, Commit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
 from actors.roles.attached import AttachedDrafter
+from actors.roles.bridge import FeatureSender
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
@@ -31,6 +32,7 @@ class TargetContext:
     token_ids: list[int]
     prompt_len: int
     sampling: SamplingParams
+    speculate: bool = True
     num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
 
 
@@ -47,11 +49,13 @@ class TargetRole:
         top_tokens: TopTokensReader | None = None,
         features: FeatureReader | None = None,
         attached: AttachedDrafter | None = None,
+        sender: FeatureSender | None = None,
     ) -> None:
         self.runner = runner
         self._verifier = Verifier(runner, rule, eos_token_ids, top_tokens=top_tokens, features=features)
         self._features = features
         self._attached = attached
+        self._sender = sender
         self._is_lead = is_lead
         self.contexts: dict[int, TargetContext] = {}
 
@@ -68,7 +72,7 @@ class TargetRole:
             self._commit(commit)
         committed = time.monotonic()
         verdicts, num_rows, top_tokens, drafts = (), 0, None, None
-        finished = None
+        finished = export = None
         if batch.items:
             inputs = [self._verify_input(item) for item in batch.items]
             first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
@@ -80,9 +84,18 @@ class TargetRole:
                 verdicts = self._attached.share(verdicts, batch.items, is_lead=self._is_lead)
                 features = self._committed_features(inputs, first_positions, verdicts)
                 drafts, top_tokens = self._attached.draft(batch, verdicts, features, top_tokens), None
+            elif self._sender is not None and batch.bridge:
+                features = self._committed_features(inputs, first_positions, verdicts)
+                wanted = [rows for rows in features if self.contexts[rows.request_id].speculate]
+                export = self._sender.announce(wanted, batch.bridge, batch.num_received)
             self._commit_chunks(inputs)
         finished = time.monotonic() if finished is None else finished
-        yield VerdictBatch(batch.round, verdicts, started, finished, num_rows, committed, top_tokens, drafts)
+        exported = self._sender.take_span() if self._sender is not None else None
+        yield VerdictBatch(
+            batch.round, verdicts, started, finished, num_rows, committed, top_tokens, drafts, export, exported
+        )
+        if export is not None and self._sender is not None:
+            self._sender.send()  # the coordinator works on the verdicts meanwhile
 
     def _committed_features(
         self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], verdicts: Sequence[Verdict]
@@ -103,7 +116,7 @@ class TargetRole:
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(
-            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling
+            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling, admit.speculate
         )
         self.runner.open(admit.request_id)
 

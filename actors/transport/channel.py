@@ -35,7 +35,8 @@ _DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBat
 _VERDICTS = (messages.VerifyBatch, messages.VerdictBatch)
 _PROCESSES = (membership.Alive, membership.RankLost, membership.Silent, membership.Hello, membership.Stop)
 _EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
-CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS)
+_BRIDGES = (membership.Bridge,)
+CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES)
 SECRET_BYTES = 32
 """Length of the secret of an engine."""
 LINGER_MS = 200

@@ -6,6 +6,7 @@ options; every decision is the role's.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from actors.logs import log_event, logger_of
 from actors.options import PipelineName
 from actors.protocol.membership import Join
 from actors.roles.attached import AttachedDrafter
+from actors.roles.bridge import BridgeEnd, FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.topology import level_roles
@@ -58,8 +60,9 @@ def serve(
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     name = link_name(spec.identity, spec.incarnation)
     link = Mailbox(Link(spec.hub_address, name, spec.secret))
-    loop = RankLoop(spec, link, _join_group, build_role, observe, cancelled)
-    heartbeat = Heartbeat(Link(spec.hub_address, f"{name}/heart", spec.secret, keeps="newest"), lambda: loop.status)
+    bridge = _bridge_end(spec, logger)
+    loop = RankLoop(spec, link, _join_group, lambda *given: build_role(*given, bridge), observe, cancelled, bridge)
+    heartbeat = Heartbeat(Link(spec.hub_address, f"{name}/heart", spec.secret, keeps="newest"), loop.heartbeat)
     try:
         loop.serve()
         log_event(logger, "stopped")
@@ -71,6 +74,14 @@ def serve(
         link.close()
 
 
+def _bridge_end(spec: RankSpec, logger: logging.Logger) -> BridgeEnd | None:
+    """This rank's, if the drafter is sent the target's hidden states."""
+    if not spec.drafter.is_bridged(spec.pipeline) or (spec.role == "target" and spec.rank):
+        return None
+    end = FeatureSender if spec.role == "target" else FeatureReceiver
+    return end(spec.host, spec.device, logger)
+
+
 def _join_group(spec: RankSpec, order: Join) -> Group:
     store = None
     if spec.size > 1:
@@ -80,10 +91,15 @@ def _join_group(spec: RankSpec, order: Join) -> Group:
     return join(store, spec.role, order.epoch, spec.rank, spec.size, device, host=spec.host, meeting_s=MEETING_S)
 
 
-def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> tuple[RankRole, dict[str, object]]:
-    """The role of this rank and what it measured; a cascade level with a remote child needs the `mailbox`."""
+def build_role(
+    spec: RankSpec, group: Group, mailbox: Mailbox | None = None, bridge: BridgeEnd | None = None
+) -> tuple[RankRole, dict[str, object]]:
+    """The role of this rank and what it measured.
+
+    A cascade level with a remote child needs the `mailbox`, a target that sends hidden states its end of the `bridge`.
+    """
     started = time.monotonic()
-    role, facts = _build_target(spec, group) if spec.role == "target" else _build_draft(spec, group, mailbox)
+    role, facts = _build_target(spec, group, bridge) if spec.role == "target" else _build_draft(spec, group, mailbox)
     process = {
         "pid": os.getpid(),
         "device": spec.device,
@@ -91,10 +107,12 @@ def build_role(spec: RankSpec, group: Group, mailbox: Mailbox | None = None) -> 
         "num_threads": torch.get_num_threads(),
         "openmp": openmp.in_effect(),
     }
+    if spec.device.startswith("cuda"):
+        process["gpu"] = str(torch.cuda.get_device_properties(spec.device).uuid)
     return role, {**process, "load_s": time.monotonic() - started, **facts}
 
 
-def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, object]]:
+def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tuple[TargetRole, dict[str, object]]:
     config = spec.target
     top_k = spec.drafter.target_top_k if spec.pipeline != PipelineName.plain else 0
     reads_prompts = top_k > 0 and spec.drafter.reads_prompts
@@ -122,6 +140,8 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         drafter, facts["drafter"] = spec.drafter.build(setup)
         attached = AttachedDrafter(drafter, group, spec.device)
         features = FeatureReader(spec.drafter.taps()) if spec.drafter.reads_features else None
+    elif isinstance(bridge, FeatureSender):
+        features = FeatureReader(spec.drafter.taps())
     role = TargetRole(
         runner,
         spec.verify.rule,
@@ -130,6 +150,7 @@ def _build_target(spec: RankSpec, group: Group) -> tuple[TargetRole, dict[str, o
         top_tokens=reader,
         features=features,
         attached=attached,
+        sender=bridge if isinstance(bridge, FeatureSender) else None,
     )
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}

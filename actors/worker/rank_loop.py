@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,8 +18,9 @@ import torch
 
 from actors.drafters.cascade.remote_child import Mailbox
 from actors.logs import log_event, logger_of
-from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
+from actors.protocol.membership import Alive, Bridge, Join, Ready, Recall, Stop
 from actors.protocol.messages import DraftBatch, VerifyBatch
+from actors.roles.bridge import BridgeEnd, FeatureReceiver
 from actors.roles.draft import DraftRole
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group, PeerLost
@@ -43,7 +45,8 @@ class RankRole(Protocol):
 class RankLoop:
     """`join_group` makes the process group of an epoch; `build`, called once, makes the role on it and its facts.
 
-    `observe` receives a line for each change of state; `cancelled` ends the loop, as `Stop` does.
+    `observe` receives a line for each change of state; `cancelled` ends the loop, as `Stop` does. `bridge` is this
+    rank's end of the one over which hidden states are sent, if they are.
     """
 
     spec: RankSpec
@@ -52,6 +55,7 @@ class RankLoop:
     build: Callable[[RankSpec, Group, Mailbox], tuple[RankRole, dict[str, object]]]
     observe: Callable[[str], None]
     cancelled: Callable[[], bool]
+    bridge: BridgeEnd | None = None
 
     def __post_init__(self) -> None:
         self.status = Alive(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
@@ -60,6 +64,10 @@ class RankLoop:
         self._group: Group | None = None
         self._role: RankRole | None = None
         self._facts: dict[str, Any] = {}
+
+    def heartbeat(self) -> Alive:
+        """The present status."""
+        return self.status if self.bridge is None else replace(self.status, bridge=self.bridge.number)
 
     def serve(self) -> None:
         """Until `Stop`."""
@@ -99,6 +107,8 @@ class RankLoop:
             self._group = group
         else:
             self._group.adopt(group)
+        if self.bridge is not None:
+            self.bridge.group = self._group
         if self._role is None:
             self._role, self._facts = self.build(self.spec, self._group, self.link)
         self._send_ready()
@@ -108,6 +118,8 @@ class RankLoop:
 
     def _leave(self) -> None:
         self._update(busy=False)
+        if self.bridge is not None:
+            self.bridge.close()
         if self._group is not None:
             self._group.close()
         if self._role is not None:
@@ -136,13 +148,27 @@ class RankLoop:
                 log_event(self._logger, "missed", level=logging.WARNING, round=record.after, last_round=last_round)
                 return None
             self._update(busy=True, round=record.round)
-            for answer in role.answer(record):
+            for answer in self._answers(role, record):
                 if self._is_lead:
                     self.link.send(answer)
             self._update(busy=False)
             self.observe(f"round {record.round}")
             if self._logger.isEnabledFor(logging.INFO):
                 self._log_batch(record)
+
+    def _answers(self, role: RankRole, record: VerifyBatch | DraftBatch) -> Iterable[Any]:
+        """The role's answers; hidden states that were sent to the drafter are received first."""
+        if not (isinstance(record, DraftBatch) and record.exports):
+            yield from role.answer(record)
+            return
+        assert isinstance(role, DraftRole)
+        assert isinstance(self.bridge, FeatureReceiver)
+        started = time.monotonic()
+        features = self.bridge.receive(record.exports)
+        imported: tuple[float, float] | None = started, time.monotonic()
+        for answer in role.answer(record, features):
+            yield replace(answer, imported=imported)
+            imported = None
 
     def _log_batch(self, batch: VerifyBatch | DraftBatch) -> None:
         for admit in batch.admits:
@@ -184,6 +210,9 @@ class RankLoop:
                     return Stop() if self.cancelled() else None
                 case Join() if record.epoch == self.status.epoch:
                     self._send_ready()  # the first one was lost on the way
+                case Bridge():
+                    if self.bridge is not None:
+                        self.bridge.form(record)
                 case Join() | Recall():
                     if record.epoch > self.status.epoch:
                         return record

@@ -64,6 +64,10 @@ class RunFigures(TypedDict):
     """Seconds one role waited for another, or for records, in rounds with speculation."""
     bound_by: str | None
     """What most of the time of those rounds went to: target, drafter, or messages (links and coordinator)."""
+    exported_bytes: int | None
+    """Hidden states that the target sent to a drafter on ranks of its own."""
+    exported_bytes_per_round: float | None
+    """Of the passes that sent some."""
     preemptions: int | None
     stale: int | None
     lost_records: int | None
@@ -138,6 +142,8 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "num_rounds": counters.get("num_rounds"),
         "waits": waits,
         "bound_by": _bound_by(counters["spec_round_s"], waits) if waits else None,
+        "exported_bytes": counters.get("exported_bytes"),
+        "exported_bytes_per_round": _ratio(counters.get("exported_bytes"), counters.get("num_exports")),
         "preemptions": counters.get("num_preemptions"),
         "stale": counters.get("num_stale"),
         "lost_records": counters.get("num_lost_records"),

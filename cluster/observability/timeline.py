@@ -31,6 +31,8 @@ _WORK = {
     "ahead": ("#f0c27f", "draft-ahead, one pass each"),
     "prefill": ("#b9b4a9", "reading text"),
     "draft": ("#e08a2e", "drafting"),
+    "export": ("#7b4fa3", "hidden states leave for the drafter"),
+    "features": ("#b08fce", "hidden states arrive"),
     "kv_refresh": ("#c98a1b", "draft-ahead, exact pass"),
     "commit": ("#1f4468", "commit of the last verdict's KV rows"),
 }

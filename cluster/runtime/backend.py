@@ -43,6 +43,12 @@ class Backend(ABC):
         """Of the coordinator's hub, from `start` on; it changes when the coordinator is replaced on another node."""
 
     @property
+    def _needs_store(self) -> bool:
+        """Whether ranks form process groups."""
+        config, places = self._config, self._placements.values()
+        return config.drafter.is_bridged(config.pipeline.name) or any(place.size > 1 for place in places)
+
+    @property
     def places(self) -> list[RankPlacement]:
         """Where each rank is, or is about to be."""
         return list(self._placements.values())
@@ -122,6 +128,7 @@ def coordinator_spec(
         min_draft_tokens=config.pipeline.min_draft_tokens,
         chooses_lengths=config.drafter.chooses_lengths,
         attached=config.drafter.is_attached(config.pipeline.name),
+        bridged=config.drafter.is_bridged(config.pipeline.name),
     )
 
 

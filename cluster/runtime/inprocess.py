@@ -54,7 +54,7 @@ class InprocessBackend(Backend):
         self._coordinator = coordinator if self.can_kill else replace(coordinator, silence_s=0.0)
         self._placements = {place.identity: place for place in places}
         self.address = self._hub.address
-        self._store = host_store(LOOPBACK) if any(place.size > 1 for place in places) else None
+        self._store = host_store(LOOPBACK) if self._needs_store else None
         self._start_coordinator(self._coordinator)
         self._open_relay()
         for place in places:

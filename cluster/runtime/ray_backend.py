@@ -195,10 +195,6 @@ class RayBackend(Backend):
             self._local_ray.close()
             self._local_ray = None
 
-    @property
-    def _needs_store(self) -> bool:
-        return any(place.size > 1 for place in self._placements.values())
-
     def _create_coordinator(self, incarnation: int) -> Any:
         """On the node of the target's lead, where two of a round's four records stay; so is every successor."""
         title = f"coordinator: pipeline={self._config.pipeline.name}"

@@ -1,4 +1,6 @@
-"""A group of ranks and the three collectives that layers use. A group of one is the identity, not a special case.
+"""A group of ranks: the three collectives that layers use, and sends between two ranks.
+
+A group of one is the identity of the collectives, not a special case.
 
 Each group wraps a process-group object; torch's default group is never used. Knows neither how a group is formed
 (`rendezvous.py`) nor what its ranks compute.
@@ -6,9 +8,11 @@ Each group wraps a process-group object; torch's default group is never used. Kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +23,13 @@ Backend = Any
 
 class PeerLost(RuntimeError):
     """A rank of the group died or did not answer in time; the group cannot be used any more."""
+
+
+class Sending(Protocol):
+    """A tensor on its way to another rank; it must not be changed, nor this object be dropped, before `wait`."""
+
+    def wait(self) -> None:
+        """Until the tensor has left: at once if its receiver has it."""
 
 
 class Group:
@@ -40,6 +51,14 @@ class Group:
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:  # noqa: ARG002  of the other groups
         """Overwrite `tensor` with that of rank `src`, in place."""
         return tensor
+
+    def send(self, tensor: Tensor, dst: int) -> Sending:
+        """Begin to send a tensor to rank `dst`, which receives those of one sender in order."""
+        raise PeerLost(f"a group of one has no rank {dst} to send {tuple(tensor.shape)} to")
+
+    def receive(self, tensor: Tensor, src: int) -> Tensor:
+        """Overwrite `tensor` with the next one from rank `src`, which must have this size and type."""
+        raise PeerLost(f"a group of one has no rank {src} to receive {tuple(tensor.shape)} from")
 
     def adopt(self, successor: Group) -> None:
         """Continue with the connections of the next epoch's group, so that layers can keep this object."""
@@ -112,20 +131,52 @@ class GlooGroup(_ConnectedGroup):
             self._transfer(receives=[(tensor, src)])
         return tensor
 
+    def send(self, tensor: Tensor, dst: int) -> Sending:
+        assert tensor.is_contiguous(), "a send needs a contiguous tensor"
+        with _peer_errors():
+            return _GlooSending(self._connected().send([tensor], dst, 0), tensor, self._timeout)
+
+    def receive(self, tensor: Tensor, src: int) -> Tensor:
+        assert tensor.is_contiguous(), "a receive needs a contiguous tensor"
+        self._transfer(receives=[(tensor, src)])
+        return tensor
+
     def close(self) -> None:
         """Dropping the last reference closes the sockets; gloo's `abort` would leave peers blocked."""
         self._backend = None
 
     def _transfer(self, sends: Iterable[tuple[Tensor, int]] = (), receives: Iterable[tuple[Tensor, int]] = ()) -> None:
         backend = self._connected()
-        try:
+        with _peer_errors():
             # post all before waiting for the first, and keep references: gloo cancels a work whose object is dropped
             works = [backend.recv([tensor], rank, 0) for tensor, rank in receives]
             works += [backend.send([tensor], rank, 0) for tensor, rank in sends]
             for work in works:
                 work.wait(self._timeout)
-        except RuntimeError as error:
-            raise PeerLost(str(error).strip().splitlines()[0]) from error
+
+
+@dataclass(slots=True, eq=False)
+class _GlooSending:
+    """Keeps the tensor and gloo's work, which gloo cancels once its object is dropped."""
+
+    work: Backend
+    tensor: Tensor
+    timeout: timedelta
+
+    def wait(self) -> None:
+        with _peer_errors():
+            self.work.wait(self.timeout)
+
+
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    """What torch raises when a peer is gone, as `PeerLost`."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(str(error).strip().splitlines()[0]) from error
 
 
 class NcclGroup(_ConnectedGroup):
@@ -146,6 +197,14 @@ class NcclGroup(_ConnectedGroup):
         options = BroadcastOptions()
         options.rootRank = src
         self._connected().broadcast([tensor], options).wait()
+        return tensor
+
+    def send(self, tensor: Tensor, dst: int) -> Sending:
+        """The tensor is kept by the process group until it has left."""
+        return self._connected().send([tensor], dst, 0)
+
+    def receive(self, tensor: Tensor, src: int) -> Tensor:
+        self._connected().recv([tensor], src, 0).wait()
         return tensor
 
     def close(self) -> None:

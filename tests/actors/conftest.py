@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import random
+import time
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -20,14 +22,17 @@ from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.policy.policy import Policy
+from actors.protocol.membership import Bridge, RoleBack
 from actors.protocol.messages import DraftBatch, Request, SamplingParams, VerifyBatch
 from actors.roles.attached import AttachedDrafter
+from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub, Link
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from parallel.comm.group import SINGLE
+from parallel.comm.rendezvous import host_store
 from parallel.runtime.runner import open_model
 from tests.actors.service_harness import SECRET, Stage
 from tests.actors.small_speculators import train_speculator
@@ -48,6 +53,7 @@ class Room:
     slots: int
     pipeline: str
     attached: bool = False
+    bridge: tuple[FeatureSender, FeatureReceiver] | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str | None] = field(default_factory=dict)
@@ -61,8 +67,11 @@ class Room:
             [EOS],
             drafts=self.draft is not None,
             attached=self.attached,
+            bridged=self.bridge is not None,
         )
         clock = itertools.count()
+        if self.bridge is not None:
+            assert not coordinator.on(RoleBack("draft", self.bridge[0].number), next(clock))
         queue = [record for request in requests for record in coordinator.on(request, next(clock))]
         while queue:
             record = self._next(queue)
@@ -73,7 +82,9 @@ class Room:
                 if after_round is not None:
                     after_round(self)
             elif isinstance(record, DraftBatch):
-                queue += [r for answer in self.draft.answer(record) for r in coordinator.on(answer, next(clock))]
+                features = self.bridge[1].receive(record.exports) if self.bridge is not None else ()
+                answers = self.draft.answer(record, features)
+                queue += [r for answer in answers for r in coordinator.on(answer, next(clock))]
             else:
                 tokens = self.tokens.setdefault(record.request_id, [])
                 assert record.position == len(tokens), "tokens arrive once and in order"
@@ -194,7 +205,27 @@ def speculator(models, tmp_path_factory):
 
 
 @pytest.fixture
-def open_room(models, speculator):
+def open_bridge():
+    """A bridge between two ends in this thread: sends do not wait for the other end."""
+    store, opened = host_store(), []
+
+    def open_():
+        ends = tuple(end("127.0.0.1", "cpu", logging.getLogger("test")) for end in (FeatureSender, FeatureReceiver))
+        for end in ends:
+            end.form(Bridge(len(opened) + 1, ("127.0.0.1", store.port)))
+        deadline = time.monotonic() + 20
+        while not all(end.number for end in ends) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        opened.append(ends)
+        return ends
+
+    yield open_
+    for end in itertools.chain(*opened):
+        end.close()
+
+
+@pytest.fixture
+def open_room(models, speculator, open_bridge):
     """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise, and
     `weights` the type in which the target's matrices are stored."""
 
@@ -240,10 +271,21 @@ def open_room(models, speculator):
                 features = FeatureReader(config.taps()) if config.reads_features else None
             else:
                 draft = DraftRole(drafter)
+        bridge = open_bridge() if draft is not None and config.reads_features else None
+        if bridge is not None:
+            features = FeatureReader(config.taps())
         target = TargetRole(
-            runner, rule, (EOS,), is_lead=True, top_tokens=reader, features=features, attached=on_target
+            runner,
+            rule,
+            (EOS,),
+            is_lead=True,
+            top_tokens=reader,
+            features=features,
+            attached=on_target,
+            sender=bridge and bridge[0],
         )
-        return Room(target, draft, config.num_draft_tokens if config else 0, limits, slots, pipeline, attached)
+        num_draft_tokens = config.num_draft_tokens if config else 0
+        return Room(target, draft, num_draft_tokens, limits, slots, pipeline, attached, bridge)
 
     return open_
 

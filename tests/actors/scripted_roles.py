@@ -10,6 +10,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from actors.coordinator.exports import MOST_UNRECEIVED
 from actors.coordinator.scheduler import Capacity, Scheduler
 from actors.coordinator.state_machine import Coordinator
 from actors.options import SchedulerConfig
@@ -20,6 +21,7 @@ from actors.protocol.messages import (
     DraftBatch,
     DraftPreview,
     DraftPreviewBatch,
+    FeatureExport,
     Proposal,
     ProposalBatch,
     Tokens,
@@ -40,6 +42,7 @@ class Knowledge:
     epochs: dict[int, int] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     last_round: int = 0
+    speculates: set[int] = field(default_factory=set)
 
     def learn(self, batch) -> None:
         assert batch.after == self.last_round, "the role has missed a batch"
@@ -52,6 +55,7 @@ class Knowledge:
             self.texts[admit.request_id] = list(admit.token_ids)
             self.epochs[admit.request_id] = admit.epoch
             self.told.add(admit.request_id)
+            (self.speculates.add if admit.speculate else self.speculates.discard)(admit.request_id)
         for commit in batch.commits:
             text = self.texts[commit.request_id]
             assert commit.prefix_len == len(text) and commit.epoch == self.epochs[commit.request_id]
@@ -65,6 +69,7 @@ class ScriptedTarget:
         self.knows = Knowledge()
         self.cached: dict[int, int] = {}
         self.fed: dict[int, int] = {}
+        self.sent = (0, 0)  # bridge, and number of tensors that were sent over it
 
     def forget(self, last_round: int) -> None:
         """A role that came together anew. It remembers epochs only to check that they grow."""
@@ -78,7 +83,7 @@ class ScriptedTarget:
         self.cached |= {admit.request_id: 0 for admit in batch.admits}
         for commit in batch.commits:
             self.cached[commit.request_id] += self.fed[commit.request_id] + len(commit.path)
-        verdicts = []
+        verdicts, spans = [], []
         for item in batch.items:
             text, cached = self.knows.texts[item.request_id], self.cached[item.request_id]
             assert cached + item.num_tokens <= len(text)
@@ -86,12 +91,25 @@ class ScriptedTarget:
             if cached + item.num_tokens < len(text):
                 assert item.proposal is None
                 self.cached[item.request_id] += item.num_tokens
+                spans.append((item.request_id, cached, item.num_tokens))
                 continue
             path = self.walk(text, item.proposal.tree) if item.proposal else []
             kept = [item.proposal.tree.token_ids[node] for node in path]
+            spans.append((item.request_id, cached, item.num_tokens + len(path)))
             epoch = self.knows.epochs[item.request_id]
             verdicts.append(Verdict(item.request_id, epoch, len(text), tuple(path), next_word(text + kept)))
-        return VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.5, sum(item.num_tokens for item in batch.items))
+        num_rows = sum(item.num_tokens for item in batch.items)
+        spans = [span for span in spans if span[0] in self.knows.speculates]
+        return VerdictBatch(batch.round, tuple(verdicts), 0.0, 0.5, num_rows, export=self.export(batch, spans))
+
+    def export(self, batch: VerifyBatch, spans) -> FeatureExport | None:
+        if not (batch.bridge and spans):
+            return None
+        bridge, number = self.sent
+        number = number + 1 if batch.bridge == bridge else 1
+        assert 0 <= batch.num_received < number <= batch.num_received + MOST_UNRECEIVED, "too many are kept"
+        self.sent = batch.bridge, number
+        return FeatureExport(batch.bridge, number, 8, "float32", tuple(spans))
 
     @staticmethod
     def walk(text: list[int], tree: TokenTree) -> list[int]:
@@ -117,12 +135,32 @@ class ScriptedDrafter:
         self.choose, self.whims, self.splits, self.foresees = choose, whims, splits, foresees
         self.asked: set[int] = set()
         self.num_prefetched = 0
+        self.bridge = 0  # over which it is sent hidden states
+        self.num_received = 0
+        self.features: dict[int, int] = {}  # of so many leading tokens
 
     def forget(self, last_round: int) -> None:
         self.knows = Knowledge(last_round=last_round, told=self.knows.told)
+        self.num_received, self.features = 0, {}
+
+    def read_features(self, batch: DraftBatch) -> None:
+        for request_id in (*batch.releases, *(admit.request_id for admit in batch.admits)):
+            self.features.pop(request_id, None)
+        for export in batch.exports:
+            self.num_received += 1
+            assert (export.bridge, export.number) == (self.bridge, self.num_received), "a tensor was left out"
+            for request_id, start, count in export.spans:
+                if request_id is not None:
+                    assert start == self.features.get(request_id, 0) and request_id in self.knows.texts
+                    self.features[request_id] = start + count
+        for order in batch.orders:
+            if self.bridge and order.num_draft_tokens:
+                text = self.knows.texts[order.request_id]
+                assert self.features[order.request_id] == len(text) - 1, "a draft cannot be made of this"
 
     def answer(self, batch: DraftBatch) -> list[ProposalBatch | DraftPreviewBatch]:
         self.knows.learn(batch)
+        self.read_features(batch)
         assert len({order.request_id for order in batch.orders}) == len(batch.orders), "two orders for one request"
         for order in batch.orders:
             if order.prefetched is not None:
@@ -227,6 +265,7 @@ class World:
         foresees=0.0,
         lateness=0.0,
         policy=None,
+        bridged=False,
     ):
         self.choose, self.duplicates, self.lateness = choose, duplicates, lateness
         policy = policy or Policy(pipeline, 4)
@@ -236,7 +275,9 @@ class World:
             policy,
             [EOS],
             drafts=drafts,
+            bridged=bridged,
         )
+        self.bridged = bridged
         self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims, splits, foresees)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
         self.sent: list = []
@@ -245,6 +286,8 @@ class World:
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, Tokens] = {}
         self.clock = 0.0
+        if bridged:
+            self.bring_back("draft")
 
     def lose(self, role: str) -> None:
         """The role dies, or is taken for dead; what it has said may still arrive, much later."""
@@ -252,12 +295,18 @@ class World:
         self.answers[role].clear()
         self.lost.add(role)
         self.deliver(RoleLost(role))
+        if self.bridged and role == "target" and "draft" not in self.lost:
+            self.lose("draft")  # it may miss hidden states
 
     def bring_back(self, role: str) -> None:
         """Another one takes its place, which knows nothing."""
+        if self.bridged and role == "draft":
+            if "target" in self.lost:
+                return
+            self.drafter.bridge += 1
         {"target": self.target, "draft": self.drafter}[role].forget(self.coordinator.last_round(role))
         self.lost.discard(role)
-        self.deliver(RoleBack(role))
+        self.deliver(RoleBack(role, self.drafter.bridge))
 
     def deliver(self, record) -> None:
         self.clock += self.tick_s

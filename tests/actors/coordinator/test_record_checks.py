@@ -17,8 +17,10 @@ from actors.protocol.membership import Alive, Hello, RankLost, Ready, Stop
 from actors.protocol.messages import (
     HASH_SEED,
     Abort,
+    DraftBatch,
     DraftPreview,
     DraftPreviewBatch,
+    FeatureExport,
     Proposal,
     ProposalBatch,
     ReportOrder,
@@ -162,6 +164,7 @@ def test_no_record_ends_the_coordinator(records):
 
 
 LARGE = TokenTree.chain(4, [5] * 5)
+EXPORT = FeatureExport(1, 1, 8, "float32", ((1, 0, 2),))
 WIDE = (None, SparseDistribution((96,), (1.5,)))
 REFUSED = {
     "a client's verdict": (OTHER, verdicts(RIGHT)),
@@ -195,6 +198,13 @@ REFUSED = {
     "a verdict on a node without a proposal": ("target-0#0", verdicts(replace(RIGHT, path=(1,)))),
     "a next token beyond the vocabulary": ("target-0#0", verdicts(replace(RIGHT, next_token=97))),
     "a time that is no number": ("target-0#0", verdicts(RIGHT, finished=nan)),
+    "hidden states of more rows than were fed": ("target-0#0", verdicts(RIGHT, num_tokens=1, export=EXPORT)),
+    "hidden states of no type": ("target-0#0", verdicts(RIGHT, num_tokens=2, export=replace(EXPORT, dtype="text"))),
+    "hidden states before a text": (
+        "target-0#0",
+        verdicts(RIGHT, num_tokens=2, export=replace(EXPORT, spans=((1, -1, 2),))),
+    ),
+    "hidden states from a drafter": ("draft-0#0", DraftBatch(1, exports=(EXPORT,))),
     "no tree": ("draft-0#0", proposals(proposal(TokenTree((4, 5), (-1, 7))))),
     "an empty tree": ("draft-0#0", proposals(proposal(TokenTree((), ())))),
     "a draft token beyond the vocabulary": ("draft-0#0", proposals(proposal(TokenTree.chain(4, [97])))),

@@ -9,7 +9,19 @@ import time
 import pytest
 import zmq
 
-from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Silent, Stop
+from actors.protocol.membership import (
+    Alive,
+    Bridge,
+    Hello,
+    Join,
+    RankLost,
+    Ready,
+    Recall,
+    RoleBack,
+    RoleLost,
+    Silent,
+    Stop,
+)
 from actors.protocol.messages import (
     Abort,
     Admit,
@@ -18,6 +30,7 @@ from actors.protocol.messages import (
     DraftOrder,
     DraftPreview,
     DraftPreviewBatch,
+    FeatureExport,
     Proposal,
     ProposalBatch,
     Report,
@@ -64,6 +77,8 @@ RECORDS = [
     Alive("draft", 1, 2, 4711, 3, False, 17, True),
     Recall(4),
     Join(4, 17, ("127.0.0.1", 2345)),
+    Bridge(4, ("127.0.0.1", 2345)),
+    DraftBatch(5, exports=(FeatureExport(4, 1, 8, "bfloat16", ((5, 0, 3), (None, 2, 1))),)),
     RankLost("target", 1, 2),
     RoleLost("draft2"),
     RoleBack("draft2"),

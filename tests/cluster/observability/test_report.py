@@ -67,6 +67,8 @@ COUNTERS = {
     "num_rounds": 6,
     "num_preemptions": 1,
     "num_stale": 2,
+    "exported_bytes": 6000,
+    "num_exports": 3,
     "draft_busy_s": 0.5,
     "target_busy_s": 1.5,
     "active_s": 2.0,
@@ -125,6 +127,7 @@ def test_figures_from_counters():
     assert (report["draft_busy"], report["target_busy"]) == (0.25, 0.75)
     assert report["round_ms"] == pytest.approx(100.0) and report["round_overhead_ms"] == pytest.approx(5.0)
     assert (report["preemptions"], report["stale"], report["num_rounds"]) == (1, 2, 6)
+    assert (report["exported_bytes"], report["exported_bytes_per_round"]) == (6000, 2000)
     assert report["ttft_s"] == {"median": 0.1, "max": 0.1}
 
 

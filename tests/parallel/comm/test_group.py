@@ -132,3 +132,41 @@ def test_a_rank_that_never_comes_is_named():
     store = host_store()
     with pytest.raises(PeerLost, match=r"group 'tp' of epoch 3: rank 0 could not meet all 2 ranks in 0.2 s"):
         join(connect_store("127.0.0.1", store.port), "tp", 3, 0, 2, timeout_s=0.2)
+
+
+def test_sends_wait_for_no_receive_and_arrive_in_order(on_ranks):
+    def main(group):
+        if group.rank == 0:
+            sendings = [group.send(torch.full((rows, 3), rows, dtype=torch.bfloat16), 1) for rows in range(1, 6)]
+            group.broadcast(torch.zeros(1), src=1)  # the other rank has received them
+            return [sending.wait() for sending in sendings]
+        found = [group.receive(torch.empty(rows, 3, dtype=torch.bfloat16), 0) for rows in range(1, 6)]
+        group.broadcast(torch.zeros(1), src=1)
+        return [rows.unique().tolist() for rows in found]
+
+    assert on_ranks(2, main) == [[None] * 5, [[rows] for rows in range(1, 6)]]
+
+
+@pytest.mark.parametrize("closes", [0, 1])
+def test_the_end_of_one_rank_is_an_error_for_what_the_other_sends_or_receives(on_ranks, closes):
+    def main(group):
+        group.broadcast(torch.zeros(1))
+        if group.rank == closes:
+            group.close()
+        else:
+            sendings = [group.send(torch.ones(1000, 300), closes) for _ in range(2)]
+            with pytest.raises(PeerLost):
+                group.receive(torch.empty(7), closes)
+            for sending in sendings:
+                with pytest.raises(PeerLost):
+                    sending.wait()
+        with pytest.raises(PeerLost):
+            group.send(torch.ones(1), 1 - group.rank).wait()
+
+    on_ranks(2, main)
+
+
+def test_a_group_of_one_has_no_peer():
+    for transfer in (SINGLE.send, SINGLE.receive):
+        with pytest.raises(PeerLost):
+            transfer(torch.ones(1), 1)
