@@ -73,7 +73,8 @@ def pair(make_checkpoint):
     return Pair(make_checkpoint("Llama", num_hidden_layers=4).path)
 
 
-def opened(pair, net, tmp_path, **place):
+def opened(pair, net, tmp_path, at=None, **place):
+    """The runner of the checkpoint at `at`, by default the one that the module saves."""
     net.save(tmp_path)
     options = {
         "tables": pair.runner.decoder,
@@ -82,7 +83,7 @@ def opened(pair, net, tmp_path, **place):
         "dtype": torch.float32,
         "num_slots": 512,
     }
-    return open_speculator(tmp_path, SpeculatorPlace(**(options | place)))
+    return open_speculator(at or tmp_path, SpeculatorPlace(**(options | place)))
 
 
 def drafted(runner, seq_id, suffix, path, first_pass=True):
