@@ -42,20 +42,20 @@ _NAMES = CheckpointNames(blocks="layers", final_norm="norm")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BlockPass:
+class BlockPass:
     """What a pass computed for all its blocks: `rows` of their positions, block by block."""
 
     rows: PositionRows
 
 
 @dataclass(slots=True)
-class _BlockNode:
+class BlockNode:
     """A pending or the last committed row: `depth` below its block's root, `first` the block's first position."""
 
-    blocks: _BlockPass
+    blocks: BlockPass
     first: int
     depth: int
-    parent: _BlockNode | None = None
+    parent: BlockNode | None = None
     state: Tensor | None = None
 
 
@@ -65,8 +65,8 @@ class _Sequence:
 
     def __init__(self) -> None:
         self.length = 0
-        self.last: _BlockNode | None = None
-        self.nodes: list[_BlockNode | None] = []
+        self.last: BlockNode | None = None
+        self.nodes: list[BlockNode | None] = []
 
 
 class BlockRunner(SpeculatorRunner):
@@ -135,10 +135,10 @@ class BlockRunner(SpeculatorRunner):
         if not isinstance(token_ids, Tensor):
             token_ids = torch.tensor(token_ids, dtype=torch.int64)
         token_ids = token_ids.to(self.layers.device, non_blocking=True)
-        roots: dict[SeqId, _BlockNode] = {}
+        roots: dict[SeqId, BlockNode] = {}
         if not fuzzy:
             roots = self._start_blocks(spans, token_ids)
-        nodes, rows, first = list[_BlockNode](), list[int](), 0
+        nodes, rows, first = list[BlockNode](), list[int](), 0
         for span in spans:
             added = self._append(span, roots.get(span.seq_id), fuzzy=fuzzy)
             nodes += added[len(added) - span.num_logits :]
@@ -147,11 +147,11 @@ class BlockRunner(SpeculatorRunner):
         if len(rows) < len(token_ids):
             token_ids = token_ids[torch.tensor(rows, dtype=torch.int64, device=token_ids.device)]
         logits = self._logits(nodes, token_ids)
-        return PassOutput(logits, logits.new_empty(0, self.speculator.layers.hidden_size), ())
+        return PassOutput(logits, logits.new_empty(0, 0), ())
 
-    def _append(self, span: Span, root: _BlockNode | None, *, fuzzy: bool) -> list[_BlockNode]:
+    def _append(self, span: Span, root: BlockNode | None, *, fuzzy: bool) -> list[BlockNode]:
         """Make the span's rows pending; returns its nodes."""
-        sequence, added = self._sequences[span.seq_id], list[_BlockNode]()
+        sequence, added = self._sequences[span.seq_id], list[BlockNode]()
         pending = sequence.nodes
         num_text = 0 if fuzzy else span.num_tokens - max(0, span.num_logits - 1)
         for i in range(span.num_tokens):
@@ -161,7 +161,7 @@ class BlockRunner(SpeculatorRunner):
             else:
                 above = pending[parent] if parent >= 0 else sequence.last
                 assert above is not None, "a draft token follows the root of a block"
-                node = _BlockNode(above.blocks, above.first, above.depth + 1, above)
+                node = BlockNode(above.blocks, above.first, above.depth + 1, above)
             pending.append(node)
             if node is not None:
                 added.append(node)
@@ -169,7 +169,7 @@ class BlockRunner(SpeculatorRunner):
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, _BlockNode]:
+    def _start_blocks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, BlockNode]:
         """Write the rows of the text and run a block from every root."""
         texts, anchors, first = list[tuple[SeqId, int]](), list[int](), 0
         for span in spans:
@@ -193,8 +193,8 @@ class BlockRunner(SpeculatorRunner):
             self.pool.truncate(seq_id, self.pool.cached_len(seq_id))
         hidden = hidden.view(len(started), size, -1)[:, size - config.num_drafted :].flatten(0, 1)
         logits, corrector = self.layers.head(hidden), self.layers.corrector
-        blocks = _BlockPass((logits,) if corrector is None else corrector.prepare(logits, hidden))
-        return {seq_id: _BlockNode(blocks, i * config.num_drafted, 0) for i, (seq_id, _) in enumerate(started)}
+        blocks = BlockPass((logits,) if corrector is None else corrector.prepare(logits, hidden))
+        return {seq_id: BlockNode(blocks, i * config.num_drafted, 0) for i, (seq_id, _) in enumerate(started)}
 
     def _write_text(self, texts: Sequence[tuple[SeqId, int]]) -> None:
         """Keys and values of every sequence's text up to a length, as far as they are missing."""
@@ -228,7 +228,7 @@ class BlockRunner(SpeculatorRunner):
             laid_out.append(SpanRows(i * size, size, context, size, slots, run, MutualRows(size)))
         return self._backend.plan(laid_out, list(range(size * len(seq_ids))))
 
-    def _logits(self, nodes: Sequence[_BlockNode], token_ids: Tensor) -> Tensor:
+    def _logits(self, nodes: Sequence[BlockNode], token_ids: Tensor) -> Tensor:
         """Logits [n, V] at the nodes, and their states, level by level where a child needs its parent's."""
         levels: dict[int, list[int]] = {}
         for i, node in enumerate(nodes):
@@ -242,7 +242,7 @@ class BlockRunner(SpeculatorRunner):
             logits.index_copy_(0, torch.tensor(places, device=logits.device), part)
         return logits
 
-    def _level(self, nodes: Sequence[_BlockNode], token_ids: Tensor, places: Sequence[int]) -> Tensor:
+    def _level(self, nodes: Sequence[BlockNode], token_ids: Tensor, places: Sequence[int]) -> Tensor:
         """Nodes of one depth where there is a corrector."""
         rows, corrector, depth = _gather(nodes), self.layers.corrector, nodes[0].depth
         if corrector is None:
@@ -257,15 +257,15 @@ class BlockRunner(SpeculatorRunner):
         return logits
 
 
-def _parent_state(node: _BlockNode) -> Tensor:
+def _parent_state(node: BlockNode) -> Tensor:
     state = None if node.parent is None else node.parent.state
     assert state is not None, "a node was fed before its parent"
     return state
 
 
-def _gather(nodes: Sequence[_BlockNode]) -> PositionRows:
+def _gather(nodes: Sequence[BlockNode]) -> PositionRows:
     """What is known of the nodes' positions; their blocks may be of several passes."""
-    runs: list[tuple[_BlockPass, list[int]]] = []
+    runs: list[tuple[BlockPass, list[int]]] = []
     for node in nodes:
         if not runs or runs[-1][0] is not node.blocks:
             runs.append((node.blocks, []))

@@ -5,7 +5,7 @@ Knows no sequences and no checkpoints' config.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -102,6 +102,8 @@ class DraftLayers(Layer):
         assert (block.norm, block.norm_placement) == ("rms", "before"), "draft layers normalise as Llama does"
         self.config = config
         self.group = group
+        self.device = torch.device(options["device"])
+        self.corrector = None  # which a block drafter may have
         self._target_head, self._embed = tables.head, _embedding_of(tables)  # no parts of these layers
         self._options = options
         hidden, eps = block.hidden_size, block.norm_eps
@@ -118,6 +120,10 @@ class DraftLayers(Layer):
         if config.head_rows:
             name = f"{config.names.head}.weight"
             self.lm_head = VocabTable(name, config.head_rows, hidden, group, **options)
+        self.mask_hidden = self.mask_embedding = None
+        if config.num_depths > 1:
+            self.mask_hidden = torch.empty(config.feature_size, **options)
+            self.mask_embedding = torch.empty(hidden, **options)
         self._columns: Tensor | None = None
         assert block.rope is not None
         self._rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
@@ -157,6 +163,7 @@ class DraftLayers(Layer):
 
     def fused(self, features: Tensor) -> Tensor:
         """The target's features [T, F] -> the first layer's, [T, H]."""
+        features = features.to(self._options["dtype"])
         if self.features_norm is not None:
             features = self.features_norm(features)
         if self.tap_norms:
@@ -164,11 +171,23 @@ class DraftLayers(Layer):
             features = torch.cat([norm(tap.contiguous()) for norm, tap in zip(self.tap_norms, taps, strict=True)], 1)
         return features if self.fuse is None else self.fuse(features)
 
-    def forward(self, token_ids: Tensor, features: Tensor, plan: PassPlan) -> tuple[Tensor, Tensor]:
-        """Tokens [T] and the features before them [T, H] -> what the head reads and what rows after them read."""
+    def mask_features(self, num_rows: int) -> Tensor:
+        """The features of mask rows."""
+        assert self.mask_hidden is not None
+        return self.fused(self.mask_hidden[None]).expand(num_rows, -1)
+
+    def forward(
+        self, token_ids: Tensor, features: Tensor, plan: PassPlan, masked: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [T] and the features before them [T, H] -> what the head reads and what rows after them read. Rows
+        `masked` have no token."""
         plan.attention.prepare()
         rope = self._rope(plan.positions)
-        hidden = self.first.read(self._embed(token_ids, plan.positions), features, rope, plan.attention)
+        embedding = self._embed(token_ids, plan.positions)
+        if masked:
+            assert self.mask_embedding is not None
+            embedding[torch.tensor(masked, device=embedding.device)] = self.mask_embedding
+        hidden = self.first.read(embedding, features, rope, plan.attention)
         for layer in self.rest:
             hidden = layer(hidden, rope, plan.attention)
         normed = hidden if self.norm is None else self.norm(hidden)
@@ -199,6 +218,9 @@ class DraftLayers(Layer):
             yield from self.norm.shards(names.final_norm)
         if self.lm_head is not None:
             yield from self.lm_head.shards()
+        for name, tensor in (("mask_hidden", self.mask_hidden), ("mask_embedding", self.mask_embedding)):
+            if tensor is not None:
+                yield Shard(name, (EVERY,), tensor)
 
 
 def _embedding_of(tables: Decoder) -> Callable[[Tensor, Tensor], Tensor]:

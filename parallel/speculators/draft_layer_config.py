@@ -32,6 +32,12 @@ class DraftLayerNames:
     head: str = "lm_head"
 
 
+LISTED = DraftLayerNames(
+    embedding_norm="layers.0.input_layernorm", hidden_norm="layers.0.hidden_norm", layers="layers.{i}"
+)
+"""Where the layers are a list."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLayerConfig(SpeculatorConfig):
     """The row of token j is computed from the pair (embedding of token j, features of position j - 1), and gives the
@@ -62,7 +68,19 @@ class DraftLayerConfig(SpeculatorConfig):
     """What follows the final norm is the next row's features, not what precedes it."""
     head_rows: int = 0
     """Tokens of an own head, which `d2t` of the checkpoint names if they are not all; 0: the target's head."""
+    num_depths: int = 1
+    """Above 1, one pass gives the logits of so many depths (P-EAGLE)."""
     names: DraftLayerNames = DraftLayerNames()
+
+    @property
+    def num_drafted(self) -> int:
+        """Depths of a pass, as of a block drafter."""
+        return self.num_depths
+
+    @property
+    def block_size(self) -> int:
+        """Rows at most that a pass adds to a sequence for a while."""
+        return self.num_depths
 
     @property
     def has_draft_vocab(self) -> bool:
@@ -99,6 +117,9 @@ class DraftLayerConfig(SpeculatorConfig):
             yield f"{names.head}.weight", (self.head_rows, hidden)
         if self.has_draft_vocab:
             yield "d2t", (self.head_rows,)
+        if self.num_depths > 1:
+            yield "mask_hidden", (self.feature_size,)
+            yield "mask_embedding", (hidden,)
 
     def _layer_tensors(self, i: int) -> Iterator[tuple[str, Shape]]:
         hidden, attention = self.block.hidden_size, self.block.names.attention
@@ -118,19 +139,30 @@ METHODS: dict[str, dict[str, Any]] = {
         "feeds_normed": True,
         "names": DraftLayerNames(join="eh_proj", embedding_norm="enorm", hidden_norm="hnorm"),
     },
+    "p_eagle": {"fuses": True, "joins_in_attention": True, "names": LISTED},
 }
 """Method of our own checkpoints -> the fields that make it."""
 
 
 def is_own(hf: HfConfig) -> bool:
-    return (hf.get("speculator") or {}).get("method") in METHODS
+    return _method(hf) in METHODS and not is_own_parallel(hf)
+
+
+def is_own_parallel(hf: HfConfig) -> bool:
+    """Whether a pass gives several depths."""
+    return _method(hf) == "p_eagle"
+
+
+def _method(hf: HfConfig) -> str:
+    return (hf.get("speculator") or {}).get("method", "")
 
 
 def read_own(hf: HfConfig) -> DraftLayerConfig:
     """The record of a checkpoint that `job=train` made."""
     ours: dict[str, Any] = hf["speculator"]
     block = read_config(hf)
-    return draft_layer(ours["method"], block, tuple(ours["taps"]), head_rows=ours.get("head_rows", 0))
+    fields = {name: ours[name] for name in ("head_rows", "num_depths") if name in ours}
+    return draft_layer(ours["method"], block, tuple(ours["taps"]), **fields)
 
 
 def draft_layer(method: str, block: DecoderConfig, taps: tuple[int, ...], **fields: Any) -> DraftLayerConfig:

@@ -178,15 +178,18 @@ class DraftLayerRunner(SpeculatorRunner):
 
 def open_draft_layer(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayerRunner:
     """Load draft layers beside their target."""
-    tables = place.tables
-    if (tables.config.vocab_size, tables.config.hidden_size) != (config.vocab_size, config.block.hidden_size):
-        ours, theirs = (
-            (config.vocab_size, config.block.hidden_size),
-            (tables.config.vocab_size, tables.config.hidden_size),
-        )
+    layers = load_draft_layers(directory, config, place)
+    return DraftLayerRunner(layers, place.tables, layers.make_pool(place.num_slots))
+
+
+def load_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayers:
+    """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
+    theirs = place.tables.config.vocab_size, place.tables.config.hidden_size
+    ours = config.vocab_size, config.block.hidden_size
+    if theirs != ours:
         raise ValueError(f"{directory}: (vocab_size, hidden_size) is {ours}, the target's {theirs}; they must be equal")
-    layers = DraftLayers(config, tables, place.group, **place.options)
+    layers = DraftLayers(config, place.tables, place.group, **place.options)
     if place.weights not in (None, place.dtype):
         layers.store_as(place.weights)
     layers.load(directory)
-    return DraftLayerRunner(layers, tables, layers.make_pool(place.num_slots))
+    return layers

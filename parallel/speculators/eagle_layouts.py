@@ -13,14 +13,11 @@ from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.speculators.config import FINAL
-from parallel.speculators.draft_layer_config import DraftLayerConfig, DraftLayerNames, draft_layer
+from parallel.speculators.draft_layer_config import LISTED, DraftLayerConfig, DraftLayerNames, draft_layer
 
 _ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _EAGLE3_NAMES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM"}
 _EAGLE_NAMES = {"EagleLlamaForCausalLM", "LlamaForCausalLM"}
-_LISTED = DraftLayerNames(
-    embedding_norm="layers.0.input_layernorm", hidden_norm="layers.0.hidden_norm", layers="layers.{i}"
-)
 
 
 def is_specforge_eagle3(hf: HfConfig) -> bool:
@@ -51,7 +48,7 @@ def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
             "config.json lacks eagle_aux_hidden_state_layer_ids, the layers whose inputs it reads; add it: for a "
             "target of L layers they are [2, L // 2, L - 3] unless it was trained on others"
         )
-    return _eagle3(hf, _block(hf["transformer_layer_config"], hf), tuple(ids), _LISTED)
+    return _eagle3(hf, _block(hf["transformer_layer_config"], hf), tuple(ids), LISTED)
 
 
 def is_eagle(hf: HfConfig) -> bool:
@@ -62,7 +59,7 @@ def is_eagle(hf: HfConfig) -> bool:
 
 def read_eagle(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-1 and EAGLE-2, whose checkpoints do not differ: `fc` over the pair, one layer without an input norm."""
-    names = replace(_LISTED, join="fc")
+    names = replace(LISTED, join="fc")
     return draft_layer("eagle", _block(hf, hf), (FINAL,), join_bias=bool(hf.get("bias", True)), names=names)
 
 

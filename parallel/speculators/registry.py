@@ -18,8 +18,9 @@ from parallel.model.weights import load_weights
 from parallel.speculators import block, head_layouts
 from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import SpeculatorConfig
-from parallel.speculators.draft_layer_config import is_own, read_own
+from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
 from parallel.speculators.eagle import open_draft_layer
+from parallel.speculators.parallel_eagle import open_parallel_eagle
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
 
@@ -35,6 +36,7 @@ class CheckpointLayout:
 
 LAYOUTS: dict[str, CheckpointLayout] = {
     "draft layers": CheckpointLayout(is_own, read_own, open_draft_layer),
+    "P-EAGLE": CheckpointLayout(is_own_parallel, read_own, open_parallel_eagle),
     "block": CheckpointLayout(block.is_own, block.read_own, block.open_block),
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
     "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),

@@ -77,7 +77,7 @@ _HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
 _BLOCKS = "dflash", "dspark", "dflash2", "domino"
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
-    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", *_HEADS, *_BLOCKS)
+    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", *_HEADS, *_BLOCKS)
 } | {
     "eagle3-tree": SpeculatorDrafterConfig(
         path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
@@ -191,6 +191,16 @@ def test_tokens_with_a_speculator(open_room, make_requests, plain_tokens, drafte
     if rule == "coupled" or sampling.startswith("greedy"):
         assert (room.tokens, room.ends) == plain_tokens[sampling]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+
+
+def test_a_speculator_begins_with_one_token(open_room, make_requests):
+    """Which has no features before it, so that draft layers have no row to draft from."""
+    requests = make_requests(2, max_tokens=12, longest=2)
+    assert all(len(request.prompt) == 1 for request in requests)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(SPECULATORS["eagle3"], attached=True).serve(requests)
+    assert room.tokens == plain.tokens
+    assert room.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(("drafter", "temperature"), list(every_drafter_in_turn([0.0, 1.0], SPECULATORS)))

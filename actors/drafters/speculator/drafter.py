@@ -38,8 +38,12 @@ class _ReadsFeatures(ModelDrafter):
         self.runner.read_features(features.request_id, features.start, features.rows)
 
     def _with_room(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[tuple[Context, int]]:
-        able = super()._with_room(contexts, budgets)
-        return [order for order in able if self.runner.num_known(order[0].request_id) >= len(order[0].token_ids) - 1]
+        return [order for order in super()._with_room(contexts, budgets) if self._can_feed(order[0])]
+
+    def _can_feed(self, context: Context) -> bool:
+        """Whether the text has a row to draft from, and its features are known: a text of one token may have none."""
+        num_tokens, request_id = len(context.token_ids), context.request_id
+        return self.runner.cached_len(request_id) < num_tokens <= self.runner.num_known(request_id) + 1
 
     def _prefill(self, context: Context, leave: int) -> None:
         known = self.runner.num_known(context.request_id)

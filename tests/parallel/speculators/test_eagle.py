@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tools.training.speculators.eagle import DraftLayerNet, DraftLayerOptions, build
+from cluster.tools.training.speculators.eagle import DraftLayerNet, DraftLayerOptions, ParallelNet, build
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.speculators.config import FINAL
 from parallel.speculators.eagle import DraftLayerRunner
+from parallel.speculators.parallel_eagle import ParallelEagleRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import BACKENDS
@@ -77,6 +78,12 @@ class Trained:
         if backend is not None:
             runner = DraftLayerRunner(runner.layers, tables, runner.pool, backend=backend)
         return runner
+
+    def open_parallel(self, backend: str) -> ParallelEagleRunner:
+        tables = open_tables(self.target.path)
+        runner = open_speculator(self.path, SpeculatorPlace(tables, SINGLE, "cpu", torch.float32, 256))
+        assert isinstance(runner, ParallelEagleRunner)
+        return ParallelEagleRunner(runner.layers, tables, runner.pool, backend=backend)
 
 
 @pytest.fixture
@@ -204,6 +211,66 @@ def test_ranks_share_the_layers(
     alone = drafted(one.open(), one, 6)
     for shared in on_ranks(2, lambda group: drafted(one.open(group), one, 6)):
         torch.testing.assert_close(torch.stack(shared), torch.stack(alone), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_depths_of_one_pass_equal_those_of_the_training_forward(trained: Callable[..., Trained], backend: str) -> None:
+    one = trained("p_eagle", layers=2, depths=STEPS)
+    net, tokens = one.net, one.tokens[0].tolist()
+    assert isinstance(net, ParallelNet)
+    anchors = [torch.arange(LENGTH - 1), *(torch.tensor([0, 5, 9]) for _ in range(1, STEPS))]
+    with torch.no_grad():
+        rows = [net.logits(rows[0], one.batch) for rows in net.rows(one.batch, one.features[None], anchors)]
+    runner = one.open_parallel(backend=backend)
+    runner.open("a")
+    for place, anchor in enumerate((0, 5, 9)):
+        runner.read_features("a", runner.num_known("a"), one.features[runner.num_known("a") : anchor + 1])
+        text = tokens[runner.cached_len("a") : anchor + 2]
+        logits = [runner.forward([Span("a", len(text))], text).logits[0]]
+        for step in range(1, STEPS):  # whatever is drafted, one branch of a tree like the other
+            parent = len(text) - 1 if step == 1 else len(text) + 2 * (step - 2)
+            pair = runner.forward([Span("a", 2, [parent] * 2, 2)], [3, 4], fuzzy=True)
+            assert torch.equal(*pair.logits)
+            logits.append(pair.logits[0])
+        torch.testing.assert_close(logits[0], rows[0][anchor], atol=1e-4, rtol=0)
+        for depth in range(1, STEPS):
+            torch.testing.assert_close(logits[depth], rows[depth][place], atol=1e-4, rtol=0)
+        runner.commit("a", range(len(text) + 1))
+        assert runner.drop_fuzzy("a")
+        assert runner.cached_len("a") == anchor + 2
+    runner.close("a")
+    runner.pool.check()
+
+
+def test_masks_do_not_see_later_text(trained: Callable[..., Trained]) -> None:
+    net = trained("p_eagle", depths=STEPS)
+    rows = [torch.arange(LENGTH - 1), *(torch.tensor([3, 8]) for _ in range(1, STEPS))]
+    assert isinstance(net.net, ParallelNet)
+    before = net.net.rows(net.batch, net.features[None], rows)
+    net.batch.tokens[0, 10:] = 5
+    for tap in net.batch.taps.values():
+        tap[0, 9:] += 1
+    for depth, after in enumerate(net.net.rows(net.batch, net.features[None], rows)):
+        own = rows[depth] < 9
+        assert torch.equal(after[0, own], before[depth][0, own])
+    assert not torch.equal(after[0], net.net.rows(net.batch, net.features[None] + 1, rows)[-1][0])
+
+
+@pytest.mark.parametrize("method", ["eagle3", "p_eagle"])
+def test_several_rows_learn(trained: Callable[..., Trained], method: str) -> None:
+    one = trained(method, layers=2)
+    net, generator = one.net.train(), torch.Generator().manual_seed(0)
+    stepper = torch.optim.Adam(net.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss, metrics = net.loss(one.batch, generator)
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(parameter.grad is not None for parameter in net.parameters())
+    assert {f"accept_{depth}" for depth in range(1, 6)} | {"length"} == set(metrics)
 
 
 def test_a_head_of_foreign_tokens_is_refused(trained: Callable[..., Trained]) -> None:

@@ -8,7 +8,7 @@ before, sees the rows up to i of step 0 and its own rows of later steps, and pre
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from cluster.tools.training.losses import divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
-from parallel.speculators.draft_layer_config import DraftLayerConfig, read_own
+from parallel.speculators.draft_layer_config import METHODS, DraftLayerConfig, read_own
 
 _SHARED_FIELDS = (
     "vocab_size",
@@ -48,6 +48,8 @@ class DraftLayerOptions(Section):
 
     method: str = "eagle3"
     """Which layers: a row of `parallel.speculators.draft_layer_config.METHODS`."""
+    layers: int = 1
+    """Draft layers."""
     taps: tuple[int, ...] = ()
     """Taps of the target; () for those of the method."""
     intermediate_size: int = 0
@@ -68,6 +70,8 @@ class DraftLayerOptions(Section):
     """Weight of that loss."""
     feature_weight: float = 0.0
     """Weight of the smooth L1 distance between outputs and the target's features (EAGLE-1)."""
+    keep: float = 0.75
+    """p_eagle: share of a depth's rows that the next depth keeps in training; each depth keeps a fifth."""
     noise: float = 0.0
     """Width of the uniform noise added to features in training (EAGLE-1: 0.2 * 512 / length)."""
 
@@ -86,13 +90,15 @@ def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
     hf |= {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": options.layers,
         "intermediate_size": options.intermediate_size or theirs["intermediate_size"],
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
         "speculator": speculator,
     }
-    net = DraftLayerNet(hf, options)
+    if options.method == "p_eagle":
+        speculator["num_depths"] = options.depths
+    net = (ParallelNet if options.method == "p_eagle" else DraftLayerNet)(hf, options)
     if net.lm_head is not None:
         chosen = counts.argsort(descending=True, stable=True)[:head_rows].sort().values
         net.choose_tokens(chosen, target.head)
@@ -102,7 +108,7 @@ def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
 def _taps(options: DraftLayerOptions, num_layers: int) -> list[int]:
     if options.taps:
         return list(options.taps)
-    if options.method.startswith("eagle3"):  # the inputs of these blocks, as the published code has them
+    if METHODS[options.method].get("fuses"):  # the inputs of these blocks, as the published code has them
         return [min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, num_layers // 2 + 1)]
     return [FINAL]
 
@@ -123,7 +129,8 @@ class DraftLayerNet(Speculator):
         self.fc_norm = nn.ModuleList(
             [nn.RMSNorm(config.target_hidden, eps) for _ in config.taps] if config.norms_taps else []
         )
-        self.layer = _Layer(config)
+        self.layer = _FirstLayer(config)
+        self.rest = nn.ModuleList(_Layer(config) for _ in range(1, config.block.num_layers))
         self.norm = nn.RMSNorm(hidden, eps) if config.has_final_norm else None
         self.lm_head = nn.Linear(hidden, config.head_rows, bias=False) if config.head_rows else None
         self.register_buffer("tokens", torch.arange(config.head_rows), persistent=False)
@@ -188,17 +195,23 @@ class DraftLayerNet(Speculator):
         nothing."""
         length = batch.tokens.shape[1]
         hidden = self._fused(features)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        attention = [_Steps() for _ in range(self.config.block.num_layers)]
         for step in range(num_steps):
             tokens = F.pad(batch.tokens[:, 1 + step :], (0, 1 + step))
-            rotation = self._rope(torch.arange(step, step + length))
-            rotation = rotation[0].to(hidden.device), rotation[1].to(hidden.device)
-            hidden = self.layer(batch.embed(tokens), hidden, rotation, keys, values)
+            hidden = self._through(batch.embed(tokens), hidden, torch.arange(step, step + length), attention)
             normed = hidden if self.norm is None else self.norm(hidden)
             yield normed
             if self.config.feeds_normed:
                 hidden = normed
+
+    def _through(self, embedding: Tensor, features: Tensor, positions: Tensor, attention: Sequence[_Attend]) -> Tensor:
+        """Both [B, N, H], positions [N] -> the stream after the last layer."""
+        cos, sin = self._rope(positions)
+        rotation = cos.to(features.device), sin.to(features.device)
+        hidden = self.layer(embedding, features, rotation, attention[0])
+        for layer, attend in zip(self.rest, attention[1:], strict=True):
+            hidden = layer(hidden, rotation, attend)
+        return hidden
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,8 +221,8 @@ class DraftLayerNet(Speculator):
             "layer.join": names.join,
             "layer.embedding_norm": names.embedding_norm,
             "layer.hidden_norm": names.hidden_norm,
-            "layer": names.layers,
-        }
+            "layer": self.config.layer_name(0),
+        } | {f"rest.{i - 1}": self.config.layer_name(i) for i in range(1, self.config.block.num_layers)}
         for name, value in self.state_dict().items():
             ours = next((module for module in renamed if name.startswith(f"{module}.")), "")
             tensors[renamed.get(ours, "") + name.removeprefix(ours)] = value.detach().to(torch.bfloat16).contiguous()
@@ -227,44 +240,149 @@ class DraftLayerNet(Speculator):
         return features if self.fc is None else self.fc(features)
 
 
-class _Layer(nn.Module):
-    """The layer that reads pairs, with the keys of all steps so far in lists that it extends."""
+class ParallelNet(DraftLayerNet):
+    """P-EAGLE (arXiv 2602.01469): rows (anchor, depth), depths above 0 masks that see the text up to their anchor and
+    the rows of smaller depth at it. In training ever fewer anchors have the deeper rows (conditional drop)."""
 
-    def __init__(self, config: DraftLayerConfig) -> None:
+    def __init__(self, hf: dict[str, Any], options: DraftLayerOptions) -> None:
+        super().__init__(hf, options)
+        self.mask_hidden = nn.Parameter(0.02 * torch.randn(self.config.feature_size))
+        self.mask_embedding = nn.Parameter(0.02 * torch.randn(self.config.block.hidden_size))
+
+    def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        options, num_depths, length = self.options, self.config.num_depths, batch.tokens.shape[1]
+        divergence = divergences()[options.divergence]
+        anchors = [torch.arange(length - 1 - num_depths)]
+        for depth in range(1, num_depths):
+            before = anchors[-1]
+            if self.training:
+                keep = max(1, int(max(options.keep**depth, 0.2) * len(anchors[0])))
+                before = before[torch.randperm(len(before), generator=generator)[:keep].sort().values]
+            anchors.append(before)
+        features = torch.cat([batch.taps[tap] for tap in self.taps], -1)
+        rows = self.rows(batch, features, anchors)
+        total, whole = features.new_zeros(()), anchors[-1]  # the anchors that have all depths
+        rates, valids, valid = [], [], torch.ones_like(batch.loss_mask[:, : len(anchors[0])])
+        for depth, (own, normed) in enumerate(zip(anchors, rows, strict=True)):
+            valid = valid & batch.loss_mask[:, 2 + depth : 2 + depth + len(anchors[0])]
+            counted = valid[:, own]
+            final = batch.taps[FINAL][:, own + 1 + depth][counted]
+            goal, logits = batch.head(final), self.logits(normed[counted], batch)
+            best, drafted = goal.argmax(-1), logits.detach().argmax(-1)
+            known = torch.ones_like(best, dtype=torch.bool)
+            if len(self.tokens):
+                goal, drafted, known = goal[..., self.tokens], self.tokens[drafted], torch.isin(best, self.tokens)
+            total = total + options.decay**depth * masked_mean(divergence(goal, logits), known)
+            rate = torch.zeros_like(counted, dtype=torch.float32)
+            rate[counted] = (drafted == best).float()
+            places = torch.searchsorted(own, whole)
+            rates.append(rate[:, places].flatten())
+            valids.append(counted[:, places].flatten())
+        weight = sum(options.decay**depth for depth in range(num_depths))
+        return total / weight, depth_metrics(torch.stack(rates, -1), torch.stack(valids, -1))
+
+    def rows(self, batch: TargetBatch, features: Tensor, anchors: Sequence[Tensor]) -> list[Tensor]:
+        """What the head reads at every depth, [B, anchors of the depth, H]."""
+        sizes = [len(own) for own in anchors]
+        anchor, depth = torch.cat(list(anchors)), torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        same, earlier = anchor[:, None] == anchor, depth[:, None] >= depth
+        sees = ((depth == 0) & (anchor[:, None] >= anchor)) | (same & earlier)
+        text, num_masks = anchors[0], sum(sizes[1:])
+        mask = self._fused(self.mask_hidden.expand(1, 1, -1)).expand(len(features), num_masks, -1)
+        hidden = torch.cat((self._fused(features[:, text]), mask.to(features.dtype)), 1)
+        masks = self.mask_embedding.expand(len(features), num_masks, -1)
+        embedding = torch.cat((batch.embed(batch.tokens[:, text + 1]), masks), 1)
+        attend = _Masked(sees.to(features.device))
+        hidden = self._through(embedding, hidden, anchor + depth, [attend] * self.config.block.num_layers)
+        assert self.norm is not None
+        return list(self.norm(hidden).split(sizes, 1))
+
+
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values [B, heads, N, head size] -> what the attention gives, of the queries' shape."""
+
+
+class _Steps:
+    """Of row i over the first step's rows up to i and its own rows of the steps after; called once a step."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._keys.append(k)
+        self._values.append(v)
+        if len(self._keys) == 1:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        length, scale = q.shape[2], q.shape[3] ** -0.5
+        causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        text = (q @ self._keys[0].transpose(-2, -1)).masked_fill(~causal, -torch.inf)
+        own = torch.stack([(q * key).sum(-1) for key in self._keys[1:]], -1)
+        weights = torch.cat((text, own), -1).mul(scale).softmax(-1, dtype=torch.float32).to(v.dtype)
+        out = weights[..., :length] @ self._values[0]
+        for i, value in enumerate(self._values[1:]):
+            out = out + weights[..., length + i, None] * value
+        return out
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """Of rows over those that they see, bool [N, N]."""
+
+    sees: Tensor
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.sees)
+
+
+class _Layer(nn.Module):
+    """A layer after the first."""
+
+    def __init__(self, config: DraftLayerConfig, inputs: int = 0, *, norms_input: bool = True) -> None:
         super().__init__()
-        self.config = config
         block, hidden = config.block, config.block.hidden_size
-        inputs = 2 * hidden if config.joins_in_attention else hidden
-        self.join = None if config.joins_in_attention else nn.Linear(2 * hidden, hidden, bias=False)
-        has_norms = config.joins_in_attention or config.norms_pair
-        self.embedding_norm = nn.RMSNorm(hidden, block.norm_eps) if has_norms else None
-        self.hidden_norm = nn.RMSNorm(hidden, block.norm_eps) if has_norms else None
-        own_input = not config.joins_in_attention and config.norms_first_input
-        self.input_layernorm = nn.RMSNorm(hidden, block.norm_eps) if own_input else None
-        self.self_attn = _Attention(config, inputs)
+        self.input_layernorm = nn.RMSNorm(hidden, block.norm_eps) if norms_input else None
+        self.self_attn = _Attention(config, inputs or hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden, block.norm_eps)
         self.mlp = _MLP(hidden, block.intermediate_size)
 
-    def forward(
-        self, embedding: Tensor, features: Tensor, rotation: Rotation, keys: list[Tensor], values: list[Tensor]
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: _Attend) -> Tensor:
+        return self.after(hidden, hidden, rotation, attend)
+
+    def after(self, stream: Tensor, x: Tensor, rotation: Rotation, attend: _Attend) -> Tensor:
+        """The stream after the layer, whose attention reads `x`."""
+        x = x if self.input_layernorm is None else self.input_layernorm(x)
+        stream = stream + self.self_attn(x, rotation, attend)
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+class _FirstLayer(_Layer):
+    """The layer that reads pairs."""
+
+    def __init__(self, config: DraftLayerConfig) -> None:
+        in_attention, hidden = config.joins_in_attention, config.block.hidden_size
+        norms_input = not in_attention and config.norms_first_input
+        super().__init__(config, 2 * hidden if in_attention else hidden, norms_input=norms_input)
+        self.config = config
+        self.join = None if in_attention else nn.Linear(2 * hidden, hidden, bias=False)
+        has_norms = in_attention or config.norms_pair
+        self.embedding_norm = nn.RMSNorm(hidden, config.block.norm_eps) if has_norms else None
+        self.hidden_norm = nn.RMSNorm(hidden, config.block.norm_eps) if has_norms else None
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  two inputs
+        self, embedding: Tensor, features: Tensor, rotation: Rotation, attend: _Attend
     ) -> Tensor:
+        normed = features
         if self.embedding_norm is not None and self.hidden_norm is not None:
             embedding, normed = self.embedding_norm(embedding), self.hidden_norm(features)
-        else:
-            normed = features
         pair = torch.cat((embedding, normed), -1)
         if self.join is None:
-            hidden, x = normed if self.config.norms_residual else features, pair
-        else:
-            hidden = x = self.join(pair)
-        x = x if self.input_layernorm is None else self.input_layernorm(x)
-        hidden = hidden + self.self_attn(x, rotation, keys, values)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+            return self.after(normed if self.config.norms_residual else features, pair, rotation, attend)
+        x = self.join(pair)
+        return self.after(x, x, rotation, attend)
 
 
 class _Attention(nn.Module):
-    """Of row i over the first step's rows up to i and its own rows of the steps after."""
-
     def __init__(self, config: DraftLayerConfig, inputs: int) -> None:
         super().__init__()
         block = config.block
@@ -276,23 +394,11 @@ class _Attention(nn.Module):
         )
         self.o_proj = nn.Linear(queries, block.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotation: Rotation, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, attend: _Attend) -> Tensor:
         q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, rotation).transpose(1, 2), rotate(k, rotation).transpose(1, 2)
-        keys.append(k.repeat_interleave(self.group, 1))
-        values.append(v.transpose(1, 2).repeat_interleave(self.group, 1))
-        if len(keys) == 1:
-            out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
-        else:
-            length, scale = q.shape[2], self.head_dim**-0.5
-            causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-            text = (q @ keys[0].transpose(-2, -1)).masked_fill(~causal, -torch.inf)
-            own = torch.stack([(q * key).sum(-1) for key in keys[1:]], -1)
-            weights = torch.cat((text, own), -1).mul(scale).softmax(-1, dtype=torch.float32).to(v.dtype)
-            out = weights[..., :length] @ values[0]
-            for i, value in enumerate(values[1:]):
-                out = out + weights[..., length + i, None] * value
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        k, v = k.repeat_interleave(self.group, 1), v.transpose(1, 2).repeat_interleave(self.group, 1)
+        return self.o_proj(attend(q.to(v.dtype), k.to(v.dtype), v).transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim)

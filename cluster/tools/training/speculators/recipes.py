@@ -34,6 +34,7 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "eagle3": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3")),
     "eagle3.1": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3.1")),
     "mtp": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("mtp", steps=3, decay=0.6)),
+    "p_eagle": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("p_eagle", layers=2)),
     "distill": SpeculatorRecipe(distill.build, distill.DistillOptions(), 5e-4, 3e-4),
     "dflash": SpeculatorRecipe(block.build, BlockOptions()),
     "dspark": SpeculatorRecipe(
