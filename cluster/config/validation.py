@@ -33,8 +33,8 @@ def validate(config: LaunchConfig) -> None:
         remedy = "has no ranks to lay out; a plan needs drafter=model"
         require(config.drafter.name == "model", "drafter.name", config.drafter.name, remedy)
     if config.job.name == "tree":
-        remedy = "has no tree of a fixed shape; job=tree needs drafter=model"
-        require(config.drafter.name == "model", "drafter.name", config.drafter.name, remedy)
+        remedy = "has no tree of a fixed shape; job=tree needs drafter=model or speculator"
+        require(config.drafter.name in ("model", "speculator"), "drafter.name", config.drafter.name, remedy)
         remedy = "is for chains; measure with coupled, rejection, traversal or kseq"
         require(rule != "block", "verify.rule", rule, remedy)
 

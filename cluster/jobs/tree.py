@@ -1,4 +1,4 @@
-"""`job=tree`: the best fixed trees for a draft model and a target, as a file for `drafter.tree` (Sequoia).
+"""`job=tree`: the best fixed trees for a target and its draft model or speculator, for `drafter.tree` (Sequoia).
 
 Completes prompts with a draft of `job.width` children of the root and counts how often each of them is the accepted
 one; a dynamic program makes the best tree of every size from that. In one process, no engine: nothing is timed.
@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
-from actors.drafters.config import ModelOptions
+from actors.drafters.config import DraftSetup
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.fixed_trees import best_trees, expected_accepted, write_trees
 from actors.drafters.model.loading import head_rows
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import TargetConfig
+from actors.verification.features import FeatureReader
 from actors.verification.verifier import Verifier
 from cluster.config.jobs import TreeConfig
 from cluster.config.schema import LaunchConfig
@@ -37,43 +39,35 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     """Raises ValueError for prompts that cannot be read or leave no room for their completions."""
     job: TreeConfig = config.job
     terminal, target = Terminal(), Path(config.target.path)
-    assert isinstance(config.drafter, ModelDrafterConfig)
+    assert isinstance(config.drafter, ModelDrafterConfig | SpeculatorDrafterConfig)
     tokenizer, eos = load_tokenizer(target), read_eos_token_ids(target)
     texts = [tuple(tokenizer.encode(prompt.text).ids) for prompt in read_prompts(Path(job.prompts), job.limit)]
     sampling, length = config.sampling_params(tokenizer), max(map(len, texts)) + config.sampling.max_tokens
-    options = ModelOptions(str(config.verify.rule), config.verify.law_size, eos, config.scheduler.prefill_chunk)
     num_slots = BATCH * (length + 2 * job.width + 2)
     with terminal.starting() as progress:
-        progress("loading both models")
-        models = [_open(one, num_slots) for one in (config.target, config.drafter)]
-    longest = min(model.config.max_positions for model in models) - job.width - 1
+        progress("loading target and drafter")
+        runner = _open(config.target, num_slots)
+        drafter = _drafter(config, runner, num_slots, eos)
+    longest = min(one.config.max_positions for one in (runner, drafter.runner)) - job.width - 1
     if length > longest:
         raise ValueError(f"sampling.max_tokens={config.sampling.max_tokens}: prompt and completion exceed {longest}")
-    star = replace(
-        config.drafter,
-        strategy=Strategy.tree,
-        branching=[job.width],
-        tree="",
-        num_draft_tokens=job.width,
-        merge_ngram=0,
-    )
-    drafter = ModelDrafter(models[1], star, options)
-    verifier = Verifier(models[0], options.rule, eos)
+    features = FeatureReader(config.drafter.taps()) if config.drafter.reads_features else None
+    verifier = Verifier(runner, str(config.verify.rule), eos, features=features)
     rounds: list[CountedRound] = []
     with torch.inference_mode(), terminal.counting("completing prompts", len(texts)) as bar:
         for first in range(0, len(texts), BATCH):
             some = texts[first : first + BATCH]
-            rounds += complete(verifier, drafter, some, sampling, job.width, config.sampling.max_tokens)
+            rounds += complete(verifier, drafter, some, sampling, job.width, config.sampling.max_tokens, features)
             for _ in some:
                 bar.advance()
     acceptance = acceptance_by_rank(rounds, job.width)
-    trees = best_trees(acceptance, job.nodes, job.depth)
+    trees = best_trees(acceptance, job.nodes, min(job.depth, drafter.runner.longest_draft))
     out = Path(job.out).expanduser() if job.out else run_dir / "trees.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     about = {
         "acceptance": acceptance,
         "rounds": len(rounds),
-        "verify": options.rule,
+        "verify": str(config.verify.rule),
         "sampling": asdict(config.sampling),
     }
     write_trees(out, trees, about)
@@ -83,6 +77,22 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     terminal.line(f"acceptance by rank: {ranks}, over {len(rounds):,} rounds")
     terminal.line(f"trees of 1 to {job.nodes} tokens written to {out}; the largest is expected to give {accepted:.2f}:")
     terminal.line(f"drafter.strategy=tree drafter.tree={out} drafter.num_draft_tokens={job.nodes}")
+
+
+def _drafter(config: LaunchConfig, target: ModelRunner, num_slots: int, eos: tuple[int, ...]) -> ModelDrafter:
+    """The launch's drafter, in turn; each draft has `job.width` children of the root."""
+    assert isinstance(config.drafter, ModelDrafterConfig | SpeculatorDrafterConfig)
+    width = config.job.width
+    star = replace(
+        config.drafter, strategy=Strategy.tree, branching=[width], tree="", num_draft_tokens=width, merge_ngram=0
+    )
+    device = str(target.decoder.device)
+    setup = DraftSetup(config.verify, "sync", config.scheduler, SINGLE, device, eos, config.target)
+    if isinstance(star, ModelDrafterConfig):
+        return ModelDrafter(_open(star, num_slots), star, setup.model_options)
+    drafter, _ = star.build(replace(setup, tables=target.decoder, num_slots=num_slots))
+    assert isinstance(drafter, ModelDrafter)
+    return drafter
 
 
 def _open(config: TargetConfig | ModelDrafterConfig, num_slots: int) -> ModelRunner:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from actors.drafters.interface import Context, Drafter
 from actors.protocol.messages import Commit, Proposal, SamplingParams
 from actors.protocol.token_tree import TokenTree
+from actors.verification.features import FeatureReader
 from actors.verification.verifier import Verifier, VerifyInput
 
 
@@ -41,8 +42,12 @@ def complete(
     sampling: SamplingParams,
     num_draft_tokens: int,
     num_tokens: int,
+    features: FeatureReader | None = None,
 ) -> Iterator[CountedRound]:
-    """Rounds until every prompt has `num_tokens` more; ends of text do not end it. Prompt i takes seed + i."""
+    """Rounds until every prompt has `num_tokens` more; ends of text do not end it. Prompt i takes seed + i.
+
+    `features` is the verifier's reader, for a drafter that reads the target's hidden states.
+    """
     target = verifier.runner
     live = [
         Context(i, 0, list(prompt), len(prompt), replace(sampling, seed=sampling.seed + i))
@@ -72,8 +77,14 @@ def complete(
             )
             for context, draft in zip(live, drafts, strict=True)
         ]
+        first_positions = [target.cached_len(one.seq_id) for one in inputs]
         logits, _ = verifier.forward(inputs)
-        for context, one, result in zip(live, inputs, verifier.verify(inputs, logits), strict=True):
+        results = verifier.verify(inputs, logits)
+        if features is not None and (reader := drafter.capabilities.reads_features) is not None:
+            paths = {one.seq_id: result.path for one, result in zip(inputs, results, strict=True)}
+            for rows in features.rows(inputs, first_positions, paths):
+                reader.read_features(rows)
+        for context, one, result in zip(live, inputs, results, strict=True):
             target.commit(one.seq_id, [*range(one.num_fed), *(one.num_fed - 1 + node for node in result.path)])
             tokens = (*(one.tree.token_ids[node] for node in result.path), result.next_token)
             commit = Commit(context.request_id, 0, len(context.token_ids), result.path, tokens)
@@ -88,6 +99,7 @@ def complete(
 
 
 def acceptance_by_rank(rounds: Sequence[CountedRound], width: int) -> list[float]:
-    """How often the child of each rank below the root was the accepted one."""
+    """How often the child of each rank below the root was the accepted one, of the rounds that had a draft."""
+    rounds = [one for one in rounds if one.tree.num_draft_tokens]
     first = [one.ranks()[0] for one in rounds if one.path]
     return [first.count(rank) / len(rounds) for rank in range(width)]

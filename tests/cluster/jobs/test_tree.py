@@ -6,15 +6,20 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.model.fixed_trees import read_trees
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SamplingConfig, VerifyConfig, VerifyRule
 from actors.protocol.token_tree import TokenTree
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, TreeConfig
 from cluster.jobs import generate, tree
 from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank
+from cluster.tools.training.speculators.heads import HeadsOptions, build
+from cluster.tools.training.speculators.interface import TargetShape
 
 
 def test_ranks_are_counted_among_siblings_below_the_root():
@@ -40,6 +45,24 @@ def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
     generate.run(replace(config, drafter=drafter, job=GenerateConfig(prompts=prompts, trace=False)), tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["draft_acceptance_rate"] == 1.0 and report["acceptance_histogram"][3] > 0
+
+
+def test_trees_fitted_to_heads_are_no_deeper_than_they(tiny_launch, write_prompts, tmp_path, one_free_thread):
+    """Fresh Medusa heads say what the target says one token before."""
+    prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
+    config = tiny_launch(TreeConfig(prompts=prompts, nodes=9, depth=8, width=3, out=str(tmp_path / "trees.json")))
+    model = AutoModelForCausalLM.from_pretrained(config.target.path)
+    tables = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+    heads = build(HeadsOptions("medusa", heads=2), TargetShape(model.config, *tables, torch.ones(len(tables[0]))))
+    heads.save(tmp_path / "heads")
+    speculator = SpeculatorDrafterConfig(path=str(tmp_path / "heads"), num_draft_tokens=9)
+    tree.run(replace(config, drafter=speculator), tmp_path)
+    shapes = read_trees(tmp_path / "trees.json")
+    assert max(max(TokenTree(shape, shape).depths()) for shape in shapes) <= 2
+    assert json.loads((tmp_path / "trees.json").read_text())["rounds"] > 2
+    drafter = replace(speculator, strategy=Strategy.tree, tree=str(tmp_path / "trees.json"))
+    generate.run(replace(config, drafter=drafter, job=GenerateConfig(prompts=prompts, trace=False)), tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["num_draft_tokens"] > 0
 
 
 @pytest.mark.parametrize(
