@@ -52,7 +52,7 @@ EVALUATED_ROWS = 8
 """Rows of one pass of an evaluation."""
 REFRESH_STEPS = 10
 """Steps trained on one batch of text that the drafter wrote itself."""
-POOL_PROMPTS = 96
+POOL_PROMPTS = 48
 """Prompts of that batch."""
 
 
