@@ -216,11 +216,17 @@ class DrafterSession:
             if sequence.draft.is_answered or sequence.request_id in verifying or sequence.uncached_len != 1:
                 continue
             length = 0
-            if self.may_draft(sequence) and not sequence.is_being_read and not self._has_to_read(sequence):
+            if self._may_draft_now(sequence):
                 length = self._policy.draft_length(sequence.request_id, sequence.remaining)
             if length or (pending is not None and pending.prefixes.get(sequence.request_id) == sequence.prefix_len):
                 found.append((sequence, length))
         return found
+
+    def _may_draft_now(self, sequence: Sequence) -> bool:
+        """Whether the drafter knows the text, and was sent the hidden states of all but its last token."""
+        if not self.may_draft(sequence) or sequence.is_being_read or self._has_to_read(sequence):
+            return False
+        return self.exports is None or sequence.exported_len == sequence.prefix_len - 1
 
     def order(
         self, running: Collection[Sequence], verifying: Collection[int], least_round: int, now: float

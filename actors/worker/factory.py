@@ -61,7 +61,11 @@ def serve(
     name = link_name(spec.identity, spec.incarnation)
     link = Mailbox(Link(spec.hub_address, name, spec.secret))
     bridge = _bridge_end(spec, logger)
-    loop = RankLoop(spec, link, _join_group, lambda *given: build_role(*given, bridge), observe, cancelled, bridge)
+
+    def build(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
+        return build_role(spec, group, mailbox, bridge)
+
+    loop = RankLoop(spec, link, _join_group, build, observe, cancelled, bridge)
     heartbeat = Heartbeat(Link(spec.hub_address, f"{name}/heart", spec.secret, keeps="newest"), loop.heartbeat)
     try:
         loop.serve()

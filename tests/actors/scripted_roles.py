@@ -156,7 +156,7 @@ class ScriptedDrafter:
         for order in batch.orders:
             if self.bridge and order.num_draft_tokens:
                 text = self.knows.texts[order.request_id]
-                assert self.features[order.request_id] == len(text) - 1, "a draft cannot be made of this"
+                assert self.features.get(order.request_id, 0) == len(text) - 1, "a draft cannot be made of this"
 
     def answer(self, batch: DraftBatch) -> list[ProposalBatch | DraftPreviewBatch]:
         self.knows.learn(batch)
