@@ -32,11 +32,16 @@ from parallel.runtime.cuda_graphs import CapturedPasses
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """logits [N, `num_logits`] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap."""
+    """logits [N, `num_logits`] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap.
+
+    `acceptance` [N], of a speculator that was trained to predict it: the chance that the target accepts a token drawn
+    from these logits. It follows from the rows alone, not from what is drawn.
+    """
 
     logits: Tensor
     hidden: Tensor
     features: tuple[Tensor, ...]
+    acceptance: Tensor | None = None
 
 
 class ModelRunner:

@@ -32,7 +32,7 @@ from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.weights import load_shards
 from parallel.runtime.runner import PassOutput
 from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, tensor_shapes
-from parallel.speculators.correctors import PositionRows
+from parallel.speculators.correctors import MarkovCorrector, PositionRows
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
 
@@ -43,9 +43,11 @@ _NAMES = CheckpointNames(blocks="layers", final_norm="norm")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPass:
-    """What a pass computed for all its blocks: `rows` of their positions, block by block."""
+    """What a pass computed for all its blocks: `rows` of their positions, block by block, and their hidden states if a
+    confidence head reads them."""
 
     rows: PositionRows
+    hidden: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -147,7 +149,7 @@ class BlockRunner(SpeculatorRunner):
         if len(rows) < len(token_ids):
             token_ids = token_ids[torch.tensor(rows, dtype=torch.int64, device=token_ids.device)]
         logits = self._logits(nodes, token_ids)
-        return PassOutput(logits, logits.new_empty(0, 0), ())
+        return PassOutput(logits, logits.new_empty(0, 0), (), self._acceptance(nodes, token_ids))
 
     def _append(self, span: Span, root: BlockNode | None, *, fuzzy: bool) -> list[BlockNode]:
         """Make the span's rows pending; returns its nodes."""
@@ -193,7 +195,8 @@ class BlockRunner(SpeculatorRunner):
             self.pool.truncate(seq_id, self.pool.cached_len(seq_id))
         hidden = hidden.view(len(started), size, -1)[:, size - config.num_drafted :].flatten(0, 1)
         logits, corrector = self.layers.head(hidden), self.layers.corrector
-        blocks = BlockPass((logits,) if corrector is None else corrector.prepare(logits, hidden))
+        rows = (logits,) if corrector is None else corrector.prepare(logits, hidden)
+        blocks = BlockPass(rows, None if self.layers.confidence is None else hidden)
         return {seq_id: BlockNode(blocks, i * config.num_drafted, 0) for i, (seq_id, _) in enumerate(started)}
 
     def _write_text(self, texts: Sequence[tuple[SeqId, int]]) -> None:
@@ -255,6 +258,25 @@ class BlockRunner(SpeculatorRunner):
             for node, own in zip(nodes, state, strict=True):
                 node.state = own
         return logits
+
+    def _acceptance(self, nodes: Sequence[BlockNode], token_ids: Tensor) -> Tensor | None:
+        """What the confidence head predicts of the tokens drawn at the nodes, [n]; 0 below the block."""
+        layers, longest = self.layers, self.speculator.num_drafted
+        if layers.confidence is None or not nodes:
+            return None
+        hidden = torch.cat([_hidden(node, longest) for node in nodes])
+        read = layers.corrector.embed(token_ids) if isinstance(layers.corrector, MarkovCorrector) else None
+        chances = layers.confidence(hidden if read is None else torch.cat((hidden, read), 1))[:, 0].float().sigmoid()
+        if all(node.depth < longest for node in nodes):
+            return chances
+        return chances * torch.tensor([float(node.depth < longest) for node in nodes], device=chances.device)
+
+
+def _hidden(node: BlockNode, longest: int) -> Tensor:
+    """The state at the node's position, or at its block's last one, [1, H]."""
+    assert node.blocks.hidden is not None
+    row = node.first + min(node.depth, longest - 1)
+    return node.blocks.hidden[row : row + 1]
 
 
 def _parent_state(node: BlockNode) -> Tensor:

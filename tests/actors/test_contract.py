@@ -88,6 +88,9 @@ SPECULATORS = {
     "domino-tree": SpeculatorDrafterConfig(
         path="domino", strategy=Strategy.best_first, num_draft_tokens=9, depth=9, width=3
     ),
+    "dspark-threshold": SpeculatorDrafterConfig(
+        path="dspark", num_draft_tokens=5, length_rule=LengthRule.threshold, rejection_threshold=0.6
+    ),
 }
 """Methods of `drafter=speculator` by the name of their recipe, attached."""
 VARIANTS = {name for name, config in DRAFTERS.items() if config.name == "model"} - {
@@ -201,6 +204,23 @@ def test_a_speculator_begins_with_one_token(open_room, make_requests):
     room = open_room(SPECULATORS["eagle3"], attached=True).serve(requests)
     assert room.tokens == plain.tokens
     assert room.stats.num_accepted_tokens > 0
+
+
+def test_the_confidence_of_a_block_decides_how_long_drafts_are(open_room, make_requests, plain_tokens):
+    requests, lengths = make_requests(5, max_tokens=24), []
+    if "greedy" not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens["greedy"] = plain.tokens, plain.ends
+    for bias in (-20.0, 20.0):
+
+        def biased(drafter, bias=bias):
+            drafter.runner.layers.confidence.bias.fill_(bias)
+            return drafter
+
+        room = open_room(SPECULATORS["dspark-threshold"], attached=True, wrap=biased).serve(requests)
+        assert (room.tokens, room.ends) == plain_tokens["greedy"]
+        lengths.append(room.stats.num_draft_tokens / (room.stats.num_tokens - room.stats.num_accepted_tokens))
+    assert 2 * lengths[0] < lengths[1], f"mean draft tokens of a verdict: {lengths}"
 
 
 @pytest.mark.parametrize(("drafter", "temperature"), list(every_drafter_in_turn([0.0, 1.0], SPECULATORS)))

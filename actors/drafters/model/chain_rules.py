@@ -3,8 +3,9 @@
 Beside the ordered length (`actors/policy/draft_length.py`, value per cost), a drafter may end a chain by itself:
 
 - `ThresholdRule`: while the chance that some drafted token is rejected, 1 - a_1 a_2 ... a_i, is at most a threshold.
-  a_i is the drafter's own probability of its token, corrected by the verdicts so far. SpecDec++ (arXiv 2405.19715)
-  shows that a threshold on this chance is the best rule, and predicts a_i with a trained head.
+  a_i is the drafter's own probability of its token, or what a head that was trained for it predicts before the token is
+  drawn (DSpark), corrected by the verdicts so far. SpecDec++ (arXiv 2405.19715) shows that a threshold on this chance
+  is the best rule.
 - `ThompsonRule`: with the probability that a coin shows which is drawn from the posterior of the request's acceptance,
   Beta(1 + accepted, 1 + rejected): EESD (arXiv 2406.03853). It needs no probability of the drafter.
 
@@ -30,7 +31,8 @@ class ChainRule(ABC):
 
     @abstractmethod
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
-        """Whether to draft another token after these, given by their log-probabilities; `step` numbers the draft."""
+        """Whether to draft another token after these, given by their log-probabilities, the drafter's own or predicted;
+        `step` numbers the draft."""
 
     @abstractmethod
     def update(self, request_id: int, num_accepted: int) -> None:

@@ -38,7 +38,7 @@ from actors.drafters.model.tree_growth import (
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import DrawnChildren, draw_beam, draw_iid, draw_without_replacement
 from actors.sampling.logits import LogitRows, choose_plain, is_greedy, is_plain, process_batch, top_children
-from parallel.runtime.runner import ModelRunner, Span
+from parallel.runtime.runner import ModelRunner, PassOutput, Span
 
 
 @dataclass(slots=True)
@@ -182,15 +182,15 @@ class ModelDrafter:
         chunk = self._options.prefill_chunk
         prefill(self.runner, context.request_id, context.token_ids, leave=leave, chunk=chunk)
 
-    def _feed_suffixes(self, contexts: Sequence[Context]) -> Tensor:
-        """Logits [B, V] at the root of every context."""
+    def _feed_suffixes(self, contexts: Sequence[Context]) -> PassOutput:
+        """With logits [B, V] at the root of every context."""
         spans, token_ids = [], []
         for context in contexts:
             suffix = context.token_ids[self.runner.cached_len(context.request_id) :]
             spans.append(Span(context.request_id, len(suffix)))
             token_ids += suffix
             self._rows[context.request_id] = _Rows(len(suffix), {0: len(suffix) - 1})
-        return self.runner.forward(spans, token_ids).logits
+        return self.runner.forward(spans, token_ids)
 
     # --- chains: tokens stay on the device ----------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class ModelDrafter:
 
     def _chains(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
         budgets = [min(budget, self._growth.depth) for budget in budgets]
-        logits = self._feed_suffixes(contexts)
+        logits = self._feed_suffixes(contexts).logits
         lengths, params = [len(context.token_ids) for context in contexts], [context.sampling for context in contexts]
         spans = [Span(context.request_id, 1) for context in contexts]
         live = list(range(len(contexts)))
@@ -237,19 +237,24 @@ class ModelDrafter:
     def _trees(self, contexts: list[Context], budgets: list[int]) -> dict[int, Draft]:
         if self._is_dynamic:
             self._agree_on_price()
-        logits = self._feed_suffixes(contexts)
+        output = self._feed_suffixes(contexts)
         self._price.draft_started()
         trees = [GrowingTree(context.token_ids[-1]) for context in contexts]
         distributions: list[dict[int, SparseDistribution]] = [{} for _ in contexts]
         frontier = [[0] for _ in contexts]
+        predicted: list[list[float]] = [[] for _ in contexts]
         for level in range(self._growth.depth):
-            offered = self._draw_candidates(contexts, trees, frontier, logits, level, distributions)
+            offered = self._draw_candidates(contexts, trees, frontier, output.logits, level, distributions)
+            if self._chain_rule is not None and output.acceptance is not None:
+                chances = iter(output.acceptance.log().tolist())
+                for nodes, along in zip(frontier, predicted, strict=True):
+                    along += [next(chances) for _ in nodes]
             frontier = self._growth.extend_all(trees, offered, budgets)
             if self._chain_rule is not None:
-                frontier = self._chains_to_extend(self._chain_rule, contexts, trees, frontier)
+                frontier = self._chains_to_extend(self._chain_rule, contexts, trees, predicted, frontier)
             if not any(frontier):
                 break
-            logits = self._feed_level(contexts, trees, frontier)
+            output = self._feed_level(contexts, trees, frontier)
             self._price.pass_done()
         grown = self._growth.finish_all(trees, budgets)
         return {
@@ -258,18 +263,26 @@ class ModelDrafter:
         }
 
     def _chains_to_extend(
-        self, rule: ChainRule, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]
+        self,
+        rule: ChainRule,
+        contexts: list[Context],
+        trees: list[GrowingTree],
+        predicted: list[list[float]],
+        frontier: list[list[int]],
     ) -> list[list[int]]:
         """The frontier without those of chains that end here; the last token of a chain stays."""
-        chains = [[after - before for before, after in pairwise(tree.values)] for tree in trees]
+        chains = [
+            along[: len(tree.values) - 1] or [after - before for before, after in pairwise(tree.values)]
+            for tree, along in zip(trees, predicted, strict=True)
+        ]
         goes_on = [
             rule.continues(context.request_id, context.step, chain)
             for context, chain in zip(contexts, chains, strict=True)
         ]
         return [nodes if longer else [] for nodes, longer in zip(frontier, goes_on, strict=True)]
 
-    def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> Tensor:
-        """Logits at all frontier nodes [n, V]; those of merged nodes are their leader's."""
+    def _feed_level(self, contexts: list[Context], trees: list[GrowingTree], frontier: list[list[int]]) -> PassOutput:
+        """With logits at all frontier nodes [n, V]; those of merged nodes are their leader's."""
         spans, token_ids, wanted = [], [], []
         for context, tree, nodes in zip(contexts, trees, frontier, strict=True):
             if not nodes:
@@ -287,8 +300,10 @@ class ModelDrafter:
             token_ids += [tree.token_ids[node] for node in fed]
         self.num_fed_nodes += len(token_ids)
         self.num_merged_nodes += len(wanted) - len(token_ids)
-        logits = self.runner.forward(spans, token_ids, fuzzy=True).logits
-        return logits if len(wanted) == len(token_ids) else logits[torch.tensor(wanted, device=logits.device)]
+        output = self.runner.forward(spans, token_ids, fuzzy=True)
+        if len(wanted) == len(token_ids):
+            return output
+        return replace(output, logits=output.logits[torch.tensor(wanted, device=output.logits.device)])
 
     def _draw_candidates(
         self,

@@ -296,3 +296,21 @@ def test_matrices_may_be_stored_rounded(stored, pair, tmp_path):
         logits.append(drafted(runner, 0, tokens[:12], [3, 1, 4]))
     off = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
     assert off == 0 if stored == torch.bfloat16 else 0 < off < 0.1, "the checkpoint's numbers are bfloat16"
+
+
+def test_the_confidence_of_a_node_is_that_of_training_and_knows_nothing_of_what_is_drawn(pair, tmp_path):
+    net = pair.net(FLAGS["dspark"])
+    runner, batch, depths = opened(pair, net, tmp_path), pair.batch(net), net.num_draft_tokens
+    tokens, anchors = pair.tokens[0].tolist(), torch.tensor([[9], [9]])
+    with torch.no_grad():
+        hidden = net.hidden_states(batch, anchors)
+        before = pair.tokens[:, None, 9 : 9 + depths]
+        assert net.confidence_head is not None
+        expected = net.predicted(net.confidence_head, hidden, before).sigmoid()[0, 0]
+    runner.open(0)
+    runner.read_features(0, 0, pair.features(pair.tokens[0], net.taps)[:9])
+    found = [runner.forward([Span(0, 10)], tokens[:10]).acceptance]
+    found += [runner.forward([Span(0, 1)], [token], fuzzy=True).acceptance for token in tokens[10 : 10 + depths]]
+    torch.testing.assert_close(
+        torch.cat([one for one in found if one is not None]), torch.cat((expected, torch.zeros(1))), atol=1e-5, rtol=0
+    )

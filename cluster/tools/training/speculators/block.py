@@ -319,6 +319,11 @@ class BlockDrafter(Speculator):
         hidden = self.hidden_states(batch, anchors)
         return self.corrected(batch, batch.head(hidden).float(), hidden, self._tokens(batch, anchors, 0))[0]
 
+    def predicted(self, head: _ConfidenceHead, hidden: Tensor, before: Tensor) -> Tensor:
+        """Logits of the acceptance of the token drafted at each depth, which they do not depend on."""
+        read = hidden if self.markov_head is None else torch.cat((hidden, self.markov_head.markov_w1(before)), -1)
+        return head(read).float()
+
     # --- the loss -----------------------------------------------------------------------------------------------------
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
@@ -350,8 +355,7 @@ class BlockDrafter(Speculator):
             loss = loss + options.variation * 2 * masked_mean(distance, weights)
         metrics: dict[str, Tensor] = {}
         if self.confidence_head is not None and distance is not None:
-            read = hidden if self.markov_head is None else torch.cat((hidden, self.markov_head.markov_w1(before)), -1)
-            expected = self.confidence_head(read).float()
+            expected = self.predicted(self.confidence_head, hidden, before)
             off = F.binary_cross_entropy_with_logits(expected, 1 - distance.detach(), reduction="none")
             loss = loss + masked_mean(off, weights)
             metrics["confidence_error"] = masked_mean((expected.sigmoid() - 1 + distance).abs(), valid).detach()
