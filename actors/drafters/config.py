@@ -69,8 +69,9 @@ class PathResolver(Protocol):
         """The target's checkpoint directory."""
         ...
 
-    def checkpoint(self, key: str, path: str) -> str:
-        """The directory of a checkpoint that is given as a directory, a hub id or the name of a bundled one."""
+    def checkpoint(self, key: str, path: str, *, is_model: bool = True) -> str:
+        """The directory of a checkpoint that is given as a directory, a hub id or the name of a bundled one; of a
+        supported model if it `is_model`."""
         ...
 
     def file(self, key: str, path: str, wanted: str) -> str:

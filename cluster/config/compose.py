@@ -224,7 +224,7 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     return replace(config, target=replace(config.target, path=path), drafter=drafter, job=job)
 
 
-def _checkpoint(key: str, path: str, bundled: Mapping[str, Path]) -> str:
+def _checkpoint(key: str, path: str, bundled: Mapping[str, Path], *, is_model: bool = True) -> str:
     directory = bundled.get(path, Path(path).expanduser())
     remedy = f"{CHECKPOINT} such as Qwen/Qwen3-0.6B"
     try:
@@ -232,7 +232,8 @@ def _checkpoint(key: str, path: str, bundled: Mapping[str, Path]) -> str:
     except ValueError as error:
         raise ValueError(f"{key}={error}; {remedy}") from error
     try:
-        read_config(directory)
+        if is_model:
+            read_config(directory)
     except ValueError as error:
         raise ValueError(f"{key}={path}: {error}") from error
     return str(directory.absolute())
@@ -252,8 +253,9 @@ class _DrafterPaths:
     target: str
     file = staticmethod(_file)
 
-    def checkpoint(self, key: str, path: str) -> str:
-        return _checkpoint(key, path, {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER})
+    def checkpoint(self, key: str, path: str, *, is_model: bool = True) -> str:
+        bundled = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
+        return _checkpoint(key, path, bundled, is_model=is_model)
 
 
 _COPIED = ("editing", "agent")

@@ -42,7 +42,7 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         return read_speculator(self.path).taps
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
-        config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path))
+        config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))
         return replace(config, tree=config._tree_file(resolve, f"{where}.tree")) if self.tree else config
 
     def check_checkpoints(self, where: str = "drafter") -> None:

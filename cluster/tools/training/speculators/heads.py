@@ -97,8 +97,9 @@ class HeadsNet(Speculator):
             self._declare(f"{name}.weight", torch.zeros(config.vocab_size, width))
 
     def start_from(self, target: TargetShape) -> None:
-        """Begin where every head says what the target's would: residual branches at zero, output layers its own."""
-        rms = float(target.embedding.square().mean().sqrt())
+        """Begin where a head says about what the target's would: residual branches without what they read of its
+        state, output layers its own. Embeddings are small beside that state, so what reads them begins large."""
+        rms, hidden = float(target.embedding.square().mean().sqrt()), self.config.target_hidden
         branches = ("linear", "output")
         for name, size in self.cell.shapes.matrices.items():
             if name.rsplit(".", 1)[-1] in branches:
@@ -106,10 +107,12 @@ class HeadsNet(Speculator):
             reads_tokens = name.startswith(("emb_proj", "rnn_w"))
             scale = 1 / (rms * math.sqrt(size.outputs)) if reads_tokens else 1.0
             nn.init.normal_(self.parameter(f"{name}.weight"), std=scale / math.sqrt(size.inputs))
+        for depth in range(self.options.heads) if self.options.method == "hydra" else ():
+            weight = self.parameter(f"hydra_mlp.{depth}.0.linear.weight").data
+            nn.init.normal_(weight[:, hidden:], std=0.5 / (rms * math.sqrt(weight.shape[1] - hidden)))
         for name in ("input_proj", "proj.0"):
-            if name in self.cell.shapes.matrices and self.cell.width == self.config.target_hidden:
-                weight = self.parameter(f"{name}.weight").data
-                weight[:, : self.config.target_hidden] = torch.eye(self.config.target_hidden)
+            if name in self.cell.shapes.matrices and self.cell.width == hidden:
+                self.parameter(f"{name}.weight").data[:, :hidden] = torch.eye(hidden)
         for name, width in self.cell.shapes.tables.items():
             is_head = name in {self.cell.head(depth) for depth in range(self.options.heads)}
             table = self.parameter(f"{name}.weight")
