@@ -127,6 +127,9 @@ class RecordChecks:
 
     def _check_proposals(self, batch: ProposalBatch) -> None:
         _check_finite((batch.started, batch.finished, *(batch.imported or ())))
+        if (learned := batch.learning) is not None:
+            times, shares = (learned.busy_s, learned.delayed_s), (learned.adapted_share, learned.shipped_share)
+            _check_finite((*times, *shares, learned.loss))
         for work in batch.levels:
             _check_finite((work.busy_s, *(time for span in work.spans for time in span)))
         _check_finite(time for started, finished, _ in batch.ahead for time in (started, finished))

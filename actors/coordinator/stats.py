@@ -7,7 +7,7 @@ counters is a class of its own, with the methods that update it; `CoordinatorSta
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -181,6 +181,7 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
     since: float = 0.0
     phase: str = ""
     levels: dict[str, dict[str, float]] = field(default_factory=dict)
+    learning: dict[str, float] = field(default_factory=dict)
     spans: deque[TimelineSpan] = field(default_factory=lambda: deque(maxlen=SPAN_LIMIT))
 
     def add_commit(self, proposal: Proposal | None, commit: Commit) -> None:
@@ -205,6 +206,8 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
             self.spans.append(("draft", name, started, finished, {"round": batch.round}))
         for work in batch.levels:
             self._add_level(work, batch.round)
+        if batch.learning is not None:
+            self.learning = asdict(batch.learning)
         num_tokens, num_misses, num_hits = 0, 0, num_prefetched
         for proposal in batch.proposals:
             num_tokens += proposal.tree.num_draft_tokens

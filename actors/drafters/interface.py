@@ -18,6 +18,7 @@ from actors.protocol.messages import (
     Admit,
     Commit,
     DraftPreview,
+    LearningWork,
     LevelWork,
     SamplingKind,
     SamplingParams,
@@ -232,6 +233,30 @@ class HasLevels(Protocol):
         ...
 
 
+class LearnsWhenIdle(Protocol):
+    """Changes its own weights by small steps, each shorter than a pass of the target."""
+
+    idle_share: float
+    """Of the time in which its rank waits for records: at most so much is spent on steps."""
+
+    @property
+    def wants_learning(self) -> bool:
+        """Whether there is something to learn."""
+        ...
+
+    def learn(self) -> None:
+        """One step."""
+        ...
+
+    def learning(self) -> LearningWork:
+        """What was learned so far."""
+        ...
+
+    def save(self) -> None:
+        """Keep what was learned; the rank ends."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a drafter can do besides the required verbs; None: it cannot."""
@@ -245,6 +270,7 @@ class Capabilities:
     has_levels: HasLevels | None = None
     reads_top_tokens: ReadsTopTokens | None = None
     reads_features: ReadsFeatures | None = None
+    learns: LearnsWhenIdle | None = None
 
 
 class Drafter(Protocol):

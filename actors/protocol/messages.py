@@ -359,13 +359,35 @@ class LevelWork:
 
 
 @dataclass(frozen=True, slots=True)
+class LearningWork:
+    """What a drafter that learns while it serves has learned so far.
+
+    `version` counts the weights it has served, adapted ones now if `is_served`. `num_held` positions are still to be
+    learned. The shares are of recent positions at which a draft token of adapted and of shipped weights is accepted.
+    `busy_s` were spent, by which answers were delayed by `delayed_s`.
+    """
+
+    version: int
+    is_served: bool
+    num_steps: int
+    num_positions: int
+    num_held: int
+    num_rollbacks: int
+    loss: float
+    adapted_share: float
+    shipped_share: float
+    busy_s: float = 0.0
+    delayed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ProposalBatch:
     """Draft lead to coordinator. `started` and `finished` are CLOCK_MONOTONIC seconds on the drafter's host.
 
     `num_missing` orders are still being drafted for; another batch follows. `ahead` is (started, finished, refreshed)
     of the passes of draft-ahead since the last batch; a `refreshed` pass also fed committed text again, to make its KV
     rows exact. `levels` is the work of the levels of a cascade since then. `imported` is (started, finished) of the
-    receipt of the order's tensors.
+    receipt of the order's tensors. `learning` is all that was learned so far.
     """
 
     round: int
@@ -376,6 +398,7 @@ class ProposalBatch:
     ahead: tuple[tuple[float, float, bool], ...] = ()
     levels: tuple[LevelWork, ...] = ()
     imported: tuple[float, float] | None = None
+    learning: LearningWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

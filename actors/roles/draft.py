@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from actors.drafters.draft_ahead.timing import DraftAheadTiming
 from actors.drafters.draft_ahead.width import WidthChooser
 from actors.drafters.interface import Context, Drafter, FeatureRows
-from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, Proposal, ProposalBatch
+from actors.drafters.online.idle_time import IdleTime
+from actors.protocol.messages import Commit, DraftBatch, DraftPreviewBatch, LearningWork, Proposal, ProposalBatch
 
 CHILD_WAIT_S = 0.5
 """Seconds for which a rank waits at a time for the child level, whose records end the wait."""
@@ -31,6 +33,8 @@ class DraftRole:
         can = drafter.capabilities
         self._capabilities = can
         self._works_ahead = can.works_ahead
+        self._learns = can.learns
+        self._idle_time = IdleTime(can.learns.idle_share, clock()) if can.learns is not None else None
         self._adapts = adapts
         self._steps: list[tuple[float, float, bool]] = []  # (started, finished, refreshed) since the last answer
         self._timing = DraftAheadTiming()
@@ -39,17 +43,23 @@ class DraftRole:
     @property
     def wants_work(self) -> bool:
         """Whether `work` has something to do before the next record arrives."""
+        return self._drafts_ahead or (self._learns is not None and self._learns.wants_learning)
+
+    @property
+    def _drafts_ahead(self) -> bool:
+        """Whether the next step is one of draft-ahead; a drafter learns in the time that this leaves."""
         return self._works_ahead is not None and self._works_ahead.wants_work
 
     def width(self) -> int:
         """Nodes for each request in the next step, the argument of `work`; rank 0 decides for all ranks of the role."""
-        if self._works_ahead is None or not self._adapts:
+        if self._works_ahead is None or not self._adapts or not self._drafts_ahead:
             return 0
         return self._works_ahead.width(self._width_chooser, self._timing.interval_s)
 
     def work(self, width: int = 0) -> None:
-        """One step of draft-ahead, if the drafter works ahead."""
-        if self._works_ahead is None:
+        """One step of draft-ahead, if the drafter works ahead and has one left, else one of learning."""
+        if self._works_ahead is None or not self._drafts_ahead:
+            self._learn()
             return
         started = self.clock()
         step = self._works_ahead.work(width)
@@ -59,8 +69,18 @@ class DraftRole:
         if step.num_rows and not step.refreshed:
             self._width_chooser.update(step.num_rows, finished - started)
 
+    def _learn(self) -> None:
+        """One step of learning, if the time allows it."""
+        if self._learns is None or self._idle_time is None or self.pause_s():
+            return
+        started = self.clock()
+        self._learns.learn()
+        self._idle_time.learned(started, self.clock())
+
     def pause_s(self) -> float:
         """Seconds to wait for the next record before another step, which could delay the answer to it."""
+        if self._idle_time is not None and not self._drafts_ahead:
+            return self._idle_time.pause_s(self.clock(), self._timing.due, self._timing.interval_s)
         if self._works_ahead is not None and self._works_ahead.waits_for_child:
             return CHILD_WAIT_S
         return self._timing.pause_s(self.clock())
@@ -78,7 +98,8 @@ class DraftRole:
         `features` are the target's hidden states at tokens of known requests, in order, for a drafter that reads them.
         """
         started, ahead = self.clock(), self._works_ahead
-        self._timing.record_arrival(started)
+        arrived = started if self._idle_time is None else self._idle_time.record_arrived(started)
+        self._timing.record_arrival(arrived)
         if ahead is not None:
             ahead.may_work_ahead = batch.works_ahead
         orders = self._update_contexts(batch, features)
@@ -93,6 +114,13 @@ class DraftRole:
             yield self._batch(batch.round, misses, started, 0, prepared=None if ahead is None else False)
         if any(order.num_draft_tokens for order in batch.orders):
             self._timing.record_answer(self.clock())
+        if self._idle_time is not None:
+            self._idle_time.answered(self.clock())
+
+    def close(self) -> None:
+        """The rank ends: a drafter that learns keeps what it learned."""
+        if self._learns is not None:
+            self._learns.save()
 
     def forget(self) -> None:
         """Release every request; the drafter keeps its model."""
@@ -179,4 +207,12 @@ class DraftRole:
             for context, draft in zip(contexts, drafts, strict=True)
         )
         levels = self._capabilities.has_levels.level_stats() if self._capabilities.has_levels is not None else ()
-        return ProposalBatch(round, proposals, started, self.clock(), num_missing, steps, levels)
+        learning = self._learning()
+        return ProposalBatch(round, proposals, started, self.clock(), num_missing, steps, levels, learning=learning)
+
+    def _learning(self) -> LearningWork | None:
+        """What the drafter has learned so far, and the time it took."""
+        if self._learns is None or self._idle_time is None:
+            return None
+        times = self._idle_time
+        return replace(self._learns.learning(), busy_s=times.spent_s, delayed_s=times.delayed_s)

@@ -71,6 +71,13 @@ class RankLoop:
 
     def serve(self) -> None:
         """Until `Stop`."""
+        try:
+            self._serve_epochs()
+        finally:
+            if isinstance(self._role, DraftRole):
+                self._role.close()
+
+    def _serve_epochs(self) -> None:
         join = self._await_join()
         while join is not None:
             following: Join | Stop | None = None

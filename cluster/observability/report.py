@@ -55,6 +55,8 @@ class RunFigures(TypedDict):
     foreseen_rate: float | None
     """Of the same proposals, those that had reached the coordinator before their verdict."""
     levels: dict[str, dict[str, float | None]] | None
+    learning: dict[str, float] | None
+    """What `drafter.online=true` has learned by the end of the run, as in `LearningWork`."""
     draft_busy: float | None
     target_busy: float | None
     round_ms: float | None
@@ -135,6 +137,7 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "branch_hit_rate": _ratio(counters.get("num_branch_hits"), lookups),
         "foreseen_rate": _ratio(counters.get("num_prefetched"), lookups),
         "levels": _levels(counters.get("levels") or {}),
+        "learning": counters.get("learning") or None,
         "draft_busy": _ratio(counters.get("draft_busy_s"), active_s),
         "target_busy": _ratio(counters.get("target_busy_s"), active_s),
         "round_ms": _ratio(counters.get("spec_round_s"), num_spec_rounds, 1e3),

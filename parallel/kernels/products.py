@@ -44,7 +44,7 @@ class Panels:
     def __init__(self, matrix: Tensor, scales: Tensor | None = None) -> None:
         kernels = _kernels()
         assert kernels is not None, "ask has_products first"
-        self._multiply, self._gather, pack = kernels
+        self._multiply, self._gather, self._pack = kernels
         self.outputs, self.inputs = matrix.shape
         self.gates = self.outputs % (2 * PANEL) == 0
         """Whether `multiply` can take the first half of the outputs for gates: they fill whole panels."""
@@ -52,8 +52,13 @@ class Panels:
         size = -(-self.outputs // PANEL) * PANEL * self.inputs
         self.weights = matrix.new_empty(size)[: matrix.numel()]
         self.scales = scales
-        pack(matrix.contiguous().data_ptr(), self.weights.data_ptr(), self.inputs, self.outputs, self._stored)
         self._at = self.weights.data_ptr(), None if scales is None else scales.data_ptr()
+        self.assign(matrix)
+
+    def assign(self, matrix: Tensor) -> None:
+        """Replace the contents by a matrix of the same shape and type."""
+        assert matrix.shape == (self.outputs, self.inputs), f"{tuple(matrix.shape)} is not this matrix's shape"
+        self._pack(matrix.contiguous().data_ptr(), self._at[0], self.inputs, self.outputs, self._stored)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
         """x [T, inputs] -> x @ matrix.T + bias, [T, outputs], all in float32.

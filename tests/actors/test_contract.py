@@ -64,6 +64,7 @@ DRAFTERS = {
         ),
         num_draft_tokens=9,
     ),
+    "online": ModelDrafterConfig(num_draft_tokens=5, online=True),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
     "trimmed": ModelDrafterConfig(
         strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3, vocabulary=every_other()

@@ -33,6 +33,11 @@ class DraftAheadTiming:
         """Mean seconds from an answer to the next record; 0 until one came."""
         return self._interval.mean
 
+    @property
+    def due(self) -> float | None:
+        """When the next record is expected; None: at no time."""
+        return None if self._answered_at is None else self._answered_at + self._interval.mean
+
     def record_answer(self, now: float) -> None:
         self._answered_at = now
 

@@ -264,6 +264,19 @@ class ModelDrafterConfig(PassDrafterConfig):
     tokenizers differ, else nothing is translated."""
     tokenizer: str = ""
     """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
+    online: bool = False
+    """Learn from what the target said at verified rows, while the rank waits for records; see docs/online.md."""
+    online_rate: Annotated[float, Range(above=0, high=1)] = 3e-4
+    """online=true: learning rate of the adapters."""
+    online_strength: Annotated[float, Range(0, 1)] = 1.0
+    """online=true: how much of what was learned is served; 0: the shipped model, whatever is learned."""
+    online_budget: Annotated[float, Range(above=0, high=1)] = 1.0
+    """online=true: share of the time in which the draft rank waits for records that may be spent learning."""
+    online_memory: Annotated[int, Range(32)] = 16384
+    """online=true: positions that wait to be learned, at most; about 110 bytes each."""
+    online_state: str = ""
+    """online=true: a file from which learning continues, and to which it is saved every 64 steps and at the end; empty
+    = it starts anew and is lost."""
 
     def check_fields(self, where: str) -> None:
         remedy = "shares the target's ranks; drop it, the draft model is split as the target is"
@@ -282,7 +295,26 @@ class ModelDrafterConfig(PassDrafterConfig):
         size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
         require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
         self._check_layers(where)
+        self._check_online(where)
         super(ModelDrafterConfig, self).check_fields(where)
+
+    def _check_online(self, where: str) -> None:
+        remedy = "is for a drafter that learns; add drafter.online=true or drop it"
+        require(self.online or not self.online_state, f"{where}.online_state", self.online_state, remedy)
+        if not self.online:
+            return
+        field = f"{where}.online"
+        require(where == "drafter", field, True, "learns as a drafter of its own only; drop it")
+        remedy = "learns on one rank, which holds the whole model; use drafter.ranks=1 drafter.parallel=single"
+        require(self.parallel is Parallel.single and self.ranks == 1, field, True, remedy)
+        remedy = "needs a rank that idles while the target works; use drafter.placement=separate"
+        require(self.placement is not Placement.attached, field, True, remedy)
+        remedy = f"learns the target's own tokens; drop {where}.vocabulary and {where}.translate"
+        require(not self.vocabulary and self.translate is Translation.auto, field, True, remedy)
+
+    @property
+    def target_top_k(self) -> int:
+        return 8 if self.online else 0
 
     def _check_layers(self, where: str) -> None:
         by_layer = self.parallel is Parallel.layer
@@ -299,6 +331,11 @@ class ModelDrafterConfig(PassDrafterConfig):
         if self.tree:
             config = replace(config, tree=self._tree_file(resolve, f"{where}.tree"))
         config = config._with_tokenizer(resolve, where)
+        if config.online_state:
+            state = Path(config.online_state).absolute()
+            remedy = "its folder does not exist; make it or name another file"
+            require(state.parent.is_dir(), f"{where}.online_state", self.online_state, remedy)
+            config = replace(config, online_state=str(state))
         if not self.vocabulary:
             return config
         from actors.drafters.vocabulary.token_list import read_token_list
@@ -328,6 +365,15 @@ class ModelDrafterConfig(PassDrafterConfig):
                 raise ValueError(f"{where}.path: {error}; use another drafter or token list") from None
         from parallel.model.families.registry import read_config
 
+        if self.online:
+            from parallel.model.adapted import check_adaptable
+
+            remedy = f"learns tokens of the target's own tokenizer, and {self.path} has another; drop it"
+            require(not self.tokenizer, f"{where}.online", True, remedy)
+            try:
+                check_adaptable(read_config(self.path))
+            except ValueError as error:
+                raise ValueError(f"{where}.online=True: {error}") from None
         if self.parallel is Parallel.tensor:
             read_config(self.path).check_ranks(self.ranks, f"{where}.ranks")
         if self.parallel is Parallel.layer:

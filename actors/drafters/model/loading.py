@@ -16,11 +16,14 @@ from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Translation
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.string_drafter import StringDrafter
+from actors.drafters.online.drafter import OnlineDrafter
+from actors.drafters.online.learner import RANK, OnlineLearner
 from actors.drafters.vocabulary.token_list import read_token_list
 from actors.drafters.vocabulary.token_pieces import TokenPieces, shared_tokens
 from actors.drafters.vocabulary.translated_runner import TranslatedRunner
 from actors.options import PipelineName, SchedulerConfig
 from parallel.comm.group import Group
+from parallel.model.adapted import AdaptedDecoder
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
@@ -40,9 +43,28 @@ def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[
     runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline)
     if config.tokenizer and config.translate is Translation.strings:
         return StringDrafter(runner, *_token_pieces(config), setup.scheduler.prefill_chunk), facts
-    if setup.pipeline in AHEAD:
-        return AheadDrafter(runner, config, setup.model_options, setup.pipeline), facts
-    return ModelDrafter(runner, config, setup.model_options), facts
+    ahead = setup.pipeline in AHEAD
+    drafter = (
+        AheadDrafter(runner, config, setup.model_options, setup.pipeline)
+        if ahead
+        else ModelDrafter(runner, config, setup.model_options)
+    )
+    if not config.online:
+        return drafter, facts
+    return _learning(drafter, config), facts
+
+
+def _learning(drafter: ModelDrafter, config: ModelDrafterConfig) -> OnlineDrafter:
+    """`drafter` with a learner beside it; ValueError, one line, for a saved state that is none of this model."""
+    decoder = drafter.runner.decoder
+    model = AdaptedDecoder(decoder.config, config.path, decoder.device, min(RANK, decoder.config.hidden_size))
+    learner = OnlineLearner(
+        model, rate=config.online_rate, strength=config.online_strength, num_positions=config.online_memory
+    )
+    state = Path(config.online_state) if config.online_state else None
+    if state is not None and state.exists():
+        learner.restore(state)
+    return OnlineDrafter(drafter, drafter.runner, learner, config.online_budget, state)
 
 
 def open_draft_model(

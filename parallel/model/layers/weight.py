@@ -125,6 +125,20 @@ class Weight(Layer):
             self.packed = self._panels.weights
             self.plain = self.plain.new_empty(0)
 
+    @torch.inference_mode()
+    def assign(self, matrix: Tensor) -> None:
+        """Replace the contents in place, before or after `pack`, rounded as a checkpoint's are; of an unsplit weight.
+
+        Captured passes read the new contents too.
+        """
+        plain = self.plain if self.packed is None else torch.empty(matrix.shape, dtype=self.packed.dtype)
+        if self.scales is None:
+            plain.copy_(matrix)
+        else:
+            QuantizedRows(plain, self.scales, EVERY).copy_(matrix)
+        if self._panels is not None:
+            self._panels.assign(plain)
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] -> [T, outputs]."""
         if self._panels is not None:

@@ -198,6 +198,9 @@ class Drafter(DraftRole):
     def forget(self):
         self.steps = 0
 
+    def close(self):
+        assert self.steps == 0, "a rank that ends drops its requests first"
+
 
 def test_between_batches_all_ranks_take_the_steps_that_the_lead_takes():
     join, batch = Join(1, 0), DraftBatch(1, after=0)

@@ -1,0 +1,1 @@
+"""Draft models that learn from the target while they serve."""

@@ -1,0 +1,113 @@
+"""`drafter.online=true`: a draft model that learns from the target in the idle time of its rank.
+
+Stands around the model's drafter and drafts nothing itself. It collects what the target said at verified rows, takes
+the learner's steps when the role lets it, and puts new weights into the model only where a draft begins. So all passes
+of a draft, and the distributions that travel with it, are of one version of the weights: q is the law that the tokens
+were drawn from, as the ratio rules need it. KV rows of earlier versions stay: they are an input like any other. What
+draft-ahead prepared with an earlier version stays too, because those tokens are offered without a q (as likeliest
+tokens, or drawn with the target's noise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actors.drafters.interface import Context, Draft, Drafter
+from actors.drafters.online.learner import OnlineLearner
+from actors.drafters.online.windows import LawWindow, TextLaws
+from actors.protocol.messages import Commit, LearningWork, TopTokens
+from parallel.model.adapted import block_weights
+from parallel.runtime.runner import ModelRunner
+
+STEPS_PER_SAVE = 64
+"""Steps of AdamW from one saved state to the next."""
+
+
+class OnlineDrafter:
+    """`drafter` drafts by passes of `runner`, whose weights are replaced; `idle_share` of the rank's idle time may be
+    spent learning. With a `state` file the learner continues from it, and saves itself there."""
+
+    def __init__(
+        self, drafter: Drafter, runner: ModelRunner, learner: OnlineLearner, idle_share: float, state: Path | None
+    ) -> None:
+        self.drafter = drafter
+        self.runner = runner
+        self.learner = learner
+        self.idle_share = idle_share
+        self._state = state
+        self._num_saved = learner.num_steps
+        self._laws = TextLaws()
+        self._contexts: dict[int, Context] = {}
+        self._served = block_weights(self.runner.decoder)
+        self._num_drafted = self._num_accepted = 0
+        self._versions: dict[int, int] = {}  # of the weights that the pending draft of a request began with
+        self.capabilities = replace(drafter.capabilities, reads_top_tokens=self, learns=self)
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def open(self, context: Context) -> None:
+        self._contexts[context.request_id] = context
+        self.drafter.open(context)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        if (weights := self.learner.take_weights()) is not None:
+            for weight, matrix in zip(self._served, weights, strict=True):
+                weight.assign(matrix)
+        ahead = self.drafter.capabilities.works_ahead
+        for context in contexts:
+            if ahead is None or not ahead.prepared(context):
+                self._versions[context.request_id] = self.learner.version
+        return self.drafter.propose(contexts, budgets)
+
+    def observe(self, context: Context, commit: Commit) -> None:
+        self._remember(self._laws.observe(context, commit))
+        if self._versions.get(context.request_id) == self.learner.version:
+            self._num_drafted += 1
+            self._num_accepted += min(len(commit.path), len(commit.token_ids))
+        self._versions[context.request_id] = self.learner.version
+        self.drafter.observe(context, commit)
+
+    def release(self, request_id: int) -> None:
+        self._remember(self._laws.release(self._contexts.pop(request_id)))
+        self._versions.pop(request_id, None)
+        self.drafter.release(request_id)
+
+    # --- learning -----------------------------------------------------------------------------------------------------
+
+    def read_top_tokens(self, top_tokens: TopTokens) -> None:
+        self._laws.read(top_tokens, self._contexts)
+
+    def _remember(self, window: LawWindow | None) -> None:
+        if window is not None:
+            self.learner.memory.add(window)
+
+    @property
+    def wants_learning(self) -> bool:
+        return self.learner.wants_step
+
+    def learn(self) -> None:
+        self.learner.learn()
+        if self.learner.num_steps >= self._num_saved + STEPS_PER_SAVE:
+            self.save()
+
+    def save(self) -> None:
+        if self._state is not None and self.learner.num_steps != self._num_saved:
+            self.learner.save(self._state)
+            self._num_saved = self.learner.num_steps
+
+    def learning(self) -> LearningWork:
+        """What was learned so far."""
+        learner = self.learner
+        return LearningWork(
+            version=learner.version,
+            is_served=learner.serves,
+            num_steps=learner.num_steps,
+            num_positions=learner.num_positions,
+            num_held=learner.memory.num_positions,
+            num_rollbacks=learner.num_rollbacks,
+            loss=learner.loss.mean,
+            adapted_share=learner.adapted_share.mean,
+            shipped_share=learner.shipped_share.mean,
+        )

@@ -1,0 +1,136 @@
+"""A decoder with trainable linear adapters: what the layers of `decoder.py`, which are for inference, cannot do.
+
+Every matrix W of a block becomes (I + A) W, with A = up @ down of low rank (R-Adapter, arXiv 2408.05749). A starts at
+zero, W never changes, and the product folds into one matrix of W's shape, so that the engine serves it at no cost.
+Plain PyTorch over short windows without KV, in float32. Knows no data and no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.comm.group import SINGLE
+from parallel.model.block import MLP, Block
+from parallel.model.checkpoint import resolve_checkpoint, tensor_shapes
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import Decoder
+from parallel.model.layers.linear import ColumnLinear, RowLinear
+from parallel.model.layers.norm import Norm, RMSNorm
+from parallel.model.layers.rope import Rotation, rotate
+from parallel.model.layers.weight import Weight
+from parallel.model.weights import load_shards
+
+Adapter = tuple[Tensor, Tensor]
+"""up [outputs, rank] and down [rank, outputs]."""
+
+
+def check_adaptable(config: DecoderConfig) -> None:
+    """ValueError, one line, unless the decoder is of Llama's kind."""
+    reasons = {
+        f"norm={config.norm}": config.norm != "rms" or not config.final_norm,
+        f"norm placement {config.norm_placement}": config.norm_placement != "before",
+        "learned positions": config.rope is None,
+        "sliding windows": config.window is not None,
+        "experts": config.num_experts > 0,
+        f"activation {config.activation}": config.activation != "silu" or not config.gated,
+        "soft caps": config.attention_softcap is not None or config.logit_softcap is not None,
+        "scaled embeddings": config.embedding_scale is not None or config.attention_scale is not None,
+        "a trimmed vocabulary": config.head is not None,
+    }
+    if found := [reason for reason, is_so in reasons.items() if is_so]:
+        raise ValueError(f"a model with {', '.join(found)} cannot be adapted; one of Llama's or Qwen's kind can")
+
+
+def block_weights(decoder: Decoder) -> list[Weight]:
+    """The matrices that adapters change, in a fixed order: four of every block."""
+    return [linear.weight for block in decoder.layers for linear in _linears(block)]
+
+
+def _linears(block: Block) -> tuple[ColumnLinear, RowLinear, ColumnLinear, RowLinear]:
+    assert block.attention is not None
+    assert isinstance(block.mlp, MLP)
+    return block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down
+
+
+class AdaptedDecoder:
+    """A checkpoint, frozen, with room for adapters of `rank`."""
+
+    def __init__(self, config: DecoderConfig, path: str | Path, device: torch.device | str, rank: int) -> None:
+        check_adaptable(config)
+        self.config = config
+        self._frozen = Decoder(config, SINGLE, device, torch.float32)  # never packed: the matrices stay readable
+        load_shards(self._frozen.shards(), tensor_shapes(config), resolve_checkpoint(str(path)))
+        self.weights = [weight.plain for weight in block_weights(self._frozen)]
+        self.rank = rank
+
+    def zero_adapters(self, seed: int = 0) -> list[Adapter]:
+        """Adapters that change nothing: `up` is zero, `down` random."""
+        source, device = torch.Generator().manual_seed(seed), self._frozen.device
+        return [
+            (
+                torch.zeros(len(weight), self.rank, device=device),
+                (torch.randn(self.rank, len(weight), generator=source) / len(weight) ** 0.5).to(device),
+            )
+            for weight in self.weights
+        ]
+
+    @torch.no_grad()
+    def folded(self, adapters: Sequence[Adapter], strength: float) -> list[Tensor]:
+        """(I + strength * A) W for every matrix."""
+        return [
+            torch.addmm(weight, up, down @ weight, alpha=strength)
+            for weight, (up, down) in zip(self.weights, adapters, strict=True)
+        ]
+
+    def logits(
+        self, token_ids: Tensor, num_rows: int, adapters: Sequence[Adapter] | None = None, scales: Sequence[float] = ()
+    ) -> Tensor:
+        """Logits [num_rows, V] of the last rows of the windows token_ids [B, T], window after window: B * `num_rows`
+        rows. `scales`: factors of the adapters, 1 if left out."""
+        decoder, config = self._frozen, self.config
+        scales = scales or [1.0] * len(self.weights)
+        pairs = [None] * len(self.weights) if adapters is None else list(zip(adapters, scales, strict=True))
+        assert decoder.rope is not None
+        rope = decoder.rope(torch.arange(token_ids.shape[1], device=token_ids.device))
+        hidden = F.embedding(token_ids, decoder.embedding.weight.plain)
+        for i, block in enumerate(decoder.layers):
+            qkv, o, gate_up, down = zip(_linears(block), pairs[4 * i : 4 * i + 4], strict=True)
+            attended = self._attend(block, _adapted(_normed(hidden, block.norms[0]), *qkv), rope)
+            hidden = hidden + _adapted(attended, *o)
+            gate, up = _adapted(_normed(hidden, block.norms[1]), *gate_up).chunk(2, -1)
+            hidden = hidden + _adapted(F.silu(gate) * up, *down)
+        assert decoder.norm is not None
+        last = _normed(hidden[:, -num_rows:], decoder.norm).flatten(0, 1)
+        return F.linear(last, decoder.lm_head.weight.plain)[:, : config.vocab_size]
+
+    def _attend(self, block: Block, qkv: Tensor, rope: Rotation) -> Tensor:
+        """qkv [B, T, (heads + 2 KV heads) * head_dim] -> [B, T, heads * head_dim], causal."""
+        config, attention = self.config, block.attention
+        assert attention is not None
+        num_kv = config.num_kv_heads
+        heads = qkv.unflatten(-1, (config.num_heads + 2 * num_kv, config.head_dim))
+        queries, keys, values = heads.split((config.num_heads, num_kv, num_kv), 2)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            queries, keys = _normed(queries, attention.q_norm), _normed(keys, attention.k_norm)
+        queries, keys = rotate(queries, rope), rotate(keys, rope)
+        q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
+def _adapted(x: Tensor, linear: ColumnLinear | RowLinear, pair: tuple[Adapter, float] | None) -> Tensor:
+    y = F.linear(x, linear.weight.plain)
+    if pair is not None and pair[1]:
+        (up, down), scale = pair
+        y = y + scale * F.linear(F.linear(y, down), up)
+    return y if linear.bias is None else y + linear.bias
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    assert isinstance(norm, RMSNorm)
+    return F.rms_norm(x, (norm.hidden,), norm.weight, norm.eps)

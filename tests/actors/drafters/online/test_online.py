@@ -1,0 +1,377 @@
+"""A draft model that learns: what it keeps, that it gets better and falls back, and that nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from actors.drafters.config import Placement
+from actors.drafters.interface import Context
+from actors.drafters.model.config import ModelDrafterConfig, Parallel
+from actors.drafters.online import learner as learner_module
+from actors.drafters.online import windows as windows_module
+from actors.drafters.online.idle_time import MOST_DELAYED, IdleTime
+from actors.drafters.online.learner import OnlineLearner, law_loss
+from actors.drafters.online.windows import LawWindow, TextLaws, WindowMemory
+from actors.protocol.messages import Admit, Commit, SamplingParams, SparseDistribution, TopTokens
+from actors.verification.rules import RULES
+from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
+from parallel.model.adapted import AdaptedDecoder, block_weights
+from parallel.model.families.registry import read_config
+
+ONLINE = ModelDrafterConfig(num_draft_tokens=5, online=True, online_rate=1e-2)
+FORGIVING = "actors.drafters.online.idle_time.MOST_DELAYED"
+
+
+def law_of(rows):
+    """Top tokens of rows (own token, likeliest next tokens)."""
+    contexts = np.array([(-1, own) for own, _ in rows], np.int32)
+    likely = np.array([tokens for _, tokens in rows], np.int32)
+    probs = np.full(likely.shape, 0.25, np.float32)
+    return contexts.tobytes(), likely.tobytes(), probs.tobytes()
+
+
+def context_of(token_ids, request_id=7):
+    admit = Admit(request_id, 0, tuple(token_ids), len(token_ids), SamplingParams())
+    return Context.admitted(admit, None)
+
+
+def verdict(context, path, tokens):
+    return Commit(context.request_id, context.epoch, len(context.token_ids), tuple(path), tuple(tokens))
+
+
+@pytest.fixture
+def short_windows(monkeypatch):
+    monkeypatch.setattr(windows_module, "POSITIONS", 4)
+    monkeypatch.setattr(windows_module, "FEWEST", 1)
+
+
+def test_rows_of_accepted_paths_and_first_rejections_become_windows(short_windows):
+    laws, context = TextLaws(), context_of([1, 2, 3])
+    # a tree: root 3, children 4 and 5, below 5 the token 6; 5 and 6 are accepted, the target adds 9
+    rows = [(3, (5, 50)), (4, (40, 41)), (5, (6, 60)), (6, (9, 90))]
+    laws.read(TopTokens(2, *law_of(rows), ((7, 3, 4), (8, 3, 0))), {7})
+    assert laws.observe(context, verdict(context, (2, 3), (5, 6, 9))) is None
+    context.extend((5, 6, 9))
+    laws.read(TopTokens(2, *law_of([(9, (11, 12)), (77, (1, 2))]), ((7, 6, 2),)), {7})
+    window = laws.observe(context, verdict(context, (), (11,)))
+    assert window is not None
+    assert window.token_ids.tolist() == [1, 2, 3, 5, 6, 9]
+    assert window.likely.tolist() == [[5, 50], [6, 60], [9, 90], [11, 12]], "each law is of the token after its row"
+
+
+def test_rows_of_another_text_are_dropped_and_a_gap_starts_a_new_window(short_windows):
+    laws, context = TextLaws(), context_of([1, 2, 3])
+    laws.read(TopTokens(2, *law_of([(3, (5, 50))]), ((7, 2, 1),)), {7})
+    assert laws.observe(context, verdict(context, (), (5,))) is None
+    context.extend((5,))
+    laws.read(TopTokens(2, *law_of([(4, (5, 50))]), ((7, 4, 1),)), {7})
+    assert laws.observe(context, verdict(context, (), (6,))) is None
+    assert laws.release(context) is None, "neither row was of this text"
+    context = context_of([1, 2, 3])
+    laws.read(TopTokens(2, *law_of([(3, (5, 50))]), ((7, 3, 1),)), {7})
+    laws.observe(context, verdict(context, (), (5,)))
+    context.extend((5,))
+    window = laws.release(context)
+    assert window is not None
+    assert window.token_ids.tolist() == [1, 2, 3]
+    laws.read(TopTokens(2, *law_of([(3, (5, 50))]), ((9, 3, 1),)), {7})
+    assert not laws._verified, "rows of requests that nobody drafts for would pile up"
+
+
+def window_of(length, tag):
+    return LawWindow(
+        torch.full((length,), tag), torch.zeros(length, 2, dtype=torch.int64), torch.zeros(length, 2), True
+    )
+
+
+def test_memory_is_bounded_and_each_window_is_learned_a_few_times():
+    memory = WindowMemory(100)
+    for tag in range(10):
+        memory.add(window_of(30, tag))
+        assert memory.num_positions <= 100
+    taken = []
+    while len(memory):
+        taken.append(int(memory.take().token_ids[0]))
+    assert taken[:3] == [7, 8, 9], "the newest are kept, and learned first in their order"
+    assert sorted(taken) == sorted([7, 8, 9] * windows_module.USES)
+
+
+def test_the_loss_is_least_at_the_target_s_law():
+    likely, probs = torch.tensor([[2, 4]]), torch.tensor([[0.5, 0.3]])
+    right = torch.log(torch.tensor([[0.1, 0.05, 0.5, 0.05, 0.3]]))
+    at_best = law_loss(right, likely, probs)
+    expected = -(0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2))
+    assert float(at_best) == pytest.approx(expected, abs=1e-5)
+    for _ in range(20):
+        assert law_loss(right + 0.3 * torch.randn_like(right), likely, probs) > at_best
+    beyond = law_loss(right[:, :4], likely, probs)
+    assert torch.isfinite(beyond), "a token that the draft model lacks counts among the others"
+
+
+# --- when it learns ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_take_their_share_of_idle_time_and_no_more():
+    times, now = IdleTime(0.25, 0.0), 0.0
+    times.answered(now)
+    while now < 10.0:
+        if pause := times.pause_s(now, None, 0.0):
+            now += pause
+        else:
+            times.learned(now, now + 0.01)
+            now += 0.01
+    assert 0.2 * now < times.spent_s <= 0.25 * now + 0.01
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.02])
+def test_steps_end_before_the_record_or_delay_it_by_a_bounded_share(step_s):
+    times, now, interval, late_s, num_steps = IdleTime(1.0, 0.0), 0.0, 0.01, 0.0, 0
+    for _ in range(2000):
+        times.answered(now)
+        due = now + interval
+        while now < due:
+            pause = times.pause_s(now, due, interval)
+            if pause:
+                now = min(due, now + pause)
+            else:
+                times.learned(now, now + step_s)
+                now, num_steps = now + step_s, num_steps + 1
+        late_s += now - due
+        times.record_arrived(now)
+        now += 0.002
+    assert num_steps > 0
+    assert late_s <= 2 * MOST_DELAYED * now + step_s
+    if step_s < interval / 4:
+        assert num_steps > 2000, "short steps fit into every wait"
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def makes_steps(monkeypatch, short_windows):
+    """Small steps, published at once, whatever the clock says."""
+    monkeypatch.setattr(FORGIVING, 1e9)
+    monkeypatch.setattr(IdleTime, "pause_s", lambda *_: 0.0)
+    monkeypatch.setattr(learner_module, "WINDOWS_PER_STEP", 1)
+    monkeypatch.setattr(learner_module, "STEPS_PER_VERSION", 1)
+
+
+def learn_once(room):
+    """A step after every round, also where draft-ahead leaves no time."""
+    if room.draft.drafter.wants_learning:
+        room.draft.drafter.learn()
+
+
+def learner_of(models, path="small", **options):
+    model = AdaptedDecoder(read_config(models[path]), models[path], "cpu", 16)
+    return OnlineLearner(model, **{"rate": 1e-2, "strength": 1.0, "num_positions": 4096} | options)
+
+
+def windows_from(models, *, count=12, seed=0, teacher="reference", length=24):
+    """Windows of random text with the laws of a model."""
+    source = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        tokens = torch.randint(2, 97, (length,), generator=source)
+        with torch.no_grad():
+            top = models[teacher](tokens[None]).logits[0].softmax(-1).topk(8)
+        found.append(LawWindow(tokens, top.indices[-16:], top.values[-16:], greedy=True))
+    return found
+
+
+def test_acceptance_rises_on_text_that_repeats(open_room, make_requests, models, makes_steps, monkeypatch):
+    """The same requests again; what was learned from the first times counts the last time."""
+    monkeypatch.setattr(windows_module, "POSITIONS", 32)
+    monkeypatch.setattr(windows_module, "READ_BEFORE", 200)  # random models attend to everything
+    monkeypatch.setattr(windows_module, "USES", 25)
+    room = open_room(ONLINE, path=models["tiny"])
+    requests = make_requests(4, max_tokens=40)
+    shares = []
+    for _ in range(3):
+        room.tokens.clear()
+        room.serve(requests)
+        shares.append(room.stats.num_accepted_tokens / room.stats.num_draft_tokens)
+        role = room.draft
+        while role.wants_work:
+            role.work()
+        room.target.forget()
+        role.forget()
+    frozen = open_room(replace(ONLINE, online=False), path=models["tiny"]).serve(requests).stats
+    shipped = frozen.num_accepted_tokens / frozen.num_draft_tokens
+    assert shares[2] > shipped + 0.1, (shares, shipped, role.drafter.learning())
+    assert role.drafter.learner.version > 3
+
+
+@pytest.mark.parametrize(("pipeline", "temperature"), [("sync", 0.0), ("sync", 1.0), ("tree", 1.0), ("pingpong", 0.0)])
+def test_weights_that_change_in_mid_request_change_no_token(
+    open_room, make_requests, models, makes_steps, pipeline, temperature
+):
+    requests = make_requests(4, max_tokens=40, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(ONLINE, path=models["small"], pipeline=pipeline).serve(requests, after_round=learn_once)
+    assert room.tokens == plain.tokens
+    assert room.draft.drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
+
+
+@pytest.mark.parametrize("pipeline", ["sync", "tree"])
+def test_no_draft_mixes_versions_of_the_weights(open_room, make_requests, models, makes_steps, monkeypatch, pipeline):
+    """Under a ratio rule every pass of one call of `propose` reads the same weights, and steps of learning none."""
+    room = open_room(ONLINE, path=models["small"], pipeline=pipeline, rule="rejection")
+    drafter = room.draft.drafter
+    first = block_weights(drafter.runner.decoder)[0]
+    passes, learn, propose = [], drafter.learn, drafter.propose
+    x = torch.ones(1, 32)
+
+    def proposing(*args):
+        passes.clear()
+        drafts = propose(*args)
+        assert all(torch.equal(one, passes[0]) for one in passes), "weights changed within a draft"
+        return drafts
+
+    def learning():
+        before = first.multiply(x)
+        learn()
+        assert torch.equal(before, first.multiply(x)), "a step of learning changed weights that are served"
+
+    forward = drafter.runner.forward
+    monkeypatch.setattr(drafter, "propose", proposing)
+    monkeypatch.setattr(drafter, "learn", learning)
+    monkeypatch.setattr(
+        drafter.runner, "forward", lambda *a, **k: (passes.append(first.multiply(x)), forward(*a, **k))[1]
+    )
+    room.serve(make_requests(4, max_tokens=40, temperature=1.0), after_round=learn_once)
+    assert drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
+
+
+def test_a_ratio_test_with_the_law_of_another_version_would_be_found():
+    """The control: tokens drawn by one version and tested with the law of the next are biased, their own are exact."""
+
+    def law(seed):
+        return lambda context: np.random.default_rng([seed, *context]).dirichlet(np.ones(4))
+
+    def of_next_version(draft):
+        tree, law_of_next = draft.tree, law(901)
+        laws = tuple(
+            one and SparseDistribution(tuple(range(4)), tuple(law_of_next(path).tolist()))
+            for one, path in zip(
+                draft.distributions,
+                [tuple(tree.token_ids[i] for i in tree.path_to(node)) for node in range(len(tree.parents))],
+                strict=True,
+            )
+        )
+        return replace(draft, distributions=laws)
+
+    from actors.protocol.messages import SamplingKind
+
+    kind, target, served = SamplingKind.WITHOUT_REPLACEMENT, law(1), law(900)
+    drafts = list(enumerate_drafts(served, [(kind,), (kind,)]))
+    exact = total_variation(emission(RULES["rejection"], iter(drafts), target, 2), target, 2)
+    mixed = total_variation(emission(RULES["rejection"], map(of_next_version, drafts), target, 2), target, 2)
+    assert exact < 1e-12
+    assert mixed > 0.02
+
+
+def test_it_serves_the_average_and_strength_zero_the_shipped_model(models, makes_steps):
+    learner = learner_of(models)
+    shipped = [weight.clone() for weight in learner._model.weights]
+    for window in windows_from(models):
+        learner.memory.add(window)
+    while learner.wants_step:
+        learner.learn()
+    weights = learner.take_weights()
+    assert weights is not None
+    assert learner.take_weights() is None
+    expected = learner._model.folded(learner._average, 1.0)
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+    live = learner._model.folded([(up.detach(), down.detach()) for up, down in learner._live], 1.0)
+    assert not torch.equal(weights[0], live[0])
+    assert all(torch.equal(one, other) for one, other in zip(learner._model.weights, shipped, strict=True))
+    off = learner_of(models, strength=0.0)
+    off.memory.add(windows_from(models, count=1)[0])
+    while off.wants_step:
+        off.learn()
+    assert off.num_steps > 0
+    assert off.take_weights() is None
+
+
+def test_it_falls_back_to_the_shipped_weights_where_it_drafts_worse(models, makes_steps):
+    """It learns nonsense, is then tested on text that the shipped model knows, and starts anew."""
+    learner = learner_of(models, path="target")
+    for window in windows_from(models, count=10):
+        wrong = LawWindow(window.token_ids, (window.likely + 11) % 97, window.probs, greedy=True)
+        learner.memory.add(wrong)
+    while learner.wants_step:
+        learner.learn()
+    assert learner.take_weights() is not learner._model.weights
+    assert learner.serves
+    assert learner.num_rollbacks == 0, "by its own tests the nonsense is an improvement"
+    for window in windows_from(models, count=12, seed=5):
+        learner.memory.add(window)
+    while not learner.num_rollbacks:
+        assert learner.wants_step, "the tests were passed"
+        learner.learn()
+    assert learner.take_weights() is learner._model.weights
+    assert not learner.serves
+    assert all(not up.any() for up, _ in learner._average), "what was learned is kept"
+
+
+def test_state_is_continued_and_another_model_s_is_refused(models, makes_steps, tmp_path):
+    learner, file = learner_of(models), tmp_path / "state"
+    for window in windows_from(models, count=3):
+        learner.memory.add(window)
+    while learner.wants_step:
+        learner.learn()
+    served = learner.take_weights()
+    learner.save(file)
+    again = learner_of(models)
+    again.restore(file)
+    assert again.num_steps == learner.num_steps > 0
+    restored = again.take_weights()
+    assert served is not None
+    assert restored is not None
+    assert all(torch.equal(one, other) for one, other in zip(served, restored, strict=True))
+    for one in (learner, again):  # and both go on alike, but for the moments of AdamW
+        assert [torch.equal(a, b) for a, b in zip(one._live[0], learner._live[0], strict=True)] == [True, True]
+    with pytest.raises(ValueError, match="another model"):
+        learner_of(models, path="tiny").restore(file)
+    file.write_bytes(b"no state")
+    with pytest.raises(ValueError, match="is not a saved state"):
+        learner_of(models).restore(file)
+
+
+def test_a_rank_that_ends_keeps_what_was_learned(open_room, make_requests, models, makes_steps, tmp_path):
+    config = replace(ONLINE, online_state=str(tmp_path / "state"))
+    room = open_room(config, path=models["small"]).serve(make_requests(2, max_tokens=24))
+    room.draft.close()
+    fresh = open_room(config, path=models["small"])
+    assert fresh.draft.drafter.learner.num_steps == room.draft.drafter.learner.num_steps > 0
+
+
+def test_the_report_says_what_was_learned(open_room, make_requests, models, makes_steps):
+    room = open_room(ONLINE, path=models["small"]).serve(make_requests(3, max_tokens=40))
+    learning = room.stats.report(1.0).counters["learning"]
+    assert learning["num_steps"] > 0
+    assert learning["version"] > 0
+    assert learning["busy_s"] > 0
+    assert learning["num_positions"] >= 4 * learning["num_steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"online": False, "online_state": "x"}, "drafter.online_state=x: is for a drafter that learns"),
+        ({"parallel": Parallel.tensor, "ranks": 2}, "learns on one rank"),
+        ({"placement": Placement.attached}, "needs a rank that idles"),
+        ({"vocabulary": "list"}, "learns the target's own tokens"),
+    ],
+)
+def test_what_it_cannot_be_combined_with_is_refused_in_one_line(fields, words):
+    with pytest.raises(ValueError, match=words):
+        replace(ONLINE, **fields).check_fields("drafter")
+    with pytest.raises(ValueError, match="a drafter of its own"):
+        ONLINE.check_fields("drafter.levels[0]")
