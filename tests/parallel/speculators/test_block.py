@@ -13,7 +13,10 @@ from cluster.tools.training.speculators.block import BlockDrafter, BlockOptions,
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
+from parallel.model.layers.padded import PaddedBackend
+from parallel.model.layers.sdpa import SdpaBackend
 from parallel.runtime.runner import Span, open_model
+from parallel.speculators.block import BlockRunner
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
@@ -314,3 +317,20 @@ def test_the_confidence_of_a_node_is_that_of_training_and_knows_nothing_of_what_
     torch.testing.assert_close(
         torch.cat([one for one in found if one is not None]), torch.cat((expected, torch.zeros(1))), atol=1e-5, rtol=0
     )
+
+
+def test_the_rows_of_blocks_are_those_of_cuda_in_one_rectangle(pair, tmp_path):
+    """The backend of CUDA, here on a CPU, with texts of different lengths in one pass."""
+    net = pair.net(FLAGS["dflash2"])
+    logits = []
+    for backend in (SdpaBackend, PaddedBackend):
+        runner = opened(pair, net, tmp_path)
+        assert isinstance(runner, BlockRunner)
+        runner._backend = backend(runner.pool, runner.layers.attention_shape())
+        texts = [pair.tokens[0, :9], pair.tokens[1, :16]]
+        for name, text in enumerate(texts):
+            runner.open(name)
+            runner.read_features(name, 0, pair.features(text[:-1], net.taps))
+        spans = [Span(name, len(text)) for name, text in enumerate(texts)]
+        logits.append(runner.forward(spans, torch.cat(texts).tolist()).logits)
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
