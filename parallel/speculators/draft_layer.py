@@ -5,7 +5,7 @@ Knows no sequences and no checkpoints' config.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -89,7 +89,7 @@ class FirstLayer(Block):
 
 
 class DraftLayers(Layer):
-    """Beside the target's `tables`, of which they use the embedding and, without an own one, the head.
+    """Beside the target's `tables`, of which they use the embedding, as stored, and, without an own one, the head.
 
     Weights are allocated uninitialised; `load` fills them.
     """
@@ -103,8 +103,8 @@ class DraftLayers(Layer):
         self.config = config
         self.group = group
         self.device = torch.device(options["device"])
-        self.corrector = None  # which a block drafter may have
-        self._target_head, self._embed = tables.head, _embedding_of(tables)  # no parts of these layers
+        self.corrector = self.confidence = None  # which a block drafter may have
+        self._target_head, self._embed = tables.head, tables.embedding.embed  # no parts of these layers
         self._options = options
         hidden, eps = block.hidden_size, block.norm_eps
         self.fuse = None
@@ -183,7 +183,7 @@ class DraftLayers(Layer):
         `masked` have no token."""
         plan.attention.prepare()
         rope = self._rope(plan.positions)
-        embedding = self._embed(token_ids, plan.positions)
+        embedding = self._embed(token_ids)
         if masked:
             assert self.mask_embedding is not None
             embedding[torch.tensor(masked, device=embedding.device)] = self.mask_embedding
@@ -221,8 +221,3 @@ class DraftLayers(Layer):
         for name, tensor in (("mask_hidden", self.mask_hidden), ("mask_embedding", self.mask_embedding)):
             if tensor is not None:
                 yield Shard(name, (EVERY,), tensor)
-
-
-def _embedding_of(tables: Decoder) -> Callable[[Tensor, Tensor], Tensor]:
-    """The target's embedding of tokens at positions, without learned positions: those are the target's."""
-    return tables.embed if tables.positions is None else lambda token_ids, _: tables.embedding.embed(token_ids)

@@ -273,6 +273,24 @@ def test_several_rows_learn(trained: Callable[..., Trained], method: str) -> Non
     assert {f"accept_{depth}" for depth in range(1, 6)} | {"length"} == set(metrics)
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (DraftLayerOptions("eagle", taps=(1, 2)), r"x\.taps=\[1, 2\]: eagle reads one tap"),
+        (DraftLayerOptions(divergence="nothing"), r"x\.divergence=nothing"),
+        (DraftLayerOptions(steps=0), r"x\.steps=0"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: DraftLayerOptions, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        options.check("x")
+
+
+def test_taps_above_the_target_are_refused(trained: Callable[..., Trained]) -> None:
+    with pytest.raises(ValueError, match="the target has 2 layers"):
+        trained("eagle3", taps=(1, 2, 3))
+
+
 def test_a_head_of_foreign_tokens_is_refused(trained: Callable[..., Trained]) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -11,15 +11,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from actors.ranges import Section
-from cluster.tools.training.losses import divergences, masked_mean
+from actors.ranges import OneOf, Range, Section, require
+from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
@@ -29,7 +29,6 @@ _SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
     "head_dim",
-    "hidden_act",
     "max_position_embeddings",
     "num_attention_heads",
     "num_key_value_heads",
@@ -46,34 +45,38 @@ _SHARED_FIELDS = (
 class DraftLayerOptions(Section):
     """Settings of draft layers and their losses."""
 
-    method: str = "eagle3"
+    method: Annotated[str, OneOf(tuple(METHODS))] = "eagle3"
     """Which layers: a row of `parallel.speculators.draft_layer_config.METHODS`."""
-    layers: int = 1
+    layers: Annotated[int, Range(1)] = 1
     """Draft layers."""
-    taps: tuple[int, ...] = ()
-    """Taps of the target; () for those of the method."""
-    intermediate_size: int = 0
+    taps: Annotated[tuple[int, ...], Range(-1)] = ()
+    """Taps of the target; none for those of the method."""
+    intermediate_size: Annotated[int, Range(0)] = 0
     """Of the layer's MLP; 0 for the target's."""
-    draft_vocab: int = 0
+    draft_vocab: Annotated[int, Range(0)] = 0
     """Most frequent tokens that an own head may propose; 0 for the target's head."""
-    steps: int = 5
+    steps: Annotated[int, Range(1)] = 5
     """Steps unrolled in training."""
-    depths: int = 5
-    """Steps at which held-out text is evaluated."""
-    anchors: int = 512
+    depths: Annotated[int, Range(1)] = 5
+    """Steps at which held-out text is evaluated; p_eagle: depths of a pass."""
+    anchors: Annotated[int, Range(0)] = 512
     """Rows of a training batch that count, drawn at random; 0 for all."""
-    decay: float = 0.8
+    decay: Annotated[float, Range(above=0, high=1)] = 0.8
     """Weight of a step relative to that before."""
-    divergence: str = "fkl"
-    """Loss against the target's law: a name of `losses.DIVERGENCES`."""
-    logits_weight: float = 1.0
+    divergence: Annotated[str, OneOf(DIVERGENCES)] = "fkl"
+    """Loss against the target's law, as of `distill`."""
+    logits_weight: Annotated[float, Range(0)] = 1.0
     """Weight of that loss."""
-    feature_weight: float = 0.0
+    feature_weight: Annotated[float, Range(0)] = 0.0
     """Weight of the smooth L1 distance between outputs and the target's features (EAGLE-1)."""
-    keep: float = 0.75
+    keep: Annotated[float, Range(above=0, high=1)] = 0.75
     """p_eagle: share of a depth's rows that the next depth keeps in training; each depth keeps a fifth."""
-    noise: float = 0.0
+    noise: Annotated[float, Range(0)] = 0.0
     """Width of the uniform noise added to features in training (EAGLE-1: 0.2 * 512 / length)."""
+
+    def check_fields(self, where: str) -> None:
+        fits = len(self.taps) < 2 or "fuses" in METHODS[self.method]
+        require(fits, f"{where}.taps", list(self.taps), f"{self.method} reads one tap; name one")
 
 
 def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
@@ -91,7 +94,8 @@ def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": options.layers,
-        "intermediate_size": options.intermediate_size or theirs["intermediate_size"],
+        "intermediate_size": options.intermediate_size or theirs.get("intermediate_size") or 4 * theirs["hidden_size"],
+        "hidden_act": "silu",
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
         "speculator": speculator,
@@ -107,6 +111,10 @@ def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
 
 def _taps(options: DraftLayerOptions, num_layers: int) -> list[int]:
     if options.taps:
+        if max(options.taps) > num_layers:
+            raise ValueError(
+                f"job.options.taps={list(options.taps)}: the target has {num_layers} layers; name none above"
+            )
         return list(options.taps)
     if METHODS[options.method].get("fuses"):  # the inputs of these blocks, as the published code has them
         return [min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, num_layers // 2 + 1)]
