@@ -2,7 +2,7 @@
 
 A step that runs when a record arrives delays the answer to it by at most that one step. So a step begins where it is
 expected to end well before the record, or where none is expected; one that does not fit begins at most once a wait.
-Either begins only while the delays so far are under `MOST_DELAYED` of all time. Times come from the caller; they
+No step begins unless the delays so far are under `MOST_DELAYED` of all time. Times come from the caller; they
 influence speed only.
 """
 
@@ -59,14 +59,11 @@ class IdleTime:
         waited = 0.0 if self._waits_since is None else now - self._waits_since
         if (owed := (self.spent_s + self._step.mean) / self._share - self._idle_s - waited) > 0:
             return min(max(owed, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
+        if (calm_in := self.delayed_s / MOST_DELAYED - (now - self._began)) > 0:
+            return min(max(calm_in, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
         left = None if due is None else due - now
-        if left is None or left < -interval_s:
+        if left is None or left < -interval_s or self._step.mean < FITS * left:
             return 0.0
-        fits, allowed_s = self._step.mean < FITS * left, MOST_DELAYED * (now - self._began)
-        if (
-            self.delayed_s < allowed_s
-            if fits
-            else self._last_step is None and self.delayed_s + self._step.mean < allowed_s
-        ):
+        if self._last_step is None and self.delayed_s + self._step.mean < MOST_DELAYED * (now - self._began):
             return 0.0
         return min(left + interval_s + SHORTEST_PAUSE_S, LONGEST_PAUSE_S)

@@ -132,9 +132,9 @@ class WindowMemory:
             (self._used or self._fresh).popleft()
 
     def take(self) -> LawWindow:
-        """The next window to learn: each one first in its turn, later at random."""
+        """The next window to learn: the newest that was not learned yet, then others at random."""
         if self._fresh:
-            window = self._fresh.popleft()
+            window = self._fresh.pop()  # where time is short, what is served now
         else:
             place = self._random.randrange(len(self._used))
             window = self._used[place]
