@@ -98,12 +98,14 @@ def test_a_job_may_compose_other_configurations(launched, paths: list[str]):
     assert seen[0].drafter.width == 7
 
 
-def test_training_gets_its_own_record(launched, paths: list[str]):
+def test_training_gets_its_own_options_without_checkpoints(launched, paths: list[str]):
     paths[:] = [override for override in paths if not override.startswith("job.")]
     seen: list[object] = []
     code, _ = launched(lambda config, run_dir: seen.append(config), "job=train", "job.vocab_size=300", name="train")
     assert code == 0
-    assert isinstance(seen[0], TrainConfig) and seen[0].vocab_size == 300
+    (config,) = seen
+    assert isinstance(config, LaunchConfig)
+    assert isinstance(config.job, TrainConfig) and config.job.vocab_size == 300
 
 
 def test_what_the_user_can_put_right_is_one_line_and_code_2(launched):
@@ -230,7 +232,7 @@ def test_help_explains_a_key():
     done = command("--help", "drafter.kv_slots")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(
-        "drafter=model: drafter.kv_slots=0\n    whole number, 0 (sized automatically) or above"
+        "drafter=model, drafter=speculator: drafter.kv_slots=0\n    whole number, 0 (sized automatically) or above"
     )
     done = command("drafter.widht", "--help")
     assert (done.returncode, done.stdout) == (2, "")
