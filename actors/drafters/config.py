@@ -111,7 +111,7 @@ class DrafterConfig(Choice):
         """Whether the drafter reads hidden states of the target: those of `taps`."""
         return False
 
-    def taps(self) -> tuple[int, ...]:
+    def taps(self, target_layers: int) -> tuple[int, ...]:
         """Residual streams of the target that the drafter reads, as `parallel.speculators.config` numbers them; loads
         the checkpoint's record."""
         return ()

@@ -143,9 +143,14 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         setup = replace(_setup(spec, group), tables=runner.decoder, num_slots=fit.num_slots)
         drafter, facts["drafter"] = spec.drafter.build(setup)
         attached = AttachedDrafter(drafter, group, spec.device)
-        features = FeatureReader(spec.drafter.taps()) if spec.drafter.reads_features else None
+        features = (
+            FeatureReader(spec.drafter.taps(runner.config.num_layers - config.stretch))
+            if spec.drafter.reads_features
+            else None
+        )
     elif isinstance(bridge, FeatureSender):
-        features = FeatureReader(spec.drafter.taps())
+    if (attached is not None and spec.drafter.reads_features) or isinstance(bridge, FeatureSender):
+        features = FeatureReader(spec.drafter.taps(runner.config.num_layers - config.stretch))
     role = TargetRole(
         runner,
         spec.verify.rule,

@@ -51,7 +51,11 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     longest = min(one.config.max_positions for one in (runner, drafter.runner)) - job.width - 1
     if length > longest:
         raise ValueError(f"sampling.max_tokens={config.sampling.max_tokens}: prompt and completion exceed {longest}")
-    features = FeatureReader(config.drafter.taps()) if config.drafter.reads_features else None
+    features = (
+        FeatureReader(config.drafter.taps(runner.config.num_layers - config.target.stretch))
+        if config.drafter.reads_features
+        else None
+    )
     verifier = Verifier(runner, str(config.verify.rule), eos, features=features)
     rounds: list[CountedRound] = []
     with torch.inference_mode(), terminal.counting("completing prompts", len(texts)) as bar:

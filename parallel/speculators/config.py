@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TARGET_LAYERS = "target_num_hidden_layers"
+"""Field that readers of layouts find beside those of config.json, if the target is known."""
 FINAL = -1
 """The tap after the target's final norm, which its head reads."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.speculators.config import FINAL
+from parallel.speculators.config import FINAL, TARGET_LAYERS
 from parallel.speculators.draft_layer_config import LISTED, DraftLayerConfig, DraftLayerNames, draft_layer
 
 _ARCHITECTURE_OF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -28,12 +28,13 @@ def read_specforge_eagle3(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-3 and 3.1 as SpecForge, SGLang and the authors write them: one layer called `midlayer`."""
     nested: dict[str, Any] = hf.get("eagle_config") or {}
     ids = nested.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
+    taps = tuple(i + 1 for i in ids) if ids is not None else _usual_taps(hf)
+    if not taps:
         raise ValueError(
             "config.json lacks eagle_config.eagle_aux_hidden_state_layer_ids, the layers that it reads; add it: for a "
             "target of L layers they are [1, L // 2 - 1, L - 4] unless it was trained on others"
         )
-    return _eagle3(hf, _block(hf, hf), tuple(i + 1 for i in ids), DraftLayerNames())
+    return _eagle3(hf, _block(hf, hf), taps, DraftLayerNames())
 
 
 def is_vllm_eagle3(hf: HfConfig) -> bool:
@@ -43,12 +44,13 @@ def is_vllm_eagle3(hf: HfConfig) -> bool:
 def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-3 as vLLM's speculators library writes it: layers in a list, their fields in a record of their own."""
     ids = hf.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
+    taps = tuple(ids) if ids is not None else _usual_taps(hf)
+    if not taps:
         raise ValueError(
             "config.json lacks eagle_aux_hidden_state_layer_ids, the layers whose inputs it reads; add it: for a "
             "target of L layers they are [2, L // 2, L - 3] unless it was trained on others"
         )
-    return _eagle3(hf, _block(hf["transformer_layer_config"], hf), tuple(ids), LISTED)
+    return _eagle3(hf, _block(hf["transformer_layer_config"], hf), taps, LISTED)
 
 
 def is_eagle(hf: HfConfig) -> bool:
@@ -98,6 +100,12 @@ def read_native_mtp(hf: HfConfig) -> DraftLayerConfig:
     )
     block = replace(_block({**hf, "model_type": "qwen2"}, hf), num_layers=1)
     return draft_layer("mtp", block, (FINAL,), hidden_first=True, names=names)
+
+
+def _usual_taps(hf: HfConfig) -> tuple[int, ...]:
+    """Those of the released code, which most checkpoints do not name; none where the target is not known."""
+    num_layers = hf.get(TARGET_LAYERS, 0)
+    return (2, num_layers // 2, num_layers - 3) if num_layers else ()
 
 
 def _eagle3(hf: HfConfig, block: DecoderConfig, taps: tuple[int, ...], names: DraftLayerNames) -> DraftLayerConfig:

@@ -15,7 +15,7 @@ from parallel.model.layers.weight import TensorOptions
 class SpeculatorPlace:
     """Where a speculator runs: beside the target's embedding and head, with so many KV rows.
 
-    Matrices are stored as `weights`, None for `dtype`.
+    Matrices are stored as `weights`, None for `dtype`. `target_layers` is 0 if that is not known.
     """
 
     tables: Decoder
@@ -24,6 +24,7 @@ class SpeculatorPlace:
     dtype: torch.dtype
     num_slots: int
     weights: torch.dtype | None = None
+    target_layers: int = 0
 
     @property
     def options(self) -> TensorOptions:

@@ -17,7 +17,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
 from parallel.speculators import block, head_layouts
 from parallel.speculators import eagle_layouts as layouts
-from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
 from parallel.speculators.eagle import open_draft_layer
 from parallel.speculators.parallel_eagle import open_parallel_eagle
@@ -53,15 +53,16 @@ LAYOUTS: dict[str, CheckpointLayout] = {
 """Name -> layout; the first that recognises a config.json reads it."""
 
 
-def read_speculator(path: str | Path) -> SpeculatorConfig:
-    """The record of a checkpoint; ValueError, one line, if no family knows it."""
-    hf, directory = _read(path)
+def read_speculator(path: str | Path, target_layers: int = 0) -> SpeculatorConfig:
+    """The record of a checkpoint for a target of so many layers, 0 if that is not known; ValueError, one line, if no
+    family knows it."""
+    hf, directory = _read(path, target_layers)
     return _layout_of(hf, directory).read(hf)
 
 
 def open_speculator(path: str | Path, place: SpeculatorPlace) -> SpeculatorRunner:
     """Load a checkpoint beside its target."""
-    hf, directory = _read(path)
+    hf, directory = _read(path, place.target_layers)
     layout = _layout_of(hf, directory)
     return layout.open(directory, layout.read(hf), place)
 
@@ -80,10 +81,11 @@ def open_tables(
     return tables
 
 
-def _read(path: str | Path) -> tuple[HfConfig, Path]:
+def _read(path: str | Path, target_layers: int) -> tuple[HfConfig, Path]:
     """config.json and its directory, which `_name_or_path` names as transformers has it: some files do not say all."""
     directory = resolve_checkpoint(str(path))
-    return read_json(directory / "config.json") | {"_name_or_path": str(directory)}, directory
+    known = {TARGET_LAYERS: target_layers} if target_layers else {}
+    return read_json(directory / "config.json") | {"_name_or_path": str(directory)} | known, directory
 
 
 def _layout_of(hf: HfConfig, directory: Path) -> CheckpointLayout:

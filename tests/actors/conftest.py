@@ -268,12 +268,12 @@ def open_room(models, speculator, open_bridge):
             drafter = wrap(drafter) if wrap else drafter
             if attached:
                 on_target = AttachedDrafter(drafter, SINGLE, "cpu")
-                features = FeatureReader(config.taps()) if config.reads_features else None
+                features = FeatureReader(config.taps(2)) if config.reads_features else None
             else:
                 draft = DraftRole(drafter)
         bridge = open_bridge() if draft is not None and config.reads_features else None
         if bridge is not None:
-            features = FeatureReader(config.taps())
+            features = FeatureReader(config.taps(2))
         target = TargetRole(
             runner,
             rule,

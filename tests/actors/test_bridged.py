@@ -35,7 +35,7 @@ def config():
 
 @pytest.fixture
 def taps(speculator, config):
-    return replace(config, path=str(speculator(config.path))).taps()
+    return replace(config, path=str(speculator(config.path))).taps(2)
 
 
 class Reading:

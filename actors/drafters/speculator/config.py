@@ -36,22 +36,26 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
     def reads_features(self) -> bool:
         return True
 
-    def taps(self) -> tuple[int, ...]:
+    def taps(self, target_layers: int) -> tuple[int, ...]:
         from parallel.speculators.registry import read_speculator
 
-        return read_speculator(self.path).taps
+        return read_speculator(self.path, target_layers).taps
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))
+        config._check_taps(resolve.target, where)
         return replace(config, tree=config._tree_file(resolve, f"{where}.tree")) if self.tree else config
 
-    def check_checkpoints(self, where: str = "drafter") -> None:
-        from parallel.speculators.registry import read_speculator
+    def _check_taps(self, target: str, where: str) -> None:
+        from parallel.model.families.registry import read_config
 
+        num_layers = read_config(target).num_layers
         try:
-            read_speculator(self.path)
+            taps = self.taps(num_layers)
         except ValueError as error:
             raise ValueError(f"{where}.path: {error}") from None
+        remedy = f"reads layer {max(taps)} of a target that has {num_layers}; use one trained for this target"
+        require(max(taps) <= num_layers, f"{where}.path", self.path, remedy)
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.speculator.drafter import build_speculator_drafter

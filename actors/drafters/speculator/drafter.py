@@ -18,7 +18,8 @@ from actors.drafters.interface import Context, FeatureRows
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.drafter import ModelDrafter
 from parallel.kernels.products import has_products
-from parallel.model.checkpoint import holds_bfloat16
+from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
+from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, read_speculator
@@ -82,9 +83,10 @@ def build_speculator_drafter(
     if tables is None:
         tables_weights = choose_weights(target.weights, target.dtype, device, target.path)
         tables = open_tables(target.path, setup.group, device, dtype, tables_weights)
-    longest = read_speculator(config.path).max_positions
+    num_layers = read_config(resolve_checkpoint(target.path)).num_layers
+    longest = read_speculator(config.path, num_layers).max_positions
     num_slots = config.kv_slots or setup.num_slots or setup.scheduler.max_num_seqs * longest
-    place = SpeculatorPlace(tables, setup.group, device, dtype, num_slots, weights)
+    place = SpeculatorPlace(tables, setup.group, device, dtype, num_slots, weights, num_layers)
     runner = open_speculator(config.path, place)
     facts: dict[str, object] = {"checkpoint": config.path, "method": runner.speculator.method, "kv_slots": num_slots}
     if setup.pipeline in AHEAD:

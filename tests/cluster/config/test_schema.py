@@ -55,7 +55,8 @@ PUBLIC_KEYS = {
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
     "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
-    "tokenizer length_rule rejection_threshold placement",
+    "tokenizer length_rule rejection_threshold placement online online_rate online_strength online_budget "
+    "online_memory online_state",
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
     "kv_slots length_rule rejection_threshold placement",

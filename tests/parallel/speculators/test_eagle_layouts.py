@@ -200,6 +200,12 @@ def test_what_lacks_its_layers_is_refused_in_a_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_without_layers_those_of_the_released_code_are_read(tmp_path: Path) -> None:
+    hf, _ = specforge({}, later=False)
+    write(tmp_path, {name: value for name, value in hf.items() if name != "eagle_config"}, {})
+    assert read_speculator(tmp_path, target_layers=32).taps == (2, 16, 29)
+
+
 def test_eagle_reads_the_final_hidden_state(tmp_path: Path) -> None:
     write(tmp_path, eagle({})[0], {})
     assert read_speculator(tmp_path).taps == (FINAL,)
