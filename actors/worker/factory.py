@@ -148,7 +148,6 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
             if spec.drafter.reads_features
             else None
         )
-    elif isinstance(bridge, FeatureSender):
     if (attached is not None and spec.drafter.reads_features) or isinstance(bridge, FeatureSender):
         features = FeatureReader(spec.drafter.taps(runner.config.num_layers - config.stretch))
     role = TargetRole(
