@@ -184,10 +184,7 @@ def open_draft_layer(directory: Path, config: DraftLayerConfig, place: Speculato
 
 def load_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayers:
     """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
-    theirs = place.tables.config.vocab_size, place.tables.config.hidden_size
-    ours = config.vocab_size, config.block.hidden_size
-    if theirs != ours:
-        raise ValueError(f"{directory}: (vocab_size, hidden_size) is {ours}, the target's {theirs}; they must be equal")
+    place.check_tables(directory, config.vocab_size, config.block.hidden_size)
     layers = DraftLayers(config, place.tables, place.group, **place.options)
     if place.weights not in (None, place.dtype):
         layers.store_as(place.weights)

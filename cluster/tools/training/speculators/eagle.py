@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from actors.ranges import OneOf, Range, Section, require
 from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
+from parallel.model.config import DecoderConfig
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
 from parallel.speculators.draft_layer_config import METHODS, DraftLayerConfig, read_own
@@ -81,8 +82,6 @@ class DraftLayerOptions(Section):
 
 def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
     """A net with fresh weights for this target."""
-    theirs = target.config.to_dict()
-    hf: dict[str, Any] = {name: theirs[name] for name in _SHARED_FIELDS if theirs.get(name) is not None}
     counts = target.token_counts
     head_rows = min(options.draft_vocab, len(counts))
     speculator = {
@@ -90,23 +89,28 @@ def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
         "taps": _taps(options, target.config.num_hidden_layers),
         "head_rows": head_rows,
     }
-    hf |= {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": options.layers,
-        "intermediate_size": options.intermediate_size or theirs.get("intermediate_size") or 4 * theirs["hidden_size"],
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-        "speculator": speculator,
-    }
     if options.method == "p_eagle":
         speculator["num_depths"] = options.depths
+    hf = llama_fields(target, options.layers, options.intermediate_size) | {"speculator": speculator}
     net = (ParallelNet if options.method == "p_eagle" else DraftLayerNet)(hf, options)
     if net.lm_head is not None:
         chosen = counts.argsort(descending=True, stable=True)[:head_rows].sort().values
         net.choose_tokens(chosen, target.head)
     return net
+
+
+def llama_fields(target: TargetShape, num_layers: int, intermediate_size: int) -> dict[str, Any]:
+    """A config.json of layers as Llama's of the target's heads, with an MLP as wide if `intermediate_size` is 0."""
+    theirs = target.config.to_dict()
+    return {name: theirs[name] for name in _SHARED_FIELDS if theirs.get(name) is not None} | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": num_layers,
+        "intermediate_size": intermediate_size or theirs.get("intermediate_size") or 4 * theirs["hidden_size"],
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
 
 
 def _taps(options: DraftLayerOptions, num_layers: int) -> list[int]:
@@ -138,7 +142,7 @@ class DraftLayerNet(Speculator):
             [nn.RMSNorm(config.target_hidden, eps) for _ in config.taps] if config.norms_taps else []
         )
         self.layer = _FirstLayer(config)
-        self.rest = nn.ModuleList(_Layer(config) for _ in range(1, config.block.num_layers))
+        self.rest = nn.ModuleList(LlamaLayer(config.block) for _ in range(1, config.block.num_layers))
         self.norm = nn.RMSNorm(hidden, eps) if config.has_final_norm else None
         self.lm_head = nn.Linear(hidden, config.head_rows, bias=False) if config.head_rows else None
         self.register_buffer("tokens", torch.arange(config.head_rows), persistent=False)
@@ -343,14 +347,14 @@ class _Masked:
         return F.scaled_dot_product_attention(q, k, v, self.sees)
 
 
-class _Layer(nn.Module):
+class LlamaLayer(nn.Module):
     """A layer after the first."""
 
-    def __init__(self, config: DraftLayerConfig, inputs: int = 0, *, norms_input: bool = True) -> None:
+    def __init__(self, block: DecoderConfig, inputs: int = 0, *, norms_input: bool = True) -> None:
         super().__init__()
-        block, hidden = config.block, config.block.hidden_size
+        hidden = block.hidden_size
         self.input_layernorm = nn.RMSNorm(hidden, block.norm_eps) if norms_input else None
-        self.self_attn = _Attention(config, inputs or hidden)
+        self.self_attn = _Attention(block, inputs or hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden, block.norm_eps)
         self.mlp = _MLP(hidden, block.intermediate_size)
 
@@ -364,13 +368,13 @@ class _Layer(nn.Module):
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
-class _FirstLayer(_Layer):
+class _FirstLayer(LlamaLayer):
     """The layer that reads pairs."""
 
     def __init__(self, config: DraftLayerConfig) -> None:
         in_attention, hidden = config.joins_in_attention, config.block.hidden_size
         norms_input = not in_attention and config.norms_first_input
-        super().__init__(config, 2 * hidden if in_attention else hidden, norms_input=norms_input)
+        super().__init__(config.block, 2 * hidden if in_attention else hidden, norms_input=norms_input)
         self.config = config
         self.join = None if in_attention else nn.Linear(2 * hidden, hidden, bias=False)
         has_norms = in_attention or config.norms_pair
@@ -391,9 +395,8 @@ class _FirstLayer(_Layer):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DraftLayerConfig, inputs: int) -> None:
+    def __init__(self, block: DecoderConfig, inputs: int) -> None:
         super().__init__()
-        block = config.block
         self.head_dim = block.head_dim
         self.group = block.num_heads // block.num_kv_heads
         queries, keys = block.num_heads * block.head_dim, block.num_kv_heads * block.head_dim
@@ -403,10 +406,14 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(queries, block.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: _Attend) -> Tensor:
+        return self.o_proj(attend(*self.heads(x, rotation)).transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, query heads, N, head size] each."""
         q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, rotation).transpose(1, 2), rotate(k, rotation).transpose(1, 2)
         k, v = k.repeat_interleave(self.group, 1), v.transpose(1, 2).repeat_interleave(self.group, 1)
-        return self.o_proj(attend(q.to(v.dtype), k.to(v.dtype), v).transpose(1, 2).flatten(2))
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.ranges import Section
-from cluster.tools.training.speculators import block, distill, eagle, heads, pard
+from cluster.tools.training.speculators import block, chimera, distill, eagle, heads, pard
 from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
@@ -35,6 +35,7 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "eagle3.1": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("eagle3.1")),
     "mtp": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("mtp", steps=3, decay=0.6)),
     "p_eagle": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("p_eagle", layers=2)),
+    "chimera": SpeculatorRecipe(chimera.build, chimera.ChimeraOptions()),
     "distill": SpeculatorRecipe(distill.build, distill.DistillOptions(), 5e-4, 3e-4),
     "dflash": SpeculatorRecipe(block.build, BlockOptions()),
     "dspark": SpeculatorRecipe(

@@ -1,0 +1,240 @@
+"""Chimera (arXiv 2402.15758): one decoder layer over the target's hidden states of the text and trigrams behind it.
+
+The row of a token whose features are known is the target's last hidden state; the row of any other is made of the
+embeddings of the last three tokens, so that draft rows wait for no earlier output, and is fuzzy: once the features are
+there, the row is computed again from them. The head reads the newest known hidden state beside the layer's output.
+
+Other than the paper's, whose head multiplies that pair by a matrix of its own, a projection of the pair, which begins
+as the average, is read by the target's head: it needs 2 H^2 numbers instead of 2 H V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.block import Block
+from parallel.model.checkpoint import Shape, block_tensors
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import pack_weights
+from parallel.model.families.fields import HfConfig
+from parallel.model.families.registry import read_config
+from parallel.model.layers.attention import AttentionShape, PassPlan
+from parallel.model.layers.norm import RMSNorm
+from parallel.model.layers.rope import Rope
+from parallel.model.layers.weight import Layer, Shard, Weight
+from parallel.model.weights import load_shards
+from parallel.runtime.runner import PassOutput, default_backend, make_backend
+from parallel.speculators.config import FINAL, SpeculatorConfig
+from parallel.speculators.draft_layer import WholeRowsLinear
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.runner import SpeculatorRunner
+
+TRIGRAM = 3
+"""Tokens whose embeddings make a row; the first token stands for those before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChimeraConfig(SpeculatorConfig):
+    block: DecoderConfig
+    """Of the layer."""
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor of the checkpoint."""
+        hidden = self.block.hidden_size
+        wide = TRIGRAM * hidden
+        shapes: dict[str, Shape] = {
+            "mix.weight": (wide, wide),
+            "mix.bias": (wide,),
+            "narrow.weight": (hidden, wide),
+            "norm.weight": (hidden,),
+            "join.weight": (hidden, 2 * hidden),
+        }
+        return shapes | {f"layer.{name}": shape for name, shape, _ in block_tensors(self.block)}
+
+
+class ChimeraLayers(Layer):
+    """Beside the target's tables; weights are allocated uninitialised."""
+
+    def __init__(self, config: ChimeraConfig, place: SpeculatorPlace) -> None:
+        block, group, options = config.block, place.group, place.options
+        block.check_ranks(group.size)
+        hidden = block.hidden_size
+        wide = TRIGRAM * hidden
+        self.corrector = self.confidence = None  # which a block drafter may have
+        self._target_head, self._embed = place.tables.head, place.tables.embedding.embed  # no parts of these layers
+        self.mix = WholeRowsLinear("", wide, wide, group, bias=True, **options)
+        self.narrow = WholeRowsLinear("", wide, hidden, group, bias=False, **options)
+        self.layer = Block(block, 0, 0, group, group, **options)
+        self.norm = RMSNorm(hidden, block.norm_eps, **options)
+        self.join = WholeRowsLinear("", 2 * hidden, hidden, group, bias=False, **options)
+        assert block.rope is not None
+        self._rope = Rope(block.rope, block.head_dim, place.dtype, place.device)
+
+    def trigrams(self, token_ids: Tensor) -> Tensor:
+        """Tokens [T, 3], the newest last -> [T, H]."""
+        x = self._embed(token_ids.flatten()).view(len(token_ids), -1)
+        return self.narrow(x + F.silu(self.mix(x)))
+
+    def forward(self, rows: Tensor, plan: PassPlan) -> Tensor:
+        """[T, H] -> what the layer expects of the target's final hidden states there, [T, H]."""
+        plan.attention.prepare()
+        return self.norm(self.layer(rows, self._rope(plan.positions), plan.attention))
+
+    def head(self, known: Tensor, expected: Tensor) -> Tensor:
+        """The newest known hidden states and the expected ones, [N, H] each -> logits [N, V]."""
+        return self._target_head(self.join(torch.cat((known, expected), 1)))
+
+    def shards(self) -> Iterator[Shard]:
+        for name in ("mix", "narrow", "layer", "norm", "join"):
+            yield from getattr(self, name).shards(name)
+
+
+class ChimeraRunner(SpeculatorRunner):
+    """The pool's row r is that of token r."""
+
+    speculator: ChimeraConfig
+
+    def __init__(
+        self, config: ChimeraConfig, layers: ChimeraLayers, place: SpeculatorPlace, *, backend: str | None = None
+    ) -> None:
+        block, ranks = config.block, place.group.size
+        kv_heads = block.local_kv_heads(ranks)
+        pool = KVPool(1, place.num_slots, kv_heads, block.head_dim, place.dtype, place.device)
+        super().__init__(config, place.tables, pool)
+        self.layers = layers
+        shape = AttentionShape(block.num_heads // ranks // kv_heads)
+        self._backend = make_backend(backend or default_backend(pool), pool, shape)
+        self._pending: dict[SeqId, PendingRows] = {}
+        # by slot, so that edits of slot tables need no update
+        self._tokens = torch.zeros(pool.num_slots, dtype=torch.int64, device=pool.keys.device)
+        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
+
+    def open(self, seq_id: SeqId) -> None:
+        super().open(seq_id)
+        self._pending[seq_id] = PendingRows()
+
+    def close(self, seq_id: SeqId) -> None:
+        super().close(seq_id)
+        del self._pending[seq_id]
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
+        # rows whose features were forgotten are exact
+        first = min(features.start, num_rows)
+        marks = self._is_fuzzy[self.pool.slots(seq_id)[first:num_rows]]
+        exact = first + int(marks.argmax()) if marks.any() else num_rows
+        features.forget(exact - 1)  # the head reads the newest
+        if exact == num_rows:
+            return False
+        self.truncate(seq_id, exact)
+        return True
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        """Logits of the rows asked for; `hidden` is the layer's output."""
+        assert not taps, "a speculator has no taps"
+        device = self._tokens.device
+        if not isinstance(token_ids, Tensor):
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        slots = np.concatenate([self.pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
+        self._tokens.index_copy_(0, torch.from_numpy(slots).to(device), token_ids.to(device, non_blocking=True))
+        hidden = self.layers.forward(self._rows(spans, fuzzy=fuzzy), plan)
+        wanted = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
+        if not len(wanted):
+            return PassOutput(hidden.new_empty(0, self.speculator.num_logits, dtype=torch.float32), hidden, ())
+        known = torch.cat([self._newest(span.seq_id).expand(span.num_logits, -1) for span in spans])
+        return PassOutput(self.layers.head(known, wanted).float(), hidden, ())
+
+    def _rows(self, spans: Sequence[Span], *, fuzzy: bool) -> Tensor:
+        """What the layer reads, [T, H]: known hidden states, or trigrams, whose rows are marked."""
+        known: list[Tensor] = []
+        text: list[int] = []  # rows of the pass
+        drafted: list[int] = []
+        trigrams: list[list[int]] = []  # slots
+        first = 0
+        for span in spans:
+            features, pending = self._features[span.seq_id], self._pending[span.seq_id]
+            num_rows, slots = self.pool.cached_len(span.seq_id), self.pool.slots(span.seq_id)
+            positions: list[int] = []
+            fed = range(len(pending.parents) - span.num_tokens, len(pending.parents))
+            is_text = [False] * span.num_tokens
+            for i, row in enumerate(fed):
+                position, parent = num_rows + pending.depths[row], pending.parents[row]
+                after_text = parent < fed.start or is_text[parent - fed.start]
+                is_text[i] = not fuzzy and after_text and features.start <= position < features.end
+                if is_text[i]:
+                    text.append(first + i)
+                    positions.append(position)
+                else:
+                    drafted.append(first + i)
+                    trigrams.append([int(slots[place]) for place in _trigram(num_rows, pending, row)])
+            self._is_fuzzy[slots[num_rows + fed.start :]] = np.logical_not(is_text)
+            if positions:
+                known.append(features.rows(positions))
+            first += span.num_tokens
+        parts = [torch.cat(known).to(self.pool.keys.dtype)] if known else []
+        if drafted:
+            tokens = self._tokens[torch.tensor(trigrams, device=self._tokens.device)]
+            parts.append(self.layers.trigrams(tokens))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts).index_select(0, torch.from_numpy(np.argsort(text + drafted)).to(self._tokens.device))
+
+    def _newest(self, seq_id: SeqId) -> Tensor:
+        """The newest known hidden state, [1, H]; zero before the first."""
+        features = self._features[seq_id]
+        if not features.end:
+            return self.pool.keys.new_zeros(1, self.speculator.target_hidden)
+        return features.rows([features.end - 1]).to(self.pool.keys.dtype)
+
+
+def _trigram(num_rows: int, pending: PendingRows, row: int) -> list[int]:
+    """Indices of a pending row's token and the two before it among the sequence's rows, the newest last."""
+    path = [num_rows + row]
+    for _ in range(TRIGRAM - 1):
+        index = path[0]
+        before = index - 1 if index < num_rows else num_rows + pending.parents[index - num_rows]
+        path.insert(0, max(0, before))
+    return path
+
+
+def is_own(hf: HfConfig) -> bool:
+    return (hf.get("speculator") or {}).get("method") == "chimera"
+
+
+def read_own(hf: HfConfig) -> ChimeraConfig:
+    """The record of a checkpoint that `job=train job.recipe=chimera` made."""
+    block = read_config(hf)
+    return ChimeraConfig(
+        method="chimera",
+        vocab_size=block.vocab_size,
+        max_positions=block.max_positions,
+        target_hidden=block.hidden_size,
+        taps=(FINAL,),
+        block=block,
+    )
+
+
+def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
+    """Load the layer beside its target."""
+    place.check_tables(directory, config.vocab_size, config.target_hidden)
+    layers = ChimeraLayers(config, place)
+    if place.weights not in (None, place.dtype):
+        for part in layers.walk():
+            if isinstance(part, Weight):
+                part.store_as(place.weights)
+    load_shards(layers.shards(), config.tensor_shapes(), directory)
+    pack_weights(layers)
+    return ChimeraRunner(config, layers, place)

@@ -1,0 +1,171 @@
+"""Chimera: passes equal the training forward, rounds leave the rows of a fresh cache, ranks share the layer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.tools.training.speculators.chimera import ChimeraNet, ChimeraOptions, build
+from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import Span
+from parallel.speculators.chimera import ChimeraLayers, ChimeraRunner
+from parallel.speculators.config import FINAL
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.registry import open_speculator, open_tables
+from tests.parallel.backends import BACKENDS
+from tests.parallel.conftest import Checkpoint
+
+STEPS, LENGTH = 4, 20
+
+
+class Trained:
+    """A net with strong random weights beside a tiny target, its checkpoint, and a text that the target has read."""
+
+    def __init__(self, target: Checkpoint, folder: Path) -> None:
+        self.target, self.path = target, folder
+        model: Any = target.model
+        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+        counts = torch.ones(model.config.vocab_size, dtype=torch.int64)
+        torch.manual_seed(7)
+        shape = TargetShape(model.config, embed.weight.detach(), head.weight.detach(), counts)
+        self.net: ChimeraNet = build(ChimeraOptions(), shape)
+        self.net.eval()
+        for parameter in self.net.parameters():
+            parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
+        self.net.save(folder)
+        tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
+        with torch.no_grad():
+            final = model(tokens, output_hidden_states=True).hidden_states[-1]
+        self.batch = TargetBatch(tokens, {FINAL: final}, torch.ones_like(tokens, dtype=torch.bool), head, embed)
+        self.tokens: list[int] = tokens[0].tolist()
+        self.features: Tensor = final[0]
+
+    @torch.no_grad()
+    def expected(self, batch: TargetBatch | None = None) -> list[Tensor]:
+        """Logits [anchors, V] of every step of the training forward."""
+        batch = batch or self.batch
+        return [batch.head(read[0]) for _, read in self.net.unroll(batch, STEPS)]
+
+    def open(self, group: Group = SINGLE, backend: str | None = None) -> ChimeraRunner:
+        place = SpeculatorPlace(open_tables(self.target.path, group), group, "cpu", torch.float32, 256)
+        runner = open_speculator(self.path, place)
+        assert isinstance(runner, ChimeraRunner) and isinstance(runner.layers, ChimeraLayers)
+        return runner if backend is None else ChimeraRunner(runner.speculator, runner.layers, place, backend=backend)
+
+
+@pytest.fixture
+def one(llama: Checkpoint, tmp_path: Path) -> Trained:
+    return Trained(llama, tmp_path / "speculator")
+
+
+def drafted(runner: ChimeraRunner, one: Trained, anchor: int) -> Tensor:
+    """Logits after text up to `anchor`, then after every drafted token, which are those of the text."""
+    runner.open("a")
+    if anchor:
+        runner.read_features("a", 0, one.features[:anchor])
+    logits = [runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1]).logits[0]]
+    for token in one.tokens[anchor + 1 : anchor + STEPS]:
+        logits.append(runner.forward([Span("a", 1)], [token], fuzzy=True).logits[0])
+    runner.close("a")
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_passes_equal_the_training_forward(one: Trained, backend: str) -> None:
+    runner, expected = one.open(backend=backend), one.expected()
+    for anchor in (0, 1, 2, 6, 13):  # the first trigrams repeat the first token
+        trained = torch.stack([step[anchor] for step in expected])
+        torch.testing.assert_close(drafted(runner, one, anchor), trained, atol=1e-4, rtol=0)
+
+
+def test_a_draft_sees_no_later_state(one: Trained) -> None:
+    """An anchor's steps read hidden states before it and tokens up to their own."""
+    anchor, before = 8, one.expected()
+    final, tokens = one.batch.taps[FINAL].clone(), one.batch.tokens.clone()
+    final[:, anchor:] += 1
+    tokens[:, anchor + STEPS :] = 5
+    after = one.expected(replace(one.batch, taps={FINAL: final}, tokens=tokens))
+    for first, second in zip(before, after, strict=True):
+        assert torch.equal(first[: anchor + 1], second[: anchor + 1])
+        assert not torch.equal(first[anchor + 1], second[anchor + 1])
+
+
+def test_a_tree_is_its_paths(one: Trained) -> None:
+    runner, anchor = one.open(), 6
+    tokens, parents = [3, 4, 5, 6, 7, 8], [-1, -1, 0, 1, 2, 2]
+
+    def fresh() -> None:
+        runner.open("a")
+        runner.read_features("a", 0, one.features[:anchor])
+        runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1])
+
+    paths = []
+    for node in range(len(tokens)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        fresh()
+        output = [runner.forward([Span("a", 1)], [tokens[step]], fuzzy=True) for step in path][-1]
+        paths.append(output.logits[0])
+        runner.close("a")
+    fresh()
+    after = [anchor + 1 + parent if parent >= 0 else anchor for parent in parents]
+    tree = runner.forward([Span("a", 6, after, 6)], tokens, fuzzy=True).logits
+    torch.testing.assert_close(tree, torch.stack(paths), atol=1e-5, rtol=1e-5)
+
+
+def test_rounds_leave_the_rows_of_a_fresh_cache(one: Trained) -> None:
+    """Rows of trigrams are computed again from hidden states, whatever was accepted."""
+    runner, rng, length = one.open(), random.Random(3), 3
+    runner.open("a")
+    runner.read_features("a", 0, one.features[: length - 1])
+    while length < LENGTH - 5:
+        suffix = one.tokens[runner.cached_len("a") : length]
+        logits = runner.forward([Span("a", len(suffix))], suffix).logits
+        runner.open("fresh")
+        runner.read_features("fresh", 0, one.features[: length - 1])
+        again = runner.forward([Span("fresh", length)], one.tokens[:length]).logits
+        torch.testing.assert_close(logits, again, atol=1e-5, rtol=1e-5)
+        for rows in (runner.pool.keys, runner.pool.values):
+            mine, fresh = (rows[:, runner.pool.slots(name)] for name in ("a", "fresh"))
+            torch.testing.assert_close(mine, fresh, atol=1e-5, rtol=1e-5)
+        runner.close("fresh")
+        for token in one.tokens[length : length + 4]:
+            runner.forward([Span("a", 1)], [token], fuzzy=True)
+        accepted = rng.randrange(5)
+        runner.commit("a", range(len(suffix) + accepted))
+        assert runner.drop_fuzzy("a")  # of the newest token at least
+        assert runner.cached_len("a") == length - 1
+        runner.read_features("a", length - 1, one.features[length - 1 : length + accepted])
+        length += accepted + 1
+    runner.pool.check()
+    runner.close("a")
+    assert runner.pool.num_free == 256
+
+
+def test_ranks_share_the_layer(one: Trained, on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]]) -> None:
+    alone = drafted(one.open(), one, 6)
+    for shared in on_ranks(2, lambda group: drafted(one.open(group), one, 6)):
+        torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_it_learns(one: Trained) -> None:
+    generator, losses = torch.Generator(), []
+    stepper = torch.optim.Adam(one.net.train().parameters(), lr=3e-3)
+    for _ in range(10):
+        loss, metrics = one.net.loss(one.batch, generator)
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(parameter.grad is not None for parameter in one.net.parameters())
+    assert {f"accept_{depth}" for depth in range(1, 6)} | {"length"} == set(metrics)
