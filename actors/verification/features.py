@@ -9,28 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
 from parallel.runtime.runner import ModelRunner, PassOutput, Span
-from parallel.speculators.config import FINAL
+from parallel.speculators.config import FINAL, kv_tap
 
 if TYPE_CHECKING:
     from actors.verification.verifier import VerifyInput
 
 
 class FeatureReader:
-    """`taps` as `parallel.speculators.config` numbers them; several stand side by side in a row."""
+    """`taps` as `parallel.speculators.config` numbers them; several stand side by side in a row. For keys and values
+    it must read on every rank of the target, each of which has heads of its own."""
 
     def __init__(self, taps: Sequence[int]) -> None:
         self._taps = tuple(taps)
-        self._streams = tuple(sorted({tap for tap in taps if tap != FINAL}))
+        self._streams = tuple(sorted({tap for tap in taps if tap > FINAL}))
+        self._kv_taps = tuple(tap for tap in taps if tap < FINAL)
+        self._kv: dict[int, Tensor] = {}
         self._output: PassOutput | None = None
 
     def forward(self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """The pass; returns its logits and keeps the rest until `rows`."""
         self._output = runner.forward(spans, token_ids, self._streams)
+        self._kv = {tap: _written(runner, spans, kv_tap(tap)) for tap in self._kv_taps}
         return self._output.logits
 
     def rows(
@@ -52,9 +57,21 @@ class FeatureReader:
         return [FeatureRows(seq_id, position, rows) for (seq_id, position, _), rows in zip(found, parts, strict=True)]
 
     def _features(self, output: PassOutput, wanted: list[int], num_rows: int) -> Tensor:
-        streams = dict(zip(self._streams, output.features, strict=True)) | {FINAL: output.hidden}
+        streams = dict(zip(self._streams, output.features, strict=True)) | {FINAL: output.hidden} | self._kv
         index = None
         if len(wanted) < num_rows:
             index = torch.tensor(wanted, device=output.hidden.device)
         picked = [streams[tap] if index is None else streams[tap].index_select(0, index) for tap in self._taps]
         return picked[0].clone() if len(picked) == 1 and index is None else torch.cat(picked, -1)
+
+
+def _written(runner: ModelRunner, spans: Sequence[Span], layer: int) -> Tensor:
+    """Keys and values that the last pass wrote in a layer, of all ranks' heads, [T, 2 * KV heads * head size]."""
+    pool, group = runner.pool, runner.decoder.group
+    slots = np.concatenate([pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
+    where = torch.from_numpy(slots).to(pool.keys.device)
+    pair = torch.stack([rows[layer].index_select(0, where) for rows in (pool.keys, pool.values)], 1)
+    if group.size > 1:
+        pair = group.all_gather(pair.contiguous(), 2)
+        pair = pair[:, :, :: pair.shape[2] // runner.config.num_kv_heads]  # ranks may hold the same head
+    return pair.flatten(1)

@@ -143,12 +143,8 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         setup = replace(_setup(spec, group), tables=runner.decoder, num_slots=fit.num_slots)
         drafter, facts["drafter"] = spec.drafter.build(setup)
         attached = AttachedDrafter(drafter, group, spec.device)
-        features = (
-            FeatureReader(spec.drafter.taps(runner.config.num_layers - config.stretch))
-            if spec.drafter.reads_features
-            else None
-        )
-    if (attached is not None and spec.drafter.reads_features) or isinstance(bridge, FeatureSender):
+    # on every rank, since each has heads of its own; a bridge has its end on the lead alone
+    if (attached is not None and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
         features = FeatureReader(spec.drafter.taps(runner.config.num_layers - config.stretch))
     role = TargetRole(
         runner,

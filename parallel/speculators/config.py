@@ -12,12 +12,20 @@ TARGET_LAYERS = "target_num_hidden_layers"
 """Field that readers of layouts find beside those of config.json, if the target is known."""
 FINAL = -1
 """The tap after the target's final norm, which its head reads."""
+_KV = -2
+
+
+def kv_tap(layer: int) -> int:
+    """The tap that is keys after RoPE and values of all KV heads of the target's layer `layer`, from 0, side by side;
+    the same function gives the layer of such a tap, which is below `FINAL`."""
+    return _KV - layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculatorConfig:
     """Tap i is the target's residual stream after i layers: 0 the embedding, its number of layers the stream before the
-    final norm; `FINAL` the stream after it. The features of a token are its taps side by side."""
+    final norm; `FINAL` the stream after it; `kv_tap(i)` keys and values of a layer. The features of a token are its
+    taps side by side."""
 
     method: str
     vocab_size: int

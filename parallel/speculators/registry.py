@@ -15,7 +15,7 @@ from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
-from parallel.speculators import block, chimera, head_layouts
+from parallel.speculators import block, chimera, glide, head_layouts
 from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
@@ -38,6 +38,7 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "draft layers": CheckpointLayout(is_own, read_own, open_draft_layer),
     "P-EAGLE": CheckpointLayout(is_own_parallel, read_own, open_parallel_eagle),
     "chimera": CheckpointLayout(chimera.is_own, chimera.read_own, chimera.open_chimera),
+    "glide": CheckpointLayout(glide.is_own, glide.read_own, glide.open_glide),
     "block": CheckpointLayout(block.is_own, block.read_own, block.open_block),
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
     "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),

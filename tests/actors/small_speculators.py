@@ -20,18 +20,21 @@ _ROWS, _LENGTH = 24, 48
 
 @cache
 def written_by(target):
-    """Tokens [rows, length] that the target continues greedily from single tokens, and its hidden states, by tap."""
+    """Tokens [rows, length] that the target continues greedily from single tokens, its hidden states, by tap,
+    and its keys and values, by layer."""
     starts = torch.arange(2, 2 + _ROWS)[:, None]
     tokens = target.generate(starts, max_new_tokens=_LENGTH - 1, min_new_tokens=_LENGTH - 1, do_sample=False)
     with torch.no_grad():
-        return tokens, target(tokens, output_hidden_states=True).hidden_states
+        output = target(tokens, output_hidden_states=True, use_cache=True)
+    kv = {i: (layer.keys, layer.values) for i, layer in enumerate(output.past_key_values.layers)}
+    return tokens, output.hidden_states, kv
 
 
 def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
     """Train the recipe's module beside `target`, a transformers model, and write it to `folder`; one that is a whole
     model begins as `drafter`."""
     row = RECIPES[recipe]
-    tokens, streams = written_by(target)
+    tokens, streams, kv = written_by(target)
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     counts = torch.bincount(tokens.flatten(), minlength=target.config.vocab_size)
     torch.manual_seed(0)
@@ -47,6 +50,7 @@ def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
         torch.ones_like(tokens, dtype=torch.bool),
         lambda hidden: head(hidden.float()),
         embed,
+        kv,
     )
     generator = torch.Generator().manual_seed(0)
     stepper = torch.optim.Adam(net.parameters(), lr=5e-3)

@@ -78,7 +78,7 @@ _HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
 _BLOCKS = "dflash", "dspark", "dflash2", "domino"
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
-    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", *_HEADS, *_BLOCKS)
+    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", *_HEADS, *_BLOCKS)
 } | {
     "eagle3-tree": SpeculatorDrafterConfig(
         path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3

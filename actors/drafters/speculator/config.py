@@ -48,14 +48,16 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
 
     def _check_taps(self, target: str, where: str) -> None:
         from parallel.model.families.registry import read_config
+        from parallel.speculators.config import kv_tap
 
         num_layers = read_config(target).num_layers
         try:
             taps = self.taps(num_layers)
         except ValueError as error:
             raise ValueError(f"{where}.path: {error}") from None
-        remedy = f"reads layer {max(taps)} of a target that has {num_layers}; use one trained for this target"
-        require(max(taps) <= num_layers, f"{where}.path", self.path, remedy)
+        deepest = max(max(tap, kv_tap(tap) + 1) for tap in taps)  # keys and values of layer i are within layer i + 1
+        remedy = f"reads layer {deepest} of a target that has {num_layers}; use one trained for this target"
+        require(deepest <= num_layers, f"{where}.path", self.path, remedy)
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.speculator.drafter import build_speculator_drafter

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.ranges import Section
-from cluster.tools.training.speculators import block, chimera, distill, eagle, heads, pard
+from cluster.tools.training.speculators import block, chimera, distill, eagle, glide, heads, pard
 from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
@@ -36,6 +36,7 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "mtp": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("mtp", steps=3, decay=0.6)),
     "p_eagle": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("p_eagle", layers=2)),
     "chimera": SpeculatorRecipe(chimera.build, chimera.ChimeraOptions()),
+    "glide": SpeculatorRecipe(glide.build, glide.GlideOptions()),
     "distill": SpeculatorRecipe(distill.build, distill.DistillOptions(), 5e-4, 3e-4),
     "dflash": SpeculatorRecipe(block.build, BlockOptions()),
     "dspark": SpeculatorRecipe(

@@ -1,0 +1,219 @@
+"""GliDe (arXiv 2402.02082): one decoder layer that also attends to keys and values of the target's last layer.
+
+A token's own row is its embedding, so rows of draft tokens are as exact as those of text. Between its attention over
+these rows and its MLP, a row attends to the target's keys and values of all positions whose features are known: those
+before the newest committed token, for every token of a draft. They arrive as features and stand in the pool as a
+second layer, at their positions' rows. Attached, that is a second copy of one layer of the target's pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pool import KVPool, SeqId
+from parallel.model.block import Block
+from parallel.model.checkpoint import Shape, block_tensors
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import pack_weights
+from parallel.model.families.fields import HfConfig
+from parallel.model.families.registry import read_config
+from parallel.model.layers.attention import AttentionShape
+from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
+from parallel.model.layers.norm import RMSNorm
+from parallel.model.layers.rope import Rope, rotate
+from parallel.model.layers.weight import Layer, Shard, Weight
+from parallel.model.weights import load_shards
+from parallel.runtime.runner import PassOutput, default_backend, make_backend
+from parallel.speculators.config import SpeculatorConfig, kv_tap
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.runner import SpeculatorRunner
+
+_OWN, _TARGETS = 0, 1
+"""Layers of the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlideConfig(SpeculatorConfig):
+    block: DecoderConfig
+    """Of the layer, whose heads are as the target's."""
+
+    @property
+    def feature_size(self) -> int:
+        return 2 * self.block.num_kv_heads * self.block.head_dim
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor of the checkpoint."""
+        hidden, queries = self.block.hidden_size, self.block.num_heads * self.block.head_dim
+        shapes: dict[str, Shape] = {
+            "cross.q_proj.weight": (queries, hidden),
+            "cross.o_proj.weight": (hidden, queries),
+            "norm.weight": (hidden,),
+        }
+        return shapes | {f"layer.{name}": shape for name, shape, _ in block_tensors(self.block)}
+
+
+class GlideLayers(Layer):
+    """Beside the target's tables; weights are allocated uninitialised."""
+
+    def __init__(self, config: GlideConfig, place: SpeculatorPlace) -> None:
+        block, group, options = config.block, place.group, place.options
+        block.check_ranks(group.size)
+        hidden, queries = block.hidden_size, block.num_heads * block.head_dim
+        self.corrector = self.confidence = None  # which a block drafter may have
+        self.head, self.embed = place.tables.head, place.tables.embedding.embed  # no parts of these layers
+        self.layer = Block(block, 0, _OWN, group, group, **options)
+        self.q = ColumnLinear(hidden, [("q_proj", even_rows(queries, group))], bias=False, **options)
+        self.o = RowLinear("o_proj", queries, hidden, group, bias=False, **options)
+        self.norm = RMSNorm(hidden, block.norm_eps, **options)
+        self.head_dim = block.head_dim
+        assert block.rope is not None
+        self.rope = Rope(block.rope, block.head_dim, place.dtype, place.device)
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[N, H] -> this rank's queries of the target's keys, rotated, [N, heads, head size]."""
+        return rotate(self.q(x).view(len(x), -1, self.head_dim), self.rope(positions))
+
+    def finish(self, x: Tensor, crossed: Tensor) -> Tensor:
+        """Rows and what their queries read of the target [N, H / ranks] -> what the head reads."""
+        x = x + self.o(crossed)
+        return self.norm(x + self.layer.mlp(self.layer.norms[1](x)))
+
+    def shards(self) -> Iterator[Shard]:
+        yield from self.layer.shards("layer")
+        yield from self.q.shards("cross")
+        yield from self.o.shards("cross")
+        yield from self.norm.shards("norm")
+
+
+class GlideRunner(SpeculatorRunner):
+    """The pool's row r is that of token r."""
+
+    speculator: GlideConfig
+
+    def __init__(
+        self, config: GlideConfig, layers: GlideLayers, place: SpeculatorPlace, *, backend: str | None = None
+    ) -> None:
+        block, ranks = config.block, place.group.size
+        kv_heads = block.local_kv_heads(ranks)
+        pool = KVPool(2, place.num_slots, kv_heads, block.head_dim, place.dtype, place.device)
+        super().__init__(config, place.tables, pool)
+        self.layers = layers
+        shape = AttentionShape(block.num_heads // ranks // kv_heads)
+        self._backend = make_backend(backend or default_backend(pool), pool, shape)
+        first = place.group.rank * block.num_kv_heads // ranks
+        self._heads = slice(first, first + kv_heads)
+        self._pending: dict[SeqId, PendingRows] = {}
+        self._num_written: dict[SeqId, int] = {}
+        """Leading positions whose keys and values of the target are in the pool."""
+
+    def open(self, seq_id: SeqId) -> None:
+        super().open(seq_id)
+        self._pending[seq_id], self._num_written[seq_id] = PendingRows(), 0
+
+    def close(self, seq_id: SeqId) -> None:
+        super().close(seq_id)
+        del self._pending[seq_id], self._num_written[seq_id]
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        super().truncate(seq_id, length)
+        self._num_written[seq_id] = min(self._num_written[seq_id], length)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        spans: Sequence[Span],
+        token_ids: Tensor | Sequence[int],
+        taps: Sequence[int] = (),
+        *,
+        fuzzy: bool = False,  # noqa: ARG002  every row is exact
+    ) -> PassOutput:
+        """Logits of the rows asked for; `hidden` is what the head read of them."""
+        assert not taps, "a speculator has no taps"
+        layers = self.layers
+        if not isinstance(token_ids, Tensor):
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        for span in spans:
+            self._write(span.seq_id)
+        plan.attention.prepare()
+        x = layers.embed(token_ids.to(self.decoder.device, non_blocking=True))
+        x = x + layers.layer.attend(x, layers.rope(plan.positions), plan.attention)
+        positions = plan.positions[: plan.num_rows]
+        if plan.logit_rows is not None:
+            x, positions = x.index_select(0, plan.logit_rows), positions.index_select(0, plan.logit_rows)
+        if not len(x):
+            return PassOutput(x.new_empty(0, self.speculator.num_logits, dtype=torch.float32), x, ())
+        queries = layers.queries(x, positions).split([span.num_logits for span in spans])
+        crossed = [self._cross(span.seq_id, q) for span, q in zip(spans, queries, strict=True) if len(q)]
+        hidden = layers.finish(x, torch.cat(crossed))
+        return PassOutput(layers.head(hidden).float(), hidden, ())
+
+    def _write(self, seq_id: SeqId) -> None:
+        """Put the target's keys and values of the text into the pool, as far as its rows are there."""
+        features, written, pending = self._features[seq_id], self._num_written[seq_id], self._pending[seq_id]
+        chain = next((row for row, parent in enumerate(pending.parents) if parent != row - 1), len(pending.parents))
+        end = min(features.end, self.pool.cached_len(seq_id) + chain)
+        if end <= written:
+            return
+        block = self.speculator.block
+        rows = features.rows(range(written, end)).to(self.pool.keys)
+        pair = rows.view(end - written, 2, block.num_kv_heads, block.head_dim)[:, :, self._heads]
+        slots = torch.from_numpy(self.pool.slots(seq_id)[written:end].copy()).to(rows.device)
+        self.pool.keys[_TARGETS].index_copy_(0, slots, pair[:, 0])
+        self.pool.values[_TARGETS].index_copy_(0, slots, pair[:, 1])
+        self._num_written[seq_id] = end
+        features.forget(self.pool.cached_len(seq_id) - 1)  # rows from there on may be dropped and written again
+
+    def _cross(self, seq_id: SeqId, queries: Tensor) -> Tensor:
+        """[N, heads, head size] -> what they read of the target's text, [N, heads * head size]; 0 if there is none."""
+        num_written = self._num_written[seq_id]
+        if not num_written:
+            return torch.zeros_like(queries).flatten(1)
+        slots = torch.from_numpy(self.pool.slots(seq_id)[:num_written].copy()).to(queries.device)
+        keys, values = (
+            kv[_TARGETS].index_select(0, slots).transpose(0, 1) for kv in (self.pool.keys, self.pool.values)
+        )
+        # KV heads are the batch dimension, so that no key is repeated for the queries of its group
+        grouped = queries.transpose(0, 1).unflatten(0, (len(keys), -1))
+        read = F.scaled_dot_product_attention(grouped, keys[:, None], values[:, None])
+        return read.flatten(0, 1).transpose(0, 1).flatten(1)
+
+
+def is_own(hf: HfConfig) -> bool:
+    return (hf.get("speculator") or {}).get("method") == "glide"
+
+
+def read_own(hf: HfConfig) -> GlideConfig:
+    """The record of a checkpoint that `job=train job.recipe=glide` made."""
+    block = read_config(hf)
+    return GlideConfig(
+        method="glide",
+        vocab_size=block.vocab_size,
+        max_positions=block.max_positions,
+        target_hidden=block.hidden_size,
+        taps=(kv_tap(hf["speculator"]["kv_layer"]),),
+        block=block,
+    )
+
+
+def open_glide(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> GlideRunner:
+    """Load the layer beside its target."""
+    place.check_tables(directory, config.vocab_size, config.target_hidden)
+    theirs, ours = ((one.num_kv_heads, one.head_dim) for one in (place.tables.config, config.block))
+    if theirs != ours:
+        raise ValueError(f"{directory}: (KV heads, head size) is {ours}, the target's {theirs}; they must be equal")
+    layers = GlideLayers(config, place)
+    if place.weights not in (None, place.dtype):
+        for part in layers.walk():
+            if isinstance(part, Weight):
+                part.store_as(place.weights)
+    load_shards(layers.shards(), config.tensor_shapes(), directory)
+    pack_weights(layers)
+    return GlideRunner(config, layers, place)

@@ -1,0 +1,220 @@
+"""GliDe: passes equal the training forward, blocks hide the target's keys, rounds leave the rows of a fresh cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.protocol.messages import SamplingParams
+from actors.verification.features import FeatureReader
+from actors.verification.verifier import VerifyInput
+from cluster.tools.training.speculators.glide import GlideNet, GlideOptions, build
+from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from parallel.comm.group import SINGLE, Group
+from parallel.kv.pass_plan import Span
+from parallel.runtime.runner import open_model
+from parallel.speculators.config import FINAL
+from parallel.speculators.glide import GlideLayers, GlideRunner
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.registry import open_speculator, open_tables, read_speculator
+from tests.parallel.backends import BACKENDS
+from tests.parallel.conftest import Checkpoint
+
+STEPS, LENGTH = 4, 20
+
+
+class Trained:
+    """A net with strong random weights beside a tiny target, its checkpoint, and a text that the target has read."""
+
+    def __init__(self, target: Checkpoint, folder: Path) -> None:
+        self.target, self.path = target, folder
+        model: Any = target.model
+        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+        counts = torch.ones(model.config.vocab_size, dtype=torch.int64)
+        torch.manual_seed(7)
+        shape = TargetShape(model.config, embed.weight.detach(), head.weight.detach(), counts)
+        self.net: GlideNet = build(GlideOptions(depths=STEPS), shape)
+        self.net.eval()
+        for parameter in self.net.parameters():
+            parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
+        self.net.save(folder)
+        tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
+        with torch.no_grad():
+            output = model(tokens, output_hidden_states=True, use_cache=True)
+        (layer,) = self.net.kv_layers
+        cached = output.past_key_values.layers[layer]
+        self.keys, self.values = cached.keys, cached.values
+        final, everywhere = output.hidden_states[-1], torch.ones_like(tokens, dtype=torch.bool)
+        kv = {layer: (self.keys, self.values)}
+        self.batch = TargetBatch(tokens, {FINAL: final}, everywhere, head, embed, kv)
+        self.tokens: list[int] = tokens[0].tolist()
+        self.features: Tensor = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (self.keys, self.values)], 1)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return read_speculator(self.path).taps
+
+    @torch.no_grad()
+    def expected(self, anchor: int, batch: TargetBatch | None = None) -> Tensor:
+        """Logits [T, V] of the training forward whose blocks begin at the anchor."""
+        return self.batch.head(self.net.rows(batch or self.batch, anchor)[0])
+
+    def open(self, group: Group = SINGLE, backend: str | None = None) -> GlideRunner:
+        place = SpeculatorPlace(open_tables(self.target.path, group), group, "cpu", torch.float32, 256)
+        runner = open_speculator(self.path, place)
+        assert isinstance(runner, GlideRunner) and isinstance(runner.layers, GlideLayers)
+        return runner if backend is None else GlideRunner(runner.speculator, runner.layers, place, backend=backend)
+
+
+@pytest.fixture
+def one(llama: Checkpoint, tmp_path: Path) -> Trained:
+    return Trained(llama, tmp_path / "speculator")
+
+
+def drafted(runner: GlideRunner, one: Trained, anchor: int) -> Tensor:
+    """Logits after text up to `anchor`, then after every drafted token, which are those of the text."""
+    runner.open("a")
+    if anchor:
+        runner.read_features("a", 0, one.features[:anchor])
+    logits = [runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1]).logits[0]]
+    for token in one.tokens[anchor + 1 : anchor + STEPS]:
+        logits.append(runner.forward([Span("a", 1)], [token], fuzzy=True).logits[0])
+    runner.close("a")
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_passes_equal_the_training_forward(one: Trained, backend: str) -> None:
+    runner = one.open(backend=backend)
+    for anchor in (0, 1, 6, 13):
+        trained = one.expected(anchor)[anchor : anchor + STEPS]
+        torch.testing.assert_close(drafted(runner, one, anchor), trained, atol=1e-4, rtol=0)
+
+
+def test_the_attention_to_the_target_is_over_its_own_keys(one: Trained) -> None:
+    """Against one product after the other over the keys and values that transformers caches."""
+    runner, anchor = one.open(), 7
+    runner.open("a")
+    runner.read_features("a", 0, one.features[:anchor])
+    runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1])
+    torch.manual_seed(1)
+    queries = torch.randn(3, one.target.model.config.num_attention_heads, one.keys.shape[-1])  # pyright: ignore
+    found = runner._cross("a", queries).view_as(queries)
+    group = queries.shape[1] // one.keys.shape[1]
+    assert group > 1, "the target groups no heads: the test shows nothing"
+    for row in range(len(queries)):
+        for head in range(queries.shape[1]):
+            keys, values = (kv[0, head // group, :anchor] for kv in (one.keys, one.values))
+            weights = torch.softmax(keys @ queries[row, head] / queries.shape[-1] ** 0.5, 0)
+            torch.testing.assert_close(found[row, head], weights @ values, atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_sees_none_of_the_targets_keys_within_it(one: Trained) -> None:
+    anchor, before = 6, one.expected(6)
+    ((layer, (keys, values)),) = one.batch.kv.items()
+    keys, values = keys.clone(), values.clone()
+    keys[:, :, anchor:] += 1
+    values[:, :, anchor:] += 1
+    after = one.expected(anchor, replace(one.batch, kv={layer: (keys, values)}))
+    assert torch.equal(before[: anchor + STEPS], after[: anchor + STEPS])
+    assert not torch.equal(before[anchor + STEPS], after[anchor + STEPS])  # the next block does
+    one.batch.tokens[:, anchor + 2 :] = 5
+    later = one.expected(anchor)
+    assert torch.equal(before[: anchor + 2], later[: anchor + 2])
+
+
+def test_a_tree_is_its_paths(one: Trained) -> None:
+    runner, anchor = one.open(), 6
+    tokens, parents = [3, 4, 5, 6, 7, 8], [-1, -1, 0, 1, 2, 2]
+
+    def fresh() -> None:
+        runner.open("a")
+        runner.read_features("a", 0, one.features[:anchor])
+        runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1])
+
+    paths = []
+    for node in range(len(tokens)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        fresh()
+        output = [runner.forward([Span("a", 1)], [tokens[step]], fuzzy=True) for step in path][-1]
+        paths.append(output.logits[0])
+        runner.close("a")
+    fresh()
+    after = [anchor + 1 + parent if parent >= 0 else anchor for parent in parents]
+    tree = runner.forward([Span("a", 6, after, 6)], tokens, fuzzy=True).logits
+    torch.testing.assert_close(tree, torch.stack(paths), atol=1e-5, rtol=1e-5)
+
+
+def test_rounds_leave_the_rows_of_a_fresh_cache(one: Trained) -> None:
+    runner, rng, length = one.open(), random.Random(3), 3
+    runner.open("a")
+    runner.read_features("a", 0, one.features[: length - 1])
+    while length < LENGTH - 5:
+        suffix = one.tokens[runner.cached_len("a") : length]
+        logits = runner.forward([Span("a", len(suffix))], suffix).logits
+        runner.open("fresh")
+        runner.read_features("fresh", 0, one.features[: length - 1])
+        again = runner.forward([Span("fresh", length)], one.tokens[:length]).logits
+        torch.testing.assert_close(logits, again, atol=1e-5, rtol=1e-5)
+        for rows in (runner.pool.keys, runner.pool.values):
+            mine, fresh = (rows[:, runner.pool.slots(name)] for name in ("a", "fresh"))
+            torch.testing.assert_close(mine[0], fresh[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(mine[1, : length - 1], fresh[1, : length - 1], atol=0, rtol=0)
+        runner.close("fresh")
+        for token in one.tokens[length : length + 4]:
+            runner.forward([Span("a", 1)], [token], fuzzy=True)
+        accepted = rng.randrange(5)
+        runner.commit("a", range(len(suffix) + accepted))
+        runner.truncate("a", min(runner.cached_len("a"), length + accepted))  # the newest token has no row
+        runner.read_features("a", length - 1, one.features[length - 1 : length + accepted])
+        length += accepted + 1
+    runner.pool.check()
+    runner.close("a")
+    assert runner.pool.num_free == 256
+
+
+def test_ranks_share_the_layer(one: Trained, on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]]) -> None:
+    alone = drafted(one.open(), one, 6)
+    for shared in on_ranks(2, lambda group: drafted(one.open(group), one, 6)):
+        torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_features_are_the_keys_and_values_of_all_ranks(
+    one: Trained, on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]], ranks: int
+) -> None:
+    """As transformers caches them, whatever the ranks' shares of the heads."""
+
+    def read(group: Group) -> Tensor:
+        runner, reader = open_model(one.target.path, group, num_slots=64), FeatureReader(one.taps)
+        runner.open(3)
+        text = VerifyInput(3, one.tokens, LENGTH, SamplingParams(), LENGTH)
+        reader.forward(runner, [Span(3, LENGTH)], one.tokens)
+        (features,) = reader.rows([text], [0], {})
+        return features.rows
+
+    for rows in on_ranks(ranks, read):
+        torch.testing.assert_close(rows, one.features, atol=1e-5, rtol=1e-4)
+
+
+def test_it_learns(one: Trained) -> None:
+    generator, losses = torch.Generator(), []
+    stepper = torch.optim.Adam(one.net.train().parameters(), lr=3e-3)
+    for _ in range(12):
+        loss, metrics = one.net.loss(one.batch, generator)
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(parameter.grad is not None for parameter in one.net.parameters())
+    assert {f"accept_{depth}" for depth in range(1, STEPS + 1)} | {"length"} == set(metrics)
