@@ -255,6 +255,8 @@ class _DrafterPaths:
 
     def checkpoint(self, key: str, path: str, *, is_model: bool = True) -> str:
         bundled = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}
+        if not is_model:
+            bundled = {"pocket": pocket.SPECULATOR}
         return _checkpoint(key, path, bundled, is_model=is_model)
 
 

@@ -10,6 +10,8 @@ DRAFTER = Path(__file__).parent / "drafter"
 """Checkpoint of the draft model, in Hugging Face format, with the target's vocabulary."""
 DEEP_DRAFTER = Path(__file__).parent / "deep"
 """Checkpoint of a draft model of eight narrow layers instead of two: for layer-parallel drafting and cascades."""
+SPECULATOR = Path(__file__).parent / "speculator"
+"""Checkpoint of a block drafter (DSpark) that reads the target's hidden states."""
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 """Prompts from modules neither model has seen, one JSON object with `prompt`, `source` and `category` per line."""
 

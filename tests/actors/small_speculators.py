@@ -24,10 +24,14 @@ def written_by(target):
     and its keys and values, by layer."""
     starts = torch.arange(2, 2 + _ROWS)[:, None]
     tokens = target.generate(starts, max_new_tokens=_LENGTH - 1, min_new_tokens=_LENGTH - 1, do_sample=False)
+    before_norm = []
+    hook = target.model.layers[-1].register_forward_hook(lambda *of: before_norm.append(of[-1]))
     with torch.no_grad():
         output = target(tokens, output_hidden_states=True, use_cache=True)
-    kv = {i: (layer.keys, layer.values) for i, layer in enumerate(output.past_key_values.layers)}
-    return tokens, output.hidden_states, kv
+    hook.remove()
+    *streams, final = output.hidden_states
+    taps = {**dict(enumerate(streams)), len(streams): before_norm[0], FINAL: final}
+    return tokens, taps, {i: (layer.keys, layer.values) for i, layer in enumerate(output.past_key_values.layers)}
 
 
 def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
@@ -40,7 +44,7 @@ def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
     torch.manual_seed(0)
     options = row.options
     if isinstance(options, BlockOptions):
-        options = replace(options, anchors=3, intermediate_size=64)
+        options = replace(options, anchors=3, intermediate_size=64, base_steps=min(options.base_steps, _STEPS // 4))
     if isinstance(options, DistillOptions):
         options = replace(options, start=str(drafter))
     net = row.build(options, TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts))

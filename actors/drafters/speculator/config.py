@@ -19,8 +19,9 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
     """A module trained on the target's hidden states: as its checkpoint says, heads, a layer, a block."""
 
     name: str = "speculator"
-    path: str = ""
-    """A checkpoint directory or a hub id: one made by `job=train job.recipe=NAME`, or a published one."""
+    path: str = "pocket"
+    """A checkpoint directory or a hub id: one made by `job=train job.recipe=NAME`, or a published one; `pocket` for the
+    bundled one of the bundled target."""
     ranks: Annotated[int, Range(1, cap=1)] = 1
     """placement=separate: ranks of its role, which is one."""
     num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0

@@ -89,15 +89,15 @@ PUBLIC_FIGURES = (
 """Fields of `report.json`, likewise."""
 
 
-# these need files: tests/cluster/jobs/test_datastore_job.py and test_speculator_job.py
-NEED_FILES = ("rest", "speculator")
+# these need files: tests/cluster/jobs/test_datastore_job.py
+NEED_FILES = ("rest",)
 
 
 @pytest.fixture(autouse=True)
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in for the bundled pair: composing reads no weights."""
     pair = SimpleNamespace(PROMPTS=tmp_path / "prompts.jsonl")
-    for name in ("TARGET", "DRAFTER", "DEEP_DRAFTER"):
+    for name in ("TARGET", "DRAFTER", "DEEP_DRAFTER", "SPECULATOR"):
         real = getattr(config_module.pocket, name)
         setattr(pair, name, tmp_path / real.name)
         (tmp_path / real.name).mkdir()

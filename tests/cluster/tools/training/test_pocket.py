@@ -29,7 +29,7 @@ SHAPES = {
     "drafter": {"hidden": 192, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 512},
     "deep": {"hidden": 192, "layers": 8, "heads": 4, "kv_heads": 2, "intermediate": 512},
 }
-MOST_BYTES = 33e6
+MOST_BYTES = 41e6
 WORST_PERPLEXITY = {"target": 40.0, "drafter": 50.0, "deep": 50.0}
 LOWEST_AGREEMENT = 0.6
 LOWEST_ACCEPTANCE_LENGTH = 3.0
@@ -77,7 +77,8 @@ def test_checkpoint_has_the_expected_shape(role: str):
 
 def test_weights_fit_the_byte_budget():
     files = [file for folder in FOLDERS.values() for file in Path(folder).glob("*.safetensors")]
-    assert len(files) == 3
+    files.append(pocket.SPECULATOR / "model.safetensors")
+    assert len(files) == 4
     assert 20e6 < sum(file.stat().st_size for file in files) <= MOST_BYTES
     assert (pocket.TARGET.parent / "loss.png").stat().st_size < 60_000
 
