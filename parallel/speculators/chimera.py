@@ -69,7 +69,6 @@ class ChimeraLayers(Layer):
         block.check_ranks(group.size)
         hidden = block.hidden_size
         wide = TRIGRAM * hidden
-        self.corrector = self.confidence = None  # which a block drafter may have
         self._target_head, self._embed = place.tables.head, place.tables.embedding.embed  # no parts of these layers
         self.mix = WholeRowsLinear("", wide, wide, group, bias=True, **options)
         self.narrow = WholeRowsLinear("", wide, hidden, group, bias=False, **options)

@@ -66,7 +66,6 @@ class GlideLayers(Layer):
         block, group, options = config.block, place.group, place.options
         block.check_ranks(group.size)
         hidden, queries = block.hidden_size, block.num_heads * block.head_dim
-        self.corrector = self.confidence = None  # which a block drafter may have
         self.head, self.embed = place.tables.head, place.tables.embedding.embed  # no parts of these layers
         self.layer = Block(block, 0, _OWN, group, group, **options)
         self.q = ColumnLinear(hidden, [("q_proj", even_rows(queries, group))], bias=False, **options)

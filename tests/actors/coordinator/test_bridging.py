@@ -1,4 +1,4 @@
-"""When target and drafter are told to meet, and what ends a bridge: only ever an epoch of the drafter."""
+"""When the ends of a bridge get their orders, and what ends a bridge: only ever an epoch of the drafter."""
 
 from __future__ import annotations
 

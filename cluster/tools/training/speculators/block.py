@@ -27,6 +27,7 @@ from cluster.tools.training.losses import (
     masked_mean,
     total_variation,
 )
+from cluster.tools.training.speculators.eagle import GatedMLP
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.speculators.config import FINAL
 
@@ -137,22 +138,12 @@ class _BlockAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
-class _BlockMlp(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class _BlockLayer(nn.Module):
     def __init__(self, shape: Any, options: BlockOptions) -> None:
         super().__init__()
         hidden, eps, heads = shape.hidden_size, shape.rms_norm_eps, shape.num_attention_heads
         self.self_attn = _BlockAttention(hidden, heads, shape.num_key_value_heads, _head_dim(shape), eps)
-        self.mlp = _BlockMlp(hidden, options.intermediate_size)
+        self.mlp = GatedMLP(hidden, options.intermediate_size)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden, eps=eps), RMSNorm(hidden, eps=eps)
         self.attention_conv: _BlockConvolutions | None = None
         self.mlp_conv: _BlockConvolutions | None = None

@@ -356,7 +356,7 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(hidden, block.norm_eps) if norms_input else None
         self.self_attn = _Attention(block, inputs or hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden, block.norm_eps)
-        self.mlp = _MLP(hidden, block.intermediate_size)
+        self.mlp = GatedMLP(hidden, block.intermediate_size)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attend: _Attend) -> Tensor:
         return self.after(hidden, hidden, rotation, attend)
@@ -419,7 +419,9 @@ class _Attention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_dim)
 
 
-class _MLP(nn.Module):
+class GatedMLP(nn.Module):
+    """The MLP of a Llama layer, without biases."""
+
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
