@@ -47,6 +47,8 @@ DRAFTERS = {
     "chain": ModelDrafterConfig(num_draft_tokens=5),
     "threshold": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.threshold, rejection_threshold=0.9),
     "thompson": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.thompson),
+    "probability": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.probability),
+    "gap": ModelDrafterConfig(num_draft_tokens=5, length_rule=LengthRule.gap),
     "tree": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "branching": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=12, branching=[3, 2, 1]),
     "fixed": ModelDrafterConfig(strategy=Strategy.tree, num_draft_tokens=9, tree=small_trees()),

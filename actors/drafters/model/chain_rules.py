@@ -8,6 +8,10 @@ Beside the ordered length (`actors/policy/draft_length.py`, value per cost), a d
   is the best rule.
 - `ThompsonRule`: with the probability that a coin shows which is drawn from the posterior of the request's acceptance,
   Beta(1 + accepted, 1 + rejected): EESD (arXiv 2406.03853). It needs no probability of the drafter.
+- `ProbabilityRule`: while the drafter's own probability of its token is at least xi, which is steered to where nine of
+  ten drafted tokens are accepted: Draft & Verify (arXiv 2309.08168), section 3.3.
+- `GapRule`: while a gap as wide as the one between the two likeliest tokens was wrong rarely enough: the exit rule of
+  FREE (arXiv 2310.05424), with measured frequencies by gap in place of its mixture of two Beta distributions.
 
 A rule sees the tokens that were kept, through their probabilities, and none that is still to be drawn: the token that
 ends a chain stays part of it. So every rule is exact under the ratio tests; dropping that token would not be. Knows no
@@ -29,10 +33,13 @@ from actors.policy.estimators import Ewma
 class ChainRule(ABC):
     """`update` follows the last `continues` of a draft, before the next draft of the request."""
 
+    reads_gaps = False
+    """Whether it is given, in place of log-probabilities, the gap between the two likeliest tokens of each place."""
+
     @abstractmethod
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
-        """Whether to draft another token after these, given by their log-probabilities, the drafter's own or predicted;
-        `step` numbers the draft."""
+        """Whether to draft another token after these, given by their log-probabilities, the drafter's own or predicted,
+        or by their gaps; `step` numbers the draft."""
 
     @abstractmethod
     def update(self, request_id: int, num_accepted: int) -> None:
@@ -98,3 +105,75 @@ class ThompsonRule(ChainRule):
 
     def release(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
+
+
+_FIRST_XI = 0.6
+_STEP = 0.01
+_WANTED = 0.9
+_SMOOTH = 0.5
+_KEPT = 0.9
+"""Draft & Verify: threshold at the start, its step, the acceptance it is steered to, and how much of the past counts in
+that acceptance and in the threshold."""
+
+
+class ProbabilityRule(ChainRule):
+    """Ends a chain with the first token that the drafter gives a probability below `xi`, one for all requests.
+
+    A draft that was not ended by this rule does not move `xi`: it says nothing about where drafts should end.
+    """
+
+    def __init__(self) -> None:
+        self.xi = _FIRST_XI
+        self._accepted = Ewma(_SMOOTH, mean=_WANTED, weight=1 / (1 - _SMOOTH))
+        self._ended: dict[int, tuple[int, bool]] = {}
+
+    def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
+        goes_on = log_probs[-1] >= math.log(self.xi)
+        self._ended[request_id] = len(log_probs), not goes_on
+        return goes_on
+
+    def update(self, request_id: int, num_accepted: int) -> None:
+        length, by_rule = self._ended.pop(request_id, (0, False))
+        if not length:
+            return
+        self._accepted.update(min(num_accepted, length) / length)
+        if by_rule:
+            moved = self.xi + (_STEP if self._accepted.mean < _WANTED else -_STEP)
+            self.xi = min(max(_KEPT * self.xi + (1 - _KEPT) * moved, _STEP), 1.0)
+
+    def release(self, request_id: int) -> None:
+        self._ended.pop(request_id, None)
+
+
+_BINS = 10
+_BIN_MEMORY = 0.98
+_BIN_PRIOR = 2.0
+"""Tokens that the first estimate of a bin counts as: the gap itself, which is right for a calibrated drafter."""
+
+
+class GapRule(ChainRule):
+    """Ends a chain with the first token whose gap was wrong more often than `threshold`.
+
+    How often, is measured by gap, in ten bins for all requests. The token with the narrow gap stays part of the draft,
+    so every bin goes on being measured.
+    """
+
+    reads_gaps = True
+
+    def __init__(self, threshold: float) -> None:
+        self._least = 1 - threshold
+        centres = [(place + 0.5) / _BINS for place in range(_BINS)]
+        self._right = [Ewma(_BIN_MEMORY, mean=centre, weight=_BIN_PRIOR) for centre in centres]
+        self._drafts: dict[int, list[int]] = {}
+
+    def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
+        bins = [min(int(gap * _BINS), _BINS - 1) for gap in log_probs]
+        self._drafts[request_id] = bins
+        return self._right[bins[-1]].mean >= self._least
+
+    def update(self, request_id: int, num_accepted: int) -> None:
+        for place, tested in enumerate(self._drafts.pop(request_id, ())[: num_accepted + 1]):
+            self._right[tested].update(place < num_accepted)
+
+    def release(self, request_id: int) -> None:
+        self._drafts.pop(request_id, None)

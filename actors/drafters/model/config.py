@@ -87,6 +87,8 @@ class LengthRule(StrEnum):
     ordered = "ordered"
     threshold = "threshold"
     thompson = "thompson"
+    probability = "probability"
+    gap = "gap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,11 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """strategy=chain, pipeline=sync or pingpong: how long a draft is. ordered: as the coordinator orders, which with
     pipeline.adaptive=true follows from measured acceptance and cost; threshold: at most `num_draft_tokens`, and to the
     token after which the chance that one is rejected exceeds `rejection_threshold` (SpecDec++); thompson: each further
-    token with a probability drawn from the posterior of the request's acceptance (EESD)."""
+    token with a probability drawn from the posterior of the request's acceptance (EESD); probability: to the first
+    token that the drafter itself gives less than a threshold, which follows acceptance (Draft & Verify); gap: to the
+    first token where the two likeliest are so close that this was wrong with more than `rejection_threshold` (FREE)."""
     rejection_threshold: Annotated[float, Range(above=0, below=1)] = 0.3
-    """length_rule=threshold: chance of a rejected token from which on a draft ends."""
+    """length_rule=threshold or gap: chance of a rejected token from which on a draft ends."""
     fan_out: Annotated[int, Range(1, cap=1024)] = 6
     """Asynchronous pipelines: likely next tokens kept for every node, of which a verdict picks one."""
     ahead_width: Annotated[int, Range(1)] = 8

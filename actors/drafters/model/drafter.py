@@ -9,7 +9,7 @@ is due, the fuzzy rows of accepted tokens are dropped and so become part of that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from actors.drafters.config import ModelOptions
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.budgeted_growth import DynamicGrowth, PassPrice
 from actors.drafters.model.calibration import CalibrationSchedule
-from actors.drafters.model.chain_rules import ChainRule, ThompsonRule, ThresholdRule
+from actors.drafters.model.chain_rules import ChainRule, GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
 from actors.drafters.model.confidence_growth import ConfidenceGrowth
 from actors.drafters.model.config import DRAWN, LengthRule, PassDrafterConfig, Strategy
 from actors.drafters.model.fixed_trees import FixedTreeGrowth, read_trees
@@ -72,7 +72,8 @@ class ModelDrafter:
         self._is_dynamic = config.strategy is Strategy.dynamic
         self._may_sample = config.strategy in DRAWN
         by_chance = config.strategy not in (Strategy.chain, Strategy.tree)
-        self._ranks_given_noise = by_chance or config.length_rule is LengthRule.threshold
+        reads_chances = config.length_rule in (LengthRule.threshold, LengthRule.probability)
+        self._ranks_given_noise = by_chance or reads_chances
         self._price = PassPrice()
         self._price_share = 0.0
         self._growth = self._make_growth(config)
@@ -245,10 +246,9 @@ class ModelDrafter:
         predicted: list[list[float]] = [[] for _ in contexts]
         for level in range(self._growth.depth):
             offered = self._draw_candidates(contexts, trees, frontier, output.logits, level, distributions)
-            if self._chain_rule is not None and output.acceptance is not None:
-                chances = iter(output.acceptance.log().tolist())
+            if self._chain_rule is not None and (seen := _seen_before_drawing(self._chain_rule, output)) is not None:
                 for nodes, along in zip(frontier, predicted, strict=True):
-                    along += [next(chances) for _ in nodes]
+                    along += [next(seen) for _ in nodes]
             frontier = self._growth.extend_all(trees, offered, budgets)
             if self._chain_rule is not None:
                 frontier = self._chains_to_extend(self._chain_rule, contexts, trees, predicted, frontier)
@@ -396,7 +396,19 @@ def _chain_rule(config: PassDrafterConfig) -> ChainRule | None:
             return ThresholdRule(config.rejection_threshold)
         case LengthRule.thompson:
             return ThompsonRule()
+        case LengthRule.probability:
+            return ProbabilityRule()
+        case LengthRule.gap:
+            return GapRule(config.rejection_threshold)
     return None
+
+
+def _seen_before_drawing(rule: ChainRule, output: PassOutput) -> Iterator[float] | None:
+    """What the rule reads of each row in place of the probability of the token drawn there; None: that probability."""
+    if rule.reads_gaps:
+        likeliest = output.logits.softmax(dim=-1).topk(2, dim=-1).values
+        return iter((likeliest[:, 0] - likeliest[:, 1]).tolist())
+    return None if output.acceptance is None else iter(output.acceptance.log().tolist())
 
 
 def node_rows(context: Context, token_ids: Iterable[int], parents: Iterable[int], nodes: Sequence[int]) -> LogitRows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from actors.drafters.model.chain_rules import ThompsonRule, ThresholdRule
+from actors.drafters.model.chain_rules import GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
 
 
 def drafted(rule, chances, step=0, longest=9, request_id=0):
@@ -72,3 +72,49 @@ def test_thompson_follows_the_request():
 def test_thompson_decides_alike_on_every_rank():
     one, other = ThompsonRule(), ThompsonRule()
     assert lengths_of(one, 0.7, 0, 50) == lengths_of(other, 0.7, 0, 50)
+
+
+def verified(rule, draw, places, chance, longest=9):
+    """One draft and its verdict; `places` are the probability or gap of each token, of which `chance` is right."""
+    seen = []
+    for place in places[:longest]:
+        seen.append(place if rule.reads_gaps else math.log(place))
+        if not rule.continues(0, 0, seen):
+            break
+    rule.update(0, next((i for i, one in enumerate(places[: len(seen)]) if draw.random() > chance(one)), len(seen)))
+    return len(seen)
+
+
+def test_the_least_probability_rises_until_nine_of_ten_tokens_are_accepted():
+    rule, draw = ProbabilityRule(), random.Random(2)
+    assert drafted(rule, [0.9, 0.8, 0.5, 0.9]) == 3, "the token below the threshold stays"
+    rule.release(0)
+    lax = rule.xi
+    for _ in range(800):
+        verified(rule, draw, [0.9, 0.65, 0.65, 0.1, 0.1], lambda p: p if p > 0.8 else 0.3)
+    assert rule.xi > 0.65 > lax, "tokens of probability 0.65 are accepted too rarely to go on after them"
+    for _ in range(2000):
+        verified(rule, draw, [0.4] * 9, lambda _: 1.0)
+    assert rule.xi < 0.4, "all were accepted, so drafts go on where the drafter doubts"
+
+
+def test_a_draft_that_its_budget_ended_leaves_the_threshold():
+    rule = ProbabilityRule()
+    before = rule.xi
+    assert drafted(rule, [0.95] * 9) == 9
+    rule.update(0, 2)
+    assert rule.xi == before
+    drafted(rule, [0.95, 0.1])
+    rule.update(0, 1)
+    assert rule.xi > before
+
+
+def test_a_chain_ends_at_gaps_that_were_wrong_too_often():
+    rule, draw = GapRule(0.3), random.Random(3)
+    for _ in range(300):
+        gaps = [draw.random() for _ in range(6)]
+        verified(rule, draw, gaps, lambda gap: 0.95 if gap > 0.3 else 0.4)
+    assert rule.continues(1, 0, [0.35]), "a calibrated drafter would be wrong here more often than 0.3"
+    assert not rule.continues(1, 0, [0.9, 0.15])
+    rule.release(1)
+    assert 1 not in rule._drafts
