@@ -21,16 +21,12 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import MutualRows, Span, SpanRows
-from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.pool import SeqId
 from parallel.model.config import CheckpointNames
-from parallel.model.decoder import Decoder, pack_weights
 from parallel.model.families.fields import HfConfig, refuse, require
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
-from parallel.model.layers.padded import PaddedBackend
-from parallel.model.layers.sdpa import SdpaBackend
-from parallel.model.weights import load_shards
-from parallel.runtime.runner import PassOutput
+from parallel.runtime.runner import PassOutput, make_backend
 from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, tensor_shapes
 from parallel.speculators.correctors import MarkovCorrector, PositionRows
 from parallel.speculators.place import SpeculatorPlace
@@ -79,11 +75,12 @@ class BlockRunner(SpeculatorRunner):
 
     speculator: BlockConfig
 
-    def __init__(self, layers: BlockLayers, tables: Decoder, pool: KVPool) -> None:
-        super().__init__(layers.config, tables, pool)
+    def __init__(self, layers: BlockLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
+        pool, shape = place.make_pool(layers.config.layers)
+        super().__init__(layers.config, place.tables, pool)
         self.layers = layers
-        backend = PaddedBackend if layers.device.type == "cuda" else SdpaBackend  # the ragged kernel has no such rows
-        self._backend = backend(pool, layers.attention_shape())
+        backend = backend or ("padded" if layers.device.type == "cuda" else "sdpa")  # "ragged" has no such rows
+        self._backend = make_backend(backend, pool, shape)
         self._dtype = pool.keys.dtype
         self._sequences: dict[SeqId, _Sequence] = {}
 
@@ -127,16 +124,9 @@ class BlockRunner(SpeculatorRunner):
         sequence.length, sequence.last, sequence.nodes = known, None, []
         return True
 
-    @torch.inference_mode()
-    def forward(
-        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
-    ) -> PassOutput:
+    def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput:
         """Of an exact pass's span that asks for logits, the first row that has them is the root, and those after it are
         draft tokens; a fuzzy pass feeds draft tokens alone."""
-        assert not taps, "a block drafter has no taps"
-        if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
-        token_ids = token_ids.to(self.layers.device, non_blocking=True)
         roots: dict[SeqId, BlockNode] = {}
         if not fuzzy:
             roots = self._start_blocks(spans, token_ids)
@@ -307,14 +297,8 @@ def _gather(nodes: Sequence[BlockNode]) -> PositionRows:
 
 def open_block(directory: Path, config: BlockConfig, place: SpeculatorPlace) -> BlockRunner:
     layers = BlockLayers(config, place.tables, place)
-    if place.weights not in (None, place.dtype):
-        layers.store_as(place.weights)
-    load_shards(layers.shards(), tensor_shapes(config), directory)
-    pack_weights(layers)
-    shape = config.layers
-    kv_heads = shape.local_kv_heads(place.group.size)
-    pool = KVPool(shape.num_layers, place.num_slots, kv_heads, shape.head_dim, place.dtype, place.device)
-    return BlockRunner(layers, place.tables, pool)
+    place.load(layers, layers.shards, tensor_shapes(config), directory)
+    return BlockRunner(layers, place)
 
 
 def read_own(hf: HfConfig) -> BlockConfig:

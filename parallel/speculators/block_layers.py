@@ -20,7 +20,7 @@ from parallel.model.block import Attention, Block
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.decoder import Decoder
-from parallel.model.layers.attention import AttentionPlan, AttentionShape, PassPlan
+from parallel.model.layers.attention import AttentionPlan, PassPlan
 from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, Rotation, rotate
@@ -170,11 +170,6 @@ class BlockLayers(Layer):
         if config.confidence:
             self.confidence = ColumnLinear(inputs, [("proj", slice(0, 1))], bias=True, **options)
 
-    def attention_shape(self) -> AttentionShape:
-        config, ranks = self.config.layers, self.group.size
-        group = config.num_heads // ranks // config.local_kv_heads(ranks)
-        return AttentionShape(group, config.window, config.attention_scale, config.attention_softcap)
-
     def _make_corrector(self, rank: int, options: TensorOptions) -> Corrector | None:
         config, vocab_size, hidden = self.config, self.config.vocab_size, self.config.layers.hidden_size
         match config.corrector:
@@ -185,11 +180,6 @@ class BlockLayers(Layer):
             case "selector":
                 return SelectorCorrector(vocab_size, hidden, rank, config.top_k, **options)
         return MarkovCorrector(config.corrector, vocab_size, hidden, rank, **options)
-
-    def store_as(self, stored: torch.dtype) -> None:
-        for part in self.walk():
-            if isinstance(part, Weight):
-                part.store_as(stored)
 
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Features [n, F] of the text at these positions -> keys and values [layers, n, kv heads, head size]."""

@@ -20,23 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
-from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.pool import SeqId
 from parallel.model.block import Block
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
-from parallel.model.decoder import pack_weights
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.model.layers.attention import AttentionShape, PassPlan
+from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
-from parallel.model.layers.weight import Layer, Shard, Weight
-from parallel.model.weights import load_shards
-from parallel.runtime.runner import PassOutput, default_backend, make_backend
+from parallel.model.layers.weight import Layer, Shard
 from parallel.speculators.config import FINAL, SpeculatorConfig
 from parallel.speculators.draft_layer import WholeRowsLinear
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.runner import SpeculatorRunner
+from parallel.speculators.runner import PooledRunner
 
 TRIGRAM = 3
 """Tokens whose embeddings make a row; the first token stands for those before it."""
@@ -97,7 +94,7 @@ class ChimeraLayers(Layer):
             yield from getattr(self, name).shards(name)
 
 
-class ChimeraRunner(SpeculatorRunner):
+class ChimeraRunner(PooledRunner):
     """The pool's row r is that of token r."""
 
     speculator: ChimeraConfig
@@ -105,56 +102,20 @@ class ChimeraRunner(SpeculatorRunner):
     def __init__(
         self, config: ChimeraConfig, layers: ChimeraLayers, place: SpeculatorPlace, *, backend: str | None = None
     ) -> None:
-        block, ranks = config.block, place.group.size
-        kv_heads = block.local_kv_heads(ranks)
-        pool = KVPool(1, place.num_slots, kv_heads, block.head_dim, place.dtype, place.device)
-        super().__init__(config, place.tables, pool)
+        super().__init__(config, place.tables, *place.make_pool(config.block), backend)
         self.layers = layers
-        shape = AttentionShape(block.num_heads // ranks // kv_heads)
-        self._backend = make_backend(backend or default_backend(pool), pool, shape)
-        self._pending: dict[SeqId, PendingRows] = {}
-        # by slot, so that edits of slot tables need no update
-        self._tokens = torch.zeros(pool.num_slots, dtype=torch.int64, device=pool.keys.device)
-        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
+        self._tokens = torch.zeros(place.num_slots, dtype=torch.int64, device=place.device)  # by slot
 
-    def open(self, seq_id: SeqId) -> None:
-        super().open(seq_id)
-        self._pending[seq_id] = PendingRows()
-
-    def close(self, seq_id: SeqId) -> None:
-        super().close(seq_id)
-        del self._pending[seq_id]
-
-    def drop_fuzzy(self, seq_id: SeqId) -> bool:
-        features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
-        # rows whose features were forgotten are exact
-        first = min(features.start, num_rows)
-        marks = self._is_fuzzy[self.pool.slots(seq_id)[first:num_rows]]
-        exact = first + int(marks.argmax()) if marks.any() else num_rows
-        features.forget(exact - 1)  # the head reads the newest
-        if exact == num_rows:
-            return False
-        self.truncate(seq_id, exact)
-        return True
-
-    @torch.inference_mode()
-    def forward(
-        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
-    ) -> PassOutput:
-        """Logits of the rows asked for; `hidden` is the layer's output."""
-        assert not taps, "a speculator has no taps"
-        device = self._tokens.device
-        if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+    def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:
         plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
         slots = np.concatenate([self.pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
-        self._tokens.index_copy_(0, torch.from_numpy(slots).to(device), token_ids.to(device, non_blocking=True))
+        self._tokens.index_copy_(0, torch.from_numpy(slots).to(self._tokens.device), token_ids)
         hidden = self.layers.forward(self._rows(spans, fuzzy=fuzzy), plan)
-        wanted = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
-        if not len(wanted):
-            return PassOutput(hidden.new_empty(0, self.speculator.num_logits, dtype=torch.float32), hidden, ())
+        return hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
+
+    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
         known = torch.cat([self._newest(span.seq_id).expand(span.num_logits, -1) for span in spans])
-        return PassOutput(self.layers.head(known, wanted).float(), hidden, ())
+        return self.layers.head(known, hidden)
 
     def _rows(self, spans: Sequence[Span], *, fuzzy: bool) -> Tensor:
         """What the layer reads, [T, H]: known hidden states, or trigrams, whose rows are marked."""
@@ -230,10 +191,5 @@ def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace)
     """Load the layer beside its target."""
     place.check_tables(directory, config.vocab_size, config.target_hidden)
     layers = ChimeraLayers(config, place)
-    if place.weights not in (None, place.dtype):
-        for part in layers.walk():
-            if isinstance(part, Weight):
-                part.store_as(place.weights)
-    load_shards(layers.shards(), config.tensor_shapes(), directory)
-    pack_weights(layers)
+    place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return ChimeraRunner(config, layers, place)

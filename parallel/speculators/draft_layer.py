@@ -14,17 +14,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pool import KVPool
 from parallel.model.block import Attention, Block
 from parallel.model.checkpoint import find_tensors
-from parallel.model.decoder import Decoder, pack_weights
-from parallel.model.layers.attention import AttentionPlan, AttentionShape, PassPlan
+from parallel.model.decoder import Decoder
+from parallel.model.layers.attention import AttentionPlan, PassPlan
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.linear import RowLinear
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, Rotation
-from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
-from parallel.model.weights import load_shards
+from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 
 
@@ -128,16 +126,9 @@ class DraftLayers(Layer):
         assert block.rope is not None
         self._rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
 
-    def store_as(self, stored: torch.dtype) -> None:
-        """Keep matrices as bfloat16 or int8; before loading."""
-        for part in self.walk():
-            if isinstance(part, Weight):
-                part.store_as(stored)
-
-    def load(self, directory: Path) -> None:
-        """Fill the layers; ValueError naming tensor and file if the checkpoint does not fit."""
+    def load_vocabulary(self, directory: Path) -> None:
+        """The tokens of an own head; ValueError naming the file if they do not fit."""
         config = self.config
-        load_shards(self.shards(), config.tensor_shapes(), directory)
         if config.has_draft_vocab:
             (file,) = find_tensors(directory, {"d2t": (config.head_rows,)}).values()
             with safe_open(file, framework="pt") as tensors:
@@ -150,16 +141,6 @@ class DraftLayers(Layer):
             ):
                 raise ValueError(f"{file}: d2t names tokens outside the target's vocabulary, or one twice")
             self._columns = columns.to(self._options["device"])
-        pack_weights(self)
-
-    def make_pool(self, num_slots: int) -> KVPool:
-        block = self.config.block
-        kv_heads, options = block.local_kv_heads(self.group.size), self._options
-        return KVPool(block.num_layers, num_slots, kv_heads, block.head_dim, options["dtype"], options["device"])
-
-    def attention_shape(self) -> AttentionShape:
-        block, ranks = self.config.block, self.group.size
-        return AttentionShape(block.num_heads // ranks // block.local_kv_heads(ranks), block.window)
 
     def fused(self, features: Tensor) -> Tensor:
         """The target's features [T, F] -> the first layer's, [T, H]."""

@@ -16,14 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
-from parallel.kv.pool import KVPool, SeqId
-from parallel.model.decoder import Decoder
-from parallel.runtime.runner import PassOutput, default_backend, make_backend
+from parallel.kv.pass_plan import Span, lay_out, logit_rows
 from parallel.speculators.draft_layer import DraftLayers
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.runner import SpeculatorRunner
+from parallel.speculators.runner import PooledRunner
 
 
 @dataclass(slots=True)
@@ -36,59 +33,18 @@ class _Part:
     drafted: list[tuple[int, int]]  # (row within the part, pending row before it or -1)
 
 
-class DraftLayerRunner(SpeculatorRunner):
+class DraftLayerRunner(PooledRunner):
     """Passes of draft layers over a pool of their own."""
 
-    def __init__(self, layers: DraftLayers, tables: Decoder, pool: KVPool, *, backend: str | None = None) -> None:
-        super().__init__(layers.config, tables, pool)
+    first_row_token = 1
+
+    def __init__(self, layers: DraftLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
+        super().__init__(layers.config, place.tables, *place.make_pool(layers.config.block), backend)
         self.layers = layers
-        self._backend = make_backend(backend or default_backend(pool), pool, layers.attention_shape())
-        self._pending: dict[SeqId, PendingRows] = {}
-        # by slot, so that edits of slot tables need no update; the scratch slot stays zero
-        options = {"dtype": pool.keys.dtype, "device": pool.keys.device}
-        self._outputs = torch.zeros(pool.num_slots + 1, layers.config.block.hidden_size, **options)
-        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
+        # by slot; the scratch slot stays zero
+        self._outputs = torch.zeros(place.num_slots + 1, layers.config.block.hidden_size, **place.options)
 
-    # --- sequences ---------------------------------------------------------------------------------------------------
-
-    def open(self, seq_id: SeqId) -> None:
-        super().open(seq_id)
-        self._pending[seq_id] = PendingRows()
-
-    def close(self, seq_id: SeqId) -> None:
-        super().close(seq_id)
-        del self._pending[seq_id]
-
-    def cached_len(self, seq_id: SeqId) -> int:
-        return self.pool.cached_len(seq_id) + 1
-
-    def truncate(self, seq_id: SeqId, length: int) -> None:
-        self.pool.truncate(seq_id, max(0, length - 1))
-        self._pending[seq_id] = PendingRows()
-
-    def drop_fuzzy(self, seq_id: SeqId) -> bool:
-        features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
-        # rows whose features were forgotten are exact
-        first = min(features.start, num_rows)
-        marks = self._is_fuzzy[self.pool.slots(seq_id)[first:num_rows]]
-        exact = first + int(marks.argmax()) if marks.any() else num_rows
-        features.forget(exact - 1)  # the last row may be truncated and computed again
-        if exact == num_rows:
-            return False
-        self.truncate(seq_id, exact + 1)
-        return True
-
-    # --- passes ------------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def forward(
-        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
-    ) -> PassOutput:
-        """Logits of the rows asked for; `hidden` is what the head read of them."""
-        assert not taps, "a speculator has no taps"
-        if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
-        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+    def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:
         starts = np.cumsum([0, *(span.num_tokens for span in spans)]).tolist()
         split = [self._parts(span, start, fuzzy=fuzzy) for span, start in zip(spans, starts, strict=False)]
         read: list[list[Tensor]] = [[] for _ in spans]
@@ -98,10 +54,10 @@ class DraftLayerRunner(SpeculatorRunner):
             normed = self._pass(parts, token_ids)
             for k, rows in zip(chosen, normed.split([part.span.num_logits for part in parts]), strict=True):
                 read[k].append(rows)
-        hidden = torch.cat([rows for parts in read for rows in parts])
-        if not len(hidden):
-            return PassOutput(hidden.new_empty(0, self.speculator.num_logits, dtype=torch.float32), hidden, ())
-        return PassOutput(self.layers.head(hidden).float(), hidden, ())
+        return torch.cat([rows for parts in read for rows in parts])
+
+    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
+        return self.layers.head(hidden)
 
     def _parts(self, span: Span, start: int, *, fuzzy: bool) -> list[_Part]:
         """The span cut where a drafted row's parent is in the same part."""
@@ -178,15 +134,13 @@ class DraftLayerRunner(SpeculatorRunner):
 
 def open_draft_layer(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayerRunner:
     """Load draft layers beside their target."""
-    layers = load_draft_layers(directory, config, place)
-    return DraftLayerRunner(layers, place.tables, layers.make_pool(place.num_slots))
+    return DraftLayerRunner(load_draft_layers(directory, config, place), place)
 
 
 def load_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayers:
     """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
     place.check_tables(directory, config.vocab_size, config.block.hidden_size)
     layers = DraftLayers(config, place.tables, place.group, **place.options)
-    if place.weights not in (None, place.dtype):
-        layers.store_as(place.weights)
-    layers.load(directory)
+    place.load(layers, layers.shards, config.tensor_shapes(), directory)
+    layers.load_vocabulary(directory)
     return layers

@@ -16,24 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
-from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.pass_plan import Span, lay_out, logit_rows
+from parallel.kv.pool import SeqId
 from parallel.model.block import Block
 from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
-from parallel.model.decoder import pack_weights
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.model.layers.attention import AttentionShape
 from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, rotate
-from parallel.model.layers.weight import Layer, Shard, Weight
-from parallel.model.weights import load_shards
-from parallel.runtime.runner import PassOutput, default_backend, make_backend
+from parallel.model.layers.weight import Layer, Shard
 from parallel.speculators.config import SpeculatorConfig, kv_tap
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.runner import SpeculatorRunner
+from parallel.speculators.runner import PooledRunner
 
 _OWN, _TARGETS = 0, 1
 """Layers of the pool."""
@@ -91,68 +87,56 @@ class GlideLayers(Layer):
         yield from self.norm.shards("norm")
 
 
-class GlideRunner(SpeculatorRunner):
-    """The pool's row r is that of token r."""
+class GlideRunner(PooledRunner):
+    """Every row is exact."""
 
     speculator: GlideConfig
 
     def __init__(
         self, config: GlideConfig, layers: GlideLayers, place: SpeculatorPlace, *, backend: str | None = None
     ) -> None:
-        block, ranks = config.block, place.group.size
-        kv_heads = block.local_kv_heads(ranks)
-        pool = KVPool(2, place.num_slots, kv_heads, block.head_dim, place.dtype, place.device)
-        super().__init__(config, place.tables, pool)
+        super().__init__(config, place.tables, *place.make_pool(config.block, 2), backend)
         self.layers = layers
-        shape = AttentionShape(block.num_heads // ranks // kv_heads)
-        self._backend = make_backend(backend or default_backend(pool), pool, shape)
-        first = place.group.rank * block.num_kv_heads // ranks
-        self._heads = slice(first, first + kv_heads)
-        self._pending: dict[SeqId, PendingRows] = {}
+        num_heads = config.block.num_kv_heads
+        first = place.group.rank * num_heads // place.group.size
+        self._heads = slice(first, first + config.block.local_kv_heads(place.group.size))
         self._num_written: dict[SeqId, int] = {}
         """Leading positions whose keys and values of the target are in the pool."""
 
     def open(self, seq_id: SeqId) -> None:
         super().open(seq_id)
-        self._pending[seq_id], self._num_written[seq_id] = PendingRows(), 0
+        self._num_written[seq_id] = 0
 
     def close(self, seq_id: SeqId) -> None:
         super().close(seq_id)
-        del self._pending[seq_id], self._num_written[seq_id]
+        del self._num_written[seq_id]
 
     def truncate(self, seq_id: SeqId, length: int) -> None:
         super().truncate(seq_id, length)
         self._num_written[seq_id] = min(self._num_written[seq_id], length)
 
-    @torch.inference_mode()
-    def forward(
-        self,
-        spans: Sequence[Span],
-        token_ids: Tensor | Sequence[int],
-        taps: Sequence[int] = (),
-        *,
-        fuzzy: bool = False,  # noqa: ARG002  every row is exact
-    ) -> PassOutput:
-        """Logits of the rows asked for; `hidden` is what the head read of them."""
-        assert not taps, "a speculator has no taps"
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:  # noqa: ARG002  and features are kept until they were written
+        return False
+
+    def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:  # noqa: ARG002
         layers = self.layers
-        if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
         plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
         for span in spans:
             self._write(span.seq_id)
         plan.attention.prepare()
-        x = layers.embed(token_ids.to(self.decoder.device, non_blocking=True))
+        x = layers.embed(token_ids)
         x = x + layers.layer.attend(x, layers.rope(plan.positions), plan.attention)
         positions = plan.positions[: plan.num_rows]
         if plan.logit_rows is not None:
             x, positions = x.index_select(0, plan.logit_rows), positions.index_select(0, plan.logit_rows)
         if not len(x):
-            return PassOutput(x.new_empty(0, self.speculator.num_logits, dtype=torch.float32), x, ())
+            return x
         queries = layers.queries(x, positions).split([span.num_logits for span in spans])
         crossed = [self._cross(span.seq_id, q) for span, q in zip(spans, queries, strict=True) if len(q)]
-        hidden = layers.finish(x, torch.cat(crossed))
-        return PassOutput(layers.head(hidden).float(), hidden, ())
+        return layers.finish(x, torch.cat(crossed))
+
+    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:  # noqa: ARG002
+        return self.layers.head(hidden)
 
     def _write(self, seq_id: SeqId) -> None:
         """Put the target's keys and values of the text into the pool, as far as its rows are there."""
@@ -209,10 +193,5 @@ def open_glide(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> 
     if theirs != ours:
         raise ValueError(f"{directory}: (KV heads, head size) is {ours}, the target's {theirs}; they must be equal")
     layers = GlideLayers(config, place)
-    if place.weights not in (None, place.dtype):
-        for part in layers.walk():
-            if isinstance(part, Weight):
-                part.store_as(place.weights)
-    load_shards(layers.shards(), config.tensor_shapes(), directory)
-    pack_weights(layers)
+    place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return GlideRunner(config, layers, place)

@@ -119,15 +119,8 @@ class HeadsRunner(SpeculatorRunner):
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def forward(
-        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
-    ) -> PassOutput:
-        """Logits of the rows asked for, -inf after silent ones. Text is fed by passes that are not fuzzy."""
-        assert not taps, "a speculator has no taps"
-        if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
-        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+    def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput:
+        """Logits of the rows asked for, -inf after silent ones."""
         text, features, drafted, asked = _Generation(), list[Tensor](), list[_Generation](), list[_Row]()
         first = 0
         for span in spans:

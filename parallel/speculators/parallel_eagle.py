@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
-from parallel.kv.pool import KVPool, SeqId
-from parallel.model.decoder import Decoder
+from parallel.kv.pool import SeqId
 from parallel.runtime.runner import default_backend, make_backend
 from parallel.speculators.block import BlockNode, BlockPass, BlockRunner
 from parallel.speculators.draft_layer import DraftLayers
@@ -30,10 +29,11 @@ class ParallelEagleRunner(BlockRunner):
 
     speculator: DraftLayerConfig
 
-    def __init__(self, layers: DraftLayers, tables: Decoder, pool: KVPool, *, backend: str | None = None) -> None:
-        SpeculatorRunner.__init__(self, layers.config, tables, pool)
+    def __init__(self, layers: DraftLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
+        pool, shape = place.make_pool(layers.config.block)
+        SpeculatorRunner.__init__(self, layers.config, place.tables, pool)
         self.layers = layers
-        self._backend = make_backend(backend or default_backend(pool), pool, layers.attention_shape())
+        self._backend = make_backend(backend or default_backend(pool), pool, shape)
         self._sequences = {}
 
     def open(self, seq_id: SeqId) -> None:
@@ -96,5 +96,4 @@ class ParallelEagleRunner(BlockRunner):
 
 def open_parallel_eagle(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> ParallelEagleRunner:
     """Load P-EAGLE's layers beside their target."""
-    layers = load_draft_layers(directory, config, place)
-    return ParallelEagleRunner(layers, place.tables, layers.make_pool(place.num_slots))
+    return ParallelEagleRunner(load_draft_layers(directory, config, place), place)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from parallel.comm.group import Group
-from parallel.model.decoder import Decoder
-from parallel.model.layers.weight import TensorOptions
+from parallel.kv.pool import KVPool
+from parallel.model.checkpoint import Shape
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import Decoder, pack_weights
+from parallel.model.layers.attention import AttentionShape
+from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
+from parallel.model.weights import load_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +44,24 @@ class SpeculatorPlace:
             raise ValueError(
                 f"{directory}: (vocab_size, hidden_size) is {ours}, the target's {theirs}; they must be equal"
             )
+
+    def make_pool(self, layers: DecoderConfig, num_layers: int | None = None) -> tuple[KVPool, AttentionShape]:
+        """KV rows for layers of this shape, or so many of them, and how their heads read them."""
+        ranks = self.group.size
+        kv_heads = layers.local_kv_heads(ranks)
+        count = layers.num_layers if num_layers is None else num_layers
+        pool = KVPool(count, self.num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
+        heads = layers.num_heads // ranks // kv_heads
+        return pool, AttentionShape(heads, layers.window, layers.attention_scale, layers.attention_softcap)
+
+    def load(
+        self, layers: Layer, shards: Callable[[], Iterator[Shard]], shapes: Mapping[str, Shape], directory: Path
+    ) -> None:
+        """Fill the layers, which have these shards, from a checkpoint, and store them as `weights`; ValueError naming
+        tensor and file if it does not fit."""
+        if self.weights not in (None, self.dtype):
+            for part in layers.walk():
+                if isinstance(part, Weight):
+                    part.store_as(self.weights)
+        load_shards(shards(), shapes, directory)
+        pack_weights(layers)

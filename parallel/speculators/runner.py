@@ -11,12 +11,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import Span
+from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.decoder import Decoder
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.model.layers.attention import AttentionShape
+from parallel.runtime.runner import ModelRunner, PassOutput, default_backend, make_backend
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.features import TextFeatures
 
@@ -25,7 +28,7 @@ class SpeculatorRunner(ModelRunner):
     """`tables` is the target's own decoder, or one of no layers with its embedding and head (`open_tables`).
 
     A family implements the methods of `ModelRunner` that a drafter calls: `cached_len`, `can_reserve`, `commit`,
-    `truncate`, `drop_fuzzy` and `forward`. `forward` may be asked for text only up to the first token whose predecessor
+    `truncate`, `drop_fuzzy`, and `_forward`, which may be asked for text only up to the first token whose predecessor
     has no features (`num_known`). The pool may be empty.
     """
 
@@ -56,7 +59,75 @@ class SpeculatorRunner(ModelRunner):
         """Leading positions of the text whose features were read."""
         return self._features[seq_id].end
 
-    @abstractmethod
+    @torch.inference_mode()
     def forward(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
-    ) -> PassOutput: ...
+    ) -> PassOutput:
+        """Logits of the rows asked for; text is fed by passes that are not fuzzy."""
+        assert not taps, "a speculator has no taps"
+        if not isinstance(token_ids, Tensor):
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        return self._forward(spans, token_ids.to(self.decoder.device, non_blocking=True), fuzzy=fuzzy)
+
+    @abstractmethod
+    def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput: ...
+
+
+class PooledRunner(SpeculatorRunner):
+    """A speculator whose text rows and draft rows both stand in its pool, trees of them pending until `commit`.
+
+    A family implements `_read`, and `_head` where the logits need more than its rows. It marks fuzzy rows in
+    `_is_fuzzy`, by slot, so that edits of slot tables need no update.
+    """
+
+    first_row_token = 0
+    """The pool's row r is that of token r + this."""
+
+    def __init__(
+        self, config: SpeculatorConfig, tables: Decoder, pool: KVPool, shape: AttentionShape, backend: str | None = None
+    ) -> None:
+        super().__init__(config, tables, pool)
+        self._backend = make_backend(backend or default_backend(pool), pool, shape)
+        self._pending: dict[SeqId, PendingRows] = {}
+        self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
+
+    def open(self, seq_id: SeqId) -> None:
+        super().open(seq_id)
+        self._pending[seq_id] = PendingRows()
+
+    def close(self, seq_id: SeqId) -> None:
+        super().close(seq_id)
+        del self._pending[seq_id]
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self.pool.cached_len(seq_id) + self.first_row_token
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        super().truncate(seq_id, max(0, length - self.first_row_token))
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)
+        # rows whose features were forgotten are exact
+        first = min(features.start, num_rows)
+        marks = self._is_fuzzy[self.pool.slots(seq_id)[first:num_rows]]
+        exact = first + int(marks.argmax()) if marks.any() else num_rows
+        features.forget(exact - 1)  # the last row may be truncated and computed again; a head may read the newest
+        if exact == num_rows:
+            return False
+        self.truncate(seq_id, exact + self.first_row_token)
+        return True
+
+    def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput:
+        """`hidden` of the output is what the head read of the rows asked for."""
+        hidden = self._read(spans, token_ids, fuzzy=fuzzy)
+        if not len(hidden):
+            return PassOutput(hidden.new_empty(0, self.speculator.num_logits, dtype=torch.float32), hidden, ())
+        return PassOutput(self._head(spans, hidden).float(), hidden, ())
+
+    @abstractmethod
+    def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:
+        """Enter the rows of the spans; returns what the head reads of those whose logits are asked for, [N, H]."""
+
+    @abstractmethod
+    def _head(self, spans: Sequence[Span], hidden: Tensor) -> Tensor:
+        """[N, H] -> logits [N, V]."""

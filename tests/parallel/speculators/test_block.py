@@ -13,8 +13,6 @@ from cluster.tools.training.speculators.block import BlockDrafter, BlockOptions,
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
-from parallel.model.layers.padded import PaddedBackend
-from parallel.model.layers.sdpa import SdpaBackend
 from parallel.runtime.runner import Span, open_model
 from parallel.speculators.block import BlockRunner
 from parallel.speculators.config import FINAL
@@ -323,10 +321,11 @@ def test_the_rows_of_blocks_are_those_of_cuda_in_one_rectangle(pair, tmp_path):
     """The backend of CUDA, here on a CPU, with texts of different lengths in one pass."""
     net = pair.net(FLAGS["dflash2"])
     logits = []
-    for backend in (SdpaBackend, PaddedBackend):
+    for backend in ("sdpa", "padded"):
         runner = opened(pair, net, tmp_path)
         assert isinstance(runner, BlockRunner)
-        runner._backend = backend(runner.pool, runner.layers.attention_shape())
+        place = SpeculatorPlace(pair.runner.decoder, SINGLE, "cpu", torch.float32, 512)
+        runner = BlockRunner(runner.layers, place, backend=backend)
         texts = [pair.tokens[0, :9], pair.tokens[1, :16]]
         for name, text in enumerate(texts):
             runner.open(name)

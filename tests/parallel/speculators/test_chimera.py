@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,13 @@ from torch import Tensor
 from cluster.tools.training.speculators.chimera import ChimeraNet, ChimeraOptions, build
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import Span
 from parallel.speculators.chimera import ChimeraLayers, ChimeraRunner
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
+from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
 STEPS, LENGTH = 4, 20
 
@@ -66,24 +65,13 @@ def one(llama: Checkpoint, tmp_path: Path) -> Trained:
     return Trained(llama, tmp_path / "speculator")
 
 
-def drafted(runner: ChimeraRunner, one: Trained, anchor: int) -> Tensor:
-    """Logits after text up to `anchor`, then after every drafted token, which are those of the text."""
-    runner.open("a")
-    if anchor:
-        runner.read_features("a", 0, one.features[:anchor])
-    logits = [runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1]).logits[0]]
-    for token in one.tokens[anchor + 1 : anchor + STEPS]:
-        logits.append(runner.forward([Span("a", 1)], [token], fuzzy=True).logits[0])
-    runner.close("a")
-    return torch.stack(logits)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_passes_equal_the_training_forward(one: Trained, backend: str) -> None:
     runner, expected = one.open(backend=backend), one.expected()
     for anchor in (0, 1, 2, 6, 13):  # the first trigrams repeat the first token
         trained = torch.stack([step[anchor] for step in expected])
-        torch.testing.assert_close(drafted(runner, one, anchor), trained, atol=1e-4, rtol=0)
+        found = draft_chain(runner, one.tokens, one.features, anchor + 1, STEPS)
+        torch.testing.assert_close(found, trained, atol=1e-4, rtol=0)
 
 
 def test_a_draft_sees_no_later_state(one: Trained) -> None:
@@ -99,61 +87,17 @@ def test_a_draft_sees_no_later_state(one: Trained) -> None:
 
 
 def test_a_tree_is_its_paths(one: Trained) -> None:
-    runner, anchor = one.open(), 6
-    tokens, parents = [3, 4, 5, 6, 7, 8], [-1, -1, 0, 1, 2, 2]
-
-    def fresh() -> None:
-        runner.open("a")
-        runner.read_features("a", 0, one.features[:anchor])
-        runner.forward([Span("a", anchor + 1)], one.tokens[: anchor + 1])
-
-    paths = []
-    for node in range(len(tokens)):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        fresh()
-        output = [runner.forward([Span("a", 1)], [tokens[step]], fuzzy=True) for step in path][-1]
-        paths.append(output.logits[0])
-        runner.close("a")
-    fresh()
-    after = [anchor + 1 + parent if parent >= 0 else anchor for parent in parents]
-    tree = runner.forward([Span("a", 6, after, 6)], tokens, fuzzy=True).logits
-    torch.testing.assert_close(tree, torch.stack(paths), atol=1e-5, rtol=1e-5)
+    check_tree(one.open(), one.tokens, one.features, 7)
 
 
 def test_rounds_leave_the_rows_of_a_fresh_cache(one: Trained) -> None:
-    """Rows of trigrams are computed again from hidden states, whatever was accepted."""
-    runner, rng, length = one.open(), random.Random(3), 3
-    runner.open("a")
-    runner.read_features("a", 0, one.features[: length - 1])
-    while length < LENGTH - 5:
-        suffix = one.tokens[runner.cached_len("a") : length]
-        logits = runner.forward([Span("a", len(suffix))], suffix).logits
-        runner.open("fresh")
-        runner.read_features("fresh", 0, one.features[: length - 1])
-        again = runner.forward([Span("fresh", length)], one.tokens[:length]).logits
-        torch.testing.assert_close(logits, again, atol=1e-5, rtol=1e-5)
-        for rows in (runner.pool.keys, runner.pool.values):
-            mine, fresh = (rows[:, runner.pool.slots(name)] for name in ("a", "fresh"))
-            torch.testing.assert_close(mine, fresh, atol=1e-5, rtol=1e-5)
-        runner.close("fresh")
-        for token in one.tokens[length : length + 4]:
-            runner.forward([Span("a", 1)], [token], fuzzy=True)
-        accepted = rng.randrange(5)
-        runner.commit("a", range(len(suffix) + accepted))
-        assert runner.drop_fuzzy("a")  # of the newest token at least
-        assert runner.cached_len("a") == length - 1
-        runner.read_features("a", length - 1, one.features[length - 1 : length + accepted])
-        length += accepted + 1
-    runner.pool.check()
-    runner.close("a")
-    assert runner.pool.num_free == 256
+    """The newest token's row, at least, was made of a trigram."""
+    check_rounds(one.open(), one.tokens, one.features, lambda length, _: length - 1)
 
 
 def test_ranks_share_the_layer(one: Trained, on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]]) -> None:
-    alone = drafted(one.open(), one, 6)
-    for shared in on_ranks(2, lambda group: drafted(one.open(group), one, 6)):
+    alone = draft_chain(one.open(), one.tokens, one.features, 7, STEPS)
+    for shared in on_ranks(2, lambda group: draft_chain(one.open(group), one.tokens, one.features, 7, STEPS)):
         torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
 
 

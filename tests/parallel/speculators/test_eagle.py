@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
+from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
 METHODS = ["eagle", "eagle3", "eagle3.1", "mtp"]
 STEPS, LENGTH = 4, 20
@@ -72,18 +72,16 @@ class Trained:
         return [empty.index_copy(1, self.net.tokens, one) for one in logits]
 
     def open(self, group: Group = SINGLE, backend: str | None = None) -> DraftLayerRunner:
-        tables = open_tables(self.target.path, group)
-        runner = open_speculator(self.path, SpeculatorPlace(tables, group, "cpu", torch.float32, 256))
+        place = SpeculatorPlace(open_tables(self.target.path, group), group, "cpu", torch.float32, 256)
+        runner = open_speculator(self.path, place)
         assert isinstance(runner, DraftLayerRunner)
-        if backend is not None:
-            runner = DraftLayerRunner(runner.layers, tables, runner.pool, backend=backend)
-        return runner
+        return runner if backend is None else DraftLayerRunner(runner.layers, place, backend=backend)
 
     def open_parallel(self, backend: str) -> ParallelEagleRunner:
-        tables = open_tables(self.target.path)
-        runner = open_speculator(self.path, SpeculatorPlace(tables, SINGLE, "cpu", torch.float32, 256))
+        place = SpeculatorPlace(open_tables(self.target.path), SINGLE, "cpu", torch.float32, 256)
+        runner = open_speculator(self.path, place)
         assert isinstance(runner, ParallelEagleRunner)
-        return ParallelEagleRunner(runner.layers, tables, runner.pool, backend=backend)
+        return ParallelEagleRunner(runner.layers, place, backend=backend)
 
 
 @pytest.fixture
@@ -91,16 +89,9 @@ def trained(llama: Checkpoint, tmp_path: Path) -> Callable[..., Trained]:
     return lambda method, **options: Trained(llama, tmp_path / "speculator", method, **options)
 
 
-def drafted(runner: DraftLayerRunner, one: Trained, anchor: int) -> list[Tensor]:
-    """Logits after text up to `anchor`, then after every drafted token, which are those of the text."""
-    tokens = one.tokens[0].tolist()
-    runner.open("a")
-    runner.read_features("a", 0, one.features[:anchor])
-    logits = [runner.forward([Span("a", anchor)], tokens[1 : anchor + 1]).logits[0]]
-    for step in range(1, STEPS):
-        logits.append(runner.forward([Span("a", 1)], [tokens[anchor + step]], fuzzy=True).logits[0])
-    runner.close("a")
-    return logits
+def drafted(runner: DraftLayerRunner, one: Trained, anchor: int) -> Tensor:
+    """Logits [steps, V] after the text up to `anchor`, then after every drafted token."""
+    return draft_chain(runner, one.tokens[0].tolist(), one.features, anchor + 1, STEPS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,8 +100,8 @@ def test_passes_equal_the_training_forward(trained: Callable[..., Trained], meth
     one = trained(method)
     runner, expected = one.open(backend=backend), one.expected()
     for anchor in (1, 6, 13):  # newest token of the text; the row of training is that of the features before it
-        for step, logits in enumerate(drafted(runner, one, anchor)):
-            torch.testing.assert_close(logits, expected[step][anchor - 1], atol=1e-4, rtol=0)
+        trained_rows = torch.stack([step[anchor - 1] for step in expected])
+        torch.testing.assert_close(drafted(runner, one, anchor), trained_rows, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("head_rows", [40, 97])
@@ -137,70 +128,14 @@ def test_rows_of_training_do_not_see_later_text(trained: Callable[..., Trained])
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_tree_is_its_paths(trained: Callable[..., Trained], method: str) -> None:
     one = trained(method)
-    runner, anchor = one.open(), 6
-    text = one.tokens[0, 1 : anchor + 1].tolist()
-    tokens, parents = [3, 4, 5, 6, 7, 8], [-1, -1, 0, 1, 2, 2]
-
-    def fresh() -> Tensor:
-        runner.open("a")
-        runner.read_features("a", 0, one.features[:anchor])
-        return runner.forward([Span("a", len(text))], text).logits
-
-    paths = []
-    for node in range(len(tokens)):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        logits = fresh()
-        for step in path:
-            logits = runner.forward([Span("a", 1)], [tokens[step]], fuzzy=True).logits
-        paths.append(logits[0])
-        runner.close("a")
-    after = [len(text) + parent if parent >= 0 else len(text) - 1 for parent in parents]
-    fresh()
-    levels = [
-        runner.forward([Span("a", 2, after[i : i + 2], 2)], tokens[i : i + 2], fuzzy=True).logits for i in (0, 2, 4)
-    ]
-    runner.close("a")
-    torch.testing.assert_close(torch.cat(levels), torch.stack(paths), atol=1e-5, rtol=1e-5)
-    # text and tree in one call
-    runner.open("a")
-    runner.read_features("a", 0, one.features[:anchor])
-    span = Span("a", len(text) + 6, [*range(-1, len(text) - 1), *after], 6)
-    torch.testing.assert_close(
-        runner.forward([span], [*text, *tokens]).logits, torch.stack(paths), atol=1e-5, rtol=1e-5
-    )
-    runner.close("a")
+    check_tree(one.open(), one.tokens[0].tolist(), one.features, 7)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rounds_leave_the_rows_of_a_fresh_cache(trained: Callable[..., Trained], method: str) -> None:
+    """The newest token's row was computed from features; those of accepted draft tokens were not."""
     one = trained(method)
-    runner, rng, tokens = one.open(), random.Random(3), one.tokens[0].tolist()
-    runner.open("a")
-    length = 3  # of the text
-    runner.read_features("a", 0, one.features[: length - 1])
-    while length < LENGTH - 5:
-        suffix = tokens[runner.cached_len("a") : length]
-        logits = runner.forward([Span("a", len(suffix))], suffix).logits
-        runner.open("fresh")
-        runner.read_features("fresh", 0, one.features[: length - 1])
-        again = runner.forward([Span("fresh", length - 1)], tokens[1:length]).logits
-        torch.testing.assert_close(logits, again, atol=1e-5, rtol=1e-5)
-        rows = [runner.pool.keys[:, runner.pool.slots(name)] for name in ("a", "fresh")]
-        torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
-        runner.close("fresh")
-        for token in tokens[length : length + 4]:
-            runner.forward([Span("a", 1)], [token], fuzzy=True)
-        accepted = rng.randrange(5)
-        runner.commit("a", range(len(suffix) + accepted))
-        assert runner.drop_fuzzy("a") == (accepted > 0)
-        assert runner.cached_len("a") == length
-        runner.read_features("a", length - 1, one.features[length - 1 : length + accepted])
-        length += accepted + 1
-    runner.pool.check()
-    runner.close("a")
-    assert runner.pool.num_free == 256
+    check_rounds(one.open(), one.tokens[0].tolist(), one.features, lambda length, _: length)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3.1"])
@@ -210,7 +145,7 @@ def test_ranks_share_the_layers(
     one = trained(method, draft_vocab=41)
     alone = drafted(one.open(), one, 6)
     for shared in on_ranks(2, lambda group: drafted(one.open(group), one, 6)):
-        torch.testing.assert_close(torch.stack(shared), torch.stack(alone), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
