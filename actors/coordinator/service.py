@@ -24,7 +24,7 @@ from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
 from actors.options import SchedulerConfig
 from actors.policy.policy import make_policy
-from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Ready, RoleBack, RoleLost, Stop
+from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
@@ -37,7 +37,7 @@ from actors.protocol.messages import (
     VerifyBatch,
 )
 from actors.topology import child_role, parent_role, role_name
-from actors.transport.channel import Hub
+from actors.transport.channel import Hub, heart_of
 
 ROUNDS_PER_INCARNATION = 10**9
 """Offset between the round numbers of a coordinator and those of its successor."""
@@ -294,7 +294,10 @@ class CoordinatorService:
     def _follow_role(self, membership: RoleMembership) -> None:
         role = membership.role
         for ranks, order in membership.orders(self._last_round(role), self._store, self._awake_s):
-            self._hub.send(membership.links(ranks), order)
+            links = membership.links(ranks)
+            # a rank that waits inside a pass for a dead peer reads nothing but the link of its heartbeats
+            hearts = [heart_of(link) for link in links] if isinstance(order, Recall) else []
+            self._hub.send([*links, *hearts], order)
         # a drafter that is sent hidden states can draft once the bridge stands
         is_complete = membership.serving and (role != "draft" or self._bridging is None or self._bridging.stands)
         if is_complete == self._is_complete[role]:

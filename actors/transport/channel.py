@@ -79,6 +79,11 @@ def _hub_keys(secret: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
+def heart_of(link: str) -> str:
+    """The name of the link of the same process over which its heartbeats go, and recalls come."""
+    return f"{link}/heart"
+
+
 class _Endpoint:
     """What both ends share: sockets, of which those that use a network are in a context of this endpoint alone, so that
     `close` waits for what is on its way."""

@@ -29,7 +29,7 @@ from actors.roles.bridge import BridgeEnd, FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.topology import level_roles
-from actors.transport.channel import Link, link_name
+from actors.transport.channel import Link, heart_of, link_name
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.worker import openmp
@@ -66,7 +66,8 @@ def serve(
         return build_role(spec, group, mailbox, bridge)
 
     loop = RankLoop(spec, link, _join_group, build, observe, cancelled, bridge)
-    heartbeat = Heartbeat(Link(spec.hub_address, f"{name}/heart", spec.secret, keeps="newest"), loop.heartbeat)
+    heart = Link(spec.hub_address, heart_of(name), spec.secret, keeps="newest")
+    heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
     try:
         loop.serve()
         log_event(logger, "stopped")

@@ -1,20 +1,26 @@
-"""A rank's heartbeats: what it works on, sent from a thread and a link of its own, however long a pass takes."""
+"""A rank's heartbeats: what it works on, sent from a thread and a link of its own, however long a pass takes.
+
+The same thread receives recalls, which reach a rank here while its main thread waits inside a pass.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
-from actors.protocol.membership import HEARTBEAT_S, Alive
+from actors.protocol.membership import HEARTBEAT_S, Alive, Recall
 from actors.transport.channel import Link
 
 
 class Heartbeat:
-    """Sends `status()` every `HEARTBEAT_S` from construction to `stop`, which closes the link."""
+    """Sends `status()` every `HEARTBEAT_S` from construction to `stop`, which closes the link; passes each recall to
+    `on_recall`."""
 
-    def __init__(self, link: Link, status: Callable[[], Alive]) -> None:
+    def __init__(self, link: Link, status: Callable[[], Alive], on_recall: Callable[[Recall], None]) -> None:
         self._link = link
         self._status = status
+        self._on_recall = on_recall
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heart-{status().identity}", daemon=True)
         self._thread.start()
@@ -24,6 +30,14 @@ class Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped.wait(HEARTBEAT_S):
+        due = time.monotonic() + HEARTBEAT_S
+        while not self._stopped.is_set():
+            left_s = due - time.monotonic()
+            if left_s > 0:
+                record = self._link.receive(left_s)
+                if isinstance(record, Recall):
+                    self._on_recall(record)
+                continue
             self._link.send(self._status())
+            due = time.monotonic() + HEARTBEAT_S
         self._link.close()

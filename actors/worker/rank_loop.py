@@ -69,6 +69,12 @@ class RankLoop:
         """The present status."""
         return self.status if self.bridge is None else replace(self.status, bridge=self.bridge.number)
 
+    def interrupt(self, recall: Recall) -> None:
+        """Leave the epoch, from another thread: the pass may wait for a dead peer. Ignored if it is outdated."""
+        group, status = self._group, self.status
+        if group is not None and not status.waiting and recall.epoch > status.epoch:
+            group.interrupt()
+
     def serve(self) -> None:
         """Until `Stop`."""
         try:
@@ -84,7 +90,9 @@ class RankLoop:
             try:
                 group, role = self._join(join)
                 following = self._answer_batches(group, role)
-            except PeerLost as error:
+            except Exception as error:
+                if not (isinstance(error, PeerLost) or self._is_interrupted()):
+                    raise  # else it comes from what a pass returned after its group was closed
                 log_event(self._logger, "peer-lost", level=logging.WARNING, epoch=join.epoch, why=str(error))
             finally:
                 self._leave()
@@ -123,6 +131,14 @@ class RankLoop:
         self.observe(f"epoch {join.epoch}")
         return self._group, self._role
 
+    def _is_interrupted(self) -> bool:
+        try:
+            if self._group is not None:
+                self._group.check()
+        except PeerLost:
+            return True
+        return False
+
     def _leave(self) -> None:
         self._update(busy=False)
         if self.bridge is not None:
@@ -156,6 +172,7 @@ class RankLoop:
                 return None
             self._update(busy=True, round=record.round)
             for answer in self._answers(role, record):
+                group.check()
                 if self._is_lead:
                     self.link.send(answer)
             self._update(busy=False)
@@ -194,8 +211,10 @@ class RankLoop:
                 self._send_preview(role, last=pause_s > 0)
                 record = self._receive(pause_s)
             width = role.width() if self._is_lead and record is None else _RECORD
-            step = torch.tensor([width], dtype=torch.int64, device=self.spec.device)
-            if (width := int(group.broadcast(step).item())) == _RECORD:
+            if group.size > 1:  # alone, the host would wait for the device to read back its own number
+                step = torch.tensor([width], dtype=torch.int64, device=self.spec.device)
+                width = int(group.broadcast(step).item())
+            if width == _RECORD:
                 break
             role.work(width)
             if self._is_lead and not role.wants_work:

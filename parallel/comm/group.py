@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ class Sending(Protocol):
 
     def wait(self) -> None:
         """Until the tensor has left: at once if its receiver has it."""
+
+
+class Captured(Protocol):
+    """CUDA graphs of passes."""
+
+    def drop(self) -> None:
+        """Destroy the graphs; from any thread, also while one of them runs."""
 
 
 class Group:
@@ -66,6 +74,15 @@ class Group:
     def close(self) -> None:
         """Close the connections; a peer that waits for this rank gets an error at once."""
 
+    def interrupt(self) -> None:
+        """From another thread than the one that uses the group: end waits that an absent peer would make endless."""
+
+    def check(self) -> None:
+        """PeerLost if the group was closed: results of a pass that used it mean nothing."""
+
+    def hold(self, captured: Captured) -> None:
+        """Graphs that captured collectives of this group, to be dropped before its connections close."""
+
 
 SINGLE = Group()
 
@@ -77,6 +94,7 @@ class _ConnectedGroup(Group):
         self._backend: Backend | None = backend
         self.rank = backend.rank()
         self.size = backend.size()
+        self._captured: WeakSet[Captured] = WeakSet()
 
     def adopt(self, successor: Group) -> None:
         assert isinstance(successor, type(self))
@@ -87,6 +105,12 @@ class _ConnectedGroup(Group):
         if self._backend is None:
             raise PeerLost("this rank has closed the group")
         return self._backend
+
+    def check(self) -> None:
+        self._connected()
+
+    def hold(self, captured: Captured) -> None:
+        self._captured.add(captured)
 
 
 class GlooGroup(_ConnectedGroup):
@@ -208,7 +232,17 @@ class NcclGroup(_ConnectedGroup):
         return tensor
 
     def close(self) -> None:
-        """Abort rather than destroy: destroying would wait for ranks that may be dead."""
-        if self._backend is not None:
-            self._backend.abort()
-            self._backend = None
+        """Abort rather than destroy: destroying would wait for ranks that may be dead.
+
+        In this order: no collective begins any more, also in a capture; the graphs go, since `ncclCommAbort` waits
+        until all are destroyed that captured a collective; the abort ends kernels that wait for a peer.
+        """
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            for captured in list(self._captured):
+                captured.drop()
+            backend.abort()
+
+    def interrupt(self) -> None:
+        """A kernel that waits for a dead peer never ends by itself, and the host waits for the kernel."""
+        self.close()

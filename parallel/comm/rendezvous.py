@@ -93,8 +93,18 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host:
     return GlooGroup(dist.ProcessGroupGloo(store, rank, size, options), timeout_s)
 
 
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Read by each process group. Their defaults end the process when a collective times out or its watchdog is stuck; here
+the coordinator finds out that a rank died, and the survivors abort their groups and keep their weights."""
+
+
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
     """Connects at once, because the first collective may run inside a graph capture."""
+    for name, value in _NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     options = dist.ProcessGroupNCCL.Options()

@@ -1,21 +1,42 @@
 """CUDA graphs of whole passes: the host launches one graph instead of hundreds of kernels.
 
-A few small tensors describe a pass of the "padded" backend. Passes whose tensors have the same shapes share a graph:
-it is captured at the first of them over its own buffers, and replayed after copying the tensors in. `forward` is that
-of the decoder. Knows no sequences.
+A few small tensors describe a pass of a backend that rounds passes up to buckets. Passes whose tensors have the same
+shapes share a graph: it is captured at the first of them over its own buffers, and replayed after copying the tensors
+in. `forward` is that of the decoder. Knows no sequences.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
+from parallel.comm.group import PeerLost
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import PassPlan
-from parallel.model.layers.padded import PaddedPlan
+
+MOST_GRAPHS = 256
+"""Graphs that are kept; the one that was used longest ago goes first. Each takes some MiB of the device."""
+
+
+class BucketedPlan(Protocol):
+    """The attention of a pass that can be captured."""
+
+    bucketed: bool
+    """Whether its shapes are among few; passes of long spans are not, and run eagerly."""
+    positions: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Everything in which passes of the same shapes differ, the positions included."""
+        ...
+
+    def like(self) -> Self:
+        """The same pass over tensors of its own."""
+        ...
 
 
 @dataclass(slots=True)
@@ -28,34 +49,63 @@ class _Captured:
 
 
 class CapturedPasses:
-    """Runs a decoder's passes on CUDA. Passes without bucketed shapes (prefill chunks) run eagerly."""
+    """Runs a decoder's passes on CUDA. Passes without bucketed shapes (prefill chunks) run eagerly.
 
-    def __init__(self, decoder: Decoder) -> None:
+    The graphs go with the connections of the group whose collectives they captured (`Group.hold`).
+    """
+
+    def __init__(self, decoder: Decoder, most: int = MOST_GRAPHS) -> None:
         self._decoder = decoder
-        self._captured: dict[tuple[object, ...], _Captured] = {}
+        self._most = most
+        self._captured: OrderedDict[tuple[object, ...], _Captured] = OrderedDict()
         self._generation = decoder.group.generation
         self._memory = torch.cuda.graph_pool_handle()
+        decoder.group.hold(self)
+
+    def __len__(self) -> int:
+        return len(self._captured)
 
     def forward(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
-        attention = _padded(plan)
+        attention = cast(BucketedPlan, plan.attention)
         if not attention.bucketed:
             return self._decoder.forward(token_ids, plan, taps)
+        group = self._decoder.group
+        group.check()  # a replay calls no collective that would
+        if self._generation != group.generation:
+            self.drop()
+            self._generation = group.generation
         inputs = attention.tensors()
         key = (plan.fuzzy, *taps, *(tensor.shape for tensor in inputs))
-        if self._generation != self._decoder.group.generation:
-            self._captured.clear()
-            self._generation = self._decoder.group.generation
         captured = self._captured.get(key)
         if captured is None:
+            if len(self._captured) >= self._most:
+                _, oldest = self._captured.popitem(last=False)
+                oldest.graph.reset()
             captured = self._captured[key] = self._capture(token_ids, plan, taps)
+            self._drop_if_closed()
+        self._captured.move_to_end(key)
         captured.token_ids.copy_(token_ids)
         torch._foreach_copy_(captured.inputs, inputs)  # pyright: ignore[reportPrivateImportUsage]
         captured.graph.replay()
         # the graph's own outputs are overwritten by its next replay
         return captured.hidden.clone(), tuple(feature.clone() for feature in captured.features)
 
+    def drop(self) -> None:
+        """Destroy all graphs. A thread that is about to replay one gets RuntimeError."""
+        while self._captured:
+            _, captured = self._captured.popitem()
+            captured.graph.reset()  # not only the reference: another thread may hold one
+
+    def _drop_if_closed(self) -> None:
+        """The group may have been closed, and its graphs dropped, while another was being captured."""
+        try:
+            self._decoder.group.check()
+        except PeerLost:
+            self.drop()
+            raise
+
     def _capture(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int]) -> _Captured:
-        attention = _padded(plan).like()
+        attention = cast(BucketedPlan, plan.attention).like()
         static = replace(plan, positions=attention.positions, attention=attention)
         token_ids = token_ids.clone()
         # run the pass eagerly first, because libraries allocate workspaces at their first call; the replay writes the
@@ -66,11 +116,7 @@ class CapturedPasses:
             self._decoder.forward(token_ids, static, taps)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # other threads of this process may wait for the device meanwhile: ranks are threads with cluster=inprocess
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden, features = self._decoder.forward(token_ids, static, taps)
         return _Captured(graph, token_ids, attention.tensors(), hidden, features)
-
-
-def _padded(plan: PassPlan) -> PaddedPlan:
-    assert isinstance(plan.attention, PaddedPlan), "only padded passes can be captured"
-    return plan.attention

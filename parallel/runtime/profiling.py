@@ -1,7 +1,8 @@
 """Seconds of a pass by kind: attention, MLPs, communication, and the rest.
 
 `watch` instruments a loaded decoder; a `TimedGroup` around a group times its collectives, waits for peers included.
-Only for measuring: the clock costs microseconds a layer, and on CUDA the host waits for every kernel.
+Only for measuring: the clock costs microseconds a layer. On CUDA it records events, so the host waits for none of the
+kernels; a pass that is being captured, or is replayed, shows nothing of its parts (`ModelRunner.run_eagerly`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,32 +34,52 @@ class PassClock:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.spans: dict[str, int] = defaultdict(int)
-        self._waits = torch.device(device).type == "cuda"
+        self._on_cuda = torch.device(device).type == "cuda"
         self._open: list[str] = []
         self._since = 0.0
+        self._events: list[tuple[str, Any]] = []
+        """On CUDA: the kind of work that ended, "" for none, and the event behind it."""
 
     def enter(self, kind: str) -> None:
-        now = self._now()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since
+        if self._is_capturing():
+            return
+        self._mark()
         self._open.append(kind)
         self.spans[kind] += 1
-        self._since = now
 
     def leave(self) -> None:
-        now = self._now()
-        self.seconds[self._open.pop()] += now - self._since
-        self._since = now
+        if self._is_capturing():
+            return
+        self._mark()
+        self._open.pop()
 
     def pop_seconds(self) -> dict[str, float]:
-        """Seconds by kind since the last call; resets `spans` too."""
+        """Seconds by kind since the last call; resets `spans` too. On CUDA it waits for the last event."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            for (_, before), (kind, after) in pairwise(self._events):
+                if kind:
+                    self.seconds[kind] += before.elapsed_time(after) / 1e3
+            self._events.clear()
         seconds, self.seconds, self.spans = dict(self.seconds), defaultdict(float), defaultdict(int)
         return seconds
 
-    def _now(self) -> float:
-        if self._waits:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def _mark(self) -> None:
+        """The present time, up to which the innermost open kind has run."""
+        kind = self._open[-1] if self._open else ""
+        if self._on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((kind, event))
+            return
+        now = time.perf_counter()
+        if kind:
+            self.seconds[kind] += now - self._since
+        self._since = now
+
+    def _is_capturing(self) -> bool:
+        """Whether the work is recorded for later: it does not run now, and events of it have no time."""
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class TimedGroup(Group):
@@ -66,7 +88,7 @@ class TimedGroup(Group):
     def __init__(self, group: Group, clock: PassClock) -> None:
         self.rank = group.rank
         self.size = group.size
-        self.close = group.close
+        self.close, self.hold, self.check = group.close, group.hold, group.check
         for name in ("all_reduce", "all_gather", "broadcast"):
             setattr(self, name, _timed(getattr(group, name), "communication", clock))
 

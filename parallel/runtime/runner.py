@@ -5,7 +5,8 @@ A sequence is an identifier here. Knows neither the tokens of a sequence nor why
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,25 @@ class ModelRunner:
         """Drop committed rows from the first fuzzy one on and return whether there were any; here all are exact."""
         return False
 
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured."""
+        return isinstance(self._passes, CapturedPasses)
+
     def run_eagerly(self) -> None:
         """Stop using captured passes, because only the parts of an eager pass can be timed."""
+        if isinstance(self._passes, CapturedPasses):
+            self._passes.drop()
         self._passes = self.decoder
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """The same inside a block; the captured passes stay."""
+        passes, self._passes = self._passes, self.decoder
+        try:
+            yield
+        finally:
+            self._passes = passes
 
     # --- passes ------------------------------------------------------------------------------------------------------
 

@@ -56,9 +56,9 @@ class PassTime:
     """Medians over the repeats, on rank 0, in seconds; `undisturbed` is the fastest tenth, for a machine with load.
 
     `split` has the `PARTS`: "communication" includes the wait for a peer, "rest" is embedding, norms, head and
-    planning. They add up to about `seconds`. `bytes_read` is the weights and the KV rows of the context, and
-    `bandwidth` the bytes per second that the rank reads at, measured in turn with the passes; both are known of a
-    model that one rank holds.
+    planning. They add up to about `seconds`; where passes are CUDA graphs, they have the shares of an eager pass.
+    `bytes_read` is the weights and the KV rows of the context, and `bandwidth` the bytes per second that the rank reads
+    at, measured in turn with the passes; both are known of a model that one rank holds.
     """
 
     sharing: Sharing
@@ -161,16 +161,24 @@ class _SharingClock:
         """One pass of every kind and number of rows."""
         for num_rows in self._num_rows:
             for fuzzy in (False, True) if self._sharing.layer_group > 1 else (False,):
-                self._clock.pop_seconds()
-                started = time.perf_counter()
-                output = self._runner.forward([Span(0, num_rows, None, num_rows)], [0] * num_rows, fuzzy=fuzzy)
-                output.logits.argmax(-1).tolist()
-                seconds = time.perf_counter() - started
+                seconds = whole = self._pass_s(num_rows, fuzzy)
+                if self._runner.captures:
+                    with self._runner.eagerly():  # a replay shows nothing of its parts
+                        whole = self._pass_s(num_rows, fuzzy)
                 split = self._clock.pop_seconds()
-                split["rest"] += seconds - sum(split.values())
+                split["rest"] += whole - sum(split.values())
                 self._seconds[fuzzy, num_rows].append(seconds)
-                self._splits[fuzzy, num_rows].append(split)
-                self._runner.drop_pending(0)
+                self._splits[fuzzy, num_rows].append({part: spent * seconds / whole for part, spent in split.items()})
+
+    def _pass_s(self, num_rows: int, fuzzy: bool) -> float:
+        """Seconds of one pass, until the host has read a result of it."""
+        self._clock.pop_seconds()
+        started = time.perf_counter()
+        output = self._runner.forward([Span(0, num_rows, None, num_rows)], [0] * num_rows, fuzzy=fuzzy)
+        output.logits.argmax(-1).tolist()
+        seconds = time.perf_counter() - started
+        self._runner.drop_pending(0)
+        return seconds
 
     def times(self, bandwidth: float | None) -> list[PassTime]:
         found = []

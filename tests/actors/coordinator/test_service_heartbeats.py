@@ -6,9 +6,10 @@ import time
 
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.round_timeout import FACTOR, FLOOR_S
-from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, Recall, Silent
+from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Recall, Silent
 from actors.protocol.messages import Request, SamplingParams, Verdict, VerdictBatch
-from tests.actors.service_harness import WAIT_S
+from actors.transport.channel import Link, heart_of
+from tests.actors.service_harness import SECRET, WAIT_S
 
 
 def test_a_lost_order_is_noticed_by_heartbeats_and_a_long_pass_is_not_mistaken_for_one(open_stage):
@@ -22,6 +23,16 @@ def test_a_lost_order_is_noticed_by_heartbeats_and_a_long_pass_is_not_mistaken_f
     for _ in range(3):
         stage.send_heartbeat("target-0", epoch=1, waiting=False, round=batch.round - 1, busy=False)
     assert stage.receive("target-0") == Recall(2)
+
+
+def test_a_recall_also_goes_to_the_link_of_the_heartbeats(open_stage):
+    """A rank that waits inside a pass for a dead peer reads no other."""
+    stage = open_stage(target_ranks=2, draft_ranks=0)
+    stage.get_ready()
+    heart = stage.links["heart"] = Link(stage.hub.address, heart_of("target-0#0"), SECRET, keeps="newest")
+    heart.send(Alive("target", 0, 0, 7, epoch=1, waiting=False, round=1, busy=True))
+    stage.send(CLIENT, RankLost("target", 1, 0))
+    assert stage.receive("heart") == Recall(2)
 
 
 def test_a_silent_rank_is_told_of_and_its_role_goes_on_without_it(open_stage):

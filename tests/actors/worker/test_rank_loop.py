@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ import torch
 from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
 from actors.protocol.messages import DraftBatch, VerifyBatch
 from actors.roles.draft import DraftRole
+from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import CHECK_S, RankLoop
-from parallel.comm.group import PeerLost
+from parallel.comm.group import NcclGroup, PeerLost
 
+WAIT_S = 20.0
 FACTS = {"vocab_size": 9}
 
 
@@ -57,7 +62,7 @@ class Role:
 
 
 class Group:
-    rank = 0
+    rank, size = 0, 2
 
     def __init__(self, log, epoch) -> None:
         self.log, self.epoch = log, epoch
@@ -67,6 +72,9 @@ class Group:
 
     def close(self) -> None:
         self.log.append(("left", self.epoch))
+
+    def check(self) -> None:
+        pass
 
     def broadcast(self, tensor):
         self.log.append(("broadcast", tensor.item()))
@@ -214,6 +222,109 @@ def test_between_batches_all_ranks_take_the_steps_that_the_lead_takes():
     log, _ = run([join, batch, None, DraftBatch(2, after=1), None, None], make_role=Drafter)
     interrupted = [*steps[:6], ("broadcast", -1), *steps]
     assert log[begin : begin + len(interrupted)] == interrupted, "a record that came ends the steps of all ranks"
+
+
+def test_a_rank_without_peers_reads_no_number_back_from_its_device():
+    class Alone(Group):
+        size = 1
+
+        def broadcast(self, tensor):
+            raise AssertionError("the host waits for the device")
+
+    log = []
+    spec = SimpleNamespace(role="draft", rank=0, incarnation=3, identity="draft-0", device="cpu")
+    link, role = Script([Join(1, 0), DraftBatch(1, after=0), None, None], log), Drafter(log, None)
+    loop = RankLoop(spec, link, lambda *_: Alone(log, 1), lambda *_: (role, FACTS), lambda _: None, lambda: False)
+    loop.serve()
+    assert [entry for entry in log if entry[0] == "work"] == [("work", 7)] * 2
+
+
+class Stuck:
+    """A target whose kernel waits for a dead peer until the group is aborted, and which then returns what it has."""
+
+    def __init__(self, nccl, error) -> None:
+        self.nccl, self.error, self.begun, self.forgotten = nccl, error, threading.Event(), 0
+
+    def answer(self, batch):
+        self.begun.set()
+        assert self.nccl.ended.wait(WAIT_S), "nothing ended the kernel"
+        if self.error is not None:
+            raise self.error
+        yield "rubbish"
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+class Nccl:
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.abort = self.ended.set
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("error", [None, IndexError("of what the pass left behind")])
+def test_a_recall_ends_a_pass_that_waits_for_a_dead_peer(error):
+    """The main thread reads no record meanwhile; the survivor keeps its weights and joins the next epoch."""
+    nccls, log, built = [Nccl(), Nccl()], [], []
+    role = Stuck(nccls[0], error)
+    spec = SimpleNamespace(role="target", rank=0, incarnation=3, identity="target-0", device="cuda:0")
+    link = Script([Join(1, 0), VerifyBatch(1, after=0, items=(1,)), Recall(2), Join(2, 1)], log)
+
+    def build(*_):
+        built.append(1)
+        return role, FACTS
+
+    groups = iter(nccls)
+    loop = RankLoop(spec, link, lambda *_: NcclGroup(next(groups)), build, lambda _: None, lambda: False)
+    thread = threading.Thread(target=loop.serve, daemon=True)
+    thread.start()
+    assert role.begun.wait(WAIT_S)
+    loop.interrupt(Recall(1))
+    assert not nccls[0].ended.is_set(), "an old recall changes nothing"
+    loop.interrupt(Recall(2))
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and len(built) == 1 and role.forgotten == 2
+    assert ("ready", 0, 2) in log and ("sent", "rubbish") not in log
+
+
+def test_another_error_still_ends_the_rank():
+    role = Stuck(SimpleNamespace(ended=SimpleNamespace(wait=lambda _: True)), IndexError("a mistake"))
+    spec = SimpleNamespace(role="target", rank=0, incarnation=3, identity="target-0", device="cpu")
+    link = Script([Join(1, 0), VerifyBatch(1, after=0, items=(1,))], [])
+    loop = RankLoop(spec, link, lambda *_: NcclGroup(Nccl()), lambda *_: (role, FACTS), lambda _: None, lambda: False)
+    with pytest.raises(IndexError, match="a mistake"):
+        loop.serve()
+
+
+def test_the_thread_of_the_heartbeats_passes_recalls_on():
+    sent, recalls, heard = [], [], threading.Event()
+
+    class Heart:
+        records: ClassVar = [None, Recall(5)]
+
+        def send(self, record) -> None:
+            sent.append(record)
+
+        def receive(self, timeout_s):
+            if not self.records:
+                heard.set()
+                time.sleep(timeout_s)
+                return None
+            return self.records.pop(0)
+
+        def close(self) -> None:
+            sent.append("closed")
+
+    heartbeat = Heartbeat(Heart(), lambda: Alive("target", 0, 3, 7), recalls.append)
+    assert heard.wait(WAIT_S)
+    heartbeat.stop()
+    assert recalls == [Recall(5)] and sent[-1] == "closed"
 
 
 def test_another_rank_follows_the_lead():

@@ -1,0 +1,191 @@
+"""Captured passes on the CPU, with stand-ins for CUDA's graphs and for NCCL (`cuda_twin.py`)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from parallel.comm.group import NcclGroup, PeerLost
+from parallel.kv.pass_plan import Span
+from parallel.runtime.profiling import PassClock, TimedGroup, watch
+from parallel.runtime.runner import open_model
+from tests.families import FAMILIES
+from tests.parallel.cuda_twin import CudaTwin, NcclTwin, NotWhileCapturing, capture_passes
+
+TOKENS = list(range(30))
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def twin(monkeypatch) -> CudaTwin:
+    return CudaTwin().install(monkeypatch)
+
+
+def walk(model):
+    """Logits and a tap of a prefill, trees and the steps behind them, of two sequences at once."""
+    found = []
+    for seq_id in "ab":
+        model.open(seq_id)
+    outputs = [model.forward([Span("a", 30), Span("b", 11)], TOKENS + TOKENS[:11], taps=(1,))]
+    for seq_id, size in (("a", 30), ("b", 11)):
+        model.commit(seq_id, range(size))
+    for step in range(4):
+        spans = [Span("a", 5, [-1, 0, 0, 1, 2], num_logits=5), Span("b", 1)]
+        outputs.append(model.forward(spans, [1 + step, 2, 3, 4, 5, 6], taps=(1,)))
+        model.commit("a", [0, 2, 4])
+        model.commit("b", [0])
+    for output in outputs:
+        found += [output.logits, output.hidden, *output.features]
+    return found
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "OPT"])
+def test_a_replay_is_the_eager_pass_to_the_bit(make_checkpoint, twin, family):
+    path = make_checkpoint(family, **FAMILIES[family] | {"initializer_range": 0.2, "init_std": 0.2}).path
+    captured, eager = (open_model(path, num_slots=128, backend="padded") for _ in range(2))
+    passes = capture_passes(captured)
+    capture_passes(eager)
+    eager.run_eagerly()  # passes of the same buckets
+    for ours, theirs in zip(walk(captured), walk(eager), strict=True):
+        assert torch.equal(ours, theirs)
+    assert twin.num_replays == 5 > twin.num_captures == len(passes)
+
+
+def on_nccl(path, twin, wrap=lambda group: group):
+    """A tensor-parallel rank whose collectives change nothing, and the process group behind it."""
+    nccl = NcclTwin(twin)
+    group = NcclGroup(nccl)
+    model = open_model(path, wrap(group), num_slots=64, backend="padded")
+    return model, capture_passes(model), group, nccl
+
+
+def decode(model, times=1):
+    for _ in range(times):
+        model.open(0)
+        model.forward([Span(0, 5)], TOKENS[:5])
+        model.close(0)
+
+
+def test_a_group_closes_although_its_collectives_were_captured(llama, twin):
+    """`ncclCommAbort` waits for the last graph; a stop and a lost peer both close the group."""
+    model, passes, group, nccl = on_nccl(llama.path, twin)
+    decode(model)
+    assert len(twin.live) == 1 and next(iter(twin.live)).captured_groups == {nccl}
+    closing = threading.Thread(target=group.close, daemon=True)
+    closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive(), "abort waits for graphs that nothing destroys"
+    assert nccl.aborted and not twin.live and not len(passes)
+
+
+def test_a_closed_group_replays_nothing_and_its_successor_captures_anew(llama, twin):
+    model, _, group, _ = on_nccl(llama.path, twin)
+    decode(model, 2)
+    assert (twin.num_captures, twin.num_replays) == (1, 2)
+    group.interrupt()
+    model.open(1)
+    with pytest.raises(PeerLost):
+        model.forward([Span(1, 5)], TOKENS[:5])
+    group.adopt(NcclGroup(successor := NcclTwin(twin)))
+    decode(model)
+    assert twin.num_captures == 2 and next(iter(twin.live)).captured_groups == {successor}
+
+
+def test_a_group_that_closes_during_a_capture_leaves_no_graph(llama, twin, monkeypatch):
+    model, passes, group, nccl = on_nccl(llama.path, twin)
+    forward, reached, closed = model.decoder.forward, threading.Event(), threading.Event()
+
+    def closed_meanwhile(*arguments):
+        result = forward(*arguments)
+        if twin.is_capturing():
+            reached.set()
+            closed.wait(WAIT_S)
+        return result
+
+    monkeypatch.setattr(model.decoder, "forward", closed_meanwhile)
+
+    def close():
+        reached.wait(WAIT_S)
+        threading.Timer(0, closed.set).start()
+        group.close()
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=close, daemon=True).start()
+    with pytest.raises(PeerLost):
+        decode(model)
+    assert done.wait(WAIT_S) and nccl.aborted and not len(passes)
+
+
+def test_graphs_are_few_and_the_one_used_longest_ago_goes(llama, twin):
+    model = open_model(llama.path, num_slots=128, backend="padded")
+    passes = capture_passes(model)
+    passes._most = 2
+    for size in (1, 2, 1, 4, 1, 2):  # 4 takes the place of 2, and 2 that of 4
+        model.open(0)
+        model.forward([Span(0, size)], TOKENS[:size])
+        model.close(0)
+    assert len(passes) == len(twin.live) == 2 and twin.num_captures == 4
+
+
+def test_a_watched_pass_can_be_captured_and_taken_apart(llama, twin):
+    """What `job=passes` and `job=plan` do on CUDA; the twin's clock advances by a millisecond at every event."""
+    clock = PassClock("cuda")
+    model, _, group, _ = on_nccl(llama.path, twin, lambda group: TimedGroup(group, clock))
+    watch(model.decoder, clock)
+    decode(model, 2)
+    assert twin.num_replays == 2, "captured, watched as it is"
+    clock.pop_seconds()
+    with model.eagerly():
+        decode(model)
+    assert clock.spans["mlp"] == model.config.num_layers and (len(twin.live), twin.num_replays) == (1, 2)
+    clock.pop_seconds()
+    model.run_eagerly()
+    assert not twin.live, "graphs that are not used any more take memory"
+    syncs = twin.num_syncs
+    decode(model)
+    assert twin.num_syncs == syncs, "the host waits for no part of a pass"
+    spans = dict(clock.spans)
+    seconds = clock.pop_seconds()
+    layers = model.config.num_layers
+    assert spans["attention"] == spans["mlp"] == layers and spans["communication"] > 2 * layers
+    assert seconds["communication"] == pytest.approx(spans["communication"] / 1e3)
+    group.close()
+
+
+def test_another_thread_may_wait_for_the_device_during_a_capture(llama, twin):
+    model = open_model(llama.path, num_slots=64, backend="padded")
+    capture_passes(model)
+    refused = []
+
+    def wait_elsewhere(*_):
+        def wait() -> None:
+            try:
+                torch.cuda.synchronize()
+            except NotWhileCapturing as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+
+    normalize = model.decoder.normalize
+    model.decoder.normalize = lambda hidden: (wait_elsewhere(), normalize(hidden))[1]
+    decode(model)
+    assert twin.num_captures == 1 and not refused
+
+
+def test_the_twin_refuses_what_cuda_refuses(twin):
+    for wait in (lambda: torch.ones(2).sum().item(), lambda: torch.ones(2).nonzero(), lambda: torch.tensor([1.0])):
+        with pytest.raises(NotWhileCapturing), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            wait()
+    with pytest.raises(NotWhileCapturing), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.cuda.synchronize()
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(3)
+    with torch.cuda.graph(graph):
+        doubled = (x * 2).view(3)[1:] + 1
+    x.fill_(4)
+    graph.replay()
+    assert doubled.tolist() == [9, 9]
