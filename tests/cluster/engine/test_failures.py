@@ -16,6 +16,7 @@ from actors.options import TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingParams
 from actors.roles.target import TargetRole
 from actors.verification.verifier import Verifier
+from actors.worker import factory
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.engine import EngineError
 
@@ -70,8 +71,14 @@ def test_a_rank_that_cannot_load_ends_the_start(open_engine, broken_target, tp):
     assert "\n" not in str(caught.value)
 
 
-def test_a_start_that_takes_too_long_names_who_is_missing(open_engine):
-    cluster = ClusterConfig(ClusterName.inprocess, startup_timeout_s=1e-9)
+def test_a_start_that_takes_too_long_names_who_is_missing(open_engine, monkeypatch):
+    cluster, build_role = ClusterConfig(ClusterName.inprocess, startup_timeout_s=1e-9), factory.build_role
+
+    def build_late(*args, **options):
+        time.sleep(0.2)
+        return build_role(*args, **options)
+
+    monkeypatch.setattr(factory, "build_role", build_late)
     with pytest.raises(
         EngineError, match=r"^cluster\.startup_timeout_s=1e-09: .*(target|draft)-0.* not ready by then; see"
     ):

@@ -83,7 +83,7 @@ def num_steps(work):
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
-@pytest.mark.parametrize("depth", [2, 17, 40])
+@pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (2, 17)), 40])
 def test_a_proposal_costs_the_same_behind_a_long_periodic_text(name, depth):
     """Small models go round in circles; a cascade takes `depth` tokens back every round."""
 

@@ -44,7 +44,7 @@ def plain_decoding(case):
 
 def cases_of_pipelines():
     """Every case in three pipelines; by default each in one."""
-    by_default = [("easy", "sync"), ("hard", "branches"), ("batch", "sync")]
+    by_default = [("easy", "branches"), ("hard", "sync"), ("batch", "sync")]
     for case in CASES:
         for pipeline in ("sync", "branches", "tree"):
             yield pytest.param(case, pipeline, marks=[] if (case, pipeline) in by_default else pytest.mark.slow)
@@ -127,7 +127,9 @@ def test_the_shortest_draft_is_kept():
 
 
 @pytest.mark.parametrize("pipeline", ["branches", pytest.param("tree", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("interference", "works_ahead"), [(0.0, True), (0.6, False)])
+@pytest.mark.parametrize(
+    ("interference", "works_ahead"), [pytest.param(0.0, True, marks=pytest.mark.slow), (0.6, False)]
+)
 def test_draft_ahead_is_cut_where_it_slows_the_target_by_more_than_it_hides(pipeline, interference, works_ahead):
     """Drafts that take half of a target pass; beside a working drafter the pass is `interference` longer."""
     alone = scenario(pipeline, (0.8, 0.5e-3, 10e-3, 0.0, 1), 2000)

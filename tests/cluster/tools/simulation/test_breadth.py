@@ -29,7 +29,11 @@ def scenario(pipeline: str, num_requests: int, row_share: float) -> Scenario:
 
 @pytest.mark.parametrize(
     ("pipeline", "num_requests", "row_share", "candidates"),
-    [("branches", 1, 0.1, (2, 4, 8)), ("branches", 8, 0.0, (16,)), ("tree", 8, 0.3, (1, 2))],
+    [
+        pytest.param("branches", 1, 0.1, (2, 4, 8), marks=pytest.mark.slow),
+        pytest.param("branches", 8, 0.0, (16,), marks=pytest.mark.slow),
+        ("tree", 8, 0.3, (1, 2)),
+    ],
 )
 def test_the_chosen_width_is_nearly_the_best(pipeline, num_requests, row_share, candidates):
     free = scenario(pipeline, num_requests, row_share)

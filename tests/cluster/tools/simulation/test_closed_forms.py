@@ -112,7 +112,7 @@ def test_pearl(alpha):
     assert simulate(case, NeverWaits("pearl", window - 1)).tokens_per_pass == pytest.approx(expected, rel=0.015)
 
 
-@pytest.mark.parametrize(("alpha", "redraft"), [(0.6, 1), (0.9, 3)])
+@pytest.mark.parametrize(("alpha", "redraft"), [pytest.param(0.6, 1, marks=pytest.mark.slow), (0.9, 3)])
 def test_enumerated_outcomes_at_their_own_hit_rate(alpha, redraft):
     """(h E_K + (1 - h) E_K') / (C + (1 - h) K' t_d): on a miss K' tokens are drafted while the target waits."""
     case = scenario("branches", alpha, BRANCHES)
