@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
-from actors.sampling.noise import NoiseStream, gumbel, noise_key
+from actors.sampling.edits import BANNED, edited, edits
+from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
+from parallel.model.layers.padded import to_device
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
-_BANNED = -math.inf
 _PARTLY_RANKED = 1024
 """Up to this many of the likeliest tokens are selected from a row; for more, sorting all of it is faster."""
-_RANKED_AT_ONCE = 1 << 21
-"""Logits ranked at a time, so that a large batch needs no more than tens of megabytes for it."""
+_RANKED_AT_ONCE = 1 << 21, 1 << 24
+"""Logits ranked at a time, on a CPU and on a GPU: a large batch needs no more than tens or hundreds of megabytes; on a
+GPU 128 rows of a large vocabulary are one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 def is_plain(params: SamplingParams) -> bool:
     """Whether nothing but the temperature changes the logits."""
-    return not _edits(params) and (is_greedy(params) or not _truncates(params))
-
-
-def _edits(params: SamplingParams) -> bool:
-    """Whether the parameters change the logits of single tokens."""
-    return (
-        bool(params.logit_bias or params.bad_words or params.min_tokens)
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
+    return not edits(params) and (is_greedy(params) or not _truncates(params))
 
 
 def _truncates(params: SamplingParams) -> bool:
@@ -96,86 +88,17 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
         return logits
     params = [rows.params for rows in batch for _ in rows.row_nodes()]
     assert len(params) == len(logits), "every logit row belongs to one tree node"
-    scores, start = logits, 0
-    for rows in batch:
-        end = start + len(rows.row_nodes())
-        if _edits(rows.params):
-            scores = logits.clone() if scores is logits else scores
-            _edit_(scores[start:end], rows, eos_token_ids)
-        start = end
+    scores = edited(logits, batch, eos_token_ids) if any(edits(rows.params) for rows in batch) else logits
     scores = _divide(scores, params)
     truncated = [row for row, one in enumerate(params) if _truncates(one) and not is_greedy(one)]
     if not truncated:
         return scores
     if len(truncated) == len(scores):
-        return scores.masked_fill(scores < _least_kept(scores, params), _BANNED)
-    where = _indices(truncated, scores)
+        return scores.masked_fill(scores < _least_kept(scores, params), BANNED)
+    where = _upload(truncated, np.int64, scores.device)
     asking = scores.index_select(0, where)
-    asking.masked_fill_(asking < _least_kept(asking, [params[row] for row in truncated]), _BANNED)
+    asking.masked_fill_(asking < _least_kept(asking, [params[row] for row in truncated]), BANNED)
     return scores.index_copy(0, where, asking)
-
-
-def _edit_(logits: Tensor, rows: LogitRows, eos_token_ids: Sequence[int]) -> None:
-    """What changes the logits of single tokens, for one sequence."""
-    params, prompt_len, token_ids = rows.params, rows.prompt_len, rows.token_ids
-    paths = [[rows.tree.token_ids[i] for i in rows.tree.path_to(node)] for node in rows.row_nodes()]
-    _bias_(logits, params)
-    _ban_words_(logits, params, token_ids, paths)
-    _ban_early_end_(logits, params, eos_token_ids, len(token_ids) - prompt_len, paths)
-    _penalise_(logits, params, prompt_len, token_ids, paths)
-
-
-def _bias_(logits: Tensor, params: SamplingParams) -> None:
-    if params.logit_bias:
-        token_ids, biases = zip(*params.logit_bias, strict=True)
-        logits.index_add_(1, _indices(token_ids, logits), logits.new_tensor(biases).expand(len(logits), -1))
-
-
-def _ban_words_(logits: Tensor, params: SamplingParams, token_ids: Sequence[int], paths: list[list[int]]) -> None:
-    """Ban the last token of each bad word after a history that ends with the rest of it."""
-    if not params.bad_words:
-        return
-    reach = max(len(word) for word in params.bad_words) - 1
-    committed = list(token_ids[max(0, len(token_ids) - reach) :])
-    cells = []
-    for row, path in enumerate(paths):
-        history = tuple(committed + path)
-        for *beginning, last in params.bad_words:
-            if history[len(history) - len(beginning) :] == tuple(beginning):
-                cells.append((row, last))
-    if cells:
-        rows, banned = _indices(list(zip(*cells, strict=True)), logits)
-        logits[rows, banned] = _BANNED
-
-
-def _ban_early_end_(
-    logits: Tensor, params: SamplingParams, eos_token_ids: Sequence[int], num_output: int, paths: list[list[int]]
-) -> None:
-    """Ban end-of-sequence and stop tokens while fewer than `min_tokens` have been generated."""
-    early = [row for row, path in enumerate(paths) if num_output + len(path) < params.min_tokens]
-    ends = sorted({*eos_token_ids, *params.stop_token_ids})
-    if early and ends:
-        logits[_indices(early, logits)[:, None], _indices(ends, logits)] = _BANNED
-
-
-def _penalise_(
-    logits: Tensor, params: SamplingParams, prompt_len: int, token_ids: Sequence[int], paths: list[list[int]]
-) -> None:
-    repetition, presence, frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    if repetition == 1.0 and presence == 0.0 and frequency == 0.0:
-        return
-    counts = _count(token_ids[prompt_len:], logits).repeat(len(paths), 1)  # [n, V] occurrences in the output
-    cells = [(row, token) for row, path in enumerate(paths) for token in path]
-    if cells:
-        rows, columns = _indices(list(zip(*cells, strict=True)), logits)
-        counts.index_put_((rows, columns), counts.new_ones(()), accumulate=True)
-    if repetition != 1.0:  # Keskar et al., CTRL, arXiv 1909.05858, with the sign rule of transformers
-        seen = (counts > 0) | (_count(token_ids[:prompt_len], logits) > 0)
-        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits))
-    if frequency != 0.0:
-        logits.sub_(counts * frequency)
-    if presence != 0.0:
-        logits.sub_((counts > 0) * presence)
 
 
 def _least_kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -183,22 +106,25 @@ def _least_kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     Rows are ranked no further than they ask: with a top-k its likeliest tokens, with a top-p alone the vocabulary.
     """
-    least = logits.new_full((len(logits), 1), _BANNED)
+    least = logits.new_full((len(logits), 1), BANNED)
     if has_least := any(one.min_p > 0 for one in params):
-        shares = [math.log(one.min_p) if one.min_p > 0 else _BANNED for one in params]
-        least = logits.amax(dim=-1, keepdim=True) + logits.new_tensor(shares)[:, None]
+        shares = [math.log(one.min_p) if one.min_p > 0 else BANNED for one in params]
+        least = logits.amax(dim=-1, keepdim=True) + _upload(shares, np.float32, logits.device)[:, None]
     vocab_size = logits.shape[-1]
     top_ks = [min(one.top_k or vocab_size, vocab_size) for one in params]
     few = [row for row, top_k in enumerate(top_ks) if top_k < vocab_size]
     all_ = [row for row, one in enumerate(params) if top_ks[row] == vocab_size and one.top_p < 1]
     for rows, width in ((few, max((top_ks[row] for row in few), default=0)), (all_, vocab_size)):
-        at_once = max(1, _RANKED_AT_ONCE // max(1, width))
+        at_once = max(1, _RANKED_AT_ONCE[logits.is_cuda] // max(1, width))
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
-            where = _indices(some, logits)
+            kept, shares = [top_ks[row] for row in some], [params[row].top_p for row in some]
+            limits = [np.array(some), np.array(kept), np.array([share if share < 1 else math.inf for share in shares])]
+            where, widths, masses = to_device(limits, logits.device)
             ranked = _ranked(logits if len(some) == len(logits) else logits.index_select(0, where), width)
-            limits = [(top_ks[row], params[row].top_p) for row in some]
-            least.index_copy_(0, where, _last_kept(ranked, least.index_select(0, where), limits, has_least=has_least))
+            reached = least.index_select(0, where) if has_least else None
+            last = _last_kept(ranked, widths, masses, reached, is_cut=min(kept) < width)
+            least.index_copy_(0, where, last)
     return least
 
 
@@ -213,26 +139,24 @@ def _ranked(logits: Tensor, width: int) -> Tensor:
     return torch.from_numpy(np.negative(negated, out=negated))[:, :width]
 
 
-def _last_kept(ranked: Tensor, least: Tensor, limits: Sequence[tuple[int, float]], *, has_least: bool) -> Tensor:
-    """The least kept logit [n, 1] of ranked rows [n, width], with (top_k, top_p) for each; `has_least` tells whether
-    min-p gave any of them a `least`.
+def _last_kept(ranked: Tensor, top_ks: Tensor, top_ps: Tensor, least: Tensor | None, *, is_cut: bool) -> Tensor:
+    """The least kept logit [n, 1] of ranked rows [n, width], by the top-k, the top-p and the `least` [n, 1] of each;
+    `is_cut` tells whether any top-k is less than the width.
 
-    Kept are the tokens with less than `top_p` of the mass before them, of the mass of the `top_k` that reach `least`.
+    Kept are the tokens with less than `top_ps` of the mass before them, of the mass of the `top_ks` that reach `least`.
     Weights are summed in the order of the ranks, so that a row does not depend on how far others are ranked.
     """
-    width = ranked.shape[-1]
-    top_ks = _indices([top_k for top_k, _ in limits], ranked)[:, None]
-    top_ps = ranked.new_tensor([top_p if top_p < 1 else math.inf for _, top_p in limits], dtype=torch.float64)[:, None]
+    top_ks = top_ks[:, None]
     weights = ranked.to(torch.float64)
     weights.sub_(weights[:, :1].clone()).exp_()
-    if any(top_k < width for top_k, _ in limits):
-        weights.masked_fill_(torch.arange(width, device=ranked.device) >= top_ks, 0.0)
-    if has_least:
+    if is_cut:
+        weights.masked_fill_(torch.arange(ranked.shape[-1], device=ranked.device) >= top_ks, 0.0)
+    if least is not None:
         weights.masked_fill_(ranked < least, 0.0)
     sums = weights.cumsum_(dim=-1)
-    num_before = torch.searchsorted(sums, sums[:, -1:] * top_ps)  # sums that are smaller; of an increasing row
+    num_before = torch.searchsorted(sums, sums[:, -1:] * top_ps[:, None])  # sums that are smaller; of an increasing row
     last = ranked.gather(1, torch.minimum(num_before, top_ks - 1))
-    return torch.maximum(last, least)
+    return last if least is None else torch.maximum(last, least)
 
 
 def _divide(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -240,35 +164,46 @@ def _divide(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     temperatures = [1.0 if is_greedy(one) else one.temperature for one in params]
     if all(temperature == 1.0 for temperature in temperatures):
         return logits
-    return logits / logits.new_tensor(temperatures)[:, None]
+    return logits / _upload(temperatures, np.float32, logits.device)[:, None]
 
 
-def _count(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    """How often every token of the vocabulary occurs, [V]."""
-    occurrences = torch.bincount(torch.tensor(token_ids, dtype=torch.int64), minlength=like.shape[-1])
-    return occurrences.to(like.device, like.dtype)
-
-
-def _indices(values: Sequence, like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(like.device)
+def _upload(values: Sequence[int] | Sequence[float] | np.ndarray, dtype: type, device: torch.device) -> Tensor:
+    """A short list on the device, by a copy that the host does not wait for."""
+    (tensor,) = to_device([np.asarray(values, dtype=dtype)], device)
+    return tensor
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
-    """The target's own token at every node, int64 [N], or `NO_TOKEN`: one arg-max, noise for the sampled rows only."""
-    scores = process_batch(logits, batch, eos_token_ids)
-    if not all(is_greedy(rows.params) for rows in batch):
-        params = [rows.params for rows in batch for _ in rows.row_nodes()]
-        scores = _with_noise(scores, params, [position for rows in batch for position in rows.positions()])
-    values, token_ids = scores.max(dim=-1)
-    return torch.where(values.isnan(), NO_TOKEN, token_ids)  # NaN is the largest value of a row that has any
+    """The target's own token at every node, int64 [N], or `NO_TOKEN` where a logit is NaN."""
+    params = [rows.params for rows in batch for _ in rows.row_nodes()]
+    positions = [position for rows in batch for position in rows.positions()]
+    return _race(process_batch(logits, batch, eos_token_ids), params, positions, NO_TOKEN)
 
 
 def choose(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Coupled draw from processed logits [n, V], int64 [n]; `positions[i]` is the index of the token being chosen."""
-    return _with_noise(scores, params, positions).max(dim=-1).indices  # on CPU three times as fast as argmax
+    return _race(scores, params, positions, 0)
+
+
+def _race(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], of_none: int) -> Tensor:
+    """The token with the largest value in every row, with the noise of the sampled ones; `of_none` where a logit is
+    NaN. Two launches on a GPU."""
+    if _races_on_device(scores):
+        from actors.sampling import noise_kernels
+
+        sampled = np.array([not is_greedy(one) for one in params])
+        keys = [noise_key(p.seed, NoiseStream.COUPLED, at) for p, at in zip(params, positions, strict=True)]
+        spread, noisy = to_device([spread_keys(keys), sampled], scores.device)
+        return noise_kernels.race(scores, spread, noisy, of_none)
+    values, token_ids = _with_noise(scores, params, positions).max(dim=-1)  # on CPU three times as fast as argmax
+    return torch.where(values.isnan(), of_none, token_ids)  # NaN is the largest value of a row that has any
+
+
+def _races_on_device(scores: Tensor) -> bool:
+    return scores.is_cuda and scores.dtype == torch.float32
 
 
 def choose_plain(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
@@ -302,10 +237,10 @@ def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Seq
     keys = [noise_key(seed, NoiseStream.COUPLED, position) for seed, position in vectors]
     noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
     if len(vectors) < len(sampled):
-        noise = noise[_indices(which, scores)]
+        noise = noise[_upload(which, np.int64, scores.device)]
     if len(sampled) == len(scores):
         return noise.add_(scores)
-    return scores.index_add(0, _indices(sampled, scores), noise)
+    return scores.index_add(0, _upload(sampled, np.int64, scores.device), noise)
 
 
 def probabilities(scores: Tensor, params: SamplingParams) -> Tensor:

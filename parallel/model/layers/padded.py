@@ -25,6 +25,13 @@ from parallel.model.layers.rope import Rotation
 
 _LONG_SPAN = 64
 _KEY_BLOCK = 64  # masked kernels need aligned rows
+_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(bool): torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +209,5 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     moved = packed.to(device, non_blocking=True)
     views = []
     for array, start in zip(arrays, starts, strict=True):
-        dtype = torch.bool if array.dtype == bool else torch.int64
-        views.append(moved[start : start + array.nbytes].view(dtype).view(array.shape))
+        views.append(moved[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape))
     return views

@@ -264,7 +264,7 @@ def test_a_batch_larger_than_what_is_ranked_at_once(monkeypatch):
     logits = random_logits(9, 3000)
     rows = LogitRows(SamplingParams(temperature=1.0, top_p=0.9), 1, [0], TokenTree.chain(0, range(8)))
     together = process_logits(logits, rows, EOS)
-    monkeypatch.setattr("actors.sampling.logits._RANKED_AT_ONCE", 2 * 3000)
+    monkeypatch.setattr("actors.sampling.logits._RANKED_AT_ONCE", (2 * 3000, 0))
     assert torch.equal(process_logits(logits, rows, EOS), together)
 
 

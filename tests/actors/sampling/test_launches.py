@@ -1,0 +1,145 @@
+"""What a choice costs a GPU: its operations, counted on a CPU, and its waits, for one sequence and for eight."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actors.protocol.messages import SamplingParams, TokenTree
+from actors.sampling import logits as sampling
+from actors.sampling.logits import LogitRows, choose_batch
+
+EOS = (7,)
+VOCAB = 3000
+VIEWS = {
+    "slice",
+    "unsqueeze",
+    "view",
+    "select",
+    "expand",
+    "unbind",
+    "empty",
+    "lift_fresh",
+    "detach",
+    "alias",
+    "t",
+    "split",
+}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "_unique2", "masked_select", "bincount", "is_nonzero"}
+READS = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero"}
+
+CASES = {
+    "greedy": (SamplingParams(), 3),
+    "temperature": (SamplingParams(temperature=0.7), 5),
+    "top-k": (SamplingParams(temperature=0.7, top_k=50), 21),
+    "top-p": (SamplingParams(temperature=0.7, top_p=0.9), 21),
+    "min-p": (SamplingParams(temperature=0.7, min_p=0.1), 11),
+    "penalties": (
+        SamplingParams(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2),
+        15,
+    ),
+    "all": (
+        SamplingParams(
+            temperature=0.7,
+            top_k=20,
+            top_p=0.9,
+            min_p=0.02,
+            repetition_penalty=1.2,
+            presence_penalty=0.1,
+            frequency_penalty=0.2,
+            bad_words=((1,), (2, 3)),
+            min_tokens=30,
+            logit_bias=((4, 2.5),),
+        ),
+        41,
+    ),
+}
+"""Parameters, and the operations that a choice may take, whatever the number of rows."""
+
+
+class Launches(TorchDispatchMode):
+    """Operations that would be kernels or copies on a GPU; those that the host waits for in `waits`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in VIEWS:
+            self.count[name] += 1
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def waits(self) -> int:
+        return sum(self.count[name] for name in WAITS)
+
+
+class HostReads(TorchFunctionMode):
+    """Reads of a tensor by the host, and copies to a device that are not left to run on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        to_device = name == "to" and any(isinstance(one, torch.device | str | torch.Tensor) for one in args[1:])
+        if name in READS or name == "tensor" or (to_device and not kwargs.get("non_blocking")):
+            self.calls.append(name)
+        return function(*args, **kwargs)
+
+
+def choose_counted(params: SamplingParams, num_sequences: int) -> tuple[Launches, HostReads]:
+    tree = TokenTree((4, 5, 6, 7), (-1, 0, 1, 1))
+    batch = [LogitRows(params, 2, [1, 2, 3, 4], tree) for _ in range(num_sequences)]
+    logits = torch.randn(4 * num_sequences, VOCAB)
+    with HostReads() as reads, Launches() as launches:
+        choose_batch(logits, batch, EOS)
+    return launches, reads
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """The kernel's two launches in place of the noise and the race on a CPU."""
+    kernels = pytest.importorskip("actors.sampling.noise_kernels", reason="needs triton")
+    launched = []
+
+    def race(scores, keys, sampled, of_none):
+        launched.append(2)
+        return torch.empty(len(scores), dtype=torch.int64)
+
+    monkeypatch.setattr(kernels, "race", race)
+    monkeypatch.setattr(sampling, "_races_on_device", lambda _: True)
+    monkeypatch.setattr(sampling, "_ranked", lambda logits, width: logits.topk(width, dim=-1).values)
+    return launched
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_choice_takes_few_launches_and_no_wait_for_any_number_of_rows(on_device, case):
+    params, budget = CASES[case]
+    alone, _ = choose_counted(params, 1)
+    together, reads = choose_counted(params, 8)
+    assert together.count == alone.count, "launches must not grow with the batch"
+    assert together.count.total() + on_device[-1] <= budget
+    assert together.waits == 0
+    assert reads.calls == []
+
+
+def test_the_kernels_take_the_tokens_of_their_definition():
+    """On a GPU, or under Triton's interpreter, which must be chosen before a process imports Triton."""
+    pytest.importorskip("triton")
+    interprets = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    file = Path(__file__).with_name("interpreted_noise.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--noconftest", file]
+    done = subprocess.run(command, env=os.environ | interprets, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
