@@ -19,7 +19,7 @@ from actors.verification.compatibility import DraftTrait
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
     from parallel.comm.group import Group
-    from parallel.model.decoder import Decoder
+    from parallel.runtime.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """The launch options and the rank that a drafter is built for; `tables` and `num_slots` are the target's own
-    decoder and the size of its pool if the drafter is attached to its ranks."""
+    """The launch options and the rank that a drafter is built for; `target_runner` is the target itself if
+    the drafter is attached to its ranks."""
 
     verify: VerifyConfig
     pipeline: str
@@ -52,8 +52,7 @@ class DraftSetup:
     device: str
     eos_token_ids: tuple[int, ...]
     target: TargetConfig = field(default_factory=TargetConfig)
-    tables: Decoder | None = None
-    num_slots: int = 0
+    target_runner: ModelRunner | None = None
 
     @property
     def model_options(self) -> ModelOptions:
@@ -67,6 +66,11 @@ class PathResolver(Protocol):
     @property
     def target(self) -> str:
         """The target's checkpoint directory."""
+        ...
+
+    @property
+    def target_layers(self) -> int:
+        """The target's layers, those of `target.stretch` included."""
         ...
 
     def checkpoint(self, key: str, path: str, *, is_model: bool = True) -> str:

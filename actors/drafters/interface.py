@@ -225,6 +225,15 @@ class ReadsFeatures(Protocol):
         """Those of the tokens that a pass committed, before the next `propose`: in order, none left out."""
 
 
+class SharesRows(Protocol):
+    """Drafts in the target's own pool of KV rows, on its ranks. When it drafts, the target has committed the rows of
+    all text but the last token."""
+
+    def release_rows(self) -> None:
+        """Give all rows back: the target is about to change its own and to reserve those of a pass."""
+        ...
+
+
 class HasLevels(Protocol):
     """Consists of levels that draft for each other."""
 
@@ -271,6 +280,7 @@ class Capabilities:
     reads_top_tokens: ReadsTopTokens | None = None
     reads_features: ReadsFeatures | None = None
     learns: LearnsWhenIdle | None = None
+    shares_rows: SharesRows | None = None
 
 
 class Drafter(Protocol):

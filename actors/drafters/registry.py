@@ -17,12 +17,14 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.retrieval.config import RestDrafterConfig
+from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {
     "none": NoDrafterConfig,
     "model": ModelDrafterConfig,
     "speculator": SpeculatorDrafterConfig,
+    "self": SelfDrafterConfig,
     "ngram": NgramDrafterConfig,
     "suffix": SuffixDrafterConfig,
     "maxgram": MaxgramDrafterConfig,

@@ -40,7 +40,11 @@ class AttachedDrafter:
         self._releases: list[int] = []
 
     def update(self, batch: VerifyBatch) -> None:
-        """Requests that the target is to forget and those it is to know; the drafter learns of them with its batch."""
+        """Before the target's rows change: rows lent to the drafter return.
+
+        Requests that the target is to forget and those it is to know; the drafter learns of them with its batch.
+        """
+        self._release_rows()
         for request_id in batch.releases:
             if self._admits.pop(request_id, None) is None and request_id in self.role.contexts:
                 self._releases.append(request_id)
@@ -106,7 +110,12 @@ class AttachedDrafter:
         request = self._admits.get(request_id) or self.role.contexts[request_id]
         return request.prompt_len + request.sampling.max_tokens - length
 
+    def _release_rows(self) -> None:
+        if (shares := self.role.drafter.capabilities.shares_rows) is not None:
+            shares.release_rows()
+
     def forget(self) -> None:
-        """Drop every request; the drafter keeps its model."""
+        """Drop every request, before the target does; the drafter keeps its model."""
+        self._release_rows()
         self.role.forget()
         self._admits, self._releases = {}, []

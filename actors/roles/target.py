@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
-from actors.protocol.messages import Admit, Commit, SamplingParams, Verdict, VerdictBatch, VerifyBatch, VerifyItem
+from actors.protocol.messages import (
+    NO_TOKEN,
+    Admit,
+    Commit,
+    SamplingParams,
+    Verdict,
+    VerdictBatch,
+    VerifyBatch,
+    VerifyItem,
+)
 from actors.roles.attached import AttachedDrafter
 from actors.roles.bridge import FeatureSender
 from actors.verification.features import FeatureReader
@@ -61,11 +70,11 @@ class TargetRole:
 
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
+        if self._attached is not None:
+            self._attached.update(batch)
         for request_id in batch.releases:
             del self.contexts[request_id]
             self.runner.close(request_id)
-        if self._attached is not None:
-            self._attached.update(batch)
         for admit in batch.admits:
             self._admit(admit)
         for commit in batch.commits:
@@ -83,12 +92,15 @@ class TargetRole:
                 finished = time.monotonic()
                 verdicts = self._attached.share(verdicts, batch.items, is_lead=self._is_lead)
                 features = self._committed_features(inputs, first_positions, verdicts)
+                self._commit_chunks(inputs)
+                self._commit_rows(verdicts)
                 drafts, top_tokens = self._attached.draft(batch, verdicts, features, top_tokens), None
             elif self._sender is not None and batch.bridge:
                 features = self._committed_features(inputs, first_positions, verdicts)
                 wanted = [rows for rows in features if self.contexts[rows.request_id].speculate]
                 export = self._sender.announce(wanted, batch.bridge, batch.num_received)
-            self._commit_chunks(inputs)
+            if self._attached is None:
+                self._commit_chunks(inputs)
         finished = time.monotonic() if finished is None else finished
         exported = self._sender.take_span() if self._sender is not None else None
         yield VerdictBatch(
@@ -108,11 +120,11 @@ class TargetRole:
 
     def forget(self) -> None:
         """Drop every request and its rows."""
+        if self._attached is not None:
+            self._attached.forget()
         for request_id in self.contexts:
             self.runner.close(request_id)
         self.contexts.clear()
-        if self._attached is not None:
-            self._attached.forget()
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(
@@ -123,9 +135,20 @@ class TargetRole:
     def _commit(self, commit: Commit) -> None:
         context = self.contexts[commit.request_id]
         assert (commit.epoch, commit.prefix_len) == (context.epoch, len(context.token_ids))
-        root_row = context.num_fed - 1
-        self.runner.commit(commit.request_id, [*range(context.num_fed), *(root_row + node for node in commit.path)])
+        if self._attached is None:
+            self._keep(commit)
         context.token_ids.extend(commit.token_ids)
+
+    def _commit_rows(self, verdicts: Sequence[Verdict]) -> None:
+        """Keep the rows of the verdicts' paths before the drafter works, which may read them; the text follows with the
+        `Commit`. A verdict that the coordinator cuts ends its request."""
+        for verdict in verdicts:
+            if verdict.next_token != NO_TOKEN:
+                self._keep(verdict)
+
+    def _keep(self, outcome: Verdict | Commit) -> None:
+        num_fed = self.contexts[outcome.request_id].num_fed
+        self.runner.commit(outcome.request_id, [*range(num_fed), *(num_fed - 1 + node for node in outcome.path)])
 
     def _verify_input(self, item: VerifyItem) -> VerifyInput:
         context = self.contexts[item.request_id]

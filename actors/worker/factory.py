@@ -141,7 +141,7 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead)
     attached, features, facts = None, None, {}
     if spec.drafter.is_attached(spec.pipeline):
-        setup = replace(_setup(spec, group), tables=runner.decoder, num_slots=fit.num_slots)
+        setup = replace(_setup(spec, group), target_runner=runner)
         drafter, facts["drafter"] = spec.drafter.build(setup)
         attached = AttachedDrafter(drafter, group, spec.device)
     # on every rank, since each has heads of its own; a bridge has its end on the lead alone

@@ -108,8 +108,9 @@ def _with_typed_parts(drafter: DrafterConfig, where: str) -> DrafterConfig:
     return _with_typed_drafters(drafter, where) if isinstance(drafter, AutoDrafterConfig) else drafter
 
 
-_CHOSEN_NEVER = {"none", "auto", "jacobi", "lookahead"}
-"""Drafters that `drafter=auto` cannot choose: two learn only at the rows of their own drafts, in every round."""
+_CHOSEN_NEVER = {"none", "auto", "jacobi", "lookahead", "self"}
+"""Drafters that `drafter=auto` cannot choose: two learn only at the rows of their own drafts, in every round, and one
+runs on the target's ranks."""
 
 
 def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConfig:
@@ -130,7 +131,7 @@ def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConf
 def _with_typed_levels(cascade: CascadeDrafterConfig, where: str) -> CascadeDrafterConfig:
     """Every level as its drafter's record, and the draft length as a number; ValueError, one line, otherwise."""
     levels = [
-        _typed_part(entry, f"{where}.levels[{i}]", {"none", "auto", "cascade"}, "level")
+        _typed_part(entry, f"{where}.levels[{i}]", {"none", "auto", "cascade", "self"}, "level")
         for i, entry in enumerate(cascade.levels)
     ]
     if len(levels) < 2:
@@ -220,7 +221,7 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     if isinstance(job, PlanConfig):
         costs = _file("job.costs", job.costs, "the YAML of docs/planning.md, or leave it empty") if job.costs else ""
         job = replace(job, prompts=_prompt_file(job.prompts or str(pocket.PROMPTS)), costs=costs)
-    drafter = config.drafter.with_paths(_DrafterPaths(path))
+    drafter = config.drafter.with_paths(_DrafterPaths(path, config.target.stretch))
     return replace(config, target=replace(config.target, path=path), drafter=drafter, job=job)
 
 
@@ -251,7 +252,12 @@ class _DrafterPaths:
     """Resolves the paths of a drafter's record."""
 
     target: str
+    stretch: int
     file = staticmethod(_file)
+
+    @property
+    def target_layers(self) -> int:
+        return read_config(Path(self.target)).num_layers + self.stretch
 
     def checkpoint(self, key: str, path: str, *, is_model: bool = True) -> str:
         bundled = {"pocket": pocket.DRAFTER, "pocket-deep": pocket.DEEP_DRAFTER}

@@ -94,7 +94,7 @@ def _drafter(config: LaunchConfig, target: ModelRunner, num_slots: int, eos: tup
     setup = DraftSetup(config.verify, "sync", config.scheduler, SINGLE, device, eos, config.target)
     if isinstance(star, ModelDrafterConfig):
         return ModelDrafter(_open(star, num_slots), star, setup.model_options)
-    drafter, _ = star.build(replace(setup, tables=target.decoder, num_slots=num_slots))
+    drafter, _ = star.build(replace(setup, target_runner=target))
     assert isinstance(drafter, ModelDrafter)
     return drafter
 

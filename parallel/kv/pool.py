@@ -7,6 +7,8 @@ host; no row moves. Knows no tokens, no trees and no attention.
     table of a sequence   [ committed rows ........ | pending rows .... ]
                             0           cached_len ^     num_rows ^
 
+A sequence may borrow committed rows: they are rows of another, which owns their slots; rows that it adds are its own.
+
 Slots are allocated so that a sequence stays one contiguous run as long as possible: it continues after its last row;
 otherwise a run starts in the middle of the largest gap, which leaves room for the sequence before the gap.
 """
@@ -21,18 +23,19 @@ import numpy as np
 import torch
 
 SeqId = Hashable
+_ROOM = np.zeros(64, dtype=np.int64)
 
 
 class _SlotTable:
-    """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run."""
+    """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run, `num_borrowed` are of
+    another sequence."""
 
-    __slots__ = ("cached_len", "num_rows", "run_len", "slots")
+    __slots__ = ("cached_len", "num_borrowed", "num_rows", "run_len", "slots")
 
-    def __init__(self) -> None:
-        self.slots = np.empty(64, dtype=np.int64)
-        self.cached_len = 0
-        self.num_rows = 0
-        self.run_len = 0
+    def __init__(self, borrowed: np.ndarray | None = None, run_len: int = 0) -> None:
+        self.slots = np.empty(64, dtype=np.int64) if borrowed is None else np.append(borrowed, _ROOM)
+        self.cached_len = self.num_rows = self.num_borrowed = 0 if borrowed is None else len(borrowed)
+        self.run_len = run_len
 
     def append(self, run: range) -> None:
         end = self.num_rows + len(run)
@@ -50,8 +53,8 @@ class _SlotTable:
         self.num_rows = end
 
     def shorten(self, num_rows: int) -> np.ndarray:
-        """Drop the rows after the first `num_rows`; returns their slots."""
-        dropped = self.slots[num_rows : self.num_rows].copy()
+        """Drop the rows after the first `num_rows`; returns the slots of its own among them."""
+        dropped = self.slots[max(num_rows, self.num_borrowed) : self.num_rows].copy()
         self.num_rows = num_rows
         self.run_len = min(self.run_len, num_rows)
         return dropped
@@ -104,6 +107,13 @@ class KVPool:
     def open(self, seq_id: SeqId) -> None:
         assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
         self._tables[seq_id] = _SlotTable()
+
+    def borrow(self, seq_id: SeqId, owner: SeqId) -> None:
+        """Open a sequence whose committed rows are those that `owner` has now; close it before `owner` frees any."""
+        assert seq_id not in self._tables, f"sequence {seq_id!r} is open already"
+        table = self._tables[owner]
+        rows = table.cached_len
+        self._tables[seq_id] = _SlotTable(table.slots[:rows], min(rows, table.run_len))
 
     def close(self, seq_id: SeqId) -> None:
         self._release(self._tables.pop(seq_id).shorten(0))
@@ -171,12 +181,14 @@ class KVPool:
         table.cached_len = length
 
     def check(self) -> None:
-        """Assert that every slot is free or owned exactly once and that the recorded runs are right."""
+        """Assert that every slot is free or owned exactly once, no borrowed one is free, and the runs are right."""
         owners = np.frombuffer(self._free, dtype=np.uint8).astype(np.int64)
         assert owners.sum() == self.num_free, "the count of free slots is off"
         for seq_id, table in self._tables.items():
             rows = table.slots[: table.num_rows]
-            np.add.at(owners, rows, 1)
+            np.add.at(owners, rows[table.num_borrowed :], 1)
+            lent = np.frombuffer(self._free, dtype=np.uint8)[rows[: table.num_borrowed]]
+            assert not lent.any(), f"{seq_id!r}: borrows rows that nothing owns"
             assert 0 <= table.cached_len <= table.num_rows, f"{seq_id!r}: more rows committed than owned"
             breaks = np.flatnonzero(np.diff(rows) != 1)
             run_len = int(breaks[0]) + 1 if len(breaks) else len(rows)

@@ -1,7 +1,7 @@
 """The blocks of a decoder: attention, MLP or experts, and the norms around them.
 
-A block's two halves can run on different ranks: `attend` computes what its attention adds to the residual stream,
-`finish` adds it and the MLP's part. Knows no checkpoints and no other blocks.
+A block's two halves can run on different ranks or alone: `attend` computes what its attention adds to the residual
+stream, `add` adds it, and `feed` runs the MLP. Knows no checkpoints and no other blocks.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Block(Layer):
         if kv_layer is not None:
             self.attention = Attention(config, kv_layer, attention_group, windowed=self.windowed, **options)
         self.mlp = make_mlp(config, mlp_group, **options)
-        self.norm_names = config.norm_names  # whose order `attend` and `finish` rely on
+        self.norm_names = config.norm_names  # whose order `attend`, `add` and `feed` rely on
         self.norms = [NORMS[config.norm](config.hidden_size, config.norm_eps, **options) for _ in self.norm_names]
 
     def __call__(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
@@ -164,7 +164,14 @@ class Block(Layer):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x [T, H] with `attended` and the MLP's part added."""
-        x = x + attended
+        return self.feed(self.add(x, attended))
+
+    def add(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [T, H] with the attention's part added."""
+        return x + attended
+
+    def feed(self, x: Tensor) -> Tensor:
+        """x [T, H] with the MLP's part added."""
         return x + self.mlp(self.norms[1](x))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
@@ -189,8 +196,7 @@ class SandwichBlock(Block):
     def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         return self.norms[2](super().attend(x, rope, plan))
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + attended
+    def feed(self, x: Tensor) -> Tensor:
         return x + self.norms[3](self.mlp(self.norms[1](x)))
 
 
@@ -201,8 +207,10 @@ class PostNormBlock(Block):
         assert self.attention is not None, "another rank holds this block's attention"
         return self.attention(x, rope, plan)
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = self.norms[0](x + attended)
+    def add(self, x: Tensor, attended: Tensor) -> Tensor:
+        return self.norms[0](x + attended)
+
+    def feed(self, x: Tensor) -> Tensor:
         return self.norms[1](x + self.mlp(x))
 
 

@@ -15,6 +15,7 @@ from parallel.comm.group import SINGLE, Group
 from parallel.kv.pool import KVPool
 from parallel.model.block import BLOCKS, Block, Experts
 from parallel.model.config import DecoderConfig
+from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.norm import NORMS
@@ -83,6 +84,7 @@ class Decoder(Layer):
             block(config, i, kv_layer.get(i), attention_group, mlp_group, **options) for i in range(config.num_layers)
         ]
 
+        self._whole = LayerPlan.whole(config.num_layers)
         if weights not in (None, dtype):
             self._store_as(weights)
 
@@ -109,15 +111,30 @@ class Decoder(Layer):
 
         Tap 0 is the embedding; tap `num_layers` is the stream before the final norm.
         """
+        hidden, tapped = self.run_layers(self.embed(token_ids, plan.positions), plan, plan.layers, taps)
+        return self.normalize(hidden), tapped
+
+    def run_layers(
+        self, hidden: Tensor, plan: PassPlan, layers: LayerPlan | None = None, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The residual stream [T, H] after the sublayers of `layers`, None for all, and after the layers `taps`.
+
+        A tap at a layer of which nothing runs is the stream that passes there.
+        """
         plan.attention.prepare()
         ropes = self.rotations(plan.positions)
-        hidden = self.embed(token_ids, plan.positions)
-        tapped = {0: hidden} if 0 in taps else {}
-        for i, layer in enumerate(self.layers, 1):
-            hidden = layer(hidden, ropes[layer.windowed], plan.attention)
-            if i in taps:
-                tapped[i] = hidden
-        return self.normalize(hidden), tuple(tapped[tap] for tap in taps)
+        steps = self._whole.steps() if layers is None else layers.steps()
+        tapped = {tap: hidden for tap in taps if not steps or tap <= steps[0][0]}
+        for place, (index, attends, feeds) in enumerate(steps, 1):
+            layer = self.layers[index]
+            if attends:
+                hidden = layer.add(hidden, layer.attend(hidden, ropes[layer.windowed], plan.attention))
+            if feeds:
+                hidden = layer.feed(hidden)
+            if taps:
+                following = steps[place][0] if place < len(steps) else len(self.layers)
+                tapped |= {tap: hidden for tap in taps if index < tap <= following}
+        return hidden, tuple(tapped[tap] for tap in taps)
 
     def rotations(self, positions: Tensor) -> tuple[Rotation | None, Rotation | None]:
         """The rotations of layers without and with a sliding window; None where positions are learned."""

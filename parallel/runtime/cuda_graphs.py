@@ -75,7 +75,7 @@ class CapturedPasses:
             self.drop()
             self._generation = group.generation
         inputs = attention.tensors()
-        key = (plan.fuzzy, *taps, *(tensor.shape for tensor in inputs))
+        key = (plan.fuzzy, plan.layers, *taps, *(tensor.shape for tensor in inputs))
         captured = self._captured.get(key)
         if captured is None:
             if len(self._captured) >= self._most:

@@ -16,13 +16,15 @@ from parallel.model.decoder import Decoder, pack_weights
 from parallel.model.layers.attention import AttentionShape
 from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
 from parallel.model.weights import load_shards
+from parallel.runtime.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorPlace:
     """Where a speculator runs: beside the target's embedding and head, with so many KV rows.
 
-    Matrices are stored as `weights`, None for `dtype`. `target_layers` is 0 if that is not known.
+    Matrices are stored as `weights`, None for `dtype`. `target_layers` is 0 if that is not known. `target` is the
+    target itself, on whose layers a `SelfDraftRunner` can draft; None where the speculator has ranks of its own.
     """
 
     tables: Decoder
@@ -32,6 +34,7 @@ class SpeculatorPlace:
     num_slots: int
     weights: torch.dtype | None = None
     target_layers: int = 0
+    target: ModelRunner | None = None
 
     @property
     def options(self) -> TensorOptions:

@@ -20,6 +20,7 @@ from parallel.kv.pool import KVPool, SeqId
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionShape
 from parallel.runtime.runner import ModelRunner, PassOutput, default_backend, make_backend
+from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.features import TextFeatures
 
@@ -29,8 +30,11 @@ class SpeculatorRunner(ModelRunner):
 
     A family implements the methods of `ModelRunner` that a drafter calls: `cached_len`, `can_reserve`, `commit`,
     `truncate`, `drop_fuzzy`, and `_forward`, which may be asked for text only up to the first token whose predecessor
-    has no features (`num_known`). The pool may be empty.
+    has no features (`num_known`). The pool may be empty. A family that drafts with the target's layers too sets
+    `self_draft`.
     """
+
+    self_draft: SelfDraftRunner | None = None
 
     def __init__(self, config: SpeculatorConfig, tables: Decoder, pool: KVPool) -> None:
         self.speculator = config

@@ -258,12 +258,10 @@ def open_room(models, speculator, open_bridge):
                 tokenizer = config.tokenizer and str(models[config.tokenizer])
                 config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
             elif isinstance(config, SpeculatorDrafterConfig):
-                config = replace(config, path=str(speculator(config.path)))
-            tables = runner.decoder if attached else None
+                config = replace(config, path=str(speculator(config.path)), kv_slots=4096)
             target_config = TargetConfig(path=str(models["target"]))
-            setup = DraftSetup(
-                VerifyConfig(rule, law_size=16), pipeline, limits, SINGLE, "cpu", (EOS,), target_config, tables, 4096
-            )
+            verify, on_its_ranks = VerifyConfig(rule, law_size=16), runner if attached else None
+            setup = DraftSetup(verify, pipeline, limits, SINGLE, "cpu", (EOS,), target_config, on_its_ranks)
             drafter, _ = config.build(setup)
             drafter = wrap(drafter) if wrap else drafter
             if attached:

@@ -56,7 +56,7 @@ class SpeculatorDrafter(_ReadsFeatures):
 
     def __init__(self, runner: SpeculatorRunner, config: SpeculatorDrafterConfig, options: ModelOptions) -> None:
         super().__init__(runner, config, options)
-        self.capabilities = replace(self.capabilities, reads_features=self)
+        self.capabilities = replace(self.capabilities, reads_features=self, shares_rows=runner.self_draft)
 
 
 class AheadSpeculatorDrafter(_ReadsFeatures, AheadDrafter):
@@ -79,14 +79,17 @@ def build_speculator_drafter(
     has_kernels = dtype == torch.float32 and device == "cpu" and has_products()
     if config.weights == "auto" and has_kernels and holds_bfloat16(Path(config.path)):
         weights = torch.bfloat16
-    tables = setup.tables
-    if tables is None:
+    target_runner = setup.target_runner
+    if target_runner is not None:
+        tables = target_runner.decoder
+    else:
         tables_weights = choose_weights(target.weights, target.dtype, device, target.path)
         tables = open_tables(target.path, setup.group, device, dtype, tables_weights)
     num_layers = read_config(resolve_checkpoint(target.path)).num_layers
     longest = read_speculator(config.path, num_layers).max_positions
-    num_slots = config.kv_slots or setup.num_slots or setup.scheduler.max_num_seqs * longest
-    place = SpeculatorPlace(tables, setup.group, device, dtype, num_slots, weights, num_layers)
+    beside = 0 if target_runner is None else target_runner.pool.num_slots
+    num_slots = config.kv_slots or beside or setup.scheduler.max_num_seqs * longest
+    place = SpeculatorPlace(tables, setup.group, device, dtype, num_slots, weights, num_layers, target_runner)
     runner = open_speculator(config.path, place)
     facts: dict[str, object] = {"checkpoint": config.path, "method": runner.speculator.method, "kv_slots": num_slots}
     if setup.pipeline in AHEAD:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.norm import Norm
 from parallel.model.layers.rope import Rotation, rotate
 
@@ -77,7 +78,7 @@ class PassPlan:
     """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
 
     `positions` may be longer than T where a backend rounds a pass up; the rows after T are padding. `fuzzy` lets a
-    decoder that can run layers side by side do so.
+    decoder that can run layers side by side do so. `layers` are the sublayers that run, None for all.
     """
 
     num_rows: int
@@ -85,6 +86,7 @@ class PassPlan:
     logit_rows: Tensor | None  # [N]
     attention: AttentionPlan
     fuzzy: bool = False
+    layers: LayerPlan | None = None
 
 
 def capped_attention(

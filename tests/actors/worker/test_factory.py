@@ -13,7 +13,8 @@ import pytest
 
 from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
@@ -197,12 +198,14 @@ def drafted_rounds(ranks, first_round, count=4):
     return seen
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", "eagle3"])
+@pytest.mark.parametrize("drafter", ["ngram", "model", "eagle3", "exit", "skip"])
 def test_an_attached_drafter_drafts_alike_on_one_rank_and_on_two(open_ranks, spec, speculator, drafter):
     attached = {
         "ngram": NgramDrafterConfig(placement=Placement.attached, min_ngram=1),
         "model": replace(spec.drafter, placement=Placement.attached),
         "eagle3": SpeculatorDrafterConfig(path=str(speculator("eagle3")), kv_slots=256),
+        "exit": SelfDrafterConfig(exit=1),
+        "skip": SelfDrafterConfig(skip=["1m"], strategy=Strategy.tree),
     }
     spec = replace(spec, drafter=attached[drafter])
     single = open_ranks(spec)

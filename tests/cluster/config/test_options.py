@@ -123,7 +123,10 @@ def test_help_of_a_key_names_type_default_range_and_meaning():
         "    Sequences that run at a time.",
     ]
     by_drafter = help_text("drafter.num_draft_tokens")
-    assert "drafter=model, drafter=speculator, drafter=ngram, drafter=maxgram: drafter.num_draft_tokens=5" in by_drafter
+    assert (
+        "drafter=model, drafter=speculator, drafter=self, drafter=ngram, drafter=maxgram: drafter.num_draft_tokens=5"
+        in by_drafter
+    )
     assert "drafter=suffix: drafter.num_draft_tokens=8" in by_drafter
 
 

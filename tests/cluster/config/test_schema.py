@@ -31,7 +31,7 @@ from cluster.tools.bench.plan import expand
 PUBLIC_CHOICES = {
     "target": {"pocket", "hf"},
     "drafter": {"none", "model", "ngram", "suffix", "maxgram", "copy", "recycling", "aded", "rest", "jacobi"}
-    | {"lookahead", "cascade", "auto", "speculator"},
+    | {"lookahead", "cascade", "auto", "speculator", "self"},
     "verify": {"coupled", "rejection", "block", "traversal", "kseq", "auto"},
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
@@ -60,6 +60,9 @@ PUBLIC_KEYS = {
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
     "kv_slots length_rule rejection_threshold placement",
+    "drafter=self": "name exit skip strategy num_draft_tokens depth width branching draws tree min_gain merge_ngram "
+    "fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
+    "rejection_threshold placement",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -364,6 +367,21 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["drafter.fan_out=0"], "drafter.fan_out=0: must be at least 1"),
         (["drafter.length_rule=threshold", "pipeline=branches"], "drafter.length_rule=threshold: cannot end what"),
         (["drafter.length_rule=thompson", "drafter.strategy=tree"], "drafter.length_rule=thompson: ends chains; leave"),
+        *(
+            (["drafter=self", *overrides], f"drafter{line}")
+            for overrides, line in (
+                (["pipeline=pearl"], "=self: runs the target's own layers, which are busy while it verifies; use pip"),
+                (["drafter.placement=separate"], ".placement=separate: drafts with the target's own layers"),
+                (["drafter.exit=6"], ".exit=6: leaves no layer out: the target has 6; give at most 5"),
+                (["drafter.exit=9", "target.stretch=3"], ".exit=9: leaves no layer out: the target has 9"),
+                (["drafter.skip=[3x]"], ".skip=3x: names no sublayer; write 3a for the attention of layer 3"),
+                (["drafter.skip=[1,6m]"], ".skip=6m: the target has layers 0 to 5; give one of them"),
+                (["drafter.exit=1", "drafter.skip=[0]"], ".skip=[0]: leaves no sublayer to draft with; drop some"),
+                (["drafter.kv_slots=9"], ".kv_slots=9: is the target's own, target.kv_slots; drop it"),
+                (["drafter.weights=int8"], ".weights=int8: is the target's own, target.weights; drop it"),
+            )
+        ),
+        (["drafter=auto", "drafter.drafters=[self]"], "drafter.drafters[0]=self: is no drafter; give a name or"),
         (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be between 0 and 1"),
         (["drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
         (["drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),

@@ -38,6 +38,27 @@ class PoolMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.committed)))
 
     @precondition(lambda self: self.committed)
+    @rule(data=st.data(), num_rows=st.integers(0, 12))
+    def draft(self, data, num_rows):
+        """A sequence that borrows another's committed rows adds rows of its own, and all it added is free again."""
+        owner = self.pick(data)
+        num_free, slots = self.pool.num_free, self.pool.slots(owner).copy()
+        self.pool.borrow("draft", owner)
+        lent = self.pool.cached_len("draft")
+        assert lent == len(self.committed[owner]) and self.pool.pending_len("draft") == 0
+        if num_rows and self.pool.can_reserve(num_rows):
+            taken = self.pool.reserve("draft", num_rows)
+            assert not set(taken.tolist()) & set(slots.tolist())
+            self.pool.check()
+            self.pool.commit("draft", range(num_rows // 2))
+            self.pool.check()
+        assert self.pool.slots("draft")[:lent].tolist() == slots[:lent].tolist()
+        self.pool.truncate("draft", lent // 2)
+        self.pool.check()
+        self.pool.close("draft")
+        assert self.pool.num_free == num_free
+
+    @precondition(lambda self: self.committed)
     @rule(data=st.data(), num_rows=st.integers(1, 20))
     def reserve(self, data, num_rows):
         seq_id = self.pick(data)
@@ -182,3 +203,15 @@ def test_rows_are_zeros_that_take_memory_once_they_are_written():
     assert not pool.keys[:, ::4096].any() and not pool.values[:, ::4096].any()
     pool.keys[1, 5] = 1.0
     assert pool.keys[:, 4:7].sum(dim=(2, 3)).tolist() == [[0.0, 0.0, 0.0], [0.0, 8.0 * 64, 0.0]]
+
+
+def test_a_borrowed_row_that_nothing_owns_is_found():
+    pool = make_pool()
+    pool.open("owner")
+    pool.reserve("owner", 3)
+    pool.commit("owner", range(3))
+    pool.borrow("draft", "owner")
+    pool.check()
+    pool.truncate("owner", 1)
+    with pytest.raises(AssertionError, match="'draft': borrows rows that nothing owns"):
+        pool.check()

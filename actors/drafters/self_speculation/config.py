@@ -1,0 +1,84 @@
+"""The configuration record of `drafter=self`. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Placement
+from actors.drafters.model.config import PassDrafterConfig
+from actors.options import PipelineName, VerifyRule
+from actors.ranges import Range, require
+
+if TYPE_CHECKING:
+    from actors.drafters.interface import Drafter
+    from parallel.model.layer_plan import LayerPlan
+
+_SUBLAYER = re.compile(r"(\d+)([am]?)")
+
+
+@dataclass(frozen=True, slots=True)
+class SelfDrafterConfig(PassDrafterConfig):
+    """The target itself with fewer layers, on its ranks and over its KV rows: no second model in memory."""
+
+    name: str = "self"
+    exit: Annotated[int, Range(0, zero="all of them; half of them if `skip` is empty")] = 0
+    """Layers that draft: the first so many, then the target's own norm and head (LayerSkip's early exit)."""
+    skip: list[Any] = field(default_factory=list)
+    """Sublayers that drafts leave out, by their number from 0: 3a the attention of layer 3, 3m its MLP, 3 both, as
+    [3a,3m,4] (Draft & Verify)."""
+
+    def check_fields(self, where: str) -> None:
+        super(SelfDrafterConfig, self).check_fields(where)
+        for entry in self.skip:
+            remedy = "names no sublayer; write 3a for the attention of layer 3, 3m for its MLP, 3 for both"
+            require(_SUBLAYER.fullmatch(str(entry)) is not None, f"{where}.skip", entry, remedy)
+        remedy = "drafts with the target's own layers, on its ranks; use attached or drop it"
+        require(self.placement is not Placement.separate, f"{where}.placement", self.placement, remedy)
+        remedy = "is the target's own, target.{0}; drop it"
+        for key, value in (("kv_slots", self.kv_slots), ("dtype", self.dtype), ("weights", self.weights)):
+            require(value in (0, "auto"), f"{where}.{key}", value, remedy.format(key))
+
+    def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        in_turn = pipeline in (PipelineName.sync, PipelineName.plain)
+        remedy = f"runs the target's own layers, which are busy while it verifies; use pipeline=sync, not {pipeline}"
+        require(in_turn, where, self.name, remedy)
+        super(SelfDrafterConfig, self).check_with(rule, pipeline, where)
+
+    def is_attached(self, pipeline: str) -> bool:
+        return pipeline == PipelineName.sync
+
+    def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
+        config = replace(self, tree=self._tree_file(resolve, f"{where}.tree")) if self.tree else self
+        config.check_layers(resolve.target_layers, where)
+        return config
+
+    def check_layers(self, num_layers: int, where: str = "drafter") -> None:
+        """Raise ValueError if a target of so many layers cannot draft so."""
+        remedy = f"leaves no layer out: the target has {num_layers}; give at most {num_layers - 1}"
+        require(self.exit < num_layers, f"{where}.exit", self.exit, remedy)
+        for entry, (layer, _) in zip(self.skip, self._skipped(), strict=True):
+            remedy = f"the target has layers 0 to {num_layers - 1}; give one of them"
+            require(layer < num_layers, f"{where}.skip", entry, remedy)
+        plan = self.layer_plan(num_layers)
+        require(bool(plan.num_sublayers), f"{where}.skip", self.skip, "leaves no sublayer to draft with; drop some")
+
+    def layer_plan(self, num_layers: int) -> LayerPlan:
+        """What runs of a target of so many layers."""
+        from parallel.model.layer_plan import LayerPlan
+
+        stop = self.exit or (num_layers if self.skip else num_layers // 2)
+        skipped = self._skipped()
+        attention, mlp = ([layer for layer, part in skipped if part in ("", kind)] for kind in "am")
+        return LayerPlan.prefix(stop).without(attention=attention, mlp=mlp)
+
+    def _skipped(self) -> list[tuple[int, str]]:
+        """(layer, a or m or nothing for both) of each entry of `skip`."""
+        matches = [_SUBLAYER.fullmatch(str(entry)) for entry in self.skip]
+        return [(int(match[1]), match[2]) for match in matches if match is not None]
+
+    def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
+        from actors.drafters.self_speculation.drafter import build_self_drafter
+
+        return build_self_drafter(self, setup)

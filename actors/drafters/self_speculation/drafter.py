@@ -1,0 +1,43 @@
+"""`drafter=self`: drafts with some layers of the target itself, over the target's KV rows.
+
+The drafting is that of `drafter=model`, with a runner whose sequences follow the target's. The text needs no reading:
+when a draft is wanted, the target has rows of all of it but the last token. Where the pool is full there is no draft.
+Knows no rows and no layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from actors.drafters.interface import Capabilities, Context
+from actors.drafters.model.drafter import ModelDrafter
+from parallel.self_speculation.runner import SelfDraftRunner
+
+if TYPE_CHECKING:
+    from actors.drafters.config import DraftSetup, ModelOptions
+    from actors.drafters.self_speculation.config import SelfDrafterConfig
+
+
+class SelfDrafter(ModelDrafter):
+    """Drafts in turn with the target, on its ranks."""
+
+    runner: SelfDraftRunner
+
+    def __init__(self, runner: SelfDraftRunner, config: SelfDrafterConfig, options: ModelOptions) -> None:
+        super().__init__(runner, config, options)
+        self.capabilities = Capabilities(runner.config.vocab_size, shares_rows=runner)
+
+    def _prefill(self, context: Context, leave: int) -> None:
+        """The target reads the text."""
+
+
+def build_self_drafter(config: SelfDrafterConfig, setup: DraftSetup) -> tuple[SelfDrafter, dict[str, object]]:
+    """The drafter on the target that `setup` names."""
+    target = setup.target_runner
+    if target is None:
+        raise ValueError("drafter=self: drafts with the target's own layers, on its ranks; use it as the only drafter")
+    num_layers = target.config.num_layers
+    config.check_layers(num_layers)
+    layers = config.layer_plan(num_layers)
+    share = layers.num_sublayers / (2 * num_layers)
+    return SelfDrafter(SelfDraftRunner(target, layers), config, setup.model_options), {"draft_share": share}
