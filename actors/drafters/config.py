@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
     from parallel.comm.group import Group
     from parallel.runtime.runner import ModelRunner
+    from parallel.speculators.fusing import TapFuser
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,10 @@ class DrafterConfig(Choice):
         """Residual streams of the target that the drafter reads, as `parallel.speculators.config` numbers them; loads
         the checkpoint's record."""
         return ()
+
+    def open_fuser(self, target_layers: int, device: str) -> TapFuser | None:
+        """What the target makes of the taps before they leave for a drafter elsewhere; None: they leave as they are."""
+        return None
 
     def is_attached(self, pipeline: str) -> bool:
         """Whether it runs on the target's ranks, and drafts right after each verdict."""

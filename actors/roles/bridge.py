@@ -23,6 +23,7 @@ from actors.protocol.membership import Bridge
 from actors.protocol.messages import FeatureExport
 from parallel.comm.group import SINGLE, Group, PeerLost, Sending
 from parallel.comm.rendezvous import connect_store, join
+from parallel.speculators.fusing import TapFuser
 
 MEETING_S = 20.0
 """For which the thread of an end waits for the other, which may be in the middle of a long pass."""
@@ -92,10 +93,11 @@ class BridgeEnd:
 
 
 class FeatureSender(BridgeEnd):
-    """The target's end."""
+    """The target's end. What `fuser` makes of the rows is sent, once the verdicts have left."""
 
     def __init__(self, host: str, device: str, logger: logging.Logger) -> None:
         super().__init__(TARGET, host, device, logger)
+        self.fuser: TapFuser | None = None
         self._number = 0  # of the bridge that the rest is of
         self._num_sent = 0
         self._announced: list[Tensor] = []
@@ -122,8 +124,10 @@ class FeatureSender(BridgeEnd):
         self._announced = [one.rows for one in features]
         self._num_sent += 1
         spans = tuple((one.request_id, one.start, len(one.rows)) for one in features)
-        first = features[0].rows
-        return FeatureExport(bridge, self._num_sent, first.shape[1], str(first.dtype).removeprefix("torch."), spans)
+        size, dtype = features[0].rows.shape[1], features[0].rows.dtype
+        if self.fuser is not None:
+            size, dtype = self.fuser.shape.outputs, self.fuser.dtype
+        return FeatureExport(bridge, self._num_sent, size, str(dtype).removeprefix("torch."), spans)
 
     def send(self) -> None:
         """Post what was announced; returns before it has left."""
@@ -133,7 +137,8 @@ class FeatureSender(BridgeEnd):
         started = time.monotonic()
         try:
             group = self._connected(self._number)
-            tensor = torch.cat(parts).to(self._travels_on)
+            rows = torch.cat(parts)
+            tensor = (rows if self.fuser is None else self.fuser(rows)).to(self._travels_on)
             self._sendings.append((self._num_sent, group.send(tensor, DRAFTER)))
         except PeerLost as error:
             self._lose(error)

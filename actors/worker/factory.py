@@ -146,7 +146,10 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         attached = AttachedDrafter(drafter, group, spec.device)
     # on every rank, since each has heads of its own; a bridge has its end on the lead alone
     if (attached is not None and spec.drafter.reads_features) or spec.drafter.is_bridged(spec.pipeline):
-        features = FeatureReader(spec.drafter.taps(runner.config.num_layers - config.stretch))
+        num_layers = runner.config.num_layers - config.stretch
+        features = FeatureReader(spec.drafter.taps(num_layers))
+        if isinstance(bridge, FeatureSender):
+            bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
     role = TargetRole(
         runner,
         spec.verify.rule,

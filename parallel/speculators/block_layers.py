@@ -25,7 +25,7 @@ from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
-from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.config import FuserShape, SpeculatorConfig
 from parallel.speculators.correctors import (
     Corrector,
     CorrectorKind,
@@ -33,7 +33,7 @@ from parallel.speculators.correctors import (
     MarkovCorrector,
     SelectorCorrector,
 )
-from parallel.speculators.draft_layer import WholeRowsLinear
+from parallel.speculators.fusing import TapFuser
 from parallel.speculators.place import SpeculatorPlace
 
 MASK = -1
@@ -71,6 +71,18 @@ class BlockConfig(SpeculatorConfig):
     def num_drafted(self) -> int:
         """Draft tokens of a block."""
         return self.block_size - (not self.anchor_first)
+
+    @property
+    def fuser(self) -> FuserShape:
+        layers = self.layers
+        return FuserShape(
+            num_taps=len(self.taps),
+            tap_size=self.target_hidden,
+            outputs=layers.hidden_size,
+            eps=layers.norm_eps,
+            projection="fc",
+            result_norm="hidden_norm",
+        )
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -148,8 +160,7 @@ class BlockLayers(Layer):
         bare = config.embedding_scale is not None or tables.positions is not None
         self._embed = tables.embedding.embed if bare else _scaled_embedding(tables)  # no parts of these layers
         self._head = tables.head if config.embedding_scale is None else tables.lm_head.logits
-        self.fc = WholeRowsLinear("", config.feature_size, hidden, group, bias=False, **options)
-        self.context_norm = RMSNorm(hidden, eps, **options)
+        self.fuser = None if place.reads_fused else TapFuser(config.fuser, group, **options)
         self.mask = torch.empty(1, hidden, **options) if config.mask_token_id is None else None
         self.blocks = [DraftBlock(config, i, group, **options) for i in range(layers.num_layers)]
         # The keys and values of the text in one product for all layers: a second copy of these weights, small beside
@@ -182,9 +193,10 @@ class BlockLayers(Layer):
         return MarkovCorrector(config.corrector, vocab_size, hidden, rank, **options)
 
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [n, F] of the text at these positions -> keys and values [layers, n, kv heads, head size]."""
+        """Features of the text at these positions, as they came, [n, F] -> keys and values [layers, n, kv heads, head
+        size]."""
         config = self.config.layers
-        c = self.context_norm(self.fc(features))
+        c = features if self.fuser is None else self.fuser(features)
         projected = self.context_kv(c).view(len(c), config.num_layers, 2, -1, config.head_dim)
         rotation = self.rope(positions)
         keys = []
@@ -219,8 +231,8 @@ class BlockLayers(Layer):
         return self.norm(x)
 
     def shards(self) -> Iterator[Shard]:
-        yield from self.fc.shards("fc")
-        yield from self.context_norm.shards("hidden_norm")
+        if self.fuser is not None:
+            yield from self.fuser.shards()
         if self.mask is not None:
             yield Shard("mask_embedding", (EVERY, EVERY), self.mask)
         for i, block in enumerate(self.blocks):
@@ -242,8 +254,7 @@ def tensor_shapes(config: BlockConfig) -> dict[str, Shape]:
     """Every tensor of a checkpoint."""
     layers = config.layers
     hidden, vocab_size, rank, state = layers.hidden_size, config.vocab_size, config.corrector_rank, config.state_size
-    shapes: dict[str, Shape] = {"fc.weight": (hidden, config.feature_size), "norm.weight": (hidden,)}
-    shapes["hidden_norm.weight"] = (hidden,)
+    shapes: dict[str, Shape] = config.fuser.tensor_shapes() | {"norm.weight": (hidden,)}
     if config.mask_token_id is None:
         shapes["mask_embedding"] = 1, hidden
     for i in range(layers.num_layers):

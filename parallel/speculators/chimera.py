@@ -31,7 +31,7 @@ from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard
 from parallel.speculators.config import FINAL, SpeculatorConfig
-from parallel.speculators.draft_layer import WholeRowsLinear
+from parallel.speculators.fusing import WholeRowsLinear
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
 

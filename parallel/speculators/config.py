@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel.model.checkpoint import Shape
+
 TARGET_LAYERS = "target_num_hidden_layers"
 """Field that readers of layouts find beside those of config.json, if the target is known."""
 FINAL = -1
@@ -19,6 +21,36 @@ def kv_tap(layer: int) -> int:
     """The tap that is keys after RoPE and values of all KV heads of the target's layer `layer`, from 0, side by side;
     the same function gives the layer of such a tap, which is below `FINAL`."""
     return _KV - layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuserShape:
+    """A projection of all taps to one vector, and the norms beside it, by their names in the checkpoint; an empty name
+    is a norm that it does not have."""
+
+    num_taps: int
+    tap_size: int
+    outputs: int
+    eps: float
+    projection: str
+    tap_norms: str = ""
+    """Before it, of each tap alone."""
+    features_norm: str = ""
+    """Before it, of all taps together."""
+    result_norm: str = ""
+
+    @property
+    def inputs(self) -> int:
+        return self.num_taps * self.tap_size
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        shapes: dict[str, Shape] = {f"{self.projection}.weight": (self.outputs, self.inputs)}
+        if self.tap_norms:
+            shapes |= {f"{self.tap_norms}.{i}.weight": (self.tap_size,) for i in range(self.num_taps)}
+        for norm, size in ((self.features_norm, self.inputs), (self.result_norm, self.outputs)):
+            if norm:
+                shapes[f"{norm}.weight"] = (size,)
+        return shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +71,16 @@ class SpeculatorConfig:
     def feature_size(self) -> int:
         """Numbers of one token's features."""
         return len(self.taps) * self.target_hidden
+
+    @property
+    def fuser(self) -> FuserShape | None:
+        """What makes one vector of all taps, if text is read as that alone."""
+        return None
+
+    @property
+    def travels_fused(self) -> bool:
+        """Whether features for ranks other than the target's are fused before they leave, which makes them narrower."""
+        return self.fuser is not None and self.fuser.outputs < self.feature_size
 
     @property
     def num_logits(self) -> int:

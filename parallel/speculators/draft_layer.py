@@ -19,23 +19,11 @@ from parallel.model.checkpoint import find_tensors
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionPlan, PassPlan
 from parallel.model.layers.embedding import VocabTable
-from parallel.model.layers.linear import RowLinear
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.speculators.draft_layer_config import DraftLayerConfig
-
-
-class WholeRowsLinear(RowLinear):
-    """A projection whose input every rank has whole: each multiplies its columns, and the sum goes to all."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x if self.group.size == 1 else x[:, self.columns].contiguous())
-
-    def shards(self, prefix: str) -> Iterator[Shard]:
-        yield self.weight.shard(f"{prefix}.weight", EVERY, self.columns)
-        if self.bias is not None:
-            yield Shard(f"{prefix}.bias", (EVERY,), self.bias)
+from parallel.speculators.fusing import TapFuser, WholeRowsLinear
 
 
 class FirstLayer(Block):
@@ -89,11 +77,17 @@ class FirstLayer(Block):
 class DraftLayers(Layer):
     """Beside the target's `tables`, of which they use the embedding, as stored, and, without an own one, the head.
 
-    Weights are allocated uninitialised; `load` fills them.
+    Weights are allocated uninitialised. With `reads_fused`, features come as the fuser's vectors.
     """
 
     def __init__(
-        self, config: DraftLayerConfig, tables: Decoder, group: Group = SINGLE, **options: Unpack[TensorOptions]
+        self,
+        config: DraftLayerConfig,
+        tables: Decoder,
+        group: Group = SINGLE,
+        *,
+        reads_fused: bool = False,
+        **options: Unpack[TensorOptions],
     ) -> None:
         block = config.block
         block.check_ranks(group.size)
@@ -105,12 +99,10 @@ class DraftLayers(Layer):
         self._target_head, self._embed = tables.head, tables.embedding.embed  # no parts of these layers
         self._options = options
         hidden, eps = block.hidden_size, block.norm_eps
-        self.fuse = None
-        if config.fuses:
-            self.fuse = WholeRowsLinear("", config.feature_size, hidden, group, bias=False, **options)
-        num_tap_norms = len(config.taps) if config.norms_taps else 0
-        self.tap_norms = [RMSNorm(config.target_hidden, eps, **options) for _ in range(num_tap_norms)]
-        self.features_norm = RMSNorm(config.feature_size, eps, **options) if config.norms_features else None
+        self._reads_fused = reads_fused
+        self.fuser = None
+        if config.fuser is not None and (not reads_fused or config.num_depths > 1):  # which the features of masks need
+            self.fuser = TapFuser(config.fuser, group, **options)
         self.first = FirstLayer(config, group, **options)
         self.rest = [Block(block, i, i, group, group, **options) for i in range(1, block.num_layers)]
         self.norm = RMSNorm(hidden, eps, **options) if config.has_final_norm else None
@@ -143,19 +135,16 @@ class DraftLayers(Layer):
             self._columns = columns.to(self._options["device"])
 
     def fused(self, features: Tensor) -> Tensor:
-        """The target's features [T, F] -> the first layer's, [T, H]."""
-        features = features.to(self._options["dtype"])
-        if self.features_norm is not None:
-            features = self.features_norm(features)
-        if self.tap_norms:
-            taps = features.split(self.config.target_hidden, 1)
-            features = torch.cat([norm(tap.contiguous()) for norm, tap in zip(self.tap_norms, taps, strict=True)], 1)
-        return features if self.fuse is None else self.fuse(features)
+        """The target's features, as they came, [T, F] -> the first layer's, [T, H]."""
+        if self.fuser is None or self._reads_fused:
+            return features.to(self._options["dtype"])
+        return self.fuser(features)
 
     def mask_features(self, num_rows: int) -> Tensor:
         """The features of mask rows."""
         assert self.mask_hidden is not None
-        return self.fused(self.mask_hidden[None]).expand(num_rows, -1)
+        assert self.fuser is not None
+        return self.fuser(self.mask_hidden[None]).expand(num_rows, -1)
 
     def forward(
         self, token_ids: Tensor, features: Tensor, plan: PassPlan, masked: Sequence[int] = ()
@@ -186,12 +175,8 @@ class DraftLayers(Layer):
     def shards(self) -> Iterator[Shard]:
         """Every checkpoint tensor this rank needs and where its part goes."""
         config, names = self.config, self.config.names
-        if self.fuse is not None:
-            yield from self.fuse.shards(names.fuse)
-        for i, norm in enumerate(self.tap_norms):
-            yield from norm.shards(f"{names.tap_norms}.{i}")
-        if self.features_norm is not None:
-            yield from self.features_norm.shards(names.features_norm)
+        if self.fuser is not None:
+            yield from self.fuser.shards()
         yield from self.first.shards(config.layer_name(0))
         for i, layer in enumerate(self.rest, 1):
             yield from layer.shards(config.layer_name(i))

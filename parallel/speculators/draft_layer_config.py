@@ -14,7 +14,7 @@ from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
-from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.config import FuserShape, SpeculatorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DraftLayerConfig(SpeculatorConfig):
     fuses: bool = False
     """A projection of all taps gives the features; without it there is one tap, as wide as the layers."""
     norms_taps: bool = False
-    """Each tap is normalised before the projection (EAGLE-3.1)."""
+    """Each tap is normalised before that projection (EAGLE-3.1)."""
     norms_features: bool = False
     """All taps together are."""
     joins_in_attention: bool = False
@@ -78,6 +78,21 @@ class DraftLayerConfig(SpeculatorConfig):
         return self.num_depths
 
     @property
+    def fuser(self) -> FuserShape | None:
+        names = self.names
+        if not self.fuses:
+            return None
+        return FuserShape(
+            num_taps=len(self.taps),
+            tap_size=self.target_hidden,
+            outputs=self.block.hidden_size,
+            eps=self.block.norm_eps,
+            projection=names.fuse,
+            tap_norms=names.tap_norms if self.norms_taps else "",
+            features_norm=names.features_norm if self.norms_features else "",
+        )
+
+    @property
     def block_size(self) -> int:
         """Rows at most that a pass adds to a sequence for a while."""
         return self.num_depths
@@ -95,13 +110,8 @@ class DraftLayerConfig(SpeculatorConfig):
 
     def _tensors(self) -> Iterator[tuple[str, Shape]]:
         names, hidden = self.names, self.block.hidden_size
-        if self.fuses:
-            yield f"{names.fuse}.weight", (hidden, self.feature_size)
-        if self.norms_taps:
-            for i in range(len(self.taps)):
-                yield f"{names.tap_norms}.{i}.weight", (self.target_hidden,)
-        if self.norms_features:
-            yield f"{names.features_norm}.weight", (self.feature_size,)
+        if self.fuser is not None:
+            yield from self.fuser.tensor_shapes().items()
         if not self.joins_in_attention:
             yield f"{names.join}.weight", (hidden, 2 * hidden)
             if self.join_bias:

@@ -25,6 +25,7 @@ class SpeculatorPlace:
 
     Matrices are stored as `weights`, None for `dtype`. `target_layers` is 0 if that is not known. `target` is the
     target itself, on whose layers a `SelfDraftRunner` can draft; None where the speculator has ranks of its own.
+    `reads_fused`: the target's features come fused (`SpeculatorConfig.fuser`).
     """
 
     tables: Decoder
@@ -35,6 +36,7 @@ class SpeculatorPlace:
     weights: torch.dtype | None = None
     target_layers: int = 0
     target: ModelRunner | None = None
+    reads_fused: bool = False
 
     @property
     def options(self) -> TensorOptions:
@@ -60,11 +62,21 @@ class SpeculatorPlace:
     def load(
         self, layers: Layer, shards: Callable[[], Iterator[Shard]], shapes: Mapping[str, Shape], directory: Path
     ) -> None:
-        """Fill the layers, which have these shards, from a checkpoint, and store them as `weights`; ValueError naming
-        tensor and file if it does not fit."""
-        if self.weights not in (None, self.dtype):
-            for part in layers.walk():
-                if isinstance(part, Weight):
-                    part.store_as(self.weights)
-        load_shards(shards(), shapes, directory)
-        pack_weights(layers)
+        fill(layers, shards, shapes, directory, None if self.weights == self.dtype else self.weights)
+
+
+def fill(
+    layers: Layer,
+    shards: Callable[[], Iterator[Shard]],
+    shapes: Mapping[str, Shape],
+    directory: Path,
+    stored: torch.dtype | None = None,
+) -> None:
+    """Fill layers, which have these shards, from a checkpoint, and keep their matrices as `stored`; ValueError naming
+    tensor and file if it does not fit."""
+    if stored is not None:
+        for part in layers.walk():
+            if isinstance(part, Weight):
+                part.store_as(stored)
+    load_shards(shards(), shapes, directory)
+    pack_weights(layers)

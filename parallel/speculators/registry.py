@@ -20,8 +20,9 @@ from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
 from parallel.speculators.eagle import open_draft_layer
+from parallel.speculators.fusing import TapFuser
 from parallel.speculators.parallel_eagle import open_parallel_eagle
-from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner
 
 
@@ -67,6 +68,23 @@ def open_speculator(path: str | Path, place: SpeculatorPlace) -> SpeculatorRunne
     hf, directory = _read(path, place.target_layers)
     layout = _layout_of(hf, directory)
     return layout.open(directory, layout.read(hf), place)
+
+
+def open_fuser(
+    path: str | Path,
+    target_layers: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    weights: torch.dtype | None = None,
+) -> TapFuser | None:
+    """Of a checkpoint only what fuses taps, for the target's side; None if features leave as they are."""
+    hf, directory = _read(path, target_layers)
+    config: SpeculatorConfig = _layout_of(hf, directory).read(hf)
+    if config.fuser is None or not config.travels_fused:
+        return None
+    fuser = TapFuser(config.fuser, SINGLE, dtype=dtype, device=device)
+    fill(fuser, fuser.shards, config.fuser.tensor_shapes(), directory, None if weights == dtype else weights)
+    return fuser
 
 
 def open_tables(

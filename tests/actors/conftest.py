@@ -272,6 +272,7 @@ def open_room(models, speculator, open_bridge):
         bridge = open_bridge() if draft is not None and config.reads_features else None
         if bridge is not None:
             features = FeatureReader(config.taps(2))
+            bridge[0].fuser = config.open_fuser(2, "cpu")
         target = TargetRole(
             runner,
             rule,

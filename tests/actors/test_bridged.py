@@ -30,12 +30,16 @@ def streams_of(reference, tokens):
 
 @pytest.fixture
 def config():
+    """Its three taps are fused before they leave."""
     return SpeculatorDrafterConfig(path="eagle3", num_draft_tokens=4)
 
 
 @pytest.fixture
-def taps(speculator, config):
-    return replace(config, path=str(speculator(config.path))).taps(2)
+def sent(speculator, config):
+    """What is sent of the target's streams."""
+    opened = replace(config, path=str(speculator(config.path)))
+    fuser, taps = opened.open_fuser(2, "cpu"), opened.taps(2)
+    return lambda streams: fuser(torch.cat([streams[tap] for tap in taps], -1)[0])
 
 
 class Reading:
@@ -62,20 +66,19 @@ class Reading:
         drafter.read_features, drafter.open = keep, opened
         return drafter
 
-    def check(self, room, requests, reference, taps) -> None:
+    def check(self, room, requests, reference, sent) -> None:
         """They are those of the target's passes over the whole text."""
         for request in requests:
             rows = torch.cat(self.rows[request.request_id])
             text = torch.tensor([[*request.prompt, *room.tokens[request.request_id]]])
             assert len(rows) >= text.shape[1] - 7, "the last draft knew all but the token before it"
-            streams = streams_of(reference, text)
-            expected = torch.cat([streams[tap] for tap in taps], -1)[0, : len(rows)]
+            expected = sent(streams_of(reference, text))[: len(rows)]
             torch.testing.assert_close(rows[: text.shape[1]], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pipeline", DRAFTED)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}], ids=["greedy", "T=1"])
-def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, taps, models, pipeline, sampling):
+def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, sent, models, pipeline, sampling):
     requests = make_requests(4, max_tokens=20, **sampling)
     plain = open_room(pipeline="plain").serve(requests)
     reading = Reading()
@@ -83,14 +86,16 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, config, ta
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_accepted_tokens > 0
     assert room.stats.exported_rows >= reading.num_rows
-    assert room.stats.exported_bytes == room.stats.exported_rows * len(taps) * 32 * 4
-    reading.check(room, requests, models["reference"], taps)
+    assert room.stats.exported_bytes == room.stats.exported_rows * 32 * 4
+    reading.check(room, requests, models["reference"], sent)
     names = {(lane, name) for lane, name, *_ in room.stats.spans}
     assert ("target", "export") in names
 
 
-def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, config):
-    requests = make_requests(4, max_tokens=20)
+@pytest.mark.parametrize("method", ["eagle3", "eagle3.1", "p_eagle", "dflash", "mtp", "glide"])
+def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, config, method):
+    """Which reads the taps themselves, whether or not they are fused on their way to the other."""
+    requests, config = make_requests(4, max_tokens=20), replace(config, path=method)
     separate = open_room(config).serve(requests)
     attached = open_room(config, attached=True).serve(requests)
     assert separate.stats.num_accepted_per_pos == attached.stats.num_accepted_per_pos
@@ -98,7 +103,7 @@ def test_drafts_are_those_of_an_attached_drafter(open_room, make_requests, confi
 
 
 @pytest.mark.parametrize("pipeline", ["sync", "branches"])
-def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config, taps, models, pipeline):
+def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config, sent, models, pipeline):
     requests = make_requests(6, max_tokens=40)
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=40, prefill_chunk=16)
     plain = open_room(pipeline="plain").serve(requests)
@@ -106,17 +111,17 @@ def test_chunked_prompts_and_preempted_requests(open_room, make_requests, config
     room = open_room(config, pipeline=pipeline, limits=limits, slots=190, wrap=reading.wrap).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions and room.stats.num_draft_tokens
-    reading.check(room, requests, models["reference"], taps)
+    reading.check(room, requests, models["reference"], sent)
 
 
 @pytest.mark.parametrize("strategy", [Strategy.tree, Strategy.best_first])
-def test_trees(open_room, make_requests, config, taps, models, strategy):
+def test_trees(open_room, make_requests, config, sent, models, strategy):
     requests = make_requests(4, max_tokens=20)
     config = replace(config, strategy=strategy, num_draft_tokens=9, depth=4, width=3)
     reading = Reading()
     room = open_room(config, wrap=reading.wrap).serve(requests)
     assert room.tokens == open_room(pipeline="plain").serve(requests).tokens
-    reading.check(room, requests, models["reference"], taps)
+    reading.check(room, requests, models["reference"], sent)
 
 
 def test_a_request_that_does_not_speculate_sends_nothing(open_room, make_requests, config):

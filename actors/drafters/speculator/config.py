@@ -12,6 +12,7 @@ from actors.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+    from parallel.speculators.fusing import TapFuser
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         from parallel.speculators.registry import read_speculator
 
         return read_speculator(self.path, target_layers).taps
+
+    def open_fuser(self, target_layers: int, device: str) -> TapFuser | None:
+        from actors.drafters.speculator.drafter import open_feature_fuser
+
+        return open_feature_fuser(self, target_layers, device)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))

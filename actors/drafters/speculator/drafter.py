@@ -22,12 +22,13 @@ from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.registry import open_speculator, open_tables, read_speculator
+from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
 from parallel.speculators.runner import SpeculatorRunner
 
 if TYPE_CHECKING:
     from actors.drafters.config import DraftSetup, ModelOptions
     from actors.drafters.speculator.config import SpeculatorDrafterConfig
+    from parallel.speculators.fusing import TapFuser
 
 
 class _ReadsFeatures(ModelDrafter):
@@ -73,25 +74,38 @@ def build_speculator_drafter(
     config: SpeculatorDrafterConfig, setup: DraftSetup
 ) -> tuple[SpeculatorDrafter | AheadSpeculatorDrafter, dict[str, object]]:
     """The drafter beside the target's own tables if it is attached, else beside its own copy of them."""
-    device, target = setup.device, setup.target
-    dtype = choose_dtype(config.dtype, device)
-    weights = choose_weights(config.weights, config.dtype, device)
-    has_kernels = dtype == torch.float32 and device == "cpu" and has_products()
-    if config.weights == "auto" and has_kernels and holds_bfloat16(Path(config.path)):
-        weights = torch.bfloat16
-    target_runner = setup.target_runner
+    device, target, target_runner = setup.device, setup.target, setup.target_runner
+    dtype, weights = _types(config, device)
     if target_runner is not None:
         tables = target_runner.decoder
     else:
         tables_weights = choose_weights(target.weights, target.dtype, device, target.path)
         tables = open_tables(target.path, setup.group, device, dtype, tables_weights)
     num_layers = read_config(resolve_checkpoint(target.path)).num_layers
-    longest = read_speculator(config.path, num_layers).max_positions
+    record = read_speculator(config.path, num_layers)
     beside = 0 if target_runner is None else target_runner.pool.num_slots
-    num_slots = config.kv_slots or beside or setup.scheduler.max_num_seqs * longest
-    place = SpeculatorPlace(tables, setup.group, device, dtype, num_slots, weights, num_layers, target_runner)
+    num_slots = config.kv_slots or beside or setup.scheduler.max_num_seqs * record.max_positions
+    reads_fused = target_runner is None and record.travels_fused
+    place = SpeculatorPlace(
+        tables, setup.group, device, dtype, num_slots, weights, num_layers, target_runner, reads_fused
+    )
     runner = open_speculator(config.path, place)
     facts: dict[str, object] = {"checkpoint": config.path, "method": runner.speculator.method, "kv_slots": num_slots}
     if setup.pipeline in AHEAD:
         return AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline), facts
     return SpeculatorDrafter(runner, config, setup.model_options), facts
+
+
+def open_feature_fuser(config: SpeculatorDrafterConfig, target_layers: int, device: str) -> TapFuser | None:
+    """As the drafter itself would compute with it on this device."""
+    return open_fuser(config.path, target_layers, device, *_types(config, device))
+
+
+def _types(config: SpeculatorDrafterConfig, device: str) -> tuple[torch.dtype, torch.dtype]:
+    """In which it computes, and in which its matrices are stored."""
+    dtype = choose_dtype(config.dtype, device)
+    weights = choose_weights(config.weights, config.dtype, device)
+    has_kernels = dtype == torch.float32 and device == "cpu" and has_products()
+    if config.weights == "auto" and has_kernels and holds_bfloat16(Path(config.path)):
+        weights = torch.bfloat16
+    return dtype, weights
