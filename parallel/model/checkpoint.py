@@ -15,8 +15,8 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from parallel.model.config import DecoderConfig
+from parallel.model.quantization import Quantization, Shape, read_quantization
 
-Shape = tuple[int, ...]
 Split = Literal["heads", "kv_heads", "mlp", "whole"]
 """What tensor-parallel ranks divide a tensor by."""
 
@@ -112,20 +112,38 @@ def _norm(config: DecoderConfig, name: str) -> Iterator[tuple[str, Shape, Split]
 
 
 def find_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, Path]:
-    """Tensor -> the file that holds it whole; ValueError, one line, for the first that is missing or does not fit."""
-    files, headers = _files(directory), dict[Path, Mapping[str, Shape]]()
-    for name, shape in wanted.items():
-        if name not in files:
-            raise ValueError(f"{directory}: tensor {name} is missing from the checkpoint; fetch it again")
-        file = files[name]
-        if file not in headers:
-            headers[file] = _read_header(file)
-        found = headers[file].get(name)
-        if found is None:
-            raise ValueError(f"{file}: tensor {name} is missing, though the index promises it; fetch the file again")
-        if found != shape:
-            raise ValueError(f"{file}: tensor {name} is {list(found)}, config.json asks {list(shape)}")
-    return {name: files[name] for name in wanted}
+    """Tensor -> the file that holds it whole, for all tensors in which those `wanted` are stored; ValueError, one line,
+    for the first that is missing or does not fit."""
+    files, headers, found = _files(directory), dict[Path, Mapping[str, Shape]](), dict[str, Path]()
+    for stored in stored_tensors(directory, wanted).values():
+        for name, shapes in stored.items():
+            if name not in files:
+                raise ValueError(f"{directory}: tensor {name} is missing from the checkpoint; fetch it again")
+            file = found[name] = files[name]
+            if file not in headers:
+                headers[file] = _read_header(file)
+            header = headers[file].get(name)
+            if header is None:
+                raise ValueError(
+                    f"{file}: tensor {name} is missing, though the index promises it; fetch the file again"
+                )
+            if header not in shapes:
+                raise ValueError(f"{file}: tensor {name} is {list(header)}, config.json asks {list(shapes[-1])}")
+    return found
+
+
+def stored_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, dict[str, tuple[Shape, ...]]]:
+    """Tensor -> the tensors in which the checkpoint stores it, itself unless it is quantised, and their shapes."""
+    quantization, available = quantization_of(directory), _files(directory)
+    if quantization is None:
+        return {name: {name: (shape,)} for name, shape in wanted.items()}
+    return {name: quantization.tensors(name, shape, available) for name, shape in wanted.items()}
+
+
+def quantization_of(directory: Path) -> Quantization | None:
+    """How the checkpoint's matrices are quantised; None for plain numbers and for a directory without config.json."""
+    file = directory / "config.json"
+    return read_quantization(read_json(file)) if file.exists() else None
 
 
 def tensor_headers(directory: Path) -> dict[str, Shape]:
@@ -138,6 +156,8 @@ def tensor_headers(directory: Path) -> dict[str, Shape]:
 
 def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
     """Whether all matrices are bfloat16: kept so, they are the numbers that they would be in float32."""
+    if quantization_of(directory) is not None:
+        return False
     wanted = {name: shape for name, shape in tensor_shapes(config).items() if len(shape) == 2}
     names: dict[Path, list[str]] = {}
     for name, file in find_tensors(directory, wanted).items():

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from parallel.model.checkpoint import Shape, find_tensors, resolve_checkpoint, tensor_shapes
+from parallel.model.checkpoint import find_tensors, quantization_of, resolve_checkpoint, stored_tensors, tensor_shapes
 from parallel.model.decoder import Decoder
+from parallel.model.dequantize import read_matrix
 from parallel.model.layers.weight import Shard
+from parallel.model.quantization import Shape
 
 
 @torch.inference_mode()
@@ -28,15 +32,31 @@ def load_weights(decoder: Decoder, path: str | Path) -> None:
 
 @torch.inference_mode()
 def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory: Path) -> None:
-    """Copy parts of a checkpoint's tensors, whose whole shapes must be `shapes`, to their places."""
-    shards = list(shards)
-    files = find_tensors(directory, {shard.name: shapes[shard.name] for shard in shards})
-    for file in dict.fromkeys(files.values()):
-        with safe_open(file, framework="pt") as tensors:
-            for shard in [one for one in shards if files[one.name] == file]:
-                part = tensors.get_slice(shard.name)[shard.index]
-                shard.destination.copy_(part if shard.picked is None else part[list(shard.picked)])
-                _check_finite(shard, file)
+    """Copy parts of a checkpoint's tensors, whose whole shapes must be `shapes`, to their places; quantised ones as the
+    numbers that they stand for."""
+    shards, quantization = list(shards), quantization_of(directory)
+    wanted = {shard.name: shapes[shard.name] for shard in shards}
+    stored, files = stored_tensors(directory, wanted), find_tensors(directory, wanted)
+    order = {file: i for i, file in enumerate(dict.fromkeys(files.values()))}
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def get(name: str) -> Any:
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            return opened[file].get_slice(name)
+
+        for shard in sorted(shards, key=lambda one: order[files[next(iter(stored[one.name]))]]):
+            parts, shape = stored[shard.name], shapes[shard.name]
+            if len(parts) == 1:
+                part = get(shard.name)[shard.index]
+            else:
+                assert quantization is not None, "only quantised tensors are stored in several"
+                rows, columns = shard.index
+                part = read_matrix(quantization, shard.name, parts, shape, (rows, columns), get)
+            shard.destination.copy_(part if shard.picked is None else part[list(shard.picked)])
+            _check_finite(shard, files[next(iter(parts))])
 
 
 def _check_finite(shard: Shard, file: Path) -> None:

@@ -13,6 +13,7 @@ from parallel.model.families.llama import llama
 from parallel.model.families.mistral import mistral, mixtral
 from parallel.model.families.opt import opt
 from parallel.model.families.qwen import qwen2, qwen3, qwen3_moe
+from parallel.model.quantization import read_quantization
 
 FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
     "LlamaForCausalLM": llama,
@@ -37,8 +38,7 @@ def read_config(source: str | Path | HfConfig) -> DecoderConfig:
     architecture = (hf.get("architectures") or [None])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture!r} is not supported; use one of {', '.join(FAMILIES)}")
-    if hf.get("quantization_config"):
-        raise ValueError("quantization_config: quantized checkpoints are not supported; use unquantized weights")
+    read_quantization(hf)  # refuses what cannot be read
     refuse(hf, "use_bidirectional_attention")
     config = FAMILIES[architecture](hf)
     if config.num_heads % config.num_kv_heads:
