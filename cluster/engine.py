@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.startup_time import StartUp
-from cluster.placement.memory import describe_layout, footprints
+from cluster.placement.memory import describe_layout, footprints, load_allowance_s
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import coordinator_spec, make_backend
 from cluster.runtime.supervisor import Supervisor
@@ -76,7 +77,9 @@ class Engine(Client):
             progress("reaching the cluster")
             places = self._backend.place()
             self.startup.mark("cluster")
-            progress(describe_layout(config, places, footprints(config, places)))
+            sizes = footprints(config, places)
+            self._startup_s = config.cluster.startup_timeout_s + load_allowance_s(places, sizes)
+            progress(describe_layout(config, places, sizes))
             progress("starting " + ", ".join(place.identity for place in places))
             address = self._backend.start(coordinator_spec(config, places, eos_token_ids), places)
         except BaseException:
@@ -87,8 +90,9 @@ class Engine(Client):
             self._secret_file = _write_secret(log_dir, self.secret)
             progress(f"listening at {address}, secret in {self._secret_file}")
         connection = Connection(address, CLIENT, self._backend.secret)
+        limits = replace(config.cluster, startup_timeout_s=self._startup_s)
         self.supervisor = Supervisor(
-            self._backend, config.cluster, on_lost=connection.send, on_moved=connection.move, on_final=self._fail
+            self._backend, limits, on_lost=connection.send, on_moved=connection.move, on_final=self._fail
         )
         super().__init__(connection, tokenizer, sampling)
         self.supervisor.start()
@@ -147,7 +151,7 @@ class Engine(Client):
 
     def _await_ranks(self, places: list[RankPlacement], progress: Callable[[str], None]) -> None:
         timeout_s = self.config.cluster.startup_timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._startup_s
         with self._changed:
             while len(self.ready) < len(places) and self._error is None:
                 if time.monotonic() > deadline:

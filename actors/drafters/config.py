@@ -19,6 +19,7 @@ from actors.verification.compatibility import DraftTrait
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
     from parallel.comm.group import Group
+    from parallel.runtime.kv_sizing import DeviceShare
     from parallel.runtime.runner import ModelRunner
     from parallel.speculators.fusing import TapFuser
 
@@ -44,7 +45,7 @@ class Placement(StrEnum):
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
     """The launch options and the rank that a drafter is built for; `target_runner` is the target itself if
-    the drafter is attached to its ranks."""
+    the drafter is attached to its ranks. `sharing`: with others on the device."""
 
     verify: VerifyConfig
     pipeline: str
@@ -54,6 +55,7 @@ class DraftSetup:
     eos_token_ids: tuple[int, ...]
     target: TargetConfig = field(default_factory=TargetConfig)
     target_runner: ModelRunner | None = None
+    sharing: DeviceShare | None = None
 
     @property
     def model_options(self) -> ModelOptions:

@@ -27,14 +27,14 @@ class FeatureReader:
 
     def __init__(self, taps: Sequence[int]) -> None:
         self._taps = tuple(taps)
-        self._streams = tuple(sorted({tap for tap in taps if tap > FINAL}))
+        self.streams = tuple(sorted({tap for tap in taps if tap > FINAL}))
         self._kv_taps = tuple(tap for tap in taps if tap < FINAL)
         self._kv: dict[int, Tensor] = {}
         self._output: PassOutput | None = None
 
     def forward(self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """The pass; returns its logits and keeps the rest until `rows`."""
-        self._output = runner.forward(spans, token_ids, self._streams)
+        self._output = runner.forward(spans, token_ids, self.streams)
         self._kv = {tap: _written(runner, spans, kv_tap(tap)) for tap in self._kv_taps}
         return self._output.logits
 
@@ -57,7 +57,7 @@ class FeatureReader:
         return [FeatureRows(seq_id, position, rows) for (seq_id, position, _), rows in zip(found, parts, strict=True)]
 
     def _features(self, output: PassOutput, wanted: list[int], num_rows: int) -> Tensor:
-        streams = dict(zip(self._streams, output.features, strict=True)) | {FINAL: output.hidden} | self._kv
+        streams = dict(zip(self.streams, output.features, strict=True)) | {FINAL: output.hidden} | self._kv
         index = None
         if len(wanted) < num_rows:
             index = torch.tensor(wanted, device=output.hidden.device)

@@ -38,14 +38,18 @@ from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, join
-from parallel.runtime.kv_sizing import fit_slots
-from parallel.runtime.runner import open_model
+from parallel.runtime.device import use_device
+from parallel.runtime.graph_list import graph_shapes
+from parallel.runtime.kv_sizing import DeviceShare, fit_slots
+from parallel.runtime.runner import captured_facts, open_model
 
 SWITCH_INTERVAL_S = 5e-4
 """With Python's default of 5 ms one busy thread delays another by a whole draft pass."""
 
 MEETING_S = 5.0
 """Limit for forming a process group: every rank that gets a `Join`, and the host of the store, answers or is dead."""
+NCCL_MEETING_S = 60.0
+"""The same for NCCL, which looks for the ways between all GPUs of all ranks meanwhile."""
 
 
 def serve(
@@ -56,6 +60,7 @@ def serve(
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
     openmp.set_num_threads(max(1, spec.num_threads))
+    use_device(spec.device)
     logger = logger_of(spec.identity)
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
     name = link_name(spec.identity, spec.incarnation)
@@ -93,7 +98,8 @@ def _join_group(spec: RankSpec, order: Join) -> Group:
         assert order.store is not None
         store = connect_store(*order.store, timeout_s=MEETING_S / 2)  # it tries twice
     device = torch.device(spec.device)
-    return join(store, spec.role, order.epoch, spec.rank, spec.size, device, host=spec.host, meeting_s=MEETING_S)
+    meeting_s = NCCL_MEETING_S if device.type == "cuda" else MEETING_S
+    return join(store, spec.role, order.epoch, spec.rank, spec.size, device, host=spec.host, meeting_s=meeting_s)
 
 
 def build_role(
@@ -121,6 +127,9 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     config = spec.target
     top_k = spec.drafter.target_top_k if spec.pipeline != PipelineName.plain else 0
     reads_prompts = top_k > 0 and spec.drafter.reads_prompts
+    speculates = spec.pipeline != PipelineName.plain
+    most_rows = 1 + spec.drafter.num_draft_tokens * speculates
+    shapes = graph_shapes(spec.scheduler.max_num_seqs, most_rows, spec.scheduler.max_num_batched_tokens)
     fit = fit_slots(
         config.path,
         group,
@@ -132,6 +141,8 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
         num_logit_rows=spec.scheduler.max_num_batched_tokens if reads_prompts else 0,
+        graphs=shapes,
+        sharing=_sharing(spec),
     )
     sizes: dict[str, Any] = fit.facts()
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
@@ -150,6 +161,7 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         features = FeatureReader(spec.drafter.taps(num_layers))
         if isinstance(bridge, FeatureSender):
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
+    sizes |= captured_facts(runner, shapes, () if features is None else features.streams)
     role = TargetRole(
         runner,
         spec.verify.rule,
@@ -177,7 +189,20 @@ def _build_draft(spec: RankSpec, group: Group, mailbox: Mailbox | None) -> tuple
     return DraftRole(drafter, adapts=spec.adaptive), facts
 
 
+def _sharing(spec: RankSpec) -> DeviceShare | None:
+    if spec.memory_part == 1 and not spec.neighbour_bytes:
+        return None
+    return DeviceShare(spec.neighbour_bytes, spec.memory_part)
+
+
 def _setup(spec: RankSpec, group: Group) -> DraftSetup:
     return DraftSetup(
-        spec.verify, spec.pipeline, spec.scheduler, group, spec.device, spec.eos_token_ids, target=spec.target
+        spec.verify,
+        spec.pipeline,
+        spec.scheduler,
+        group,
+        spec.device,
+        spec.eos_token_ids,
+        target=spec.target,
+        sharing=_sharing(spec),
     )

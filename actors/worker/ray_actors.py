@@ -23,6 +23,9 @@ from actors.transport.channel import Hub
 from actors.worker import openmp
 from actors.worker.spec import RankSpec
 
+SHOW_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""Environment of a rank on a GPU."""
+
 
 def session_logs() -> Path:
     """The folder of this engine on the Logs page of the dashboard, on this node."""
@@ -59,7 +62,10 @@ class RankWorker:
     def run(self, spec: RankSpec, interface: str = "") -> None:
         """Serve until `Stop`."""
         host = spec.host or _own_address(interface)
-        device = "cuda:0" if spec.device.startswith("cuda") else spec.device  # Ray shows an actor only its own GPUs
+        device = spec.device
+        if device.startswith("cuda"):
+            own = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+            device = visible_device(own, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._serve(replace(spec, host=host, device=device), observe=self._set_status)
         self._status = "ended"
 
@@ -70,6 +76,16 @@ class RankWorker:
 
     def _set_status(self, status: str) -> None:
         self._status = status
+
+
+def visible_device(own: str, visible: str | None) -> str:
+    """The name in PyTorch of the GPU that Ray calls `own`, in a process with this `CUDA_VISIBLE_DEVICES`.
+
+    Ray would hide all others (`SHOW_ALL_GPUS` tells it not to); then each rank's is the first, and ranks cannot map
+    each other's memory, which symmetric memory needs.
+    """
+    names = visible.split(",") if visible else []
+    return f"cuda:{names.index(own) if own in names else int(own) if not names else 0}"
 
 
 class CoordinatorWorker:

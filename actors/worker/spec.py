@@ -30,6 +30,10 @@ class RankSpec:
     scheduler: SchedulerConfig
     adaptive: bool = False
     incarnation: int = 0
+    neighbour_bytes: int = 0
+    """Weights of the other ranks on the same GPU."""
+    memory_part: float = 1.0
+    """This rank's part of what the weights of all ranks on its GPU leave."""
     secret: bytes = field(default=b"", repr=False)
     """Of the engine: with it the rank connects to the hub."""
 

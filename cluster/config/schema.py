@@ -87,7 +87,8 @@ class ClusterConfig(Section):
     """Milliseconds by which every record between coordinator and drafter is delayed, each way, to measure what a slow
     network costs; 0 = none."""
     startup_timeout_s: Annotated[float, Range(above=0)] = 120.0
-    """Seconds for the roles to load, or for a replaced target or coordinator to be ready, before the launch fails."""
+    """Seconds for the roles to load, or for a replaced target or coordinator to be ready, before the launch fails; two
+    more for each GiB of weights that a rank reads."""
     namespace: str = "specdec"
     """Ray namespace of the actors."""
     log_level: LogLevel = LogLevel.info

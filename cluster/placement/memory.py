@@ -20,6 +20,8 @@ from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
 _TRANSLATED = ", whose tokenizer is not the target's: "
+LOAD_RATE = 0.5 * 2**30
+"""Bytes a second that weights are read at, at the least: a network file system's."""
 _HOW = {
     Translation.auto: "it drafts the tokens that both have",
     Translation.intersection: "it drafts the tokens that both have",
@@ -72,6 +74,27 @@ def _models(config: LaunchConfig, role: str) -> list[TargetConfig] | list[ModelD
     levels = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
     chosen = [levels[i] for i in level_roles(drafter)[role]]
     return [level for level in chosen if isinstance(level, ModelDrafterConfig)]
+
+
+def sharing(config: LaunchConfig, places: Sequence[RankPlacement], place: RankPlacement) -> tuple[int, float]:
+    """Bytes of the weights of the other ranks on the GPU of `place`, and its part of what all their weights leave: by
+    the KV that each could use. (0, 1.0) for a rank that has its device alone, or that is on a CPU."""
+    together = [one for one in places if one.device_key == place.device_key]
+    if place.kind == "cpu" or len(together) == 1:
+        return 0, 1.0
+    sizes = footprints(config, together)
+    beside = [sizes[one.role] for one in together if one.role in sizes]
+    if place.role not in sizes:
+        return 0, 1.0
+    own, ranks = sizes[place.role], {one.role: one.size for one in together}
+    weights = sum(sizes[role].weights // size for role, size in ranks.items() if role in sizes and role != place.role)
+    most = sum(one.kv for one in beside)
+    return weights, own.kv / most if most else 1 / len(beside)
+
+
+def load_allowance_s(places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> float:
+    """Seconds that the rank with the most weights may take to read them."""
+    return max((sizes[one.role].weights / one.size for one in places if one.role in sizes), default=0) / LOAD_RATE
 
 
 def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes: dict[str, Footprint]) -> str:

@@ -18,6 +18,7 @@ from actors.transport.channel import SECRET_BYTES
 from actors.worker import openmp
 from actors.worker.spec import RankSpec
 from cluster.config.schema import ClusterName, LaunchConfig
+from cluster.placement.memory import sharing
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.delay_proxy import Relay
 
@@ -95,7 +96,9 @@ class Backend(ABC):
     def _specify(self, place: RankPlacement, host: str, eos_token_ids: tuple[int, ...]) -> RankSpec:
         """What the rank needs to start, kept for its successors."""
         address = self._relay.address if self._relay is not None and place.role != "target" else self.address
-        spec = self._specs[place.identity] = rank_spec(self._config, place, address, host, eos_token_ids, self.secret)
+        part = sharing(self._config, self.places, place)
+        spec = rank_spec(self._config, place, address, host, eos_token_ids, self.secret, part)
+        self._specs[place.identity] = spec
         return spec
 
 
@@ -139,6 +142,7 @@ def rank_spec(
     host: str,
     eos_token_ids: tuple[int, ...],
     secret: bytes = b"",
+    sharing: tuple[int, float] = (0, 1.0),
 ) -> RankSpec:
     """What a rank needs before it starts."""
     return RankSpec(
@@ -158,4 +162,6 @@ def rank_spec(
         scheduler=config.scheduler,
         adaptive=config.pipeline.adaptive,
         secret=secret,
+        neighbour_bytes=sharing[0],
+        memory_part=sharing[1],
     )

@@ -25,7 +25,7 @@ from actors.coordinator.service import CoordinatorSpec, Watch
 from actors.logs import LogSpec
 from actors.protocol.membership import Death
 from actors.worker.actor_group import ActorGroup
-from actors.worker.ray_actors import CoordinatorActor, RankActor, session_logs
+from actors.worker.ray_actors import SHOW_ALL_GPUS, CoordinatorActor, RankActor, session_logs
 from cluster.config.schema import LaunchConfig
 from cluster.observability.metrics import make_ray_watch, metric_labels
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
@@ -229,7 +229,10 @@ class RayBackend(Backend):
     def _create_rank(self, identity: str, incarnation: int) -> None:
         place = self._placements[identity]
         arguments = (identity, self.title(place), self._logs, place.share)
-        self._create(identity, incarnation, RankActor, *arguments, **self._reservation.options(place))
+        options = self._reservation.options(place)
+        if place.kind == "cuda":
+            options["runtime_env"] = {"env_vars": SHOW_ALL_GPUS}
+        self._create(identity, incarnation, RankActor, *arguments, **options)
 
     def _create(self, identity: str, incarnation: int, actor_class: Any, *arguments: object, **options: object) -> Any:
         namespace = self._config.cluster.namespace

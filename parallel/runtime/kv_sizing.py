@@ -5,6 +5,7 @@ All ranks of a group use the smallest of their numbers. Knows bytes, no sequence
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -16,6 +17,7 @@ from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout
+from parallel.runtime.graph_list import GraphShape, graph_bytes
 from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
@@ -54,6 +56,20 @@ def choose_weights(weights: str, dtype: str, device: str, path: str = "") -> tor
     return getattr(torch, weights_name(weights, dtype_name(dtype, device), device, path, has_kernels=has_products()))
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """A device with several ranks on it: bytes of the other ranks' weights, and this rank's part of what all of their
+    weights leave."""
+
+    neighbour_bytes: int
+    part: float
+
+
+def total_bytes(device: str) -> int:
+    """Of the whole device."""
+    return torch.cuda.mem_get_info(torch.device(device))[1]
+
+
 def free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(torch.device(device))[0]
@@ -74,9 +90,12 @@ def fit_slots(
     weights: str = "auto",
     head: HeadRows | None = None,
     num_logit_rows: int = 0,
+    graphs: Sequence[GraphShape] = (),
+    sharing: DeviceShare | None = None,
 ) -> ModelMemory:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit beside the logits of
-    `num_logit_rows` rows, twice in float32: as computed, and while their likeliest tokens are read.
+    `num_logit_rows` rows, twice in float32: as computed, and while their likeliest tokens are read; on CUDA beside
+    `graphs`. With others on the same device (`sharing`) a rank keeps to its part, in whatever order they allocate.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
     `num_slots`, which must be the same on all ranks, do not fit.
@@ -86,7 +105,13 @@ def fit_slots(
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
     share = config, group.size, chosen.itemsize, layout, group.rank
     held, per_slot = weight_bytes(*share, weights=_name(stored)), kv_bytes_per_slot(*share)
-    left = free_bytes(device) - held - num_logit_rows * config.vocab_size * 8
+    reserved = num_logit_rows * config.vocab_size * 8
+    if device.startswith("cuda"):
+        reserved += graph_bytes(config, chosen.itemsize, graphs)
+    left = free_bytes(device) - held - reserved
+    if sharing is not None:
+        beside = total_bytes(device) - held - sharing.neighbour_bytes
+        left = min(left, int(beside * sharing.part) - reserved)
     if left < per_slot * (num_slots or 1):
         raise ValueError(
             f"{path}: {_gib(held)} of weights and {_gib(per_slot * num_slots)} of KV do not fit the "
@@ -95,8 +120,9 @@ def fit_slots(
     if not num_slots:
         affordable = int(left * _POOL_SHARE[device.partition(":")[0]]) // per_slot
         num_slots = min(max_num_seqs * max_model_len, affordable)
-        agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
-        num_slots = int(agreed.min())
+        if group.size > 1:
+            agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
+            num_slots = int(agreed.min())
     return ModelMemory(chosen, max_model_len, num_slots, held, num_slots * per_slot, stored)
 
 

@@ -5,6 +5,7 @@ A sequence is an identifier here. Knows neither the tokens of a sequence nor why
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights
 from parallel.runtime.cuda_graphs import CapturedPasses
+from parallel.runtime.device import use_device
+from parallel.runtime.graph_list import GraphShape, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,25 @@ class ModelRunner:
         """Drop committed rows from the first fuzzy one on and return whether there were any; here all are exact."""
         return False
 
+    def capture(self, shapes: Sequence[GraphShape], taps: Sequence[int] = ()) -> list[GraphShape]:
+        """Capture passes of these numbers of sequences and rows, which no sequence may be open for; those captured.
+
+        With several ranks all do so, in the same order. Empty where passes are not captured; shapes that the pool
+        cannot hold are left out.
+        """
+        captured = []
+        for batch, rows in shapes if self.captures else ():
+            if self.can_reserve(batch * rows):
+                names = [("capture", i) for i in range(batch)]
+                for name in names:
+                    self.open(name)
+                spans = [Span(name, rows, num_logits=rows) for name in names]
+                self.forward(spans, [0] * (batch * rows), taps)
+                for name in names:
+                    self.close(name)
+                captured.append((batch, rows))
+        return captured
+
     @property
     def captures(self) -> bool:
         """Whether passes are captured."""
@@ -170,6 +192,15 @@ class ModelRunner:
         return self.run(self.plan(spans), token_ids, taps)
 
 
+def captured_facts(runner: ModelRunner, shapes: Sequence[GraphShape], taps: Sequence[int] = ()) -> dict[str, object]:
+    """Capture these passes, and what a rank reports of it; nothing where passes are not captured."""
+    if not runner.captures:
+        return {}
+    started = time.monotonic()
+    captured = runner.capture(shapes, taps)
+    return {"graphs": describe(captured), "capture_s": time.monotonic() - started}
+
+
 def default_backend(pool: KVPool) -> str:
     """The name of the attention backend that is fastest for this pool."""
     if pool.keys.device.type == "cuda":
@@ -210,6 +241,7 @@ def open_model(
     Matrices are stored as `weights`, None for `dtype`. The ranks share the model tensor-parallel, or by `layout`; the
     runner is then a `LayerParallelRunner`. With `head`, logits are computed for some tokens only.
     """
+    use_device(device)
     directory = resolve_checkpoint(str(path))
     config = replace(read_config(directory).stretched(stretch), head=head)
     if layout is not None:

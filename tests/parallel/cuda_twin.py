@@ -145,6 +145,7 @@ class CudaTwin:
             "synchronize": self.synchronize,
             "is_current_stream_capturing": self.is_capturing,
             "set_device": self.set_device,
+            "init": lambda: None,
             "current_device": self.current_device,
             "device": self.on_device,
             "get_device_capability": lambda *_: (9, 0),
@@ -221,7 +222,7 @@ class NcclTwin:
 
     def __init__(self, twin: CudaTwin, size: int = 2) -> None:
         self._twin, self._size = twin, size
-        self.aborted = False
+        self.aborted, self.aborting = False, threading.Event()
 
     def rank(self) -> int:
         return 0
@@ -234,6 +235,7 @@ class NcclTwin:
         graph = self._twin.capturing_graph()
         if graph is not None:
             graph.captured_groups.add(self)
+            self._twin.live.add(graph)  # from its first collective on, although it is not finished
         return _Work()
 
     allreduce = broadcast = _collective
@@ -243,6 +245,7 @@ class NcclTwin:
         return self._collective()
 
     def abort(self) -> None:
+        self.aborting.set()
         with self._twin.changed:
             self._twin.changed.wait_for(lambda: not any(self in graph.captured_groups for graph in self._twin.live))
         self.aborted = True

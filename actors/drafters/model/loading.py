@@ -28,9 +28,10 @@ from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
-from parallel.runtime.kv_sizing import choose_dtype, fit_slots
+from parallel.runtime.graph_list import graph_shapes
+from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
 from parallel.runtime.profiling import faster_mlp
-from parallel.runtime.runner import ModelRunner, open_model
+from parallel.runtime.runner import ModelRunner, captured_facts, open_model
 from parallel.speculators.pard import filling_masks
 
 _FEWEST = 2
@@ -40,7 +41,7 @@ _WIDEST_BY_DEFAULT = 4
 
 def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
     """The drafter of this pipeline over its model, and the facts it reports."""
-    runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline)
+    runner, facts = open_draft_model(config, setup.scheduler, setup.group, setup.device, setup.pipeline, setup.sharing)
     if config.tokenizer and config.translate is Translation.strings:
         return StringDrafter(runner, *_token_pieces(config), setup.scheduler.prefill_chunk), facts
     ahead = setup.pipeline in AHEAD
@@ -73,10 +74,12 @@ def open_draft_model(
     group: Group,
     device: str,
     pipeline: str = PipelineName.sync,
+    sharing: DeviceShare | None = None,
 ) -> tuple[ModelRunner, dict[str, object]]:
     """This rank's part of the draft model, and the facts it reports."""
     layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
     head = head_rows(config)
+    shapes = graph_shapes(scheduler.max_num_seqs, 1 + config.num_draft_tokens, scheduler.max_num_batched_tokens)
     fit = fit_slots(
         config.path,
         group,
@@ -87,6 +90,8 @@ def open_draft_model(
         layout=layout,
         weights=config.weights,
         head=head,
+        graphs=shapes,
+        sharing=sharing,
     )
     facts = fit.facts()
     if head is not None:
@@ -96,6 +101,7 @@ def open_draft_model(
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
     options = {"layout": layout, "weights": fit.weights, "head": head}
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
+    facts |= captured_facts(runner, shapes)
     if layout is None:
         runner = filling_masks(runner, config.path)
     return translated(runner, config), facts

@@ -35,6 +35,7 @@ from actors.worker import factory
 from actors.worker.factory import RankSpec, serve
 from parallel.comm.rendezvous import host_store
 from tests.actors.service_harness import SECRET
+from tests.parallel.cuda_twin import CudaTwin
 
 WAIT_S = 30.0
 PROMPT = (3, 4, 5, 3, 4)
@@ -311,3 +312,11 @@ def test_a_rank_keeps_to_its_cores_and_leaves_the_others_theirs(open_ranks, spec
     ranks.receive()
     ranks.stop()
     assert set(map(frozenset, inside)) == {frozenset({core})} and os.sched_getaffinity(0) == before
+
+
+def test_a_rank_uses_its_device_before_it_waits_for_anyone(spec, monkeypatch):
+    """One whose role has no group too; what is started in its thread later takes the current device."""
+    twin = CudaTwin().install(monkeypatch)
+    with pytest.raises(ValueError, match="nowhere: not an address"):
+        serve(replace(spec, device="cuda:1", hub_address="nowhere"))
+    assert twin.current_device() == 1

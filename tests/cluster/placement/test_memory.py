@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from actors.options import TargetConfig
 from cluster import pocket
 from cluster.observability.report import bytes_per_role
-from cluster.placement.memory import Footprint, describe_layout, footprints
+from cluster.placement.memory import Footprint, describe_layout, footprints, load_allowance_s, sharing
+from cluster.runtime.backend import rank_spec
 
 
 def test_weights_are_what_the_ranks_find(open_engine):
@@ -16,6 +19,27 @@ def test_weights_are_what_the_ranks_find(open_engine):
     assert footprints(engine.config, engine.places) == expected
     lookup = open_engine("ngram")
     assert set(footprints(lookup.config, lookup.places)) == {"target"}
+
+
+def test_ranks_on_one_gpu_divide_what_their_weights_leave(open_engine):
+    engine = open_engine("model", tp=2)
+    target, draft = (next(one for one in engine.places if one.role == role) for role in ("target", "draft"))
+    together = [replace(one, device="cuda:0") for one in (target, draft)]
+    sizes = footprints(engine.config, together)
+    (beside_target, part), (beside_draft, rest) = (sharing(engine.config, together, one) for one in together)
+    assert beside_target == sizes["draft"].weights // draft.size and beside_draft == sizes["target"].weights // 2
+    assert part + rest == pytest.approx(1) and part / rest == pytest.approx(sizes["target"].kv / sizes["draft"].kv)
+    apart = [together[0], replace(draft, device="cuda:1")]
+    assert [sharing(engine.config, apart, one) for one in apart] == [(0, 1.0)] * 2
+    spec = rank_spec(engine.config, together[0], "", "", (), sharing=(beside_target, part))
+    assert (spec.neighbour_bytes, spec.memory_part) == (beside_target, part)
+
+
+def test_a_large_model_may_take_longer_to_load(open_engine):
+    engine = open_engine("model", tp=2)
+    sizes = {"target": Footprint(2 * 35 * 2**30, 0), "draft": Footprint(2**30, 0)}
+    assert load_allowance_s(engine.places, sizes) == pytest.approx(70), "two ranks of the target"
+    assert load_allowance_s(engine.places, {}) == 0
 
 
 def test_slots_that_were_asked_for_are_the_pool(open_engine):

@@ -277,6 +277,16 @@ def test_ranks_that_share_a_device_meet_in_one_bundle(launch):
     assert device_bundles(lookup) == {("", (0, 1)): {"CPU": 2.0}}, "a lookup needs no device"
 
 
+@pytest.mark.parametrize(
+    "own, visible, device",
+    [("2", None, "cuda:2"), ("5", "4,5,6", "cuda:1"), ("2", "2", "cuda:0"), ("2", "GPU-1f,GPU-2a", "cuda:0")],
+)
+def test_a_rank_finds_its_gpu_among_those_that_its_process_sees(own, visible, device):
+    from actors.worker.ray_actors import visible_device
+
+    assert visible_device(own, visible) == device
+
+
 def test_each_client_of_ray_actors_receives_the_tokens_of_plain_decoding(open_engine_on_ray, open_engine, start_client):
     exchange(open_engine_on_ray(), start_client, tokens_of(open_engine("none").generate(CLIENT_PROMPTS, GREEDY)))
 

@@ -9,8 +9,9 @@ import torch
 
 from parallel.comm.group import NcclGroup, PeerLost
 from parallel.kv.pass_plan import Span
+from parallel.runtime.graph_list import graph_shapes
 from parallel.runtime.profiling import PassClock, TimedGroup, watch
-from parallel.runtime.runner import open_model
+from parallel.runtime.runner import captured_facts, open_model
 from tests.families import FAMILIES
 from tests.parallel.cuda_twin import CudaTwin, NcclTwin, NotWhileCapturing, capture_passes
 
@@ -95,24 +96,22 @@ def test_a_closed_group_replays_nothing_and_its_successor_captures_anew(llama, t
 
 def test_a_group_that_closes_during_a_capture_leaves_no_graph(llama, twin, monkeypatch):
     model, passes, group, nccl = on_nccl(llama.path, twin)
-    forward, reached, closed = model.decoder.forward, threading.Event(), threading.Event()
+    forward, reached, done = model.decoder.forward, threading.Event(), threading.Event()
 
     def closed_meanwhile(*arguments):
         result = forward(*arguments)
         if twin.is_capturing():
             reached.set()
-            closed.wait(WAIT_S)
+            nccl.aborting.wait(WAIT_S)
         return result
 
     monkeypatch.setattr(model.decoder, "forward", closed_meanwhile)
 
     def close():
         reached.wait(WAIT_S)
-        threading.Timer(0, closed.set).start()
         group.close()
         done.set()
 
-    done = threading.Event()
     threading.Thread(target=close, daemon=True).start()
     with pytest.raises(PeerLost):
         decode(model)
@@ -128,6 +127,22 @@ def test_graphs_are_few_and_the_one_used_longest_ago_goes(llama, twin):
         model.forward([Span(0, size)], TOKENS[:size])
         model.close(0)
     assert len(passes) == len(twin.live) == 2 and twin.num_captures == 4
+
+
+def test_the_list_is_captured_at_the_start_and_later_passes_find_it(llama, twin):
+    model = open_model(llama.path, num_slots=64, backend="padded")
+    passes = capture_passes(model)
+    facts = captured_facts(model, [(16, 8), *graph_shapes(4, 4, 2048)])  # the first needs more rows than the pool has
+    assert facts["graphs"] == "4x4 2x4 4x2 1x4 2x2 4x1 1x2 2x1 1x1" and len(passes) == twin.num_captures == 9
+    assert model.pool.num_free == 64
+    for count, rows in ((3, 3), (1, 2), (4, 1)):
+        for seq_id in range(count):
+            model.open(seq_id)
+        model.forward([Span(seq_id, rows) for seq_id in range(count)], TOKENS[: count * rows])
+        for seq_id in range(count):
+            model.close(seq_id)
+    assert twin.num_captures == 9, "no request waits for a capture"
+    assert captured_facts(open_model(llama.path, num_slots=64), graph_shapes(4, 4, 2048)) == {}
 
 
 def test_a_watched_pass_can_be_captured_and_taken_apart(llama, twin):

@@ -8,7 +8,9 @@ import torch
 from parallel.comm.group import SINGLE
 from parallel.kernels.products import has_products
 from parallel.kv.pass_plan import Span
-from parallel.runtime.kv_sizing import choose_dtype, choose_weights, fit_slots
+from parallel.model.families.registry import read_config
+from parallel.runtime.graph_list import graph_bytes, graph_shapes
+from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, choose_weights, fit_slots
 from parallel.runtime.runner import open_model
 
 
@@ -44,6 +46,43 @@ def test_the_logits_of_prompts_take_room_from_the_pool(llama, monkeypatch):
 
     taken, logits = pool_bytes(0) - pool_bytes(1000), 1000 * llama.model.config.vocab_size * 8
     assert taken == pytest.approx(0.25 * logits, rel=0.02), "of the memory left, the pool takes a quarter on a CPU"
+
+
+def test_ranks_on_one_gpu_fit_in_it_in_whatever_order_they_allocate(llama, make_checkpoint, monkeypatch):
+    """Both may look at its free memory before either has allocated anything."""
+    whole = 10**7
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: whole)
+    monkeypatch.setattr("parallel.runtime.kv_sizing.total_bytes", lambda device: whole)
+    paths = [str(llama.path), str(make_checkpoint("Llama", num_hidden_layers=5).path)]
+
+    def fits(**options):
+        return [fit_slots(path, SINGLE, "cuda:0", "auto", max_num_seqs=10**6, **options) for path in paths]
+
+    def held(fit):
+        return fit.weight_bytes + fit.kv_bytes
+
+    weights = [fit.weight_bytes for fit in fits()]
+    assert sum(map(held, fits())) > 1.5 * whole
+    shared = [
+        fit_slots(path, SINGLE, "cuda:0", "auto", max_num_seqs=10**6, sharing=DeviceShare(beside, part))
+        for path, beside, part in zip(paths, reversed(weights), (0.3, 0.7), strict=True)
+    ]
+    assert 0.8 * whole < sum(map(held, shared)) <= whole
+    with pytest.raises(ValueError, match="do not fit"):
+        fit_slots(paths[0], SINGLE, "cuda:0", "auto", max_num_seqs=1, sharing=DeviceShare(whole, 0.5))
+
+
+def test_graphs_take_room_from_the_pool_on_cuda(llama, monkeypatch):
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**8)
+
+    def pool_bytes(device, graphs):
+        return fit_slots(str(llama.path), SINGLE, device, "bfloat16", max_num_seqs=10**6, graphs=graphs).kv_bytes
+
+    shapes = graph_shapes(8, 4, 2048)
+    taken = pool_bytes("cuda:0", ()) - pool_bytes("cuda:0", shapes)
+    config = read_config(llama.path)
+    assert taken == pytest.approx(0.85 * graph_bytes(config, 2, shapes), rel=0.01)
+    assert pool_bytes("cpu", ()) == pool_bytes("cpu", shapes)
 
 
 def test_what_does_not_fit_is_named(llama, monkeypatch):
