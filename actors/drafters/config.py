@@ -127,6 +127,10 @@ class DrafterConfig(Choice):
         """What the target makes of the taps before they leave for a drafter elsewhere; None: they leave as they are."""
         return None
 
+    def on_target(self, target: ModelRunner) -> ModelRunner:
+        """The target's runner, or another that also computes what this drafter reads."""
+        return target
+
     def is_attached(self, pipeline: str) -> bool:
         """Whether it runs on the target's ranks, and drafts right after each verdict."""
         return False

@@ -148,6 +148,8 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     model = fit.dtype, fit.num_slots, config.stretch
     runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
+    if spec.pipeline != PipelineName.plain:
+        runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0
     reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead)
     attached, features, facts = None, None, {}

@@ -14,6 +14,8 @@ TARGET_LAYERS = "target_num_hidden_layers"
 """Field that readers of layouts find beside those of config.json, if the target is known."""
 FINAL = -1
 """The tap after the target's final norm, which its head reads."""
+STREAMS = 1 << 20
+"""The tap that is the final hidden states of a node's streams, side by side (`streaming.py`)."""
 _KV = -2
 
 
@@ -56,8 +58,8 @@ class FuserShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculatorConfig:
     """Tap i is the target's residual stream after i layers: 0 the embedding, its number of layers the stream before the
-    final norm; `FINAL` the stream after it; `kv_tap(i)` keys and values of a layer. The features of a token are its
-    taps side by side."""
+    final norm; `FINAL` the stream after it; `kv_tap(i)` keys and values of a layer; `STREAMS` states of streams. The
+    features of a token are its taps side by side."""
 
     method: str
     vocab_size: int

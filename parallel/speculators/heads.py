@@ -60,6 +60,13 @@ class _Generation:
     places: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class RootRows(_Generation):
+    """Text rows that a pass computes states of: roots, and the last rows of texts."""
+
+    seq_ids: list[SeqId] = field(default_factory=list)
+
+
 class HeadsRunner(SpeculatorRunner):
     """`tensors` are those of the cell; what they do not have is the target's, of `tables`."""
 
@@ -121,14 +128,15 @@ class HeadsRunner(SpeculatorRunner):
 
     def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput:
         """Logits of the rows asked for, -inf after silent ones."""
-        text, features, drafted, asked = _Generation(), list[Tensor](), list[_Generation](), list[_Row]()
+        text, features, drafted, asked = RootRows(), list[Tensor](), list[_Generation](), list[_Row]()
         first = 0
         for span in spans:
             fed = self._append(span, first, text, features, drafted, fuzzy=fuzzy)
             asked += fed[len(fed) - span.num_logits :]
             first += span.num_tokens
         if features:
-            states = self.cell.start(self._tensors, torch.cat(features).to(self.decoder.dtype))
+            hidden = self._read_target(text, torch.cat(features), token_ids)
+            states = self.cell.start(self._tensors, hidden.to(self.decoder.dtype))
             self._step(text, range(len(text.rows)), states, token_ids)
         for generation in drafted:
             for chosen in _by_depth(generation.rows).values():
@@ -137,11 +145,15 @@ class HeadsRunner(SpeculatorRunner):
         logits = self._logits(asked)
         return PassOutput(logits, logits.new_empty(first, 0), ())
 
+    def _read_target(self, text: RootRows, features: Tensor, token_ids: Tensor) -> Tensor:  # noqa: ARG002
+        """What the roots' states are made of, [n, F]: the features before them, unless a family runs the target."""
+        return features
+
     def _append(
         self,
         span: Span,
         first: int,
-        text: _Generation,
+        text: RootRows,
         features: list[Tensor],
         drafted: list[_Generation],
         *,
@@ -162,6 +174,7 @@ class HeadsRunner(SpeculatorRunner):
                 row.root, row.is_silent = row, not (is_wanted and row.position > known.start)
                 if not row.is_silent:
                     features.append(known.rows([row.position - 1]))
+                    text.seq_ids.append(span.seq_id)
                     _enter(text, row, row, first + i)
             elif above is None:
                 row = _Row(rows.cached_len, is_silent=True)

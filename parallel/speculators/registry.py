@@ -15,15 +15,18 @@ from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
-from parallel.speculators import block, chimera, glide, head_layouts
+from parallel.runtime.runner import ModelRunner
+from parallel.speculators import block, chimera, glide, head_layouts, streams
 from parallel.speculators import eagle_layouts as layouts
-from parallel.speculators.config import TARGET_LAYERS, SpeculatorConfig
+from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
 from parallel.speculators.eagle import open_draft_layer
 from parallel.speculators.fusing import TapFuser
 from parallel.speculators.parallel_eagle import open_parallel_eagle
 from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner
+from parallel.speculators.stream_layers import StreamsConfig, open_stream_layers
+from parallel.speculators.streaming import StreamingRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "MTP of speculators": CheckpointLayout(layouts.is_vllm_mtp, layouts.read_vllm_mtp, open_draft_layer),
     "MTP of MiMo": CheckpointLayout(layouts.is_native_mtp, layouts.read_native_mtp, open_draft_layer),
     "EAGLE-1": CheckpointLayout(layouts.is_eagle, layouts.read_eagle, open_draft_layer),
+    "streams": CheckpointLayout(streams.is_own, streams.read_own, streams.open_streams),
     "heads": CheckpointLayout(head_layouts.is_own, head_layouts.read_own, head_layouts.open_own),
     **{name: CheckpointLayout(*functions) for name, functions in head_layouts.PUBLISHED.items()},
 }
@@ -85,6 +89,15 @@ def open_fuser(
     fuser = TapFuser(config.fuser, SINGLE, dtype=dtype, device=device)
     fill(fuser, fuser.shards, config.fuser.tensor_shapes(), directory, None if weights == dtype else weights)
     return fuser
+
+
+def with_streams(path: str | Path, target: ModelRunner) -> ModelRunner:
+    """The target's runner, with streams in its passes if the speculator at `path` drafts from such."""
+    config = read_speculator(path, target.config.num_layers - target.config.stretch)
+    if STREAMS not in config.taps:
+        return target
+    assert isinstance(config, StreamsConfig)
+    return StreamingRunner(target, open_stream_layers(resolve_checkpoint(str(path)), config, target.decoder))
 
 
 def open_tables(

@@ -259,6 +259,7 @@ def open_room(models, speculator, open_bridge):
                 config = replace(config, path=str(path or models["drafter"]), tokenizer=tokenizer, kv_slots=4096)
             elif isinstance(config, SpeculatorDrafterConfig):
                 config = replace(config, path=str(speculator(config.path)), kv_slots=4096)
+            runner = config.on_target(runner)
             target_config = TargetConfig(path=str(models["target"]))
             verify, on_its_ranks = VerifyConfig(rule, law_size=16), runner if attached else None
             setup = DraftSetup(verify, pipeline, limits, SINGLE, "cpu", (EOS,), target_config, on_its_ranks)

@@ -12,6 +12,7 @@ from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.distill import DistillOptions
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
+from cluster.tools.training.speculators.streams import StreamsOptions
 from parallel.speculators.config import FINAL
 
 _STEPS = 60
@@ -45,9 +46,12 @@ def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
     options = row.options
     if isinstance(options, BlockOptions):
         options = replace(options, anchors=3, intermediate_size=64, base_steps=min(options.base_steps, _STEPS // 4))
+    if isinstance(options, StreamsOptions):
+        options = replace(options, layers=min(options.layers, 1), skip=0)
     if isinstance(options, DistillOptions):
         options = replace(options, start=str(drafter))
-    net = row.build(options, TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts))
+    shape = TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts, target)
+    net = row.build(options, shape)
     batch = TargetBatch(
         tokens,
         {tap: streams[tap] for tap in {*net.taps, FINAL}},

@@ -78,10 +78,11 @@ DRAFTERS = {
     ),
 }
 _HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
+_STREAMS = "streaming", "mask_lora", "s3d"
 _BLOCKS = "dflash", "dspark", "dflash2", "domino"
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
-    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", *_HEADS, *_BLOCKS)
+    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", *_STREAMS, *_HEADS, *_BLOCKS)
 } | {
     "eagle3-tree": SpeculatorDrafterConfig(
         path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
@@ -92,11 +93,17 @@ SPECULATORS = {
     "domino-tree": SpeculatorDrafterConfig(
         path="domino", strategy=Strategy.best_first, num_draft_tokens=9, depth=9, width=3
     ),
+    "streaming-tree": SpeculatorDrafterConfig(
+        path="streaming", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
+    ),
+    "s3d-tree": SpeculatorDrafterConfig(path="s3d", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "dspark-threshold": SpeculatorDrafterConfig(
         path="dspark", num_draft_tokens=5, length_rule=LengthRule.threshold, rejection_threshold=0.6
     ),
 }
 """Methods of `drafter=speculator` by the name of their recipe, attached."""
+ON_ITS_LAYERS = "s3d", "s3d-tree"
+"""Of these, those that draft with the target's own layers, and so on its ranks."""
 SELVES = {
     "exit": SelfDrafterConfig(exit=1, num_draft_tokens=5),
     "exit-tree": SelfDrafterConfig(exit=1, strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
@@ -239,7 +246,8 @@ def speculators_in_pipelines():
     """Every speculator in every pipeline, by default in one of them; length rules end drafts that are made in turn."""
     for pair in every_drafter_in_turn(["sync", "pearl", "branches", "tree", "pingpong"], SPECULATORS):
         name, pipeline = pair.values
-        if not (pipeline in AHEAD and SPECULATORS[name].chooses_lengths):
+        ends_by_itself = pipeline in AHEAD and SPECULATORS[name].chooses_lengths
+        if name not in ON_ITS_LAYERS and not ends_by_itself:
             yield pair
 
 

@@ -12,6 +12,7 @@ from actors.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+    from parallel.runtime.runner import ModelRunner
     from parallel.speculators.fusing import TapFuser
 
 
@@ -48,6 +49,11 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
 
         return open_feature_fuser(self, target_layers, device)
 
+    def on_target(self, target: ModelRunner) -> ModelRunner:
+        from parallel.speculators.registry import with_streams
+
+        return with_streams(self.path, target)
+
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))
         config._check_taps(resolve.target, where)
@@ -55,14 +61,15 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
 
     def _check_taps(self, target: str, where: str) -> None:
         from parallel.model.families.registry import read_config
-        from parallel.speculators.config import kv_tap
+        from parallel.speculators.config import STREAMS, kv_tap
 
         num_layers = read_config(target).num_layers
         try:
             taps = self.taps(num_layers)
         except ValueError as error:
             raise ValueError(f"{where}.path: {error}") from None
-        deepest = max(max(tap, kv_tap(tap) + 1) for tap in taps)  # keys and values of layer i are within layer i + 1
+        # keys and values of layer i are within layer i + 1; streams are checked with their layers
+        deepest = max((max(tap, kv_tap(tap) + 1) for tap in taps if tap != STREAMS), default=0)
         remedy = f"reads layer {deepest} of a target that has {num_layers}; use one trained for this target"
         require(deepest <= num_layers, f"{where}.path", self.path, remedy)
 

@@ -36,7 +36,7 @@ def shape_of(model: LlamaForCausalLM, rows: TextRows) -> TargetShape:
     """What a speculator for this target may be built from, given the text it will be trained on."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     counts = torch.bincount(rows.tokens[rows.mask()], minlength=len(embedding))
-    return TargetShape(model.config, embedding, head, counts)
+    return TargetShape(model.config, embedding, head, counts, model)
 
 
 @contextmanager

@@ -21,18 +21,30 @@ from actors.ranges import OneOf, Range, Section
 from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.speculators.config import FINAL
-from parallel.speculators.head_cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadsConfig
+from parallel.speculators.head_cells import CELLS, HEAD_CHOICES, TARGET_TABLE, HeadCell, HeadsConfig
 from parallel.speculators.head_layouts import write_heads
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLossOptions(Section):
+    """Settings of the loss over the depths of a draft."""
+
+    heads: Annotated[int, Range(1, 64)] = 5
+    """Draft tokens of a path, at most, and depths that are trained."""
+    decay: Annotated[float, Range(above=0, high=1)] = 0.8
+    """Weight of a depth relative to that before."""
+    divergence: Annotated[str, OneOf(("ce", *DIVERGENCES))] = "fkl"
+    """ce = the text's own tokens; the others are taken from the target's law, see `job.recipe=distill`."""
+    anchors: Annotated[int, Range(1)] = 1024
+    """Positions of a batch that are drafted after, at most, drawn at random."""
+
+
 @dataclass(frozen=True, slots=True)
-class HeadsOptions(Section):
+class HeadsOptions(HeadLossOptions):
     """Settings of heads and of their loss."""
 
     method: Annotated[str, OneOf(tuple(CELLS))] = "medusa"
     """Which heads."""
-    heads: Annotated[int, Range(1, 64)] = 5
-    """Draft tokens of a path, at most, and depths that are trained."""
     blocks: Annotated[int, Range(0, 64)] = 1
     """medusa, hydra, rnn: residual blocks before the output layer."""
     inner: Annotated[int, Range(0, zero="as the target")] = 0
@@ -45,12 +57,6 @@ class HeadsOptions(Section):
     """mlp: all depths share their weights."""
     linear_skip: bool = False
     """hydra: the first block adds a projection of its input, as the released code does, not the target's state."""
-    decay: Annotated[float, Range(above=0, high=1)] = 0.8
-    """Weight of a depth relative to that before."""
-    divergence: Annotated[str, OneOf(("ce", *DIVERGENCES))] = "fkl"
-    """ce = the text's own tokens; the others are taken from the target's law, see `job.recipe=distill`."""
-    anchors: Annotated[int, Range(1)] = 1024
-    """Positions of a batch that are drafted after, at most, drawn at random."""
 
 
 def build(options: HeadsOptions, target: TargetShape) -> Speculator:
@@ -70,7 +76,7 @@ def build(options: HeadsOptions, target: TargetShape) -> Speculator:
         tied=options.tied,
         linear_skip=options.linear_skip,
     )
-    net = HeadsNet(config, options)
+    net = HeadsNet(CELLS[config.method](config), options)
     if net.cell.width != hidden and options.head == "target":
         raise ValueError(f"job.options.inner={options.inner}: the target's head reads {hidden}; set head=shared or own")
     net.start_from(target)
@@ -80,11 +86,11 @@ def build(options: HeadsOptions, target: TargetShape) -> Speculator:
 class HeadsNet(Speculator):
     """Heads as parameters."""
 
-    def __init__(self, config: HeadsConfig, options: HeadsOptions) -> None:
+    def __init__(self, cell: HeadCell, options: HeadLossOptions) -> None:
         super().__init__()
-        self.config, self.options, self.taps = config, options, config.taps
+        self.cell, self.config, self.options = cell, cell.config, options
+        self.taps = cell.config.taps
         self.num_draft_tokens = options.heads
-        self.cell = CELLS[config.method](config)
         self._keys: dict[str, str] = {}
         shapes = self.cell.shapes
         for name, size in shapes.matrices.items():
@@ -94,7 +100,7 @@ class HeadsNet(Speculator):
         for name, size in shapes.vectors.items():
             self._declare(name, torch.full((size,), float(name.endswith("weight"))))
         for name, width in shapes.tables.items():
-            self._declare(f"{name}.weight", torch.zeros(config.vocab_size, width))
+            self._declare(f"{name}.weight", torch.zeros(self.config.vocab_size, width), is_table=True)
 
     def start_from(self, target: TargetShape) -> None:
         """Begin where a head says about what the target's would: residual branches without what they read of its
@@ -107,7 +113,7 @@ class HeadsNet(Speculator):
             reads_tokens = name.startswith(("emb_proj", "rnn_w"))
             scale = 1 / (rms * math.sqrt(size.outputs)) if reads_tokens else 1.0
             nn.init.normal_(self.parameter(f"{name}.weight"), std=scale / math.sqrt(size.inputs))
-        for depth in range(self.options.heads) if self.options.method == "hydra" else ():
+        for depth in range(self.options.heads) if self.config.method == "hydra" else ():
             weight = self.parameter(f"hydra_mlp.{depth}.0.linear.weight").data
             nn.init.normal_(weight[:, hidden:], std=0.5 / (rms * math.sqrt(weight.shape[1] - hidden)))
         for name in ("input_proj", "proj.0"):
@@ -153,7 +159,7 @@ class HeadsNet(Speculator):
     def unroll(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> list[Tensor]:
         """Logits [N, V] of every depth after the tokens at these places, int64 [N] each, and those that follow."""
         tensors = _Tensors(self, batch)
-        states = self.cell.start(tensors, batch.taps[FINAL][rows, anchors - 1])
+        states = self.cell.start(tensors, self.read_target(batch, rows, anchors))
         outputs = []
         for depth in range(self.options.heads):
             states = self.cell.step(tensors, depth, states, batch.tokens[rows, anchors + depth])
@@ -161,6 +167,10 @@ class HeadsNet(Speculator):
             is_target = name == TARGET_TABLE
             outputs.append(batch.head(read) if is_target else F.linear(read, self.parameter(f"{name}.weight")))
         return outputs
+
+    def read_target(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> Tensor:
+        """What the states of the tokens at these places are made of."""
+        return batch.taps[FINAL][rows, anchors - 1]
 
     def _anchors(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows and positions of newest tokens; the first token after is a label, and there is text at all depths."""
@@ -179,9 +189,8 @@ class HeadsNet(Speculator):
         content = json.dumps(write_heads(self.config), indent=2)
         (folder / "config.json").write_text(f"{content}\n", encoding="utf-8")
 
-    def _declare(self, name: str, value: Tensor) -> None:
+    def _declare(self, name: str, value: Tensor, *, is_table: bool = False) -> None:
         """A parameter's name has no points; what it begins with tells the optimizer whether it is a table."""
-        is_table = name.removesuffix(".weight") in self.cell.shapes.tables
         key = f"{'table' if is_table else 'layer'}_{len(self._keys)}"
         self._keys[name] = key
         self.register_parameter(key, nn.Parameter(value))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import LlamaForCausalLM, PretrainedConfig
 
 from parallel.speculators.config import FINAL
 
@@ -29,6 +29,8 @@ class TargetShape:
     """Its output layer, of the same shape; the same tensor where they are tied."""
     token_counts: Tensor
     """How often each token occurs in the training rows, int64 `[vocabulary]`: for draft vocabularies."""
+    model: LlamaForCausalLM | None = None
+    """The target itself, frozen, for rows that run through its layers; None where it is not at hand."""
 
 
 @dataclass(frozen=True)

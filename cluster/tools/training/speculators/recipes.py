@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.ranges import Section
-from cluster.tools.training.speculators import block, chimera, distill, eagle, glide, heads, pard
+from cluster.tools.training.speculators import block, chimera, distill, eagle, glide, heads, pard, streams
 from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
@@ -60,5 +60,8 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "rnn": SpeculatorRecipe(heads.build, heads.HeadsOptions("rnn", blocks=6)),
     "mlp": SpeculatorRecipe(heads.build, heads.HeadsOptions("mlp")),
     "lstm": SpeculatorRecipe(heads.build, heads.HeadsOptions("lstm")),
+    "streaming": SpeculatorRecipe(streams.build, streams.StreamsOptions(layers=3, start_rank=32, anchors=512)),
+    "mask_lora": SpeculatorRecipe(streams.build, streams.StreamsOptions("mask_lora", anchors=512)),
+    "s3d": SpeculatorRecipe(streams.build, streams.StreamsOptions("s3d", skip=2, anchors=512)),
 }
 """Name -> recipe, e.g. `"eagle3": SpeculatorRecipe(eagle.build, EagleOptions(...))`; one row per published method."""

@@ -1,0 +1,214 @@
+"""Rows of streams in a target's own layers: what they begin with, and low-rank deltas that these rows alone get.
+
+A stream is a row that stands for a token still to come, j positions behind a node; it runs through some layers of the
+frozen target beside the node's own row or in a pass of its own. The deltas (LoRA, arXiv 2106.09685) are added where the
+gate says, so all other rows are computed by the same arithmetic as without streams. Knows no passes and no sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from parallel.model.adapted import check_adaptable
+from parallel.model.block import MLP, Block
+from parallel.model.checkpoint import Shape
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import Decoder, pack_weights
+from parallel.model.layers.attention import PassPlan
+from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear
+from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
+from parallel.model.weights import load_shards
+from parallel.speculators.head_cells import HeadsConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamsConfig(HeadsConfig):
+    """`num_heads` streams; `inner` is the width of the sampler that conditions a stream on the token before it, 0 for
+    none."""
+
+    layers: tuple[int, ...]
+    """The target's layers that streams run through, from 0, ascending; in the verifying pass, its last ones."""
+    rank: int
+    """Of the deltas of every layer; 0 = none."""
+    start_rank: int = 0
+    """Of what is added to the node's residual stream to begin a stream; 0: a stream begins as its embedding alone, as a
+    mask does."""
+    reads_root: bool = False
+    """The first row is the newest token's own: the rows run in a draft pass rather than in the target's."""
+
+    @property
+    def feature_size(self) -> int:
+        return self.target_hidden if self.reads_root else self.num_heads * self.target_hidden
+
+    @property
+    def num_embeddings(self) -> int:
+        """Learned rows."""
+        return self.num_heads - self.reads_root
+
+
+def stream_shapes(config: StreamsConfig, target: DecoderConfig) -> dict[str, Shape]:
+    """The tensors of streams in a checkpoint, by name."""
+    hidden, inner, rank = target.hidden_size, target.intermediate_size, config.rank
+    queries, keys = target.num_heads * target.head_dim, target.num_kv_heads * target.head_dim
+    shapes: dict[str, Shape] = {"streams.embed": (config.num_embeddings, hidden)}
+    if config.start_rank:
+        shapes |= {"streams.start.down.weight": (config.start_rank, hidden)}
+        shapes |= {"streams.start.up.weight": (hidden, config.start_rank)}
+    parts = ("q", queries), ("k", keys), ("v", keys)
+    for layer in config.layers if rank else ():
+        prefix = f"streams.{layer}"
+        shapes |= {f"{prefix}.qkv.down.weight": (rank, hidden)}
+        shapes |= {f"{prefix}.qkv.{name}_proj.weight": (size, rank) for name, size in parts}
+        shapes |= {f"{prefix}.o.down.weight": (rank, queries), f"{prefix}.o.up.weight": (hidden, rank)}
+        shapes |= {f"{prefix}.mlp.down.weight": (rank, inner), f"{prefix}.mlp.up.weight": (hidden, rank)}
+    return shapes
+
+
+class Gate:
+    """The rows of a pass that get deltas, int64 [n]; set before the layers run."""
+
+    rows: Tensor
+
+
+class GatedColumn(ColumnLinear):
+    """A column layer of the target, which is not copied, and a delta on the gate's rows."""
+
+    def __init__(
+        self, base: ColumnLinear, inputs: int, rank: int, gate: Gate, **options: Unpack[TensorOptions]
+    ) -> None:
+        self.parts, self.weight, self.bias = base.parts, base.weight, base.bias
+        self._gate = gate
+        self.delta = [_whole("down", inputs, rank, **options), ColumnLinear(rank, base.parts, bias=False, **options)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, (down, up) = self._gate.rows, self.delta
+        return super().__call__(x).index_add_(0, rows, up(down(x.index_select(0, rows))))
+
+
+class GatedRow(RowLinear):
+    """The same of a row layer; the delta's inner sums are added up with the layer's own."""
+
+    def __init__(
+        self, base: RowLinear, inputs: int, outputs: int, rank: int, gate: Gate, **options: Unpack[TensorOptions]
+    ) -> None:
+        self.name, self.group, self.columns = base.name, base.group, base.columns
+        self.weight, self.bias = base.weight, base.bias
+        self._gate = gate
+        self.down = RowLinear("down", inputs, rank, base.group, bias=False, **options)
+        self.up = _whole("up", rank, outputs, **options)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = self._gate.rows
+        added = self.up(self.down.weight.multiply(x.index_select(0, rows)))
+        return self.group.all_reduce(self.weight.multiply(x, self.bias).index_add_(0, rows, added))
+
+
+class StreamLayers:
+    """Beside the target's decoder, whose weights the blocks share; tensors are allocated uninitialised."""
+
+    def __init__(self, config: StreamsConfig, decoder: Decoder) -> None:
+        target = decoder.config
+        options = TensorOptions(dtype=decoder.dtype, device=decoder.device)
+        self.config, self.decoder = config, decoder
+        self.gate = Gate()
+        self.embeddings = torch.empty(config.num_embeddings, target.hidden_size, **options)
+        self._start: list[ColumnLinear] = []
+        if config.start_rank:
+            self._start = [
+                _whole("down", target.hidden_size, config.start_rank, **options),
+                _whole("up", config.start_rank, target.hidden_size, **options),
+            ]
+        self.blocks: dict[int, Block] = {i: decoder.layers[i] for i in config.layers}
+        if config.rank:
+            self.blocks = {i: self._gated(block, target, **options) for i, block in self.blocks.items()}
+
+    def _gated(self, block: Block, target: DecoderConfig, **options: Unpack[TensorOptions]) -> Block:
+        """A block of the same weights, three of whose products get deltas: only the fused one of the MLP is as it
+        was."""
+        rank, gate, hidden = self.config.rank, self.gate, target.hidden_size
+        queries = target.num_heads * target.head_dim
+        assert block.attention is not None
+        assert isinstance(block.mlp, MLP), "the target is of Llama's kind"
+        gated = copy(block)
+        gated.attention = attention = copy(block.attention)
+        attention.qkv = GatedColumn(attention.qkv, hidden, rank, gate, **options)
+        attention.o = GatedRow(attention.o, queries, hidden, rank, gate, **options)
+        gated.mlp = mlp = copy(block.mlp)
+        mlp.down = GatedRow(mlp.down, target.intermediate_size, hidden, rank, gate, **options)
+        return gated
+
+    def begin(self, nodes: Tensor) -> Tensor:
+        """Residual streams of n nodes [n, H] -> those of their streams, [n, streams, H]; for a draft pass the nodes'
+        rows are the embeddings of the newest tokens."""
+        started = self.embeddings.expand(len(nodes), -1, -1)
+        if self.config.reads_root:
+            return torch.cat((nodes[:, None], started), 1)
+        if self._start:
+            down, up = self._start
+            return started + (nodes + up(down(nodes)))[:, None]
+        return started
+
+    def run(self, hidden: Tensor, plan: PassPlan, gated: Tensor) -> Tensor:
+        """The residual stream of a pass [T, H] after these layers; rows `gated`, int64 [n], have deltas."""
+        self.gate.rows = gated
+        plan.attention.prepare()
+        ropes = self.decoder.rotations(plan.positions)
+        for block in self.blocks.values():
+            hidden = block(hidden, ropes[block.windowed], plan.attention)
+        return hidden
+
+    def load(self, directory: Path) -> None:
+        """From a checkpoint."""
+        load_shards(self._shards(), stream_shapes(self.config, self.decoder.config), directory)
+        for part in self._deltas():
+            pack_weights(part)
+
+    def _deltas(self) -> Iterator[Layer]:
+        yield from self._start
+        for block in self.blocks.values() if self.config.rank else ():
+            assert block.attention is not None
+            assert isinstance(block.mlp, MLP)
+            assert isinstance(block.attention.qkv, GatedColumn)
+            yield from block.attention.qkv.delta
+            for row in (block.attention.o, block.mlp.down):
+                assert isinstance(row, GatedRow)
+                yield from (row.down, row.up)
+
+    def _shards(self) -> Iterator[Shard]:
+        yield Shard("streams.embed", (EVERY, EVERY), self.embeddings)
+        names = ["start"] * len(self._start)
+        for layer in self.config.layers if self.config.rank else ():
+            names += [f"{layer}.{part}" for part in ("qkv", "qkv", "o", "o", "mlp", "mlp")]
+        for name, delta in zip(names, self._deltas(), strict=True):
+            assert isinstance(delta, ColumnLinear | RowLinear)
+            yield from delta.shards(f"streams.{name}")
+
+
+def open_stream_layers(directory: Path, config: StreamsConfig, decoder: Decoder) -> StreamLayers:
+    """Load them beside their target. ValueError, one line, for a target that they were not made for."""
+    target = decoder.config
+    check_adaptable(target)
+    num_layers = target.num_layers - target.stretch
+    if config.target_hidden != target.hidden_size or config.layers[-1] >= num_layers:
+        raise ValueError(
+            f"{directory}: streams run through layer {config.layers[-1]} of hidden size {config.target_hidden}; the "
+            f"target has {num_layers} layers of {target.hidden_size}; use one trained for this target"
+        )
+    if not config.reads_root and config.layers != tuple(range(config.layers[0], num_layers)):
+        raise ValueError(f"{directory}: streams of a verifying pass run through the target's last layers")
+    layers = StreamLayers(config, decoder)
+    layers.load(directory)
+    return layers
+
+
+def _whole(name: str, inputs: int, outputs: int, **options: Unpack[TensorOptions]) -> ColumnLinear:
+    """One that every rank holds whole."""
+    part: OutputShare = name, slice(0, outputs)
+    return ColumnLinear(inputs, [part], bias=False, **options)

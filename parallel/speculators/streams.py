@@ -1,0 +1,139 @@
+"""Drafting from streams, which ran through the target's own layers: their logits are those of the target's head.
+
+Streams of the target's verifying pass arrive as features of the last accepted node (`streaming.py`); S3D (arXiv
+2405.20314) runs them when it drafts, the newest token and masks behind it, over the target's KV rows and through some
+of its layers. In both, a draft is read as those of heads are: every depth has its stream. A sampler (arXiv 2507.11851)
+adds to a stream what follows from the token before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kv.pass_plan import Span
+from parallel.model.families.fields import HfConfig
+from parallel.model.layer_plan import LayerPlan
+from parallel.model.weights import load_shards
+from parallel.runtime.runner import ModelRunner
+from parallel.self_speculation.runner import SelfDraftRunner
+from parallel.speculators.config import FINAL, STREAMS
+from parallel.speculators.head_cells import TARGET_TABLE, HeadCell, HeadShapes, MatrixShape, Tensors
+from parallel.speculators.head_tensors import LoadedTensors
+from parallel.speculators.heads import HeadsRunner, RootRows
+from parallel.speculators.place import SpeculatorPlace
+from parallel.speculators.stream_layers import StreamLayers, StreamsConfig, open_stream_layers
+
+METHODS = "streaming", "mask_lora", "s3d"
+
+
+class StreamsCell(HeadCell):
+    """A state is all streams and, for the sampler, the embedding of the newest token of the path."""
+
+    config: StreamsConfig
+
+    def __init__(self, config: StreamsConfig) -> None:
+        super().__init__(config)
+        self.reads_tokens = config.inner > 0
+
+    def _declare(self, shapes: HeadShapes) -> None:
+        hidden, inner = self.config.target_hidden, self.config.inner
+        if inner:
+            shapes.matrices["sampler.stream"] = MatrixShape(inner, hidden)
+            shapes.matrices["sampler.token"] = MatrixShape(inner, hidden)
+            shapes.matrices["sampler.output"] = MatrixShape(hidden, inner)
+
+    def start(self, tensors: Tensors, hidden: Tensor) -> Tensor:  # noqa: ARG002
+        return F.pad(hidden, (0, self.config.target_hidden)) if self.reads_tokens else hidden
+
+    def step(self, tensors: Tensors, depth: int, states: Tensor, token_ids: Tensor) -> Tensor:  # noqa: ARG002
+        if not self.reads_tokens:
+            return states
+        token = tensors.embed(TARGET_TABLE, token_ids).to(states.dtype)
+        return torch.cat((states[..., : -self.config.target_hidden], token), -1)
+
+    def read(self, tensors: Tensors, depth: int, states: Tensor) -> Tensor:
+        size = self.config.target_hidden
+        stream = states[..., depth * size : (depth + 1) * size]
+        if not self.reads_tokens:
+            return stream
+        inner = tensors.linear("sampler.stream", stream) + tensors.linear("sampler.token", states[..., -size:])
+        return stream + tensors.linear("sampler.output", F.silu(inner))
+
+    def _head_name(self, depth: int) -> str:  # noqa: ARG002  the target's head is the only one
+        return TARGET_TABLE
+
+
+class StreamsDraftRunner(HeadsRunner):
+    """Runs the streams of a root itself: a draft pass over the target's KV rows, whose own rows go back at once."""
+
+    self_draft: SelfDraftRunner
+
+    def __init__(self, cell: StreamsCell, tensors: LoadedTensors, layers: StreamLayers, target: ModelRunner) -> None:
+        super().__init__(cell, tensors, target.decoder)
+        self.self_draft = SelfDraftRunner(target, LayerPlan(cell.config.layers, cell.config.layers))
+        self._layers = layers
+
+    def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  of its text no rows are kept
+        return self.self_draft.can_reserve(len(self._rows) * self.cell.config.num_heads)
+
+    def _read_target(self, text: RootRows, features: Tensor, token_ids: Tensor) -> Tensor:
+        """Zeros for text before the newest token, which nothing is drafted after."""
+        draft, decoder, count = self.self_draft, self.decoder, self.cell.config.num_heads
+        states = features.new_zeros(len(text.rows), count * self.cell.config.target_hidden, dtype=decoder.dtype)
+        roots = [
+            i
+            for i, (row, seq_id) in enumerate(zip(text.rows, text.seq_ids, strict=True))
+            if row.position == draft.cached_len(seq_id)
+        ]
+        if not roots:
+            return states
+        plan = draft.plan([Span(text.seq_ids[i], count) for i in roots])
+        tokens = token_ids[torch.tensor([text.places[i] for i in roots], device=token_ids.device)]
+        begun = self._layers.begin(decoder.embed(tokens, plan.positions[: len(roots)])).flatten(0, 1)
+        rows = F.pad(begun, (0, 0, 0, len(plan.positions) - len(begun)))
+        hidden = self._layers.run(rows, plan, torch.arange(len(begun), device=rows.device))[: len(begun)]
+        draft.release_rows()
+        where = torch.tensor(roots, device=states.device)
+        return states.index_copy_(0, where, decoder.normalize(hidden).view(len(roots), -1))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def is_own(hf: HfConfig) -> bool:
+    return (hf.get("speculator") or {}).get("method") in METHODS
+
+
+def read_own(hf: HfConfig) -> StreamsConfig:
+    """The record of a checkpoint that `job=train job.recipe=streaming`, `mask_lora` or `s3d` made."""
+    given = dict(hf["speculator"])
+    if unknown := sorted(given.keys() - {field.name for field in fields(StreamsConfig)}):
+        raise ValueError(f"speculator.{unknown[0]}: is no field of streams")
+    given["layers"], given["taps"] = tuple(given["layers"]), tuple(given["taps"])
+    return StreamsConfig(**given)
+
+
+def taps_of(*, reads_root: bool) -> tuple[int, ...]:
+    """A draft pass needs no features but counts by them which text the target has committed."""
+    return (FINAL,) if reads_root else (STREAMS,)
+
+
+def open_streams(directory: Path, config: StreamsConfig, place: SpeculatorPlace) -> HeadsRunner:
+    """What drafts. ValueError, one line, where it cannot."""
+    place.check_tables(directory, config.vocab_size, config.target_hidden)
+    cell = StreamsCell(config)
+    tensors = LoadedTensors(cell, place, lambda name: [name])
+    if cell.reads_tokens:
+        shards, shapes = zip(*tensors.shards(), strict=True)
+        load_shards(shards, {shard.name: shape for shard, shape in zip(shards, shapes, strict=True)}, directory)
+        tensors.pack()
+    if not config.reads_root:
+        return HeadsRunner(cell, tensors, place.tables)
+    if place.target is None:
+        raise ValueError(f"{directory}: s3d drafts with the target's own layers; use drafter.placement=attached")
+    return StreamsDraftRunner(cell, tensors, open_stream_layers(directory, config, place.target.decoder), place.target)
