@@ -250,6 +250,27 @@ class TreeConfig(PromptsJobConfig):
     """File to write; empty = `trees.json` in the run directory."""
 
 
+SEARCHES = ("bayesian", "random", "swift")
+"""Ways in which `job=search` looks for layers to draft with."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchConfig(PromptsJobConfig):
+    """Search the sublayers that drafts of the target by itself leave out, for `drafter.layers` of drafter=self."""
+
+    name: str = "search"
+    """Set by the choice `job=`."""
+    methods: Annotated[list[str], OneOf(SEARCHES, filled=True)] = field(default_factory=lambda: ["bayesian"])
+    """bayesian: by a Gaussian process over all masks of sublayers (Draft & Verify); random: masks drawn at random, to
+    compare with; swift: the search of drafter.search=swift, while it completes the prompts."""
+    evaluations: Annotated[int, Range(2)] = 150
+    """Masks that bayesian and random try, each."""
+    seed: Annotated[int, Range(0)] = 0
+    """Seed of the masks."""
+    out: str = ""
+    """File to write, for `drafter.layers`; empty = `layers.json` in the run directory."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
     """Train a drafter for `target.path` by a recipe, or a pair of bundled size: tokenizer, target and its drafter."""
@@ -350,6 +371,7 @@ JOBS: tuple[JobConfig, ...] = (
     DatastoreConfig(),
     VocabularyConfig(),
     TreeConfig(),
+    SearchConfig(),
     TrainConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""

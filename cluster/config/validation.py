@@ -37,6 +37,9 @@ def validate(config: LaunchConfig) -> None:
         require(config.drafter.name in ("model", "speculator"), "drafter.name", config.drafter.name, remedy)
         remedy = "is for chains; measure with coupled, rejection, traversal or kseq"
         require(rule != "block", "verify.rule", rule, remedy)
+    if config.job.name == "search":
+        remedy = "is not drafted by the target's own layers; job=search needs drafter=self"
+        require(config.drafter.name == "self", "drafter.name", config.drafter.name, remedy)
 
 
 def _check_lengths(config: LaunchConfig) -> None:

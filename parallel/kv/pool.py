@@ -56,6 +56,7 @@ class _SlotTable:
         """Drop the rows after the first `num_rows`; returns the slots of its own among them."""
         dropped = self.slots[max(num_rows, self.num_borrowed) : self.num_rows].copy()
         self.num_rows = num_rows
+        self.num_borrowed = min(self.num_borrowed, num_rows)
         self.run_len = min(self.run_len, num_rows)
         return dropped
 

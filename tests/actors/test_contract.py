@@ -22,7 +22,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import LengthRule, ModelDrafterConfig, Parallel, Strategy, Translation
 from actors.drafters.retrieval.config import RestDrafterConfig
-from actors.drafters.self_speculation.config import SelfDrafterConfig
+from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import PipelineName, SchedulerConfig, VerifyRule
 from actors.policy.policy import PIPELINES
@@ -108,6 +108,10 @@ SELVES = {
     "exit": SelfDrafterConfig(exit=1, num_draft_tokens=5),
     "exit-tree": SelfDrafterConfig(exit=1, strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3),
     "skip": SelfDrafterConfig(skip=["1m"], num_draft_tokens=5),
+    "swift": SelfDrafterConfig(search=Search.swift, search_every=1, num_draft_tokens=5, skip_share=0.3),
+    "clasp": SelfDrafterConfig(search=Search.clasp, search_every=2, num_draft_tokens=5),
+    "fly": SelfDrafterConfig(search=Search.fly, least_cosine=0.1, num_draft_tokens=5),
+    "del": SelfDrafterConfig(search=Search.exit, search_every=1, search_window=8, num_draft_tokens=5),
     "skip-tree": SelfDrafterConfig(skip=["0m"], strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
 }
 """Ways in which the target drafts for itself."""

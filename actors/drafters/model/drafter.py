@@ -86,6 +86,10 @@ class ModelDrafter:
         self.num_merged_nodes = 0
         """Draft tokens that were not, since another was fed in their place."""
 
+    def end_chains_by(self, rule: ChainRule) -> None:
+        """Let this rule decide in place of the configured one."""
+        self._chain_rule = rule
+
     def open(self, context: Context) -> None:
         self.runner.open(context.request_id)
         self._restart(context)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Placement
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
 _SUBLAYER = re.compile(r"(\d+)([am]?)")
 
 
+class Search(StrEnum):
+    """How the layers to draft with are chosen while requests are served."""
+
+    none = "none"
+    swift = "swift"
+    clasp = "clasp"
+    fly = "fly"
+    exit = "exit"
+
+
 @dataclass(frozen=True, slots=True)
 class SelfDrafterConfig(PassDrafterConfig):
     """The target itself with fewer layers, on its ranks and over its KV rows: no second model in memory."""
@@ -28,6 +40,24 @@ class SelfDrafterConfig(PassDrafterConfig):
     skip: list[Any] = field(default_factory=list)
     """Sublayers that drafts leave out, by their number from 0: 3a the attention of layer 3, 3m its MLP, 3 both, as
     [3a,3m,4] (Draft & Verify)."""
+    layers: str = ""
+    """A file written by `job=search`, in place of `skip`: the sublayers that the search found best to leave out."""
+    search: Search = Search.none
+    """Choose the layers while requests are served: swift (tries masks of sublayers on generated text), clasp (skips
+    the layers without which the newest token's hidden state stays closest), fly (skips attention that hardly changes
+    the prompt's hidden states), exit (the exit with the most tokens for its weights, DEL); none: as `exit`, `skip` and
+    `layers` say."""
+    skip_share: Annotated[float, Range(above=0, below=1)] = 0.45
+    """search=swift: share of the sublayers that are skipped; clasp: of the layers."""
+    search_every: Annotated[int, Range(1)] = 8
+    """search=swift, clasp or exit: rounds from one look at the text to the next."""
+    search_window: Annotated[int, Range(8, cap=1024)] = 32
+    """search=swift or exit: generated tokens on which layers are compared; fly: tokens of a prompt."""
+    search_trials: Annotated[int, Range(1)] = 120
+    """search=swift: masks to try, at most; it ends earlier once a mask reproduces 95 % of the text, or after a third of
+    them without a better one."""
+    least_cosine: Annotated[float, Range(0, below=1)] = 0.95
+    """search=fly: attention is skipped where the cosine of the hidden states before and after it is above this."""
 
     def check_fields(self, where: str) -> None:
         super(SelfDrafterConfig, self).check_fields(where)
@@ -36,6 +66,12 @@ class SelfDrafterConfig(PassDrafterConfig):
             require(_SUBLAYER.fullmatch(str(entry)) is not None, f"{where}.skip", entry, remedy)
         remedy = "drafts with the target's own layers, on its ranks; use attached or drop it"
         require(self.placement is not Placement.separate, f"{where}.placement", self.placement, remedy)
+        chosen = {"exit": self.exit, "skip": self.skip, "layers": self.layers}
+        for key in ("exit", "skip", "layers") if self.search is not Search.none else ():
+            remedy = f"is chosen by {where}.search={self.search}; drop one of them"
+            require(not chosen[key], f"{where}.{key}", chosen[key], remedy)
+        remedy = f"lists what {where}.layers={self.layers} does; drop one of them"
+        require(not (self.layers and self.skip), f"{where}.skip", self.skip, remedy)
         remedy = "is the target's own, target.{0}; drop it"
         for key, value in (("kv_slots", self.kv_slots), ("dtype", self.dtype), ("weights", self.weights)):
             require(value in (0, "auto"), f"{where}.{key}", value, remedy.format(key))
@@ -51,6 +87,9 @@ class SelfDrafterConfig(PassDrafterConfig):
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
         config = replace(self, tree=self._tree_file(resolve, f"{where}.tree")) if self.tree else self
+        if self.layers:
+            path = resolve.file(f"{where}.layers", self.layers, "one made by job=search")
+            config = replace(config, layers=path, skip=_skipped_in(path, resolve.target_layers, f"{where}.layers"))
         config.check_layers(resolve.target_layers, where)
         return config
 
@@ -82,3 +121,16 @@ class SelfDrafterConfig(PassDrafterConfig):
         from actors.drafters.self_speculation.drafter import build_self_drafter
 
         return build_self_drafter(self, setup)
+
+
+def _skipped_in(path: str, num_layers: int, where: str) -> list[Any]:
+    """The sublayers that a file lists for a target of so many layers."""
+    from actors.drafters.self_speculation.layer_files import read_layers
+
+    try:
+        of_layers, skipped = read_layers(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{where}={path}: {error}") from None
+    remedy = f"is for a target of {of_layers} layers, not {num_layers}; write one for this target with job=search"
+    require(of_layers == num_layers, where, path, remedy)
+    return list(skipped)

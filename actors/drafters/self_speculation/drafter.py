@@ -7,10 +7,13 @@ Knows no rows and no layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from actors.drafters.interface import Capabilities, Context
+from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.self_speculation.layer_search import LayerSearch
+from actors.drafters.self_speculation.searches import open_search
 from parallel.self_speculation.runner import SelfDraftRunner
 
 if TYPE_CHECKING:
@@ -19,13 +22,30 @@ if TYPE_CHECKING:
 
 
 class SelfDrafter(ModelDrafter):
-    """Drafts in turn with the target, on its ranks."""
+    """Drafts in turn with the target, on its ranks; a `search` chooses the layers before each draft."""
 
     runner: SelfDraftRunner
 
-    def __init__(self, runner: SelfDraftRunner, config: SelfDrafterConfig, options: ModelOptions) -> None:
+    def __init__(
+        self,
+        runner: SelfDraftRunner,
+        config: SelfDrafterConfig,
+        options: ModelOptions,
+        search: LayerSearch | None = None,
+    ) -> None:
         super().__init__(runner, config, options)
+        self.search = search
         self.capabilities = Capabilities(runner.config.vocab_size, shares_rows=runner)
+
+    def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
+        if self.search is not None:
+            self.runner.layers = self.search.before_draft(contexts)
+        return super().propose(contexts, budgets)
+
+    def release(self, request_id: int) -> None:
+        if self.search is not None:
+            self.search.release(request_id)
+        super().release(request_id)
 
     def _prefill(self, context: Context, leave: int) -> None:
         """The target reads the text."""
@@ -38,6 +58,8 @@ def build_self_drafter(config: SelfDrafterConfig, setup: DraftSetup) -> tuple[Se
         raise ValueError("drafter=self: drafts with the target's own layers, on its ranks; use it as the only drafter")
     num_layers = target.config.num_layers
     config.check_layers(num_layers)
-    layers = config.layer_plan(num_layers)
+    search = open_search(config, setup)
+    layers = config.layer_plan(num_layers) if search is None else search.layers
     share = layers.num_sublayers / (2 * num_layers)
-    return SelfDrafter(SelfDraftRunner(target, layers), config, setup.model_options), {"draft_share": share}
+    drafter = SelfDrafter(SelfDraftRunner(target, layers), config, setup.model_options, search)
+    return drafter, {"draft_share": share}

@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from actors.drafters.interface import Context, Drafter
+from actors.drafters.model.prefill import prefill
 from actors.protocol.messages import Commit, Proposal, SamplingParams
 from actors.protocol.token_tree import TokenTree
 from actors.verification.features import FeatureReader
 from actors.verification.verifier import Verifier, VerifyInput
+
+_PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +46,23 @@ def complete(
     num_draft_tokens: int,
     num_tokens: int,
     features: FeatureReader | None = None,
+    first_id: int = 0,
 ) -> Iterator[CountedRound]:
-    """Rounds until every prompt has `num_tokens` more; ends of text do not end it. Prompt i takes seed + i.
+    """Rounds until every prompt has `num_tokens` more; ends of text do not end it. Prompt i takes seed + i, and
+    `first_id` + i as its request.
 
     `features` is the verifier's reader, for a drafter that reads the target's hidden states.
     """
     target = verifier.runner
     live = [
-        Context(i, 0, list(prompt), len(prompt), replace(sampling, seed=sampling.seed + i))
+        Context(first_id + i, 0, list(prompt), len(prompt), replace(sampling, seed=sampling.seed + i))
         for i, prompt in enumerate(prompts)
     ]
+    shares = drafter.capabilities.shares_rows
     for context in live:
         target.open(context.request_id)
+        if shares is not None:  # it drafts where the target has rows of the text
+            prefill(target, context.request_id, context.token_ids, leave=1, chunk=_PREFILL_CHUNK)
         drafter.open(context)
     while live:
         drafts = drafter.propose(live, [num_draft_tokens] * len(live))
@@ -77,6 +85,8 @@ def complete(
             )
             for context, draft in zip(live, drafts, strict=True)
         ]
+        if shares is not None:
+            shares.release_rows()
         first_positions = [target.cached_len(one.seq_id) for one in inputs]
         logits, _ = verifier.forward(inputs)
         results = verifier.verify(inputs, logits)

@@ -1,10 +1,11 @@
-"""`plan.png`, predicted speed of the best layouts with the measured ones, and `fidelity.png`, acceptance and agreement
-of layer-parallel drafting. Reads the entries of `plan.json`.
+"""`plan.png`, predicted speed of the best layouts with the measured ones, `fidelity.png`, acceptance and agreement
+of layer-parallel drafting, and `search.png`, searches for layers to draft with over time. Reads the entries of
+`plan.json` and the curves of `job=search`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -57,6 +58,21 @@ def draw_fidelity(path: Path, found: Sequence[Entry]) -> None:
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_title(title, loc="left", fontsize=11)
     panels[0].legend(loc="lower left", frameon=False, fontsize=8, title="calibrated", title_fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def draw_searches(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Points (seconds, speed over plain decoding) of each search as steps."""
+    figure, (axes,) = _canvas(7, 3.8, 1)
+    for colour, (name, points) in zip(_LINES, curves.items(), strict=False):
+        if points:
+            axes.step(*zip(*points, strict=True), where="post", color=colour, label=name)
+    axes.axhline(1.0, color=_PLAIN, linewidth=1)
+    axes.set_xlabel("seconds of search")
+    axes.set_ylabel("tokens/s over plain decoding, expected")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.legend(loc="lower right", frameon=False)
+    axes.set_title("Layers to draft with: the choice over time", loc="left", fontsize=11)
     figure.savefig(path, dpi=130)
 
 

@@ -1,0 +1,146 @@
+"""What a search for the layers to draft with is: when it looks, at which text, and that all ranks decide alike.
+
+A search reads text again that is there (`parallel/self_speculation/replay.py`), never a token that is still to be
+drawn, so its choice cannot bias what is drawn. It takes its time between two drafts, once in so many rounds; rounds
+without speculation cost nothing. Knows no method of search.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.drafters.interface import Context
+from actors.sampling.logits import choose_plain, is_plain
+from parallel.comm.group import Group
+from parallel.model.layer_plan import LayerPlan
+from parallel.self_speculation.replay import Replay, ReplayedRows
+
+Clock = Callable[[], float]
+CLOCK: Clock = time.monotonic
+
+_FEWEST_TOKENS = 8
+"""Tokens of a text on which layers are compared, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchStep:
+    """One look of a search: when, what it measured, and the layers it draws with from then on."""
+
+    at_s: float
+    value: float
+    layers: LayerPlan
+
+
+class Agreement:
+    """Numbers of rank 0 on every rank: sums and clocks of ranks may differ, and their drafts must not."""
+
+    def __init__(self, group: Group, device: torch.device | str) -> None:
+        self._group = group
+        self._device = device
+
+    def of(self, numbers: Sequence[float]) -> list[float]:
+        if self._group.size == 1:
+            return list(numbers)
+        return self._group.broadcast(torch.tensor(numbers, dtype=torch.float64, device=self._device)).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class TextWindow:
+    """Generated tokens of a request whose layers are compared by what they say after each: `token_ids` lie from `first`
+    on, `following` are the tokens that came after each."""
+
+    context: Context
+    first: int
+    token_ids: list[int]
+    following: list[int]
+
+    @staticmethod
+    def of(context: Context, longest: int) -> TextWindow | None:
+        """The last `longest` generated tokens; None: too few to compare on."""
+        text = context.token_ids
+        first = max(context.prompt_len - 1, len(text) - 1 - longest)
+        if len(text) - 1 - first < min(_FEWEST_TOKENS, longest):
+            return None
+        return TextWindow(context, first, text[first:-1], text[first + 1 :])
+
+
+class Scores:
+    """How often some layers say what the text says."""
+
+    def __init__(self, replay: Replay, *, coupled: bool) -> None:
+        self.replay = replay
+        self._coupled = coupled
+
+    def reproduced(self, window: TextWindow, layers: LayerPlan) -> float:
+        """The share of the window's tokens that a pass of these layers reproduces, as SWIFT scores a mask."""
+        return float(self.right(window, layers).float().mean())
+
+    def right(self, window: TextWindow, layers: LayerPlan) -> Tensor:
+        """After which of the window's tokens these layers say what followed, bool [T]."""
+        with self._rows(window) as rows:
+            return self._right(window, rows.logits(rows.run(rows.embed(window.token_ids), layers)))
+
+    def reproduced_by_exit(self, window: TextWindow, num_layers: int) -> list[float]:
+        """The share that an exit after 1, 2, ... `num_layers` layers reproduces, in one pass."""
+        with self._rows(window) as rows:
+            hidden, shares = rows.embed(window.token_ids), []
+            for layer in range(num_layers):
+                hidden = rows.run(hidden, LayerPlan.span(layer, layer + 1))
+                shares.append(float(self._right(window, rows.logits(hidden)).float().mean()))
+        return shares
+
+    def _rows(self, window: TextWindow) -> AbstractContextManager[ReplayedRows]:
+        return self.replay.rows(window.context.request_id, window.first, len(window.token_ids))
+
+    def _right(self, window: TextWindow, logits: Tensor) -> Tensor:
+        """Under the coupled rule a draft is drawn with the target's noise; else the likeliest token stands for it."""
+        size, sampling = len(window.token_ids), window.context.sampling
+        if self._coupled and is_plain(sampling):
+            said = choose_plain(logits, [sampling] * size, range(window.first + 1, window.first + 1 + size))
+        else:
+            said = logits.argmax(dim=-1)
+        return said.cpu() == torch.tensor(window.following)
+
+
+class LayerSearch(ABC):
+    """`layers` are those to draft with; the search looks at one request in every `every` rounds, in turn."""
+
+    def __init__(self, layers: LayerPlan, replay: Replay, every: int, clock: Clock) -> None:
+        self.layers = layers
+        self.history: list[SearchStep] = []
+        self._replay = replay
+        self._every = every
+        self._clock = clock
+        self._started = clock()
+        self._rounds = 0
+        self._looks = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the layers stay as they are."""
+        return False
+
+    def before_draft(self, contexts: Sequence[Context]) -> LayerPlan:
+        """The layers of the next drafts of these requests, which have rows of all tokens but the last."""
+        if not self.ended:
+            if self._rounds % self._every == 0:
+                self._looks += self._look(contexts[self._looks % len(contexts)])
+            self._rounds += 1
+        return self.layers
+
+    def release(self, request_id: int) -> None:  # noqa: B027  most keep nothing of a request
+        """The request ended."""
+
+    def _found(self, value: float) -> None:
+        self.history.append(SearchStep(self._clock() - self._started, value, self.layers))
+
+    @abstractmethod
+    def _look(self, context: Context) -> bool:
+        """Read text of this request again and choose layers; whether there was text enough."""

@@ -1,0 +1,151 @@
+"""What a choice of layers to draft with brings: measured acceptance and measured passes, and searches by that.
+
+Acceptance is measured on text that the target wrote: a parallel pass of the layers over it shows after which tokens
+they say what the target said, in which runs. Times are those of a pass of one row with these layers and of passes of
+the target over drafts of every length. The value of a choice is then the tokens per second at its best draft length,
+over plain decoding's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from actors.drafters.interface import Context
+from actors.drafters.model.drafter import node_rows
+from actors.drafters.model.prefill import prefill
+from actors.drafters.self_speculation.layer_search import Scores, TextWindow
+from actors.drafters.self_speculation.mask_search import MaskSearch
+from actors.drafters.self_speculation.sublayers import Sublayers
+from actors.protocol.messages import SamplingParams
+from actors.sampling.logits import choose_batch
+from parallel.kv.pass_plan import Span
+from parallel.model.layer_plan import LayerPlan
+from parallel.runtime.runner import ModelRunner
+from parallel.self_speculation.replay import Replay
+
+_REPEATS = 7
+"""Timed passes of each kind, of which the median counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Of some layers: expected tokens per second over plain decoding's at the best draft length, and what that follows
+    from. `chances[i]` is how often the next i + 1 tokens are all accepted."""
+
+    speedup: float
+    num_draft_tokens: int
+    chances: tuple[float, ...]
+    pass_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One choice that a search tried, and the best so far; `at_s` is the time since the search began."""
+
+    at_s: float
+    value: float
+    best: float
+    layers: LayerPlan
+
+
+def write_texts(
+    target: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    num_tokens: int,
+    chunk: int,
+) -> list[Context]:
+    """The target's continuations, `num_tokens` each; it keeps rows of all tokens but the last."""
+    contexts = [
+        Context(i, 0, list(prompt), len(prompt), params)
+        for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True))
+    ]
+    for context in contexts:
+        target.open(context.request_id)
+        prefill(target, context.request_id, context.token_ids, leave=1, chunk=chunk)
+    for _ in range(num_tokens):
+        spans = [Span(context.request_id, 1) for context in contexts]
+        logits = target.forward(spans, [context.token_ids[-1] for context in contexts]).logits
+        rows = [node_rows(context, context.token_ids[-1:], (-1,), [0]) for context in contexts]
+        for context, token in zip(contexts, choose_batch(logits, rows, ()).tolist(), strict=True):
+            target.commit(context.request_id, [0])
+            context.extend([token])
+    return contexts
+
+
+class LayerValues:
+    """Measures choices of layers on these texts; drafts have at most `longest` tokens."""
+
+    def __init__(self, target: ModelRunner, contexts: Sequence[Context], longest: int, *, coupled: bool) -> None:
+        self._target = target
+        self._whole = LayerPlan.whole(target.config.num_layers)
+        self._longest = longest
+        replay = Replay(target)
+        self._replay = replay
+        self._scores = Scores(replay, coupled=coupled)
+        windows = (TextWindow.of(context, len(context.token_ids)) for context in contexts)
+        self._windows = [window for window in windows if window is not None]
+        if not self._windows:
+            raise ValueError("sampling.max_tokens: leaves texts too short to compare layers on; raise it")
+        self._verify_s = [self.pass_s(self._whole, 1 + k) for k in range(longest + 1)]
+
+    @property
+    def plain_s(self) -> float:
+        """Of one pass of the target over one row."""
+        return self._verify_s[0]
+
+    def pass_s(self, layers: LayerPlan, num_rows: int = 1) -> float:
+        """The median time of a pass of these layers, with logits of every row."""
+        window, times = self._windows[0], []
+        request_id, length = window.context.request_id, len(window.context.token_ids)
+        for _ in range(_REPEATS):
+            started = time.perf_counter()
+            with self._replay.rows(request_id, length - num_rows, num_rows) as rows:
+                rows.logits(rows.run(rows.embed(window.context.token_ids[-num_rows:]), layers))[0, 0].item()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    def value(self, layers: LayerPlan) -> Value:
+        """Of drafting with these layers."""
+        reached = [0] * self._longest
+        places = 0
+        for window in self._windows:
+            right = self._scores.right(window, layers).tolist()
+            places += len(right)
+            run = 0
+            for said in reversed(right):
+                run = run + 1 if said else 0
+                for length in range(min(run, self._longest)):
+                    reached[length] += 1
+        chances = tuple(count / places for count in reached)
+        tokens, pass_s = list(accumulate(chances, initial=1.0)), self.pass_s(layers)
+        speeds = [tokens[k] * self.plain_s / (k * pass_s + self._verify_s[k]) for k in range(1, self._longest + 1)]
+        best = max(range(self._longest), key=speeds.__getitem__)
+        return Value(speeds[best], best + 1, chances, pass_s / self.plain_s)
+
+
+def search_masks(
+    values: LayerValues,
+    sublayers: Sublayers,
+    search: MaskSearch,
+    evaluations: int,
+    progress: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Evaluation]:
+    """Evaluate the masks that `search` proposes."""
+    found: list[Evaluation] = []
+    started = clock()
+    with torch.inference_mode():
+        for _ in range(evaluations):
+            mask = search.propose()
+            value = values.value(sublayers.plan(mask)).speedup
+            search.record(mask, value)
+            found.append(Evaluation(clock() - started, value, search.best_value, sublayers.plan(search.best)))
+            progress()
+    return found

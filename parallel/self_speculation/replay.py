@@ -1,0 +1,82 @@
+"""Reads committed tokens of a sequence once more, with some of the target's layers or one sublayer after the other.
+
+The rows read again borrow those before them and have slots of their own, which go back at the end: the target's rows
+stay as they are. That shows what another choice of layers would have said of text that is there, and what every
+sublayer does to it. Knows no tokens and no choice of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.kv.pass_plan import PendingRows, Span, lay_out
+from parallel.kv.pool import SeqId
+from parallel.model.decoder import Decoder
+from parallel.model.layer_plan import LayerPlan
+from parallel.model.layers.attention import PassPlan
+from parallel.runtime.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplayOf:
+    """The identifier in the pool of rows that are read again."""
+
+    seq_id: SeqId
+
+
+class ReplayedRows:
+    """Rows of one pass; valid within `Replay.rows`."""
+
+    def __init__(self, decoder: Decoder, plan: PassPlan) -> None:
+        self.decoder = decoder
+        self._plan = plan
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """The stream that enters the first layer, [T, H]."""
+        tokens = torch.tensor(token_ids, dtype=torch.int64, device=self.decoder.device)
+        return self.decoder.embed(tokens, self._plan.positions[: len(tokens)])
+
+    @torch.inference_mode()
+    def run(self, hidden: Tensor, layers: LayerPlan) -> Tensor:
+        """The stream [T, H] after these sublayers."""
+        padding = len(self._plan.positions) - len(hidden)
+        padded = F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+        return self.decoder.run_layers(padded, self._plan, layers)[0][: len(hidden)]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the target's norm and head, [T, V] float32."""
+        return self.decoder.head(self.decoder.normalize(hidden)).float()
+
+
+class Replay:
+    """Passes over rows of `target` that leave them as they are."""
+
+    def __init__(self, target: ModelRunner) -> None:
+        self.target = target
+
+    def can_read(self, num_rows: int) -> bool:
+        """Whether the pool has slots for so many rows."""
+        return self.target.can_reserve(num_rows)
+
+    @contextmanager
+    def rows(
+        self, seq_id: SeqId, first: int, num_rows: int, parents: Sequence[int] | None = None
+    ) -> Iterator[ReplayedRows]:
+        """Rows after the sequence's first `first` committed ones: a chain, or by `parents` as in `Span`."""
+        pool, replayed = self.target.pool, _ReplayOf(seq_id)
+        pool.borrow(replayed, seq_id)
+        try:
+            pool.truncate(replayed, first)
+            spans = [Span(replayed, num_rows, parents)]
+            plan = self.target._backend.plan(lay_out(pool, {replayed: PendingRows()}, spans), [])
+            yield ReplayedRows(self.target.decoder, plan)
+        finally:
+            pool.close(replayed)
