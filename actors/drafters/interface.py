@@ -32,6 +32,8 @@ from actors.protocol.messages import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from parallel.runtime.runner import ModelRunner
+
 
 @dataclass(slots=True, eq=False)
 class Context:
@@ -228,6 +230,10 @@ class ReadsFeatures(Protocol):
 class SharesRows(Protocol):
     """Drafts in the target's own pool of KV rows, on its ranks. When it drafts, the target has committed the rows of
     all text but the last token."""
+
+    def verifying(self, target: ModelRunner) -> ModelRunner:
+        """The runner with which the target verifies: itself, or one that uses what drafting computed."""
+        ...
 
     def release_rows(self) -> None:
         """Give all rows back: the target is about to change its own and to reserve those of a pass."""

@@ -27,6 +27,7 @@ from actors.protocol.messages import (
 )
 from actors.roles.draft import DraftRole
 from parallel.comm.group import Group
+from parallel.runtime.runner import ModelRunner
 
 
 class AttachedDrafter:
@@ -38,6 +39,11 @@ class AttachedDrafter:
         self._device = device
         self._admits: dict[int, Admit] = {}
         self._releases: list[int] = []
+
+    def verifying(self, target: ModelRunner) -> ModelRunner:
+        """The runner for the target's passes."""
+        shares = self.role.drafter.capabilities.shares_rows
+        return target if shares is None else shares.verifying(target)
 
     def update(self, batch: VerifyBatch) -> None:
         """Before the target's rows change: rows lent to the drafter return.

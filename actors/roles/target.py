@@ -60,7 +60,7 @@ class TargetRole:
         attached: AttachedDrafter | None = None,
         sender: FeatureSender | None = None,
     ) -> None:
-        self.runner = runner
+        self.runner = runner = runner if attached is None else attached.verifying(runner)
         self._verifier = Verifier(runner, rule, eos_token_ids, top_tokens=top_tokens, features=features)
         self._features = features
         self._attached = attached

@@ -111,7 +111,8 @@ class Decoder(Layer):
 
         Tap 0 is the embedding; tap `num_layers` is the stream before the final norm.
         """
-        hidden, tapped = self.run_layers(self.embed(token_ids, plan.positions), plan, plan.layers, taps)
+        hidden = self.embed(token_ids, plan.positions) if plan.entering is None else plan.entering
+        hidden, tapped = self.run_layers(hidden, plan, plan.layers, taps)
         return self.normalize(hidden), tapped
 
     def run_layers(

@@ -74,8 +74,8 @@ class CapturedPasses:
         if self._generation != group.generation:
             self.drop()
             self._generation = group.generation
-        inputs = attention.tensors()
-        key = (plan.fuzzy, plan.layers, *taps, *(tensor.shape for tensor in inputs))
+        inputs = [*attention.tensors(), *_entering(plan)]
+        key = (plan.fuzzy, plan.layers, plan.entering is None, *taps, *(tensor.shape for tensor in inputs))
         captured = self._captured.get(key)
         if captured is None:
             if len(self._captured) >= self._most:
@@ -106,7 +106,8 @@ class CapturedPasses:
 
     def _capture(self, token_ids: Tensor, plan: PassPlan, taps: Sequence[int]) -> _Captured:
         attention = cast(BucketedPlan, plan.attention).like()
-        static = replace(plan, positions=attention.positions, attention=attention)
+        entering = None if plan.entering is None else plan.entering.clone()
+        static = replace(plan, positions=attention.positions, attention=attention, entering=entering)
         token_ids = token_ids.clone()
         # run the pass eagerly first, because libraries allocate workspaces at their first call; the replay writes the
         # same KV rows again
@@ -119,4 +120,8 @@ class CapturedPasses:
         # other threads of this process may wait for the device meanwhile: ranks are threads with cluster=inprocess
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden, features = self._decoder.forward(token_ids, static, taps)
-        return _Captured(graph, token_ids, attention.tensors(), hidden, features)
+        return _Captured(graph, token_ids, [*attention.tensors(), *_entering(static)], hidden, features)
+
+
+def _entering(plan: PassPlan) -> list[Tensor]:
+    return [] if plan.entering is None else [plan.entering]

@@ -2,7 +2,8 @@
 
 A sequence's draft borrows the rows that the target has committed and adds rows of its own, in free slots of the
 target's pool. They never enter the target's table, so what the target keeps is exact whatever the draft did. All draft
-rows go back before the target reserves its own. Knows no tokens and no drafting.
+rows go back before the target reserves its own; what exact layers computed for them may be kept for the target's pass
+(`resuming.py`). Knows no drafting.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import PendingRows, Span
@@ -17,6 +19,7 @@ from parallel.kv.pool import SeqId
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.self_speculation.resuming import KeptRows, ResumingRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +30,41 @@ class _DraftOf:
     runner: int
 
 
+@dataclass(frozen=True, slots=True)
+class _PassMade:
+    """A pass of drafts: its rows' tokens, and the residual stream after the `stop` leading whole layers, [T, H]."""
+
+    spans: Sequence[Span]
+    token_ids: Tensor | Sequence[int]
+    stop: int
+    states: Tensor
+
+
 class SelfDraftRunner(ModelRunner):
     """A `ModelRunner` that runs `layers` of the target's decoder, which may be replaced between two drafts.
 
     Its rows follow those of the target: `cached_len` is the target's, and committing or truncating only ends a draft. A
-    draft begins with its first pass after `release_rows`.
+    draft begins with its first pass after `release_rows`. With `resumes`, the target's next pass takes over what draft
+    rows computed in the leading layers that ran whole; only for rows that are nothing but tokens.
     """
 
-    def __init__(self, target: ModelRunner, layers: LayerPlan) -> None:
+    def __init__(self, target: ModelRunner, layers: LayerPlan, *, resumes: bool = False) -> None:
         self.target = target
         self.layers = layers
         self.decoder = target.decoder
         self.pool = target.pool
         self._backend = target._backend
         self._pending: dict[SeqId, PendingRows] = {}
+        self._resumes = resumes
+        self._verifying: ResumingRunner | None = None
+        self._passes_made: list[_PassMade] = []  # of the drafts that are open
+
+    def verifying(self, target: ModelRunner) -> ModelRunner:
+        """The runner for the target's own passes."""
+        if not self._resumes:
+            return target
+        self._verifying = ResumingRunner(target)
+        return self._verifying
 
     def open(self, seq_id: SeqId) -> None:
         """Nothing to set up: a draft begins with its first pass."""
@@ -60,10 +84,25 @@ class SelfDraftRunner(ModelRunner):
 
     def release_rows(self) -> None:
         """End all drafts: the target is about to change its rows, and may need the slots."""
+        if self._verifying is not None and self._passes_made:
+            self._verifying.keep(self._kept_rows())
         for draft in list(self._pending):
             self._end(draft)
 
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        stop = self.layers.exact_stop
+        if self._verifying is None or not stop:
+            return super().forward(spans, token_ids, taps, fuzzy=fuzzy)
+        output = super().forward(spans, token_ids, (*taps, stop), fuzzy=fuzzy)
+        *features, states = output.features
+        self._passes_made.append(_PassMade(spans, token_ids, stop, states))
+        return replace(output, features=tuple(features))
+
     def plan(self, spans: Sequence[Span]) -> PassPlan:
+        if not self._pending:
+            self._passes_made.clear()
         drafts = [replace(span, seq_id=self._draft_of(span.seq_id)) for span in spans]
         for span, draft in zip(spans, drafts, strict=True):
             if draft.seq_id not in self._pending:
@@ -75,6 +114,30 @@ class SelfDraftRunner(ModelRunner):
 
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         return self.target.run(plan, token_ids, taps)
+
+    def _kept_rows(self) -> dict[SeqId, KeptRows]:
+        """What the open drafts' passes computed, by the sequence that they draft for."""
+        tokens: dict[SeqId, list[int]] = {}
+        states: dict[SeqId, list[Tensor]] = {}
+        for made in self._passes_made:
+            all_fed = made.token_ids.tolist() if isinstance(made.token_ids, Tensor) else made.token_ids
+            first = 0
+            for span in made.spans:
+                rows = slice(first, first + span.num_tokens)
+                tokens.setdefault(span.seq_id, []).extend(all_fed[rows])
+                states.setdefault(span.seq_id, []).append(made.states[rows])
+                first = rows.stop
+        stop = self._passes_made[-1].stop  # layers are replaced between drafts only
+        self._passes_made.clear()
+        kept = {}
+        for seq_id, fed in tokens.items():
+            draft = self._draft_of(seq_id)
+            if draft in self._pending:
+                context, parents = self.pool.cached_len(draft), self._pending[draft].parents
+                slots = self.pool.slots(draft)[context:].copy()
+                rows = fed, parents, slots, torch.cat(states[seq_id])
+                kept[seq_id] = KeptRows(context, stop, *rows)
+        return kept
 
     def _draft_of(self, seq_id: SeqId) -> _DraftOf:
         return _DraftOf(seq_id, id(self))

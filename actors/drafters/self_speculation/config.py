@@ -59,6 +59,9 @@ class SelfDrafterConfig(PassDrafterConfig):
     least_cosine: Annotated[float, Range(0, below=1)] = 0.95
     """search=fly: attention is skipped where the cosine of the hidden states before and after it is above this."""
 
+    resume: bool = True
+    """Verification takes over what draft rows computed in the leading layers that ran whole; false: it starts anew."""
+
     def check_fields(self, where: str) -> None:
         super(SelfDrafterConfig, self).check_fields(where)
         for entry in self.skip:

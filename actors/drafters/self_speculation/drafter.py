@@ -61,5 +61,5 @@ def build_self_drafter(config: SelfDrafterConfig, setup: DraftSetup) -> tuple[Se
     search = open_search(config, setup)
     layers = config.layer_plan(num_layers) if search is None else search.layers
     share = layers.num_sublayers / (2 * num_layers)
-    drafter = SelfDrafter(SelfDraftRunner(target, layers), config, setup.model_options, search)
-    return drafter, {"draft_share": share}
+    runner = SelfDraftRunner(target, layers, resumes=config.resume)
+    return SelfDrafter(runner, config, setup.model_options, search), {"draft_share": share}

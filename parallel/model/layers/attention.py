@@ -78,7 +78,8 @@ class PassPlan:
     """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
 
     `positions` may be longer than T where a backend rounds a pass up; the rows after T are padding. `fuzzy` lets a
-    decoder that can run layers side by side do so. `layers` are the sublayers that run, None for all.
+    decoder that can run layers side by side do so. `layers` are the sublayers that run, None for all; the
+    first reads `entering` where it is given, not the embedding.
     """
 
     num_rows: int
@@ -87,6 +88,7 @@ class PassPlan:
     attention: AttentionPlan
     fuzzy: bool = False
     layers: LayerPlan | None = None
+    entering: Tensor | None = None  # [as positions, H]
 
 
 def capped_attention(

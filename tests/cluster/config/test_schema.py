@@ -60,8 +60,8 @@ PUBLIC_KEYS = {
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
     "kv_slots length_rule rejection_threshold placement",
-    "drafter=self": "name exit skip strategy num_draft_tokens depth width branching draws tree min_gain merge_ngram "
-    "fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
+    "drafter=self": "name exit skip resume strategy num_draft_tokens depth width branching draws tree min_gain "
+    "merge_ngram fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
     "rejection_threshold placement",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",

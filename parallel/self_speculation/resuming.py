@@ -1,0 +1,164 @@
+"""A target's pass that goes on where draft passes of its own first layers left off.
+
+Draft rows that ran the first layers whole have exact keys and values there, and their exact residual stream. Where
+the tokens of a row and of its ancestors are those of a kept draft row, the pass takes both over: only the other rows
+run those layers, and all rows run the rest. Results are those of a pass from the start. Knows rows, not drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out, logit_rows
+from parallel.kv.pool import SeqId
+from parallel.model.layer_plan import LayerPlan
+from parallel.model.layers.attention import PassPlan
+from parallel.runtime.runner import ModelRunner, PassOutput
+
+
+@dataclass(slots=True)
+class KeptRows:
+    """Draft rows of one sequence behind `context` committed ones, after `stop` whole layers.
+
+    `parents` as in `Span`. Their slots are free, and written by nothing before the next pass of the target.
+    """
+
+    context: int
+    stop: int
+    token_ids: list[int]
+    parents: list[int]
+    slots: np.ndarray
+    states: Tensor  # [rows, H], the residual stream
+
+    def sources(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """For each row of a forest behind the same text the row that is kept of it, or -1."""
+        children: dict[tuple[int, int], int] = {}
+        for row, place in enumerate(zip(self.parents, self.token_ids, strict=True)):
+            children.setdefault(place, row)
+        found: list[int] = []
+        for token, parent in zip(token_ids, parents, strict=True):
+            above = -1 if parent < 0 else found[parent]
+            found.append(-1 if parent >= 0 and above < 0 else children.get((above, token), -1))
+        return found
+
+
+class ResumingRunner(ModelRunner):
+    """The target as another runner shows it: same sequences, rows and weights."""
+
+    def __init__(self, target: ModelRunner) -> None:
+        self.target = target
+        self.decoder = target.decoder
+        self.pool = target.pool
+        self._backend = target._backend
+        self._pending = target._pending
+        self._kept: dict[SeqId, KeptRows] = {}
+
+    def keep(self, kept: dict[SeqId, KeptRows]) -> None:
+        """Rows for the next pass, in which they are used or dropped."""
+        self._kept |= kept
+
+    def close(self, seq_id: SeqId) -> None:
+        self._kept.pop(seq_id, None)
+        super().close(seq_id)
+
+    def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
+        return self.target.run(plan, token_ids, taps)
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        kept, self._kept = self._kept, {}
+        stops = {rows.stop for rows in kept.values()}
+        if len(stops) != 1 or min(taps, default=max(stops)) < max(stops):
+            return super().forward(spans, token_ids, taps, fuzzy=fuzzy)
+        stop = stops.pop()
+        tokens: list[int] = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
+        assert self.can_reserve(len(tokens)), "call can_reserve before planning"
+        laid_out = lay_out(self.pool, self._pending, spans)
+        taken = [_Taken.of(rows, kept.get(span.seq_id), tokens) for span, rows in zip(spans, laid_out, strict=True)]
+        self._take_over(taken, stop)
+        plan = self._backend.plan(laid_out, logit_rows(spans))
+        plan.layers = LayerPlan.span(stop, self.config.num_layers)
+        states = plan.entering = self._states(taken, tokens, stop, len(plan.positions))
+        above = [tap for tap in taps if tap > stop]
+        output = self.run(plan, tokens, above)
+        features = dict(zip(above, output.features, strict=True)) | {stop: states[: len(tokens)]}
+        return replace(output, features=tuple(features[tap] for tap in taps))
+
+    def _take_over(self, taken: Sequence[_Taken], stop: int) -> None:
+        """Copy keys and values of kept rows to the slots of the pass; mostly they lie there already."""
+        old, new = (np.concatenate(slots) for slots in zip(*(one.moves() for one in taken), strict=True))
+        if np.array_equal(old, new):
+            return
+        device = self.pool.keys.device
+        where, to = torch.from_numpy(old).to(device), torch.from_numpy(new).to(device)
+        for part in (self.pool.keys, self.pool.values):
+            part[:stop].index_copy_(1, to, part[:stop].index_select(1, where))
+
+    def _states(self, taken: Sequence[_Taken], tokens: list[int], stop: int, num_rows: int) -> Tensor:
+        """The residual stream after `stop` layers, [`num_rows`, H]: of kept rows as it was, of the others by a pass."""
+        device, size = self.decoder.device, self.config.hidden_size
+        states = torch.zeros(num_rows, size, dtype=self.decoder.dtype, device=device)
+        fresh = [rows for rows in (one.fresh_rows() for one in taken) if rows is not None]
+        if fresh:
+            first, laid_out = 0, []
+            for rows in fresh:
+                laid_out.append(replace(rows, first=first))
+                first += rows.num_rows
+            plan = self._backend.plan(laid_out, [])
+            plan.layers = LayerPlan.prefix(stop)
+            places = [row for one in taken for row in one.places(kept=False)]
+            computed = self.run(plan, [tokens[row] for row in places], (stop,)).features[0]
+            states.index_copy_(0, torch.tensor(places, device=device), computed)
+        for one in taken:
+            if one.kept is not None and (rows := one.places(kept=True)):
+                found = torch.tensor([source for source in one.sources if source >= 0], device=device)
+                states.index_copy_(0, torch.tensor(rows, device=device), one.kept.states.index_select(0, found))
+        return states
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A span of the pass, and which kept row each of its rows takes over, -1: none."""
+
+    rows: SpanRows
+    kept: KeptRows | None
+    sources: list[int]
+
+    @staticmethod
+    def of(rows: SpanRows, kept: KeptRows | None, tokens: Sequence[int]) -> _Taken:
+        if kept is None or rows.context != kept.context or rows.first_pending:
+            return _Taken(rows, None, [-1] * rows.num_rows)
+        return _Taken(rows, kept, kept.sources(tokens[rows.rows], rows.pending.parents))
+
+    def places(self, *, kept: bool) -> list[int]:
+        """Rows of the pass that take a kept row over, or those that do not."""
+        return [self.rows.first + i for i, source in enumerate(self.sources) if (source >= 0) == kept]
+
+    def moves(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots in which kept rows lay, and those of the pass's rows that take them over."""
+        sources = np.array(self.sources, dtype=np.int64)
+        is_taken = sources >= 0
+        if self.kept is None:
+            return sources[is_taken], sources[is_taken]
+        return self.kept.slots[sources[is_taken]], self.rows.written_slots[is_taken]
+
+    def fresh_rows(self) -> SpanRows | None:
+        """The rows that take none over, as the last of the span's rows; None if all do."""
+        rows, count = self.rows, self.sources.count(-1)
+        if count in (0, rows.num_rows):
+            return rows if count else None
+        order = sorted(range(rows.num_rows), key=lambda row: self.sources[row] < 0)  # stable: parents stay in front
+        if order == list(range(rows.num_rows)):
+            return replace(rows, num_rows=count)
+        place = {row: i for i, row in enumerate(order)} | {-1: -1}
+        pending = PendingRows()
+        pending.append(rows.num_rows, [place[rows.pending.parents[row]] for row in order])
+        slots = np.concatenate([rows.slots[: rows.context], rows.written_slots[order]])
+        return replace(rows, num_rows=count, slots=slots, run=None, pending=pending)
