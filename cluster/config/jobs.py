@@ -272,6 +272,15 @@ class SearchConfig(PromptsJobConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class LengthsConfig(PromptsJobConfig):
+    """Compare the rules for the length of a draft on the same drafts: fixed lengths, value per cost, and every
+    `drafter.length_rule`."""
+
+    name: str = "lengths"
+    """Set by the choice `job=`."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig(JobConfig):
     """Train a drafter for `target.path` by a recipe, or a pair of bundled size: tokenizer, target and its drafter."""
 
@@ -372,6 +381,7 @@ JOBS: tuple[JobConfig, ...] = (
     VocabularyConfig(),
     TreeConfig(),
     SearchConfig(),
+    LengthsConfig(),
     TrainConfig(),
 )
 """The jobs with their defaults; the job's name is that of its module in `cluster/jobs`."""

@@ -40,6 +40,13 @@ def validate(config: LaunchConfig) -> None:
     if config.job.name == "search":
         remedy = "is not drafted by the target's own layers; job=search needs drafter=self"
         require(config.drafter.name == "self", "drafter.name", config.drafter.name, remedy)
+    if config.job.name == "lengths":
+        remedy = "drafts no chains by passes of a model; job=lengths needs drafter=model or self"
+        require(config.drafter.name in ("model", "self"), "drafter.name", config.drafter.name, remedy)
+        remedy = "has no length; job=lengths is for chains, so drop it"
+        require(config.drafter.is_chain, "drafter.strategy", config.drafter.strategy, remedy)
+        remedy = "accepts by chance; lengths are compared where text and drafts decide, with verify=coupled"
+        require(rule in (VerifyRule.auto, VerifyRule.coupled), "verify.rule", rule, remedy)
 
 
 def _check_lengths(config: LaunchConfig) -> None:

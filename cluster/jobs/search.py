@@ -20,7 +20,6 @@ from actors.drafters.self_speculation.drafter import SelfDrafter
 from actors.drafters.self_speculation.layer_files import write_layers
 from actors.drafters.self_speculation.mask_search import MaskSearch, MaskSpace
 from actors.drafters.self_speculation.sublayers import Sublayers, names_of_skipped
-from actors.options import TargetConfig
 from actors.protocol.messages import SamplingParams
 from actors.verification.verifier import Verifier
 from cluster.config.jobs import SearchConfig
@@ -30,11 +29,10 @@ from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import write_json
 from cluster.tools.bench.rounds import complete
-from cluster.tools.planning.layer_choice import Evaluation, LayerValues, search_masks, write_texts
+from cluster.tools.planning.layer_choice import Evaluation, LayerValues, open_target, search_masks, write_texts
 from cluster.tools.planning.plots import draw_searches
 from parallel.comm.group import SINGLE
-from parallel.runtime.kv_sizing import choose_dtype, choose_weights
-from parallel.runtime.runner import ModelRunner, open_model
+from parallel.runtime.runner import ModelRunner
 
 _RANDOM_SHARE = 6
 """One of so many evaluations is of a mask drawn at random, before the process proposes."""
@@ -51,7 +49,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     params, num_tokens = config.sampling_params(tokenizer), config.sampling.max_tokens
     sampling = [replace(params, seed=params.seed + i) for i in range(len(texts))]
     longest = max(map(len, texts)) + num_tokens
-    target = _open(config.target, 2 * len(texts) * (longest + drafter.num_draft_tokens + 2))
+    target = open_target(config.target, 2 * len(texts) * (longest + drafter.num_draft_tokens + 2))
     if longest + drafter.num_draft_tokens > target.config.max_positions:
         raise ValueError(
             f"sampling.max_tokens={num_tokens}: prompt and completion exceed the target's "
@@ -125,12 +123,5 @@ def _swift(
             for _ in complete(verifier, drafter, [text], own, record.num_draft_tokens, length, first_id=len(texts) + i):
                 pass
         steps = drafter.search.history
-        measured = [values.value(step.layers).speedup for step in steps]
-    return [Evaluation(step.at_s, step.value, value, step.layers) for step, value in zip(steps, measured, strict=True)]
-
-
-def _open(config: TargetConfig, num_slots: int) -> ModelRunner:
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = choose_dtype(config.dtype, device)
-    weights = choose_weights(config.weights, config.dtype, device, config.path)
-    return open_model(config.path, SINGLE, device, dtype, num_slots, config.stretch, weights=weights)
+        measured = {layers: values.value(layers).speedup for layers in {step.layers for step in steps}}
+    return [Evaluation(step.at_s, step.value, measured[step.layers], step.layers) for step in steps]

@@ -54,8 +54,8 @@ class SelfDrafterConfig(PassDrafterConfig):
     search_window: Annotated[int, Range(8, cap=1024)] = 32
     """search=swift or exit: generated tokens on which layers are compared; fly: tokens of a prompt."""
     search_trials: Annotated[int, Range(1)] = 120
-    """search=swift: masks to try, at most; it ends earlier once a mask reproduces 95 % of the text, or after a third of
-    them without a better one."""
+    """search=swift: masks to try, at most; it ends earlier once a mask reproduces 95 % of three texts in a row, or
+    after a third of them without a better one."""
     least_cosine: Annotated[float, Range(0, below=1)] = 0.95
     """search=fly: attention is skipped where the cosine of the hidden states before and after it is above this."""
 

@@ -26,7 +26,6 @@ Clock = Callable[[], float]
 CLOCK: Clock = time.monotonic
 
 _FEWEST_TOKENS = 8
-"""Tokens of a text on which layers are compared, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,11 @@ class TextWindow:
     following: list[int]
 
     @staticmethod
-    def of(context: Context, longest: int) -> TextWindow | None:
-        """The last `longest` generated tokens; None: too few to compare on."""
+    def of(context: Context, longest: int, fewest: int = _FEWEST_TOKENS) -> TextWindow | None:
+        """The last `longest` generated tokens; None: fewer than `fewest`, too few to compare on."""
         text = context.token_ids
         first = max(context.prompt_len - 1, len(text) - 1 - longest)
-        if len(text) - 1 - first < min(_FEWEST_TOKENS, longest):
+        if len(text) - 1 - first < fewest:
             return None
         return TextWindow(context, first, text[first:-1], text[first + 1 :])
 

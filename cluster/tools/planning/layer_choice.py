@@ -22,11 +22,14 @@ from actors.drafters.model.prefill import prefill
 from actors.drafters.self_speculation.layer_search import Scores, TextWindow
 from actors.drafters.self_speculation.mask_search import MaskSearch
 from actors.drafters.self_speculation.sublayers import Sublayers
+from actors.options import TargetConfig
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import choose_batch
+from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.kv_sizing import choose_dtype, choose_weights
+from parallel.runtime.runner import ModelRunner, open_model
 from parallel.self_speculation.replay import Replay
 
 _REPEATS = 7
@@ -52,6 +55,14 @@ class Evaluation:
     value: float
     best: float
     layers: LayerPlan
+
+
+def open_target(config: TargetConfig, num_slots: int) -> ModelRunner:
+    """The target in this process."""
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = choose_dtype(config.dtype, device)
+    weights = choose_weights(config.weights, config.dtype, device, config.path)
+    return open_model(config.path, SINGLE, device, dtype, num_slots, config.stretch, weights=weights)
 
 
 def write_texts(
@@ -93,12 +104,13 @@ class LayerValues:
         self._windows = [window for window in windows if window is not None]
         if not self._windows:
             raise ValueError("sampling.max_tokens: leaves texts too short to compare layers on; raise it")
-        self._verify_s = [self.pass_s(self._whole, 1 + k) for k in range(longest + 1)]
+        self.verify_s = tuple(self.pass_s(self._whole, 1 + k) for k in range(longest + 1))
+        """Seconds of a pass of the target over 0, 1, 2, ... draft tokens."""
 
     @property
     def plain_s(self) -> float:
         """Of one pass of the target over one row."""
-        return self._verify_s[0]
+        return self.verify_s[0]
 
     def pass_s(self, layers: LayerPlan, num_rows: int = 1) -> float:
         """The median time of a pass of these layers, with logits of every row."""
@@ -125,7 +137,7 @@ class LayerValues:
                     reached[length] += 1
         chances = tuple(count / places for count in reached)
         tokens, pass_s = list(accumulate(chances, initial=1.0)), self.pass_s(layers)
-        speeds = [tokens[k] * self.plain_s / (k * pass_s + self._verify_s[k]) for k in range(1, self._longest + 1)]
+        speeds = [tokens[k] * self.plain_s / (k * pass_s + self.verify_s[k]) for k in range(1, self._longest + 1)]
         best = max(range(self._longest), key=speeds.__getitem__)
         return Value(speeds[best], best + 1, chances, pass_s / self.plain_s)
 

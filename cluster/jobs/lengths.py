@@ -1,0 +1,153 @@
+"""`job=lengths`: which rule for the length of a draft is best for this target and drafter, on the same drafts.
+
+The target completes prompts; the drafter proposes its longest chain after every token of the texts; then every rule
+runs through the recorded drafts (`cluster/tools/bench/chain_lengths.py`). In one process, no engine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from actors.drafters.config import DraftSetup
+from actors.drafters.interface import Context
+from actors.drafters.model.chain_rules import GapRule, ProbabilityRule, ThompsonRule, ThresholdRule
+from actors.drafters.model.config import PassDrafterConfig
+from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.model.prefill import prefill
+from cluster.config.jobs import LengthsConfig
+from cluster.config.schema import LaunchConfig
+from cluster.io.console import Terminal
+from cluster.io.prompts import read_prompts
+from cluster.io.text import load_tokenizer, read_eos_token_ids
+from cluster.observability.report import write_json
+from cluster.tools.bench.chain_lengths import (
+    Outcome,
+    PassTimes,
+    RecordedDraft,
+    record_drafts,
+    replay_fixed,
+    replay_known,
+    replay_ordered,
+    replay_rule,
+)
+from cluster.tools.planning.layer_choice import LayerValues, open_target, write_texts
+from parallel.comm.group import SINGLE
+from parallel.kv.pass_plan import Span
+from parallel.runtime.runner import ModelRunner
+
+_RULES = {
+    **{f"threshold {chance}": lambda chance=chance: ThresholdRule(chance) for chance in (0.3, 0.5, 0.7)},
+    "thompson": ThompsonRule,
+    "probability": ProbabilityRule,
+    **{f"gap {chance}": lambda chance=chance: GapRule(chance) for chance in (0.3, 0.5, 0.7)},
+}
+_REPEATS = 7
+
+
+def run(config: LaunchConfig, run_dir: Path) -> None:
+    """Raises ValueError for prompts that cannot be read or leave no room for their completions."""
+    job: LengthsConfig = config.job
+    terminal, checkpoint, record = Terminal(), Path(config.target.path), config.drafter
+    assert isinstance(record, PassDrafterConfig)
+    tokenizer, eos = load_tokenizer(checkpoint), read_eos_token_ids(checkpoint)
+    prompts = [tuple(tokenizer.encode(prompt.text).ids) for prompt in read_prompts(Path(job.prompts), job.limit)]
+    params, longest = config.sampling_params(tokenizer), record.num_draft_tokens
+    sampling = [replace(params, seed=params.seed + i) for i in range(len(prompts))]
+    length = max(map(len, prompts)) + config.sampling.max_tokens
+    target = open_target(config.target, 3 * len(prompts) * (length + longest + 2))
+    if length + longest > target.config.max_positions:
+        raise ValueError(
+            f"sampling.max_tokens={config.sampling.max_tokens}: prompt and completion exceed the target's "
+            f"{target.config.max_positions} positions; lower it"
+        )
+    device = str(target.decoder.device)
+    setup = DraftSetup(config.verify, "sync", config.scheduler, SINGLE, device, eos, config.target, target)
+    drafter, _ = record.build(setup)
+    assert isinstance(drafter, ModelDrafter)
+    with terminal.starting() as progress, torch.inference_mode():
+        progress("completing prompts")
+        written = write_texts(target, prompts, sampling, config.sampling.max_tokens, config.scheduler.prefill_chunk)
+        values = LayerValues(target, written, longest, coupled=True)
+        progress("drafting after every token")
+        recorded = _record(target, drafter, written, longest)
+        times = PassTimes(_draft_s(target, drafter, written[0], longest), values.verify_s)
+    outcomes: dict[str, Outcome] = {f"fixed {k}": replay_fixed(recorded, times, k) for k in range(longest + 1)}
+    outcomes["ordered"] = replay_ordered(recorded, times, longest)
+    outcomes |= {name: replay_rule(recorded, times, rule(), longest) for name, rule in _RULES.items()}
+    outcomes["known"] = replay_known(recorded, times, longest)
+    plain = outcomes.pop("fixed 0").tokens_per_s
+    found = {
+        name: {
+            "speedup": one.tokens_per_s / plain,
+            "tokens_per_round": one.tokens / one.rounds,
+            "mean_length": one.drafted / one.rounds,
+            "accepted": one.accepted / one.drafted if one.drafted else 0.0,
+        }
+        for name, one in outcomes.items()
+    }
+    report = {"job": job.name, "rules": found, "draft_pass_s": times.draft_s, "verify_s": times.verify_s}
+    write_json(run_dir / "lengths.json", {**report, "config": asdict(config)})
+    draft, verify = times.draft_s / times.verify_s[0], times.verify_s[-1] / times.verify_s[0]
+    terminal.line(
+        f"{sum(map(len, recorded)):,} drafts; a draft pass takes {draft:.2f} of a pass of the target, "
+        f"a pass over {longest} draft tokens {verify:.2f}"
+    )
+    terminal.line(f"{'rule':<16}{'over plain':>11}{'tokens a round':>16}{'mean length':>13}{'accepted':>10}")
+    for name, one in found.items():
+        numbers = f"{one['speedup']:>11.3f}{one['tokens_per_round']:>16.2f}{one['mean_length']:>13.2f}"
+        terminal.line(f"{name:<16}{numbers}{one['accepted']:>10.2f}")
+
+
+def _again(target: ModelRunner, written: Context, request_id: int) -> Context:
+    """A request with the same prompt, whose text begins anew; the target has rows of all of it but the last token."""
+    context = Context(request_id, 0, written.prompt, written.prompt_len, written.sampling)
+    target.open(request_id)
+    prefill(target, request_id, context.token_ids, leave=1, chunk=len(context.token_ids))
+    return context
+
+
+def _record(
+    target: ModelRunner, drafter: ModelDrafter, written: Sequence[Context], longest: int
+) -> list[list[RecordedDraft]]:
+    """Drafts after every token of the texts; drafting is repeated for each thing that rules read."""
+    shares = drafter.capabilities.shares_rows
+
+    def read_next(contexts: Sequence[Context]) -> None:
+        if shares is None:
+            return
+        shares.release_rows()
+        spans = [Span(context.request_id, 1, num_logits=0) for context in contexts]
+        target.forward(spans, [context.token_ids[-1] for context in contexts])
+        for context in contexts:
+            target.commit(context.request_id, [0])
+
+    texts, seen = [context.token_ids for context in written], []
+    for reads_gaps in (False, True):
+        again = [_again(target, context, len(written) + i) for i, context in enumerate(written)]
+        seen.append(record_drafts(drafter, again, texts, longest, read_next, reads_gaps=reads_gaps))
+        for context in again:
+            target.close(context.request_id)
+    return [
+        [RecordedDraft(right, chances, gaps) for (right, chances), (_, gaps) in zip(*pair, strict=True)]
+        for pair in zip(*seen, strict=True)
+    ]
+
+
+def _draft_s(target: ModelRunner, drafter: ModelDrafter, written: Context, longest: int) -> float:
+    """Seconds of one draft token of a draft of the longest length, one request alone; the median of some drafts."""
+    context, times = _again(target, written, -1), []
+    drafter.open(context)
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        drafter.propose([context], [longest])
+        times.append((time.perf_counter() - started) / longest)
+        drafter.truncate(context)
+    drafter.release(context.request_id)
+    target.close(context.request_id)
+    return statistics.median(times)

@@ -1,0 +1,87 @@
+"""`job=lengths`, and rules that run through recorded drafts."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from actors.drafters.model.chain_rules import GapRule, ThompsonRule
+from actors.drafters.self_speculation.config import SelfDrafterConfig
+from actors.options import SamplingConfig
+from cluster.config.compose import load_config
+from cluster.config.jobs import LengthsConfig
+from cluster.jobs import lengths
+from cluster.tools.bench.chain_lengths import (
+    PassTimes,
+    RecordedDraft,
+    replay_fixed,
+    replay_known,
+    replay_ordered,
+    replay_rule,
+)
+
+LONGEST = 4
+TIMES = PassTimes(0.2, (1.0,) * (LONGEST + 1))
+
+
+def drafts(seed, num_right):
+    """300 places of a text, each with a draft of which so many tokens are right; gaps say where it ends."""
+    draw, found = random.Random(seed), []
+    for _ in range(300):
+        right = num_right(draw)
+        gaps = tuple(0.95 if i < right else 0.05 for i in range(LONGEST))
+        found.append(RecordedDraft(right, (-0.1,) * LONGEST, gaps))
+    return [found]
+
+
+def test_time_and_tokens_of_fixed_lengths_are_those_of_arithmetic():
+    right, wrong = drafts(0, lambda _: LONGEST), drafts(0, lambda _: 0)
+    for length in range(LONGEST + 1):
+        assert replay_fixed(right, TIMES, length).tokens_per_s == pytest.approx((length + 1) / (1 + 0.2 * length))
+        assert replay_fixed(wrong, TIMES, length).tokens_per_s == pytest.approx(1 / (1 + 0.2 * length))
+    assert replay_known(right, TIMES, LONGEST).tokens_per_s == pytest.approx(5 / 1.8)
+    assert replay_known(wrong, TIMES, LONGEST).tokens_per_s == 1.0, "no draft is begun"
+
+
+def test_value_per_cost_finds_the_length_that_pays():
+    right, wrong = (replay_ordered(drafts(0, lambda _, n=n: n), TIMES, LONGEST) for n in (LONGEST, 0))
+    assert right.drafted / right.rounds > 3.5 and wrong.drafted / wrong.rounds < 1.4
+
+
+def test_rules_differ_by_their_decisions_alone():
+    """Gaps that say where a draft goes wrong are worth more than any fixed length and than chance."""
+    mixed = drafts(1, lambda draw: draw.choice((0, LONGEST)))
+    fixed = max(replay_fixed(mixed, TIMES, length).tokens_per_s for length in range(LONGEST + 1))
+    by_gap = replay_rule(mixed, TIMES, GapRule(0.5), LONGEST).tokens_per_s
+    assert replay_known(mixed, TIMES, LONGEST).tokens_per_s > by_gap > fixed
+    assert by_gap > replay_rule(mixed, TIMES, ThompsonRule(), LONGEST).tokens_per_s
+
+
+@pytest.mark.parametrize("drafter", ["model", "self"])
+def test_a_drafter_is_measured_after_every_token(tiny_launch, write_prompts, tmp_path, one_free_thread, drafter):
+    """The draft model is the target itself, and so are all layers but stretched ones: everything is accepted."""
+    prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
+    config = tiny_launch(LengthsConfig(prompts=prompts), sampling=SamplingConfig(max_tokens=16, temperature=1.0))
+    if drafter == "self":
+        record = SelfDrafterConfig(skip=["2"], num_draft_tokens=3)
+        config = replace(config, drafter=record, target=replace(config.target, stretch=1))
+    lengths.run(config, tmp_path)
+    rules = json.loads((tmp_path / "lengths.json").read_text())["rules"]
+    assert rules["fixed 3"]["tokens_per_round"] == 4.0 and rules["fixed 2"]["accepted"] == 1.0
+    assert {"known", "ordered", "thompson", "probability", "threshold 0.5", "gap 0.5"} < set(rules)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        (["drafter=ngram"], "job=lengths needs drafter=model or self"),
+        (["drafter=model", "drafter.strategy=tree"], "job=lengths is for chains"),
+        (["drafter=model", "verify=rejection"], "with verify=coupled"),
+    ],
+)
+def test_what_has_no_length_is_refused(keys, error):
+    with pytest.raises(ValueError, match=error):
+        load_config(["job=lengths", *keys])
