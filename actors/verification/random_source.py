@@ -40,5 +40,9 @@ class HashRandomSource:
     def sample(self, weights: np.ndarray, node: int) -> int:
         """An index in proportion to `weights` [V], never one of weight 0."""
         cumulative = np.cumsum(weights)
-        mark = uniform(noise_key(self.seed, NoiseStream.RESIDUAL, self.step, node)) * cumulative[-1]
+        mark = self.mark(node) * cumulative[-1]
         return int(np.searchsorted(cumulative, mark, side="right"))  # the mark stays below the total, even rounded
+
+    def mark(self, node: int) -> float:
+        """Where in the mass of the weights a draw at this node falls, in [0, 1)."""
+        return uniform(noise_key(self.seed, NoiseStream.RESIDUAL, self.step, node))

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 
 from actors.protocol.messages import NO_TOKEN, Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
 from actors.sampling.draft_sampling import truncate_distribution
-from actors.sampling.logits import LogitRows, choose_batch, probabilities, process_logits
+from actors.sampling.logits import LogitRows, choose_batch, is_greedy, process_batch, process_logits
 from actors.verification.coupled import verify_coupled
 from actors.verification.features import FeatureReader
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
+from actors.verification.target_rows import DeferredDraw, NamedDraft, TargetRows
 from actors.verification.top_tokens import TopTokensReader
 from parallel.runtime.runner import ModelRunner, Span
 
@@ -51,7 +54,7 @@ class VerifyResult:
     distributions: tuple[SparseDistribution, ...] = ()
 
 
-def _random_source(verified: VerifyInput) -> RandomSource:
+def _random_source(verified: VerifyInput) -> HashRandomSource:
     return HashRandomSource(verified.sampling.seed, len(verified.token_ids))
 
 
@@ -113,44 +116,71 @@ class Verifier:
         self,
         inputs: Sequence[VerifyInput],
         logits: Tensor,
-        make_random_source: Callable[[VerifyInput], RandomSource] = _random_source,
+        make_random_source: Callable[[VerifyInput], RandomSource] | None = None,
     ) -> list[VerifyResult]:
-        """Results of inputs whose root was reached; `make_random_source` gives a ratio rule its randomness."""
+        """Results of inputs whose root was reached; `make_random_source` gives the ratio rule of a level its
+        randomness."""
         rows = [LogitRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in inputs]
-        coupled = self._rule == "coupled"
-        choices = choose_batch(logits, rows, self._eos_token_ids).tolist() if coupled and rows else []
-        results, start = [], 0
-        for verified, logit_rows in zip(inputs, rows, strict=True):
-            where = slice(start, start + len(logit_rows.tree.parents))
-            start = where.stop
-            if coupled:
-                results.append(VerifyResult(*verify_coupled(logit_rows.tree, choices[where])))
-                continue
-            if self._law_size is None and bool(logits[where].isnan().any()):
-                results.append(VerifyResult((), NO_TOKEN))
-                continue
-            results.append(self._verify_by_ratio(verified, logit_rows, logits[where], make_random_source(verified)))
-        return results
+        stops = list(accumulate(len(own.tree.parents) for own in rows))
+        parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        if not rows:
+            return []
+        if self._rule == "coupled":
+            choices = choose_batch(logits, rows, self._eos_token_ids).tolist()
+            walks = [verify_coupled(own.tree, choices[part]) for own, part in zip(rows, parts, strict=True)]
+            return [VerifyResult(*walk) for walk in walks]
+        if self._law_size is None:
+            assert make_random_source is None, "only levels bring a source of their own"
+            return self._verify_by_ratio(inputs, rows, parts, logits)
+        make_random_source = make_random_source or _random_source
+        return [
+            self._verify_by_cut_ratio(one, own, logits[part], self._law_size, make_random_source(one))
+            for one, own, part in zip(inputs, rows, parts, strict=True)
+        ]
 
     def _verify_by_ratio(
-        self, verified: VerifyInput, rows: LogitRows, logits: Tensor, random_source: RandomSource
+        self, inputs: Sequence[VerifyInput], rows: Sequence[LogitRows], parts: Sequence[slice], logits: Tensor
+    ) -> list[VerifyResult]:
+        """Ratio tests against the distributions that the proposals were drawn from; on a GPU two reads by the host."""
+        drafts = [NamedDraft.of(own.tree, _drawn(one)[1]) for one, own in zip(inputs, rows, strict=True)]
+        greedy = [is_greedy(own.params) for own in rows for _ in own.tree.parents]
+        scores = process_batch(logits, rows, self._eos_token_ids)
+        target = TargetRows(scores, greedy, [names for draft in drafts for names in draft.names])
+        broken = target.broken(logits)
+        paths, draws = dict[int, tuple[int, ...]](), dict[int, tuple[int, DeferredDraw]]()
+        for i, (one, draft, part) in enumerate(zip(inputs, drafts, parts, strict=True)):
+            if broken[part].any():
+                continue
+            kinds, draw = _drawn(one)[0], DeferredDraw(_random_source(one))
+            row_of = partial(lambda start, node: target.row(start + node), part.start)
+            paths[i], _ = RULES[self._rule](draft.tree, kinds, draft.distributions, row_of, draw)
+            draws[i] = part.start + draw.node, draw
+        tokens = dict[int, int]()
+        if draws:
+            indices, ends = zip(*draws.values(), strict=True)
+            drawn = target.draw(indices, [draw.weights for draw in ends], [draw.mark() for draw in ends])
+            tokens = dict(zip(draws, drawn, strict=True))
+        return [VerifyResult(paths.get(i, ()), tokens.get(i, NO_TOKEN)) for i in range(len(inputs))]
+
+    def _verify_by_cut_ratio(
+        self, verified: VerifyInput, rows: LogitRows, logits: Tensor, law_size: int, random_source: RandomSource
     ) -> VerifyResult:
-        """Ratio tests against the distributions that the proposal was drawn from."""
+        """The same for a level, whose distributions are cut."""
         scores = process_logits(logits, rows, self._eos_token_ids)
         cut: dict[int, SparseDistribution] = {}
 
         def target_row(node: int) -> np.ndarray:  # on demand: most rules visit few nodes of a tree
-            if self._law_size is None:
-                return probabilities(scores[node : node + 1], rows.params)[0].cpu().numpy()
             if node not in cut:
-                cut[node] = truncate_distribution(scores[node : node + 1], rows.params, self._law_size)
+                cut[node] = truncate_distribution(scores[node : node + 1], rows.params, law_size)
             row = np.zeros(scores.shape[-1])
             row[list(cut[node].token_ids)] = cut[node].probs
             return row
 
-        proposal = verified.proposal
-        sampling_kinds, distributions = (
-            (proposal.sampling_kinds, proposal.distributions) if proposal else ((0,), (None,))
-        )
-        path, next_token = RULES[self._rule](rows.tree, sampling_kinds, distributions, target_row, random_source)
-        return VerifyResult(path, next_token, tuple(cut[node] for node in (0, *path)) if cut else ())
+        path, next_token = RULES[self._rule](rows.tree, *_drawn(verified), target_row, random_source)
+        return VerifyResult(path, next_token, tuple(cut[node] for node in (0, *path)))
+
+
+def _drawn(verified: VerifyInput) -> tuple[Sequence[int], Sequence[SparseDistribution | None]]:
+    """How the nodes were drawn, and the distribution of every node's children."""
+    proposal = verified.proposal
+    return ((0,), (None,)) if proposal is None else (proposal.sampling_kinds, proposal.distributions)

@@ -1,0 +1,103 @@
+"""Ratio rules on a few numbers a node against the same rules on whole rows, with the same random numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from actors.protocol.messages import NO_TOKEN, Proposal, SamplingKind, SamplingParams, SparseDistribution, TokenTree
+from actors.sampling.logits import LogitRows, probabilities, process_logits
+from actors.verification import target_rows
+from actors.verification.random_source import HashRandomSource
+from actors.verification.rules import RULES
+from actors.verification.verifier import Verifier, VerifyInput
+from tests.actors.sampling.test_launches import HostReads, Launches
+
+VOCAB = 60
+EOS = (7,)
+
+
+def drafts(rng: random.Random, rule: str, num: int) -> list[VerifyInput]:
+    """Texts with a drawn chain or tree, some greedy, some without a draft."""
+    inputs = []
+    for i in range(num):
+        text = [rng.randrange(VOCAB) for _ in range(5)]
+        temperature = rng.choice([0.0, 0.7, 1.0])
+        params = SamplingParams(temperature, seed=rng.randrange(1 << 40), top_k=rng.choice([0, 9]))
+        size = rng.randrange(1, 7)
+        chain = rule == "block" or rng.random() < 0.5
+        parents = (-1, *(node if chain else rng.randrange(node + 1) for node in range(size - 1)))
+        tokens, distributions = [text[-1]], []
+        for _ in range(size):
+            support = tuple(rng.sample(range(8), 5))  # the likely tokens
+            weights = np.array([rng.random() for _ in support])
+            distributions.append(SparseDistribution(support, tuple((weights / weights.sum()).tolist())))
+        for node in range(1, size):
+            tokens.append(rng.choice(distributions[parents[node]].token_ids))
+        kinds = (SamplingKind.ROOT, *[SamplingKind.IID] * (size - 1))
+        tree = TokenTree(tuple(tokens), parents)
+        proposal = Proposal(i, 0, 5, 0, tree, kinds, tuple(distributions)) if i % 4 else None
+        inputs.append(VerifyInput(i, text, 3, params, 1, proposal))
+    return inputs
+
+
+def on_whole_rows(rule: str, one: VerifyInput, logits: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    rows = LogitRows(one.sampling, one.prompt_len, one.token_ids, one.tree)
+    scores = process_logits(logits, rows, EOS)
+
+    def target_row(node: int) -> np.ndarray:
+        return probabilities(scores[node : node + 1], one.sampling)[0].numpy()
+
+    kinds, distributions = ((0,), (None,))
+    if one.proposal is not None:
+        kinds, distributions = one.proposal.sampling_kinds, one.proposal.distributions
+    source = HashRandomSource(one.sampling.seed, len(one.token_ids))
+    return RULES[rule](one.tree, kinds, distributions, target_row, source)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_on_named_tokens_decides_as_on_whole_rows(monkeypatch, rule, ahead):
+    monkeypatch.setattr(target_rows, "_reads_ahead", lambda _: ahead)
+    monkeypatch.setattr(target_rows, "_ROWS_AT_ONCE", 7)  # several chunks
+    lengths = set()
+    for seed in range(12):
+        rng = random.Random(seed)
+        inputs = drafts(rng, rule, 8)
+        parts = [torch.randn(len(one.tree.parents), VOCAB, generator=torch.manual_seed(seed)) for one in inputs]
+        for logits in parts:
+            logits[:, :8] += 3
+        results = Verifier(None, rule, EOS).verify(inputs, torch.cat(parts))
+        for one, logits, result in zip(inputs, parts, results, strict=True):
+            assert (result.path, result.next_token) == on_whole_rows(rule, one, logits)
+            lengths.add(len(result.path))
+    assert {0, 1, 2} <= lengths
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_that_is_no_distribution_has_no_token_and_leaves_the_others(monkeypatch, ahead):
+    monkeypatch.setattr(target_rows, "_reads_ahead", lambda _: ahead)
+    inputs = drafts(random.Random(0), "rejection", 4)
+    logits = torch.randn(sum(len(one.tree.parents) for one in inputs), VOCAB)
+    right = Verifier(None, "rejection", EOS).verify(inputs, logits)
+    first = len(inputs[0].tree.parents)
+    logits[first, 5] = torch.nan
+    results = Verifier(None, "rejection", EOS).verify(inputs, logits)
+    assert (results[1].path, results[1].next_token) == ((), NO_TOKEN)
+    assert [results[0], *results[2:]] == [right[0], *right[2:]]
+
+
+def test_a_round_of_a_ratio_rule_reads_the_device_twice(monkeypatch):
+    monkeypatch.setattr(target_rows, "_reads_ahead", lambda _: True)
+    counts = []
+    for num in (2, 16):
+        inputs = drafts(random.Random(1), "block", num)
+        logits = torch.randn(sum(len(one.tree.parents) for one in inputs), VOCAB)
+        with HostReads() as reads, Launches() as launches:
+            Verifier(None, "block", EOS).verify(inputs, logits)
+        assert reads.calls == ["cpu", "tolist"] and launches.waits == 0
+        counts.append(launches.count.total())
+    assert counts[0] == counts[1] <= 60
