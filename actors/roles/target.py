@@ -61,7 +61,9 @@ class TargetRole:
         sender: FeatureSender | None = None,
     ) -> None:
         self.runner = runner = runner if attached is None else attached.verifying(runner)
-        self._verifier = Verifier(runner, rule, eos_token_ids, top_tokens=top_tokens, features=features)
+        self._verifier = Verifier(
+            runner, rule, eos_token_ids, top_tokens=top_tokens, features=features, splits_choice=True
+        )
         self._features = features
         self._attached = attached
         self._sender = sender

@@ -22,6 +22,7 @@ from torch import Tensor
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.edits import BANNED, edited, edits
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
+from parallel.comm.group import Group
 from parallel.model.layers.padded import to_device
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
@@ -178,28 +179,49 @@ def _upload(values: Sequence[int] | Sequence[float] | np.ndarray, dtype: type, d
 
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
     """The target's own token at every node, int64 [N], or `NO_TOKEN` where a logit is NaN."""
+    return _race(process_batch(logits, batch, eos_token_ids), *_keyed(batch), NO_TOKEN)[1]
+
+
+def choose_split(logits: Tensor, batch: Sequence[LogitRows], first: int, group: Group) -> Tensor:
+    """`choose_batch` on every rank, where each has the logits [N, v] of its tokens from `first` on and `is_plain` holds
+    for the whole batch: the winners of the ranks meet, not their logits."""
+    params, positions = _keyed(batch)
+    if logits.shape[1]:
+        values, token_ids = _race(_divide(logits, params), params, positions, NO_TOKEN, first)
+    else:  # a rank without tokens
+        values, token_ids = logits.new_full((len(logits),), BANNED), logits.new_zeros(len(logits), dtype=torch.int64)
+    winners = torch.stack([values.to(torch.float64), token_ids.to(torch.float64)])  # which holds both exactly
+    values, token_ids = group.all_gather(winners[None], 0).unbind(1)  # [ranks, N]
+    return token_ids.gather(0, values.max(0, keepdim=True).indices)[0].to(torch.int64)
+
+
+def _keyed(batch: Sequence[LogitRows]) -> tuple[list[SamplingParams], list[int]]:
+    """Parameters and positions of all rows."""
     params = [rows.params for rows in batch for _ in rows.row_nodes()]
-    positions = [position for rows in batch for position in rows.positions()]
-    return _race(process_batch(logits, batch, eos_token_ids), params, positions, NO_TOKEN)
+    return params, [position for rows in batch for position in rows.positions()]
 
 
 def choose(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Coupled draw from processed logits [n, V], int64 [n]; `positions[i]` is the index of the token being chosen."""
-    return _race(scores, params, positions, 0)
+    return _race(scores, params, positions, 0)[1]
 
 
-def _race(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], of_none: int) -> Tensor:
-    """The token with the largest value in every row, with the noise of the sampled ones; `of_none` where a logit is
-    NaN. Two launches on a GPU."""
+def _race(
+    scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], of_none: int, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The largest value in every row, with the noise of the sampled ones, and its token; NaN and `of_none` where a
+    logit is NaN. Column i is token `first + i`. Two launches on a GPU."""
     if _races_on_device(scores):
         from actors.sampling import noise_kernels
 
         sampled = np.array([not is_greedy(one) for one in params])
         keys = [noise_key(p.seed, NoiseStream.COUPLED, at) for p, at in zip(params, positions, strict=True)]
         spread, noisy = to_device([spread_keys(keys), sampled], scores.device)
-        return noise_kernels.race(scores, spread, noisy, of_none)
-    values, token_ids = _with_noise(scores, params, positions).max(dim=-1)  # on CPU three times as fast as argmax
-    return torch.where(values.isnan(), of_none, token_ids)  # NaN is the largest value of a row that has any
+        return noise_kernels.race(scores, spread, noisy, first, of_none)
+    raced = _with_noise(scores, params, positions, first)
+    values, token_ids = raced.max(dim=-1)  # on CPU three times as fast as argmax
+    token_ids = token_ids + first if first else token_ids
+    return values, torch.where(values.isnan(), of_none, token_ids)  # NaN is the largest value of a row that has any
 
 
 def _races_on_device(scores: Tensor) -> bool:
@@ -227,15 +249,16 @@ def top_children(
     return token_ids, distribution.gather(1, token_ids) - distribution.logsumexp(dim=-1, keepdim=True)
 
 
-def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Scores plus the coupled noise of every sampled row; rows of one (seed, position) share one noise vector."""
+def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], first: int = 0) -> Tensor:
+    """Scores, of tokens from `first` on, plus the coupled noise of every sampled row; rows of one (seed, position)
+    share one noise vector."""
     sampled = [row for row, one in enumerate(params) if not is_greedy(one)]
     if not sampled:
         return scores
     vectors: dict[tuple[int, int], int] = {}
     which = [vectors.setdefault((params[row].seed, positions[row]), len(vectors)) for row in sampled]
     keys = [noise_key(seed, NoiseStream.COUPLED, position) for seed, position in vectors]
-    noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
+    noise = gumbel(keys, torch.arange(first, first + scores.shape[-1], device=scores.device))
     if len(vectors) < len(sampled):
         noise = noise[_upload(which, np.int64, scores.device)]
     if len(sampled) == len(scores):

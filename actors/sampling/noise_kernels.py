@@ -53,28 +53,29 @@ def _fill_noise(keys, token_ids, row_stride, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _race_blocks(scores, row_stride, keys, sampled, best, winners, vocab_size, num_blocks, BLOCK: tl.constexpr):
+def _race_blocks(scores, row_stride, keys, sampled, first, best, winners, vocab_size, num_blocks, BLOCK: tl.constexpr):
     """The winner of each block of a row, the lowest token among ties; a block with a NaN has the value NaN."""
     row, block = tl.program_id(0), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
     inside = place < vocab_size
     raced = tl.load(scores + row.to(tl.int64) * row_stride + place, mask=inside, other=-float("inf"))
     if tl.load(sampled + row) != 0:
-        raced += _noise(keys, row, place)
+        raced += _noise(keys, row, first + place)
     value, index = tl.max(raced, 0, return_indices=True)
     is_broken = tl.max((raced != raced).to(tl.int32), 0) != 0
     tl.store(best + row * num_blocks + block, tl.where(is_broken, float("nan"), value))
-    tl.store(winners + row * num_blocks + block, block * BLOCK + index)
+    tl.store(winners + row * num_blocks + block, first + block * BLOCK + index)
 
 
 @triton.jit
-def _race_winners(best, winners, tokens, num_blocks, of_none, WIDTH: tl.constexpr):
+def _race_winners(best, winners, values, tokens, num_blocks, of_none, WIDTH: tl.constexpr):
     """The winner of each row among those of its blocks."""
     row, block = tl.program_id(0), tl.arange(0, WIDTH)
     raced = tl.load(best + row * num_blocks + block, mask=block < num_blocks, other=-float("inf"))
-    _, index = tl.max(raced, 0, return_indices=True)
+    value, index = tl.max(raced, 0, return_indices=True)
     is_broken = tl.max((raced != raced).to(tl.int32), 0) != 0
     token = tl.load(winners + row * num_blocks + tl.minimum(index, num_blocks - 1))
+    tl.store(values + row, tl.where(is_broken, float("nan"), value))
     tl.store(tokens + row, tl.where(is_broken, of_none, token).to(tl.int64))
 
 
@@ -94,20 +95,19 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return out
 
 
-def race(scores: Tensor, keys: Tensor, sampled: Tensor, of_none: int) -> Tensor:
-    """The token int64 [n] with the largest of scores [n, V] plus the noise of the rows `sampled` [n], `of_none` in a
-    row with a NaN: two launches."""
+def race(scores: Tensor, keys: Tensor, sampled: Tensor, first: int, of_none: int) -> tuple[Tensor, Tensor]:
+    """The largest [n] of scores [n, V] plus the noise of the rows `sampled` [n], and its token int64 [n]; NaN and
+    `of_none` in a row with a NaN. Column i is token `first + i`. Two launches."""
     num_rows, vocab_size = scores.shape
     num_blocks = -(-vocab_size // _BLOCK)
     best = torch.empty(num_rows, num_blocks, device=scores.device)
     winners = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
+    values = torch.empty(num_rows, device=scores.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     if num_rows:
-        shape = vocab_size, num_blocks
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
-        _kernel(_race_blocks)[num_rows, num_blocks](
-            scores, scores.stride(0), keys, sampled, best, winners, *shape, BLOCK=_BLOCK
-        )
+        inputs, outputs = (scores, scores.stride(0), keys, sampled, first), (best, winners)
+        _kernel(_race_blocks)[num_rows, num_blocks](*inputs, *outputs, vocab_size, num_blocks, BLOCK=_BLOCK)
         width = 1 << (num_blocks - 1).bit_length()
-        _kernel(_race_winners)[num_rows,](best, winners, tokens, num_blocks, of_none, WIDTH=width)
-    return tokens
+        _kernel(_race_winners)[num_rows,](*outputs, values, tokens, num_blocks, of_none, WIDTH=width)
+    return values, tokens

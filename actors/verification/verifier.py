@@ -16,13 +16,22 @@ from torch import Tensor
 
 from actors.protocol.messages import NO_TOKEN, Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
 from actors.sampling.draft_sampling import truncate_distribution
-from actors.sampling.logits import LogitRows, choose_batch, is_greedy, process_batch, process_logits
+from actors.sampling.logits import (
+    LogitRows,
+    choose_batch,
+    choose_split,
+    is_greedy,
+    is_plain,
+    process_batch,
+    process_logits,
+)
 from actors.verification.coupled import verify_coupled
 from actors.verification.features import FeatureReader
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from actors.verification.target_rows import DeferredDraw, NamedDraft, TargetRows
 from actors.verification.top_tokens import TopTokensReader
+from parallel.model.decoder import Decoder
 from parallel.runtime.runner import ModelRunner, Span
 
 
@@ -61,7 +70,8 @@ def _random_source(verified: VerifyInput) -> HashRandomSource:
 class Verifier:
     """`law_size`: keep only that many of the likeliest tokens of each distribution. Set for a level of a cascade, whose
     tokens are tested by ratio against the distribution that it sends; None for the target. `top_tokens` reads the
-    likeliest tokens at the rows of each pass, `features` its hidden states; no drafter needs both."""
+    likeliest tokens at the rows of each pass, `features` its hidden states; no drafter needs both. `splits_choice`: the
+    ranks of a split model, which all call `forward`, choose among their own tokens where nothing needs whole rows."""
 
     def __init__(
         self,
@@ -72,6 +82,7 @@ class Verifier:
         law_size: int | None = None,
         top_tokens: TopTokensReader | None = None,
         features: FeatureReader | None = None,
+        splits_choice: bool = False,
     ) -> None:
         self.runner = runner
         self._rule = rule
@@ -79,13 +90,15 @@ class Verifier:
         self._law_size = law_size
         self._reader = top_tokens
         self._features = features
+        self._splits_choice = splits_choice and rule == "coupled" and top_tokens is None and _splits_head(runner)
 
     def reaches_root(self, verified: VerifyInput) -> bool:
         """Whether the pass, whose rows are still pending, feeds or fed the last token of the text."""
         return self.runner.cached_len(verified.seq_id) + verified.num_fed == len(verified.token_ids)
 
     def forward(self, inputs: Sequence[VerifyInput], *, keeps_top_tokens: bool = True) -> tuple[Tensor, int]:
-        """One pass: logits [N, V] at all nodes of inputs whose root is reached, and the number of rows fed."""
+        """One pass: logits [N, V] at all nodes of inputs whose root is reached, or the tokens [N] that the ranks chose
+        together, and the number of rows fed."""
         spans, token_ids = [], []
         for verified in inputs:
             cached_len, tree = self.runner.cached_len(verified.seq_id), verified.tree
@@ -102,11 +115,22 @@ class Verifier:
             num_nodes = len(tree.parents)
             spans.append(Span(verified.seq_id, len(fed) + num_nodes - 1, parents, num_nodes))
             token_ids += [*fed, *tree.token_ids[1:]]
+        reached = [one for one, span in zip(inputs, spans, strict=True) if span.num_logits]
+        if self._splits_choice and reached and all(is_plain(one.sampling) for one in reached):
+            head = self.runner.decoder.lm_head
+            with head.ungathered():
+                logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=False)
+            return choose_split(logits, _logit_rows(reached), head.first, head.group), len(token_ids)
+        return self._pass(inputs, spans, token_ids, keeps_top_tokens=keeps_top_tokens), len(token_ids)
+
+    def _pass(
+        self, inputs: Sequence[VerifyInput], spans: list[Span], token_ids: list[int], *, keeps_top_tokens: bool
+    ) -> Tensor:
         if self._reader is not None and keeps_top_tokens:
-            return self._reader.forward(self.runner, spans, token_ids, inputs), len(token_ids)
+            return self._reader.forward(self.runner, spans, token_ids, inputs)
         if self._features is not None:
-            return self._features.forward(self.runner, spans, token_ids), len(token_ids)
-        return self.runner.forward(spans, token_ids).logits, len(token_ids)
+            return self._features.forward(self.runner, spans, token_ids)
+        return self.runner.forward(spans, token_ids).logits
 
     def top_tokens(self) -> TopTokens | None:
         """Those of the last pass, computed here if they were asked for."""
@@ -120,13 +144,14 @@ class Verifier:
     ) -> list[VerifyResult]:
         """Results of inputs whose root was reached; `make_random_source` gives the ratio rule of a level its
         randomness."""
-        rows = [LogitRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in inputs]
+        rows = _logit_rows(inputs)
         stops = list(accumulate(len(own.tree.parents) for own in rows))
         parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
         if not rows:
             return []
         if self._rule == "coupled":
-            choices = choose_batch(logits, rows, self._eos_token_ids).tolist()
+            choices = logits if logits.dim() == 1 else choose_batch(logits, rows, self._eos_token_ids)
+            choices = choices.tolist()
             walks = [verify_coupled(own.tree, choices[part]) for own, part in zip(rows, parts, strict=True)]
             return [VerifyResult(*walk) for walk in walks]
         if self._law_size is None:
@@ -178,6 +203,16 @@ class Verifier:
 
         path, next_token = RULES[self._rule](rows.tree, *_drawn(verified), target_row, random_source)
         return VerifyResult(path, next_token, tuple(cut[node] for node in (0, *path)))
+
+
+def _splits_head(runner: ModelRunner) -> bool:
+    """Whether ranks share the rows of the head, all of them and in the order of the tokens."""
+    decoder = getattr(runner, "decoder", None)
+    return isinstance(decoder, Decoder) and decoder.lm_head.group.size > 1 and decoder.config.head is None
+
+
+def _logit_rows(inputs: Sequence[VerifyInput]) -> list[LogitRows]:
+    return [LogitRows(one.sampling, one.prompt_len, one.token_ids, one.tree) for one in inputs]
 
 
 def _drawn(verified: VerifyInput) -> tuple[Sequence[int], Sequence[SparseDistribution | None]]:

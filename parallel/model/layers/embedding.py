@@ -7,6 +7,7 @@ logits. Knows no blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Unpack
 
@@ -40,6 +41,8 @@ class VocabTable(Layer):
         self.num_real = max(0, min(share, vocab_size - self.first))
         self.weight = Weight(share, hidden, **options)
         self.weight.plain[self.num_real :] = 0
+        self.gathers = True
+        """Whether `logits` brings the whole row to every rank."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, hidden]."""
@@ -51,9 +54,21 @@ class VocabTable(Layer):
         return self.group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden] -> [T, vocab] on every rank."""
-        logits = self.group.all_gather(self.weight.multiply(hidden))
+        """hidden [T, hidden] -> [T, vocab] on every rank; this rank's columns unless it `gathers`."""
+        logits = self.weight.multiply(hidden)
+        if not self.gathers:
+            return logits[:, : self.num_real]
+        logits = self.group.all_gather(logits)
         return logits if logits.shape[-1] == self.vocab_size else logits[:, : self.vocab_size]
+
+    @contextmanager
+    def ungathered(self) -> Iterator[None]:
+        """Within it every rank computes the logits of its own rows, tokens `first` to `first + num_real`, alone."""
+        self.gathers = False
+        try:
+            yield
+        finally:
+            self.gathers = True
 
     def shards(self) -> Iterator[Shard]:
         rows, own = slice(self.first, self.first + self.num_real), slice(self.num_real)

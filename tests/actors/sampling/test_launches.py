@@ -114,9 +114,9 @@ def on_device(monkeypatch):
     kernels = pytest.importorskip("actors.sampling.noise_kernels", reason="needs triton")
     launched = []
 
-    def race(scores, keys, sampled, of_none):
+    def race(scores, keys, sampled, first, of_none):
         launched.append(2)
-        return torch.empty(len(scores), dtype=torch.int64)
+        return torch.empty(len(scores)), torch.empty(len(scores), dtype=torch.int64)
 
     monkeypatch.setattr(kernels, "race", race)
     monkeypatch.setattr(sampling, "_races_on_device", lambda _: True)
