@@ -108,8 +108,17 @@ class Scores:
         return said.cpu() == torch.tensor(window.following)
 
 
+_LONGEST_PAUSE = 16
+"""A search that confirmed its choice again and again looks once in so many times the configured rounds."""
+
+
 class LayerSearch(ABC):
-    """`layers` are those to draft with; the search looks at one request in every `every` rounds, in turn."""
+    """`layers` are those to draft with; the search looks at one request in every `every` rounds, in turn.
+
+    Unless it `tries_others`, a look that changes nothing doubles the rounds until the next one.
+    """
+
+    tries_others = False
 
     def __init__(self, layers: LayerPlan, replay: Replay, every: int, clock: Clock) -> None:
         self.layers = layers
@@ -118,7 +127,8 @@ class LayerSearch(ABC):
         self._every = every
         self._clock = clock
         self._started = clock()
-        self._rounds = 0
+        self._pause = every
+        self._left = 0
         self._looks = 0
 
     @property
@@ -129,9 +139,13 @@ class LayerSearch(ABC):
     def before_draft(self, contexts: Sequence[Context]) -> LayerPlan:
         """The layers of the next drafts of these requests, which have rows of all tokens but the last."""
         if not self.ended:
-            if self._rounds % self._every == 0:
-                self._looks += self._look(contexts[self._looks % len(contexts)])
-            self._rounds += 1
+            if self._left == 0:
+                before, looked = self.layers, self._look(contexts[self._looks % len(contexts)])
+                self._looks += looked
+                is_confirmed = looked and self.layers == before and not self.tries_others
+                longest = _LONGEST_PAUSE * self._every
+                self._left = self._pause = min(2 * self._pause, longest) if is_confirmed else self._every
+            self._left -= 1
         return self.layers
 
     def release(self, request_id: int) -> None:  # noqa: B027  most keep nothing of a request

@@ -27,6 +27,8 @@ _MODEL_EVERY = 5
 class SwiftSearch(LayerSearch):
     """At most `trials` trials, at most `fruitless` without a better mask."""
 
+    tries_others = True
+
     def __init__(
         self,
         sublayers: Sublayers,

@@ -79,6 +79,17 @@ def test_clasp_skips_the_layers_that_add_nothing(models):
     assert layers == LayerPlan.prefix(REAL) and search.history[-1].value == pytest.approx(1.0)
 
 
+def test_a_choice_that_stays_is_looked_at_less_and_less(models):
+    target, search = opened(models["target"], search=Search.clasp, skip_share=0.6, search_every=2)
+    context, rounds = written(target), []
+    for i in range(200):
+        looks = len(search.history)
+        search.before_draft([context])
+        rounds += [i] * (len(search.history) - looks)
+    assert [b - a for a, b in zip(rounds, rounds[1:], strict=False)] == [4, 8, 16, 32, 32, 32, 32, 32][: len(rounds) - 1]
+    assert len(rounds) >= 6
+
+
 def test_fly_skips_the_attention_that_adds_nothing(models):
     target, search = opened(models["target"], search=Search.fly, least_cosine=0.999)
     contexts = [written(target, request_id=i) for i in range(2)]
