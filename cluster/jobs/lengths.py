@@ -47,7 +47,7 @@ _RULES = {
     "probability": ProbabilityRule,
     **{f"gap {chance}": lambda chance=chance: GapRule(chance) for chance in (0.3, 0.5, 0.7)},
 }
-_REPEATS = 7
+_REPEATS = 25
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:

@@ -2,8 +2,8 @@
 
 A trial is one parallel pass of the mask over the last generated tokens; its score is the share that it reproduces. The
 search ends once a mask reproduces `_ENOUGH` of them several times in a row, or after trials without a better one; from
-then on it costs nothing. A mask that seems better than the best is compared with it over the same text: texts differ
-more than masks.
+then on it costs nothing. The best mask is scored over the same text, since texts differ more than masks do: what is
+recorded of a tried mask is by how much it did better.
 
 Source: SWIFT (arXiv 2410.06916): first and last layer kept, 45 % of the sublayers skipped, random masks and Bayesian
 optimisation in turn.
@@ -15,10 +15,13 @@ from actors.drafters.interface import Context
 from actors.drafters.self_speculation.layer_search import CLOCK, Agreement, Clock, LayerSearch, Scores, TextWindow
 from actors.drafters.self_speculation.mask_search import MaskSearch, MaskSpace
 from actors.drafters.self_speculation.sublayers import Sublayers
+from actors.policy.estimators import Ewma
 
 _ENOUGH = 0.95
 _CONFIRMATIONS = 3
 """Texts in a row of which a mask reproduces enough: one of some tokens may be easy."""
+_MEMORY = 0.8
+"""Of the score of the best mask: about the last five texts count."""
 _NUM_RANDOM = 8
 _MODEL_EVERY = 5
 """Of the proposals, the share of the Gaussian process: fitting it takes as long as some passes of a small model."""
@@ -52,29 +55,30 @@ class SwiftSearch(LayerSearch):
         self._fruitless = fruitless
         self._since_better = 0
         self._confirmed = 0
+        self._mean = Ewma(_MEMORY)
         super().__init__(sublayers.plan(space.spread()), scores.replay, every, clock)
 
     @property
     def ended(self) -> bool:
         found = self._confirmed >= _CONFIRMATIONS
-        return found or self._since_better >= self._fruitless or self.search.num_evaluated >= self._trials
+        return found or self._since_better >= self._fruitless or len(self.history) >= self._trials
 
     def _look(self, context: Context) -> bool:
         window = TextWindow.of(context, self._window, fewest=self._window // 2)
         if window is None or not self._replay.can_read(len(window.token_ids)):
             return False
-        before = self.search.best
-        # the same masks on all ranks: proposals follow from sums, too, that ranks may round apart
-        proposed = before if self._confirmed else self.search.propose()
-        mask = tuple(bool(bit) for bit in self._agreement.of([float(bit) for bit in proposed]))
-        is_first = not self.search.num_evaluated
-        value = self._score(window, mask)
-        if not is_first and mask != before and value > self.search.best_value:
-            self.search.record(before, self._score(window, before))
-        self.search.record(mask, value)
-        is_better = is_first or self.search.best != before
-        self._since_better = 0 if is_better else self._since_better + 1
-        self._confirmed = self._confirmed + 1 if mask == self.search.best and value >= _ENOUGH else 0
+        best = self.search.best
+        score = self._score(window, best)
+        self._mean.update(score)
+        self.search.record(best, self._mean.mean)
+        self._confirmed = self._confirmed + 1 if score >= _ENOUGH else 0
+        if not self._confirmed:
+            # the same masks on all ranks: proposals follow from sums, too, that ranks may round apart
+            mask = tuple(bool(bit) for bit in self._agreement.of([float(bit) for bit in self.search.propose()]))
+            self.search.record(mask, self._mean.mean + self._score(window, mask) - score)
+        self._since_better += 1
+        if self.search.best != best:
+            self._since_better, self._mean = 0, Ewma(_MEMORY, mean=self.search.best_value, weight=1.0)
         self.layers = self._sublayers.plan(self.search.best)
         self._found(self.search.best_value)
         return True

@@ -32,8 +32,8 @@ from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.self_speculation.replay import Replay
 
-_REPEATS = 7
-"""Timed passes of each kind, of which the median counts."""
+_REPEATS = 25
+"""Timed passes of each kind, in turn with those of the other kinds; the median counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +104,38 @@ class LayerValues:
         self._windows = [window for window in windows if window is not None]
         if not self._windows:
             raise ValueError("sampling.max_tokens: leaves texts too short to compare layers on; raise it")
-        self.verify_s = tuple(self.pass_s(self._whole, 1 + k) for k in range(longest + 1))
+        num_layers = target.config.num_layers
+        parts = LayerPlan((), ()), LayerPlan(tuple(range(num_layers)), ()), LayerPlan((), tuple(range(num_layers)))
+        kinds = [(self._whole, 1 + k) for k in range(longest + 1)] + [(part, 1) for part in parts]
+        *verify_s, ends_s, attention_s, mlp_s = self._pass_times(kinds)
+        self.verify_s = tuple(verify_s)
         """Seconds of a pass of the target over 0, 1, 2, ... draft tokens."""
+        self._ends_s = ends_s
+        self._attention_s = max(0.0, attention_s - ends_s) / num_layers
+        self._mlp_s = max(0.0, mlp_s - ends_s) / num_layers
 
     @property
     def plain_s(self) -> float:
         """Of one pass of the target over one row."""
         return self.verify_s[0]
 
-    def pass_s(self, layers: LayerPlan, num_rows: int = 1) -> float:
-        """The median time of a pass of these layers, with logits of every row."""
-        window, times = self._windows[0], []
-        request_id, length = window.context.request_id, len(window.context.token_ids)
+    def pass_s(self, layers: LayerPlan) -> float:
+        """Of a pass of these layers over one row: embedding, norm and head, and the sublayers that run, whose times
+        were measured together. Single passes of a small model differ more by chance than by a sublayer."""
+        return self._ends_s + len(layers.attention) * self._attention_s + len(layers.mlp) * self._mlp_s
+
+    def _pass_times(self, kinds: Sequence[tuple[LayerPlan, int]]) -> list[float]:
+        """The median times of passes of these layers over so many rows, with logits of every row."""
+        context = self._windows[0].context
+        request_id, text = context.request_id, context.token_ids
+        times: list[list[float]] = [[] for _ in kinds]
         for _ in range(_REPEATS):
-            started = time.perf_counter()
-            with self._replay.rows(request_id, length - num_rows, num_rows) as rows:
-                rows.logits(rows.run(rows.embed(window.context.token_ids[-num_rows:]), layers))[0, 0].item()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
+            for (layers, num_rows), of_kind in zip(kinds, times, strict=True):
+                started = time.perf_counter()
+                with self._replay.rows(request_id, len(text) - num_rows, num_rows) as rows:
+                    rows.logits(rows.run(rows.embed(text[-num_rows:]), layers))[0, 0].item()
+                of_kind.append(time.perf_counter() - started)
+        return [statistics.median(of_kind) for of_kind in times]
 
     def value(self, layers: LayerPlan) -> Value:
         """Of drafting with these layers."""

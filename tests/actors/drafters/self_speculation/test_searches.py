@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -86,8 +87,7 @@ def test_a_choice_that_stays_is_looked_at_less_and_less(models):
         looks = len(search.history)
         search.before_draft([context])
         rounds += [i] * (len(search.history) - looks)
-    assert [b - a for a, b in zip(rounds, rounds[1:], strict=False)] == [4, 8, 16, 32, 32, 32, 32, 32][: len(rounds) - 1]
-    assert len(rounds) >= 6
+    assert [b - a for a, b in pairwise(rounds)] == [4, 8, 16, 32, 32, 32, 32, 32]
 
 
 def test_fly_skips_the_attention_that_adds_nothing(models):
