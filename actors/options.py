@@ -21,6 +21,7 @@ MAX_RANKS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "bfloat16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTION = ("auto", "triton", "padded", "sdpa", "ragged")
 
 
 class VerifyRule(StrEnum):
@@ -63,6 +64,10 @@ class TargetConfig(Section):
     the output is that of the rounded model."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
+    attention: Annotated[str, OneOf(ATTENTION)] = "auto"
+    """How attention and what surrounds it are computed: triton (kernels of ours on CUDA), padded (PyTorch, a batch as
+    one rectangle), sdpa (PyTorch, sequence by sequence), ragged (a kernel of ours on a CPU), or auto: the fastest that
+    can be had."""
     stretch: Annotated[int, Range(0, cap=10_000, zero="off")] = 0
     """Extra layers that change no token: a larger model on a small machine. Reports show when it is on."""
     max_model_len: Annotated[int, Range(0, zero="the checkpoint's")] = 0

@@ -17,6 +17,9 @@ from hypothesis import settings
 
 # Before anything imports PyTorch: tests measure no speed, and many small threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Also before it: without a GPU, Triton's kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Process groups look up the names of their peers' addresses, which takes 5 s by default where no name server answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

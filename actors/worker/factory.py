@@ -147,7 +147,7 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     sizes: dict[str, Any] = fit.facts()
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     model = fit.dtype, fit.num_slots, config.stretch
-    runner = open_model(config.path, group, spec.device, *model, weights=fit.weights)
+    runner = open_model(config.path, group, spec.device, *model, weights=fit.weights, backend=config.attention)
     if spec.pipeline != PipelineName.plain:
         runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0

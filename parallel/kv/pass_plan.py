@@ -14,6 +14,8 @@ import numpy as np
 
 from parallel.kv.pool import KVPool, SeqId
 
+_WORD = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -62,13 +64,18 @@ class PendingRows:
         num_rows = len(self.parents)
         if self.is_chain:
             return np.tri(num_rows - first, num_rows, first, dtype=bool)
+        packed = self.visible_words(first).view(np.uint8)
+        return np.unpackbits(packed, axis=1, count=num_rows, bitorder="little").view(bool)
+
+    def visible_words(self, first: int) -> np.ndarray:
+        """`visible` as bits, int32 [rows from `first` on, words]: row j is bit j % 32 of word j // 32."""
+        num_rows = len(self.parents)
         for i in range(len(self._ancestors), num_rows):
             parent = self.parents[i]
             self._ancestors.append((self._ancestors[parent] if parent >= 0 else 0) | 1 << i)
-        width = -(-num_rows // 8)
-        bits = b"".join([mask.to_bytes(width, "little") for mask in self._ancestors[first:]])
-        packed = np.frombuffer(bits, dtype=np.uint8).reshape(num_rows - first, width)
-        return np.unpackbits(packed, axis=1, count=num_rows, bitorder="little").view(bool)
+        num_words = -(-num_rows // _WORD)
+        bits = b"".join([mask.to_bytes(num_words * _WORD // 8, "little") for mask in self._ancestors[first:]])
+        return np.frombuffer(bits, dtype="<i4").reshape(num_rows - first, num_words)
 
     def after_commit(self, keep: Sequence[int], retain: Sequence[int]) -> PendingRows:
         """The forest of the rows `retain` after the path `keep` is committed."""
@@ -94,11 +101,16 @@ class MutualRows(PendingRows):
         num_rows = len(self.parents)
         return np.ones((num_rows - first, num_rows), dtype=bool)
 
+    def visible_words(self, first: int) -> np.ndarray:
+        num_rows = len(self.parents)
+        return np.full((num_rows - first, -(-num_rows // _WORD)), -1, dtype=np.int32)
+
 
 @dataclass(slots=True)
 class SpanRows:
     """A span in its pass: rows `first` to `first + num_rows`, of a sequence with `context` committed rows."""
 
+    seq_id: SeqId
     first: int
     num_rows: int
     context: int
@@ -138,7 +150,8 @@ def lay_out(pool: KVPool, forests: dict[SeqId, PendingRows], spans: Sequence[Spa
         pending.append(span.num_tokens, span.parents)
         slots, run = pool.slots(seq_id), pool.run(seq_id)
         num_pending = len(pending.parents)
-        laid_out.append(SpanRows(first, span.num_tokens, len(slots) - num_pending, num_pending, slots, run, pending))
+        context = len(slots) - num_pending
+        laid_out.append(SpanRows(seq_id, first, span.num_tokens, context, num_pending, slots, run, pending))
         first += span.num_tokens
     assert len({span.seq_id for span in spans}) == len(spans), "a sequence feeds one span in a pass"
     return laid_out

@@ -28,14 +28,15 @@ _ROOM = np.zeros(64, dtype=np.int64)
 
 class _SlotTable:
     """Slots of one sequence; `run_len` leading rows are known to lie in one contiguous run, `num_borrowed` are of
-    another sequence."""
+    another sequence, and `first_changed` are as they were when it was last taken."""
 
-    __slots__ = ("cached_len", "num_borrowed", "num_rows", "run_len", "slots")
+    __slots__ = ("cached_len", "first_changed", "num_borrowed", "num_rows", "run_len", "slots")
 
     def __init__(self, borrowed: np.ndarray | None = None, run_len: int = 0) -> None:
         self.slots = np.empty(64, dtype=np.int64) if borrowed is None else np.append(borrowed, _ROOM)
         self.cached_len = self.num_rows = self.num_borrowed = 0 if borrowed is None else len(borrowed)
         self.run_len = run_len
+        self.first_changed = 0
 
     def append(self, run: range) -> None:
         end = self.num_rows + len(run)
@@ -58,10 +59,12 @@ class _SlotTable:
         self.num_rows = num_rows
         self.num_borrowed = min(self.num_borrowed, num_rows)
         self.run_len = min(self.run_len, num_rows)
+        self.first_changed = min(self.first_changed, num_rows)
         return dropped
 
-    def remeasure_run(self, start: int) -> None:
-        """Recompute the length of the leading run after the rows from `start` on were rewritten."""
+    def note_rewritten(self, start: int) -> None:
+        """The rows from `start` on were rewritten: recompute the length of the leading run."""
+        self.first_changed = min(self.first_changed, start)
         if self.run_len < start:
             return
         end = max(start, min(1, self.num_rows))
@@ -134,6 +137,12 @@ class KVPool:
         table = self._tables[seq_id]
         return table.slots[: table.num_rows]
 
+    def take_first_changed(self, seq_id: SeqId) -> int:
+        """Number of leading rows whose slots are those of the last call; 0 at the first."""
+        table = self._tables[seq_id]
+        first, table.first_changed = table.first_changed, table.num_rows
+        return first
+
     def run(self, seq_id: SeqId) -> range | None:
         """The slots as a range if all rows are one contiguous run, else None."""
         table = self._tables[seq_id]
@@ -170,7 +179,7 @@ class KVPool:
             assert len(pending) - rest.sum() == num_kept, "a pending row was named twice"
             table.slots[start : start + num_kept] = pending[chosen]
             table.slots[start + num_kept : table.num_rows] = pending[rest]
-            table.remeasure_run(start)
+            table.note_rewritten(start)
         self._release(table.shorten(start + num_kept))
         table.cached_len = start + len(keep)
 

@@ -1,7 +1,7 @@
 """The blocks of a decoder: attention, MLP or experts, and the norms around them.
 
 A block's two halves can run on different ranks or alone: `attend` computes what its attention adds to the residual
-stream, `add` adds it, and `feed` runs the MLP. Knows no checkpoints and no other blocks.
+stream, `add` adds it, and `feed` runs the MLP; `finish` is both. Knows no checkpoints and no other blocks.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class Block(Layer):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x [T, H] with `attended` and the MLP's part added."""
-        return self.feed(self.add(x, attended))
+        x, normed = self.norms[1].after_sum(x, attended)
+        return self._feed(x, normed)
 
     def add(self, x: Tensor, attended: Tensor) -> Tensor:
         """x [T, H] with the attention's part added."""
@@ -172,7 +173,10 @@ class Block(Layer):
 
     def feed(self, x: Tensor) -> Tensor:
         """x [T, H] with the MLP's part added."""
-        return x + self.mlp(self.norms[1](x))
+        return self._feed(x, self.norms[1](x))
+
+    def _feed(self, x: Tensor, normed: Tensor) -> Tensor:
+        return x + self.mlp(normed)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         for name, norm in zip(self.norm_names, self.norms, strict=True):
@@ -196,8 +200,8 @@ class SandwichBlock(Block):
     def attend(self, x: Tensor, rope: Rotation | None, plan: AttentionPlan) -> Tensor:
         return self.norms[2](super().attend(x, rope, plan))
 
-    def feed(self, x: Tensor) -> Tensor:
-        return x + self.norms[3](self.mlp(self.norms[1](x)))
+    def _feed(self, x: Tensor, normed: Tensor) -> Tensor:
+        return x + self.norms[3](self.mlp(normed))
 
 
 class PostNormBlock(Block):
@@ -207,11 +211,14 @@ class PostNormBlock(Block):
         assert self.attention is not None, "another rank holds this block's attention"
         return self.attention(x, rope, plan)
 
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        return self.feed(self.add(x, attended))
+
     def add(self, x: Tensor, attended: Tensor) -> Tensor:
-        return self.norms[0](x + attended)
+        return self.norms[0].after_sum(x, attended)[1]
 
     def feed(self, x: Tensor) -> Tensor:
-        return self.norms[1](x + self.mlp(x))
+        return self.norms[1].after_sum(x, self.mlp(x))[1]
 
 
 BLOCKS: dict[NormPlacement, type[Block]] = {"before": Block, "around": SandwichBlock, "after": PostNormBlock}

@@ -129,8 +129,9 @@ class Decoder(Layer):
         for place, (index, attends, feeds) in enumerate(steps, 1):
             layer = self.layers[index]
             if attends:
-                hidden = layer.add(hidden, layer.attend(hidden, ropes[layer.windowed], plan.attention))
-            if feeds:
+                attended = layer.attend(hidden, ropes[layer.windowed], plan.attention)
+                hidden = layer.finish(hidden, attended) if feeds else layer.add(hidden, attended)
+            elif feeds:
                 hidden = layer.feed(hidden)
             if taps:
                 following = steps[place][0] if place < len(steps) else len(self.layers)

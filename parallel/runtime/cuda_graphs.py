@@ -34,6 +34,10 @@ class BucketedPlan(Protocol):
         """Everything in which passes of the same shapes differ, the positions included."""
         ...
 
+    def key(self) -> tuple[object, ...]:
+        """What passes share that are the same graph."""
+        ...
+
     def like(self) -> Self:
         """The same pass over tensors of its own."""
         ...
@@ -74,8 +78,9 @@ class CapturedPasses:
         if self._generation != group.generation:
             self.drop()
             self._generation = group.generation
-        inputs = [*attention.tensors(), *_entering(plan)]
-        key = (plan.fuzzy, plan.layers, plan.entering is None, *taps, *(tensor.shape for tensor in inputs))
+        entering = _entering(plan)
+        inputs = [*attention.tensors(), *entering]
+        key = (plan.fuzzy, plan.layers, *taps, *attention.key(), *(tensor.shape for tensor in entering))
         captured = self._captured.get(key)
         if captured is None:
             if len(self._captured) >= self._most:

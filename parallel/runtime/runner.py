@@ -24,9 +24,13 @@ from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import AttentionShape, PassPlan
+from parallel.model.layers.linear import ColumnLinear
+from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.sdpa import SdpaBackend
+from parallel.model.layers.split_kv import SplitKVBackend
+from parallel.model.layers.weight import Layer
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights
 from parallel.runtime.cuda_graphs import CapturedPasses
@@ -51,9 +55,10 @@ class PassOutput:
 class ModelRunner:
     """Passes of one model over one pool. `forward` is `run(plan(...))`; plans may also be built ahead.
 
-    `backend` is "ragged", the default in float32 on CPU where its kernel can be had, "padded", the default on CUDA, or
-    "sdpa". `graphs` captures padded passes on CUDA, by default except
-    for mixtures of experts, whose passes depend on which experts the rows use.
+    `backend` is "ragged", in float32 on CPU where its kernel can be had, "triton", on CUDA where Triton can be had,
+    "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. `graphs` captures passes of
+    "triton" and "padded" on CUDA, by default except for mixtures of experts, whose passes depend on which experts the
+    rows use.
     """
 
     def __init__(
@@ -61,15 +66,15 @@ class ModelRunner:
     ) -> None:
         self.decoder = decoder
         self.pool = pool
-        backend = backend or default_backend(pool)
-        can_capture = decoder.device.type == "cuda" and backend == "padded"
+        backend = default_backend(pool) if backend in (None, "auto") else backend
+        can_capture = decoder.device.type == "cuda" and backend in CAPTURED
         graphs = can_capture and not decoder.config.num_experts if graphs is None else graphs
         shape = decoder.attention_shape()
         if graphs and decoder.config.num_experts:
             raise ValueError("graphs=True: passes of a mixture of experts cannot be captured")
         if graphs and not can_capture:
-            raise ValueError(f"graphs=True needs a CUDA device and the 'padded' backend, not {backend!r} here")
-        self._backend = make_backend(backend, pool, shape, bucketed=graphs)
+            raise ValueError(f"graphs=True needs a CUDA device and one of {CAPTURED}, not {backend!r} here")
+        self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs)
         self._passes = CapturedPasses(decoder) if graphs else decoder
         self._pending: dict[SeqId, PendingRows] = {}
 
@@ -201,17 +206,29 @@ def captured_facts(runner: ModelRunner, shapes: Sequence[GraphShape], taps: Sequ
     return {"graphs": describe(captured), "capture_s": time.monotonic() - started}
 
 
+CAPTURED = ("triton", "padded")
+"""Backends whose passes can be captured as CUDA graphs."""
+
+
 def default_backend(pool: KVPool) -> str:
     """The name of the attention backend that is fastest for this pool."""
     if pool.keys.device.type == "cuda":
-        return "padded"
+        return "triton" if SplitKVBackend.runs(pool) else "padded"
     return "ragged" if RaggedBackend.runs(pool) else "sdpa"
 
 
 def make_backend(
-    name: str, pool: KVPool, shape: AttentionShape, *, bucketed: bool = False
-) -> PaddedBackend | SdpaBackend | RaggedBackend:
-    """The attention backend of this name; ValueError if it is unknown or cannot serve the pool."""
+    name: str, pool: KVPool, shape: AttentionShape, layers: Layer | None = None, *, bucketed: bool = False
+) -> PaddedBackend | SdpaBackend | RaggedBackend | SplitKVBackend:
+    """The attention backend of this name; ValueError if it is unknown or cannot serve the pool. With "triton" the norms
+    and the gates of `layers` use Triton's kernels too."""
+    if name == "triton":
+        if not SplitKVBackend.runs(pool):
+            raise ValueError("backend='triton' needs a CUDA device, Triton and a C compiler; use 'padded' or 'sdpa'")
+        for part in () if layers is None else layers.walk():
+            if isinstance(part, RMSNorm | ColumnLinear):
+                part.uses_triton = True
+        return SplitKVBackend(pool, shape, bucketed=bucketed)
     if name == "padded":
         return PaddedBackend(pool, shape, bucketed=bucketed)
     if name == "sdpa":
@@ -220,7 +237,7 @@ def make_backend(
         if not RaggedBackend.runs(pool):
             raise ValueError("backend='ragged' needs float32, a CPU and a C++ compiler; use 'sdpa'")
         return RaggedBackend(pool, shape)
-    raise ValueError(f"attention backend {name!r} is not known; known are 'ragged', 'sdpa' and 'padded'")
+    raise ValueError(f"attention backend {name!r} is not known; known are 'ragged', 'triton', 'sdpa' and 'padded'")
 
 
 def open_model(

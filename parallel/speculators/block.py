@@ -26,7 +26,7 @@ from parallel.model.config import CheckpointNames
 from parallel.model.families.fields import HfConfig, refuse, require
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.runner import PassOutput, make_backend
+from parallel.runtime.runner import PassOutput, default_backend, make_backend
 from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, tensor_shapes
 from parallel.speculators.correctors import MarkovCorrector, PositionRows
 from parallel.speculators.place import SpeculatorPlace
@@ -79,8 +79,10 @@ class BlockRunner(SpeculatorRunner):
         pool, shape = place.make_pool(layers.config.layers)
         super().__init__(layers.config, place.tables, pool)
         self.layers = layers
-        backend = backend or ("padded" if layers.device.type == "cuda" else "sdpa")  # "ragged" has no such rows
-        self._backend = make_backend(backend, pool, shape)
+        backend = backend or ("sdpa" if layers.device.type == "cpu" else default_backend(pool))
+        if backend == "ragged":
+            raise ValueError("backend='ragged' has no rows that see each other; use 'sdpa'")
+        self._backend = make_backend(backend, pool, shape, layers)
         self._dtype = pool.keys.dtype
         self._sequences: dict[SeqId, _Sequence] = {}
 
@@ -218,7 +220,7 @@ class BlockRunner(SpeculatorRunner):
             context = self.pool.cached_len(seq_id)
             self.pool.reserve(seq_id, size)
             slots, run = self.pool.slots(seq_id), self.pool.run(seq_id)
-            laid_out.append(SpanRows(i * size, size, context, size, slots, run, MutualRows(size)))
+            laid_out.append(SpanRows(seq_id, i * size, size, context, size, slots, run, MutualRows(size)))
         return self._backend.plan(laid_out, list(range(size * len(seq_ids))))
 
     def _logits(self, nodes: Sequence[BlockNode], token_ids: Tensor) -> Tensor:

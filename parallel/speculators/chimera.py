@@ -102,7 +102,7 @@ class ChimeraRunner(PooledRunner):
     def __init__(
         self, config: ChimeraConfig, layers: ChimeraLayers, place: SpeculatorPlace, *, backend: str | None = None
     ) -> None:
-        super().__init__(config, place.tables, *place.make_pool(config.block), backend)
+        super().__init__(config, layers, place.tables, *place.make_pool(config.block), backend)
         self.layers = layers
         self._tokens = torch.zeros(place.num_slots, dtype=torch.int64, device=place.device)  # by slot
 

@@ -39,7 +39,7 @@ class DraftLayerRunner(PooledRunner):
     first_row_token = 1
 
     def __init__(self, layers: DraftLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
-        super().__init__(layers.config, place.tables, *place.make_pool(layers.config.block), backend)
+        super().__init__(layers.config, layers, place.tables, *place.make_pool(layers.config.block), backend)
         self.layers = layers
         # by slot; the scratch slot stays zero
         self._outputs = torch.zeros(place.num_slots + 1, layers.config.block.hidden_size, **place.options)

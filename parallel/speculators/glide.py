@@ -95,7 +95,7 @@ class GlideRunner(PooledRunner):
     def __init__(
         self, config: GlideConfig, layers: GlideLayers, place: SpeculatorPlace, *, backend: str | None = None
     ) -> None:
-        super().__init__(config, place.tables, *place.make_pool(config.block, 2), backend)
+        super().__init__(config, layers, place.tables, *place.make_pool(config.block, 2), backend)
         self.layers = layers
         num_heads = config.block.num_kv_heads
         first = place.group.rank * num_heads // place.group.size

@@ -33,7 +33,7 @@ class ParallelEagleRunner(BlockRunner):
         pool, shape = place.make_pool(layers.config.block)
         SpeculatorRunner.__init__(self, layers.config, place.tables, pool)
         self.layers = layers
-        self._backend = make_backend(backend or default_backend(pool), pool, shape)
+        self._backend = make_backend(backend or default_backend(pool), pool, shape, layers)
         self._sequences = {}
 
     def open(self, seq_id: SeqId) -> None:

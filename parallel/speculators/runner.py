@@ -19,6 +19,7 @@ from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionShape
+from parallel.model.layers.weight import Layer
 from parallel.runtime.runner import ModelRunner, PassOutput, default_backend, make_backend
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
@@ -88,10 +89,16 @@ class PooledRunner(SpeculatorRunner):
     """The pool's row r is that of token r + this."""
 
     def __init__(
-        self, config: SpeculatorConfig, tables: Decoder, pool: KVPool, shape: AttentionShape, backend: str | None = None
+        self,
+        config: SpeculatorConfig,
+        layers: Layer,
+        tables: Decoder,
+        pool: KVPool,
+        shape: AttentionShape,
+        backend: str | None = None,
     ) -> None:
         super().__init__(config, tables, pool)
-        self._backend = make_backend(backend or default_backend(pool), pool, shape)
+        self._backend = make_backend(backend or default_backend(pool), pool, shape, layers)
         self._pending: dict[SeqId, PendingRows] = {}
         self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
 

@@ -85,7 +85,7 @@ class StreamingRunner(ModelRunner):
                 forest.append(len(parents), parents)
             total = size + num_nodes * count
             slots, run = self.pool.slots(span.seq_id), self.pool.run(span.seq_id)
-            rows.append(SpanRows(first, total, own.context, len(parents), slots, run, forest))
+            rows.append(SpanRows(span.seq_id, first, total, own.context, len(parents), slots, run, forest))
             base += range(first, first + size)
             streams += range(first + size, first + total)
             nodes += range(own.first + size - num_nodes, own.first + size)

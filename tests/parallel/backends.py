@@ -1,5 +1,13 @@
-"""The attention backends that this machine has, for tests that run each of them."""
+"""The attention backends that this machine has, for tests that run each of them.
+
+"triton" runs in Triton's interpreter, which takes milliseconds for what takes microseconds: by default it has tests of
+its own (`model/test_split_kv.py`), and with `-m slow` those of all backends too.
+"""
+
+import pytest
 
 from parallel.kernels.attention import has_attention
+from parallel.kernels.triton_launch import has_triton
 
 BACKENDS = ["sdpa", "padded", *(["ragged"] if has_attention() else [])]
+EVERY_BACKEND = [*BACKENDS, *([pytest.param("triton", marks=pytest.mark.slow)] if has_triton() else [])]

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, PlacedDrafterConfig, Placement
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.confidence_growth import WIDEST
-from actors.options import CHECKPOINT, DEVICES, DTYPES, MAX_RANKS, WEIGHTS, PipelineName, VerifyRule, check_weights
+from actors.options import (
+    ATTENTION,
+    CHECKPOINT,
+    DEVICES,
+    DTYPES,
+    MAX_RANKS,
+    WEIGHTS,
+    PipelineName,
+    VerifyRule,
+    check_weights,
+)
 from actors.protocol.messages import SamplingKind
 from actors.ranges import OneOf, Range, require
 
@@ -150,6 +160,8 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """float32, bfloat16, float16, or auto, as `target.dtype`."""
     weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
     """CPU: the type in which matrices are stored, as `target.weights`."""
+    attention: Annotated[str, OneOf(ATTENTION)] = "auto"
+    """How attention is computed, as `target.attention`."""
 
     def check_fields(self, where: str) -> None:
         is_tree = self.strategy is Strategy.tree

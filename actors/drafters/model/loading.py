@@ -99,7 +99,7 @@ def open_draft_model(
     if layout is not None:
         groups = [len(members) for members in layout.partition]
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
-    options = {"layout": layout, "weights": fit.weights, "head": head}
+    options = {"layout": layout, "weights": fit.weights, "head": head, "backend": config.attention}
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
     facts |= captured_facts(runner, shapes)
     if layout is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.group import Group
+from parallel.kernels import triton_launch
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
 
 OutputShare = tuple[str, slice]
@@ -29,6 +30,8 @@ def even_rows(size: int, group: Group) -> slice:
 class ColumnLinear(Layer):
     """[T, inputs] -> [T, this rank's outputs of all parts, fused]."""
 
+    uses_triton = False
+
     def __init__(self, inputs: int, parts: list[OutputShare], *, bias: bool, **options: Unpack[TensorOptions]) -> None:
         self.parts = parts
         outputs = sum(rows.stop - rows.start for _, rows in parts)
@@ -40,6 +43,8 @@ class ColumnLinear(Layer):
 
     def gated(self, x: Tensor) -> Tensor:
         """Of two parts: silu of the first times the second."""
+        if self.uses_triton:
+            return triton_launch.gated(self(x))
         return self.weight.multiply_gated(x, self.bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:

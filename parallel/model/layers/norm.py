@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.kernels import triton_launch
 from parallel.kernels.norms import has_norms, layer_norm, rms_norm
 from parallel.model.config import NormKind
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
@@ -18,6 +19,7 @@ class RMSNorm(Layer):
     """Scaled by weight + `offset`, along the last axis, in float32."""
 
     offset = 0.0
+    uses_triton = False
 
     def __init__(self, hidden: int, eps: float, **options: Unpack[TensorOptions]) -> None:
         self.hidden = hidden
@@ -27,11 +29,20 @@ class RMSNorm(Layer):
         self._has_kernel = _has_kernel(options)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.uses_triton:
+            return triton_launch.rms_norm(x, self.weight, self.eps, self.offset)[1]
         if self._has_kernel:
             return rms_norm(x, self.weight, self.eps, self.offset)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / self.hidden).rsqrt_()
         return self._weighted(x, x * scale)
+
+    def after_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """x + added, and that normalised."""
+        if self.uses_triton:
+            return triton_launch.rms_norm(x, self.weight, self.eps, self.offset, added)
+        x = x + added
+        return x, self(x)
 
     def _weighted(self, x: Tensor, normed: Tensor) -> Tensor:
         return normed.to(x.dtype) * self.weight
@@ -61,6 +72,10 @@ class LayerNorm(Layer):
         if self._has_kernel:
             return layer_norm(x, self.weight, self.bias, self._eps)
         return F.layer_norm(x, (self.hidden,), self.weight, self.bias, self._eps)
+
+    def after_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + added
+        return x, self(x)
 
     def shards(self, name: str) -> Iterator[Shard]:
         yield Shard(f"{name}.weight", (EVERY,), self.weight)

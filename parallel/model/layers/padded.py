@@ -76,6 +76,10 @@ class PaddedPlan:
         """Everything in which bucketed passes of the same shapes differ."""
         return [self.positions, self.written_slots, *self.rectangles[0].tensors()]
 
+    def key(self) -> tuple[object, ...]:
+        """What bucketed passes share that are captured as one."""
+        return tuple(tensor.shape for tensor in self.tensors())
+
     def like(self) -> PaddedPlan:
         """The same bucketed pass over tensors of its own."""
         positions, written_slots, *rest = (tensor.clone() for tensor in self.tensors())

@@ -12,13 +12,14 @@ import pytest
 
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
-from actors.options import PipelineConfig, PipelineName, SamplingConfig
+from actors.options import PipelineConfig, PipelineName, SamplingConfig, TargetConfig
 from actors.protocol.messages import SamplingParams
 from actors.transport.channel import Link
 from cluster.completion import Completion
 from cluster.config.jobs import GenerateConfig
 from cluster.engine import Engine, EngineError
 from cluster.runtime.delay_proxy import Relay
+from parallel.kernels.triton_launch import has_triton
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push", "for i in range(10): é😀"]
 GREEDY = SamplingParams(max_tokens=24)
@@ -112,6 +113,21 @@ def test_greedy_tokens_are_those_of_transformers_in_any_layout(open_layout, expe
     assert counters["num_accepted_tokens"] > 0 or may_be_none, "the test shows nothing"
     assert counters["num_tokens"] == sum(map(len, expected_tokens))
     assert counters["num_stale"] == 0 or layout == "branches", "answers are late only where the target does not wait"
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
+def test_tokens_are_the_same_on_the_kernels_of_cuda(open_engine, tiny_checkpoint, half_agreeing_drafter):
+    """Which run in Triton's interpreter here; what they do not compute is PyTorch's."""
+    path, tokens = str(tiny_checkpoint("Llama")), []
+    for attention in ("sdpa", "triton"):
+        target = TargetConfig(path=path, device="cpu", attention=attention)
+        drafter = ModelDrafterConfig(
+            path=str(half_agreeing_drafter), num_draft_tokens=2, device="cpu", attention=attention
+        )
+        engine = open_engine(drafter, target=target)
+        tokens.append(tokens_of(engine.generate(["x", "ab"], SamplingParams(max_tokens=6))))
+        assert engine.report().counters["num_spec_steps"] > 0
+    assert tokens[1] == tokens[0]
 
 
 @pytest.fixture(scope="module")

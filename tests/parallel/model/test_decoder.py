@@ -8,7 +8,7 @@ from parallel.model.families import registry
 from parallel.model.families.registry import read_config
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
-from tests.parallel.backends import BACKENDS
+from tests.parallel.backends import BACKENDS, EVERY_BACKEND
 
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
@@ -65,7 +65,7 @@ def feed(model, chunks):
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_logits_are_those_of_transformers(checkpoint, backend):
     model = open_model(checkpoint.path, num_slots=64, backend=backend)
     expected = checkpoint.logits(TOKENS)

@@ -10,7 +10,7 @@ import torch
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
-from tests.parallel.backends import BACKENDS
+from tests.parallel.backends import EVERY_BACKEND
 
 
 class Tree:
@@ -49,7 +49,7 @@ def check_tree(checkpoint, model, tree: Tree, sizes: list[int]) -> None:
         start = stop
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=EVERY_BACKEND)
 def backend(request):
     return request.param
 

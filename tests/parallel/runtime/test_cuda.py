@@ -29,7 +29,7 @@ def walk(path, **options):
     return torch.cat(logits).cpu()
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "padded"])
+@pytest.mark.parametrize("backend", ["sdpa", "padded", "triton"])
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "OPT"])
 def test_cuda_computes_what_the_cpu_does(make_checkpoint, backend, family):
     path = make_checkpoint(family, **FAMILIES[family] | {"initializer_range": 0.2, "init_std": 0.2}).path

@@ -9,7 +9,7 @@ from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
-from tests.parallel.backends import BACKENDS
+from tests.parallel.backends import BACKENDS, EVERY_BACKEND
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:
@@ -55,7 +55,7 @@ def ragged(path, backend, *, together, fragmented=False):
     return model.forward([span for span, _ in SPANS], [token for _, token_ids in SPANS for token in token_ids]).logits
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "bucketed"])
+@pytest.mark.parametrize("backend", [*EVERY_BACKEND, "bucketed"])
 @pytest.mark.parametrize("fragmented", [False, True])
 def test_a_ragged_batch_is_its_sequences_one_by_one(llama, backend, fragmented):
     together = ragged(llama.path, backend, together=True, fragmented=fragmented)

@@ -18,7 +18,7 @@ from parallel.speculators.chimera import ChimeraLayers, ChimeraRunner
 from parallel.speculators.config import FINAL
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
-from tests.parallel.backends import BACKENDS
+from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
@@ -65,7 +65,7 @@ def one(llama: Checkpoint, tmp_path: Path) -> Trained:
     return Trained(llama, tmp_path / "speculator")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_passes_equal_the_training_forward(one: Trained, backend: str) -> None:
     runner, expected = one.open(backend=backend), one.expected()
     for anchor in (0, 1, 2, 6, 13):  # the first trigrams repeat the first token

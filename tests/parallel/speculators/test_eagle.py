@@ -19,7 +19,7 @@ from parallel.speculators.eagle import DraftLayerRunner
 from parallel.speculators.parallel_eagle import ParallelEagleRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
-from tests.parallel.backends import BACKENDS
+from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
@@ -94,7 +94,7 @@ def drafted(runner: DraftLayerRunner, one: Trained, anchor: int) -> Tensor:
     return draft_chain(runner, one.tokens[0].tolist(), one.features, anchor + 1, STEPS)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("method", METHODS)
 def test_passes_equal_the_training_forward(trained: Callable[..., Trained], method: str, backend: str) -> None:
     one = trained(method)
@@ -148,7 +148,7 @@ def test_ranks_share_the_layers(
         torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_depths_of_one_pass_equal_those_of_the_training_forward(trained: Callable[..., Trained], backend: str) -> None:
     one = trained("p_eagle", layers=2, depths=STEPS)
     net, tokens = one.net, one.tokens[0].tolist()

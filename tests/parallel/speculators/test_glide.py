@@ -23,7 +23,7 @@ from parallel.speculators.config import FINAL
 from parallel.speculators.glide import GlideLayers, GlideRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, read_speculator
-from tests.parallel.backends import BACKENDS
+from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
@@ -78,7 +78,7 @@ def one(llama: Checkpoint, tmp_path: Path) -> Trained:
     return Trained(llama, tmp_path / "speculator")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_passes_equal_the_training_forward(one: Trained, backend: str) -> None:
     runner = one.open(backend=backend)
     for anchor in (0, 1, 6, 13):

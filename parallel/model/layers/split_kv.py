@@ -1,0 +1,323 @@
+"""Attention by Triton's kernels over the slots of the pool: the default on CUDA where Triton is installed.
+
+A plan cuts the rows of a pass into tiles and the keys of long sequences into items (`kernels/triton_attention.py`) of
+equal size, as many as fill the device. Queries and keys are normalised and rotated, keys and values stored, by one
+kernel in front. Nothing is gathered and no mask is made, so that a pass costs what its own keys cost, whatever the
+longest context beside them.
+
+`bucketed` rounds rows and items up to powers of two: then passes of few different shapes occur, which depend on the
+numbers of rows and sequences and not on the contexts, and a pass can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.kernels.triton_launch import block_size, launch, runs_on
+from parallel.kv.pass_plan import SpanRows
+from parallel.kv.pool import KVPool
+from parallel.kv.slot_mirror import SlotMirror
+from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
+from parallel.model.layers.norm import RMSNorm
+from parallel.model.layers.padded import to_device
+from parallel.model.layers.rope import Rotation
+
+_LARGEST_TILE = 64
+_LONG_SPAN = 64
+"""Passes with a longer span, a part of a prompt, are not rounded up."""
+_PROGRAMS_PER_PROCESSOR = 4
+"""Items and KV heads at a time for each of the device's processors: enough to hide the latency of memory."""
+_FEW_PROCESSORS = 2  # where the device does not say
+_MERGED_AT_ONCE = 16
+
+
+@dataclass(slots=True)
+class SplitKVPlan:
+    """A pass as work items. `rows` [T, 3] say where the parts of a row's result are; `num_partials` is their number,
+    `num_bytes` what was sent to the device. After `attend`, `lse` [T, heads] holds the log-sum-exps of the layer's
+    scores if `wants_lse`."""
+
+    backend: SplitKVBackend
+    positions: Tensor
+    written_slots: Tensor
+    items: Tensor
+    rows: Tensor
+    words: Tensor
+    depths: Tensor
+    block_m: int
+    num_partials: int
+    num_bytes: int
+    bucketed: bool
+    wants_lse: bool = False
+    lse: Tensor | None = None
+    _partial: tuple[Tensor, Tensor] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Everything in which bucketed passes of the same shapes differ."""
+        return [self.positions, self.written_slots, self.items, self.rows, self.words, self.depths]
+
+    def key(self) -> tuple[object, ...]:
+        """What bucketed passes share that are captured as one."""
+        return (self.block_m, *(tensor.shape for tensor in self.tensors()))
+
+    def like(self) -> SplitKVPlan:
+        """The same bucketed pass over tensors of its own."""
+        names = ("positions", "written_slots", "items", "rows", "words", "depths")
+        return replace(self, **dict(zip(names, (tensor.clone() for tensor in self.tensors()), strict=True)))
+
+    def prepare(self) -> None:
+        """Room for the results of items, which all layers share."""
+        if self.num_partials:
+            pool, group = self.backend.pool, self.block_m
+            shape = self.num_partials, pool.keys.shape[2], group, pool.keys.shape[3]
+            partial = torch.empty(shape, dtype=torch.float32, device=pool.keys.device)
+            self._partial = partial, torch.empty(shape[:3], dtype=torch.float32, device=pool.keys.device)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        pool = self.backend.pool
+        pool.keys[layer].index_copy_(0, self.written_slots, k)
+        pool.values[layer].index_copy_(0, self.written_slots, v)
+
+    def written(self) -> tuple[Tensor, Tensor]:
+        pool = self.backend.pool
+        return pool.keys[:, self.written_slots], pool.values[:, self.written_slots]
+
+    def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
+        self._store(heads, projected, rotation)
+        return self._attend(heads, projected)
+
+    def _store(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> None:
+        from parallel.kernels.triton_rows import store_heads
+
+        pool = self.backend.pool
+        keys, values = pool.keys[heads.layer], pool.values[heads.layer]
+        cos, sin = (projected, projected) if rotation is None else rotation
+        q_norm, k_norm, eps, offset = projected, projected, 0.0, 0.0
+        if heads.norms is not None:
+            first, second = heads.norms
+            assert isinstance(first, RMSNorm), "the norms of heads are RMS norms"
+            q_norm, k_norm, eps, offset = first.weight, second.weight, first.eps, first.offset
+        changes_queries = rotation is not None or heads.norms is not None
+        half = heads.head_dim // 2
+        launch(
+            store_heads,
+            (len(projected), 2 * heads.num_kv_heads + (heads.num_heads if changes_queries else 0)),
+            projected,
+            cos,
+            sin,
+            q_norm,
+            k_norm,
+            keys,
+            values,
+            self.written_slots,
+            projected.stride(0),
+            keys.stride(0),
+            eps,
+            NUM_HEADS=heads.num_heads,
+            NUM_KV_HEADS=heads.num_kv_heads,
+            HALF=half,
+            BLOCK=block_size(half, 1),
+            NORMS=heads.norms is not None,
+            PLUS_ONE=offset == 1.0,
+            ROTATES=rotation is not None,
+            num_warps=1,
+        )
+
+    def _attend(self, heads: Heads, queries: Tensor) -> Tensor:
+        from parallel.kernels.triton_attention import attend_items, merge_items
+
+        backend, pool, head_dim = self.backend, self.backend.pool, heads.head_dim
+        keys, values = pool.keys[heads.layer], pool.values[heads.layer]
+        out = queries.new_empty(len(queries), heads.num_heads * head_dim)
+        lse = torch.empty(len(queries), heads.num_heads, device=out.device) if self.wants_lse else None
+        partial, partial_lse = (out, out) if self._partial is None else self._partial
+        shape, window = backend.shape, backend.shape.window if heads.windowed else None
+        result = out, out if lse is None else lse
+        options = dict(
+            GROUP=heads.num_heads // heads.num_kv_heads,
+            D=head_dim,
+            BLOCK_M=self.block_m,
+            BLOCK_D=block_size(head_dim),
+            WANTS_LSE=lse is not None,
+        )
+        launch(
+            attend_items,
+            (len(self.items), heads.num_kv_heads),
+            queries,
+            keys,
+            values,
+            *result,
+            partial,
+            partial_lse,
+            self.items,
+            backend.mirror.tables,
+            self.positions,
+            self.words,
+            self.depths,
+            queries.stride(0),
+            keys.stride(0),
+            head_dim**-0.5 if shape.scale is None else shape.scale,
+            shape.softcap or 0.0,
+            window or 0,
+            WINDOWED=bool(window),
+            CAPPED=shape.softcap is not None,
+            BLOCK_N=backend.block_n,
+            PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",  # without effect on 16-bit products
+            WIDEN=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter has no such products
+            **options,
+            num_warps=8 if self.block_m * head_dim > 4096 else 4,
+            num_stages=backend.num_stages,
+        )
+        if self.num_partials:
+            grid = (len(queries), heads.num_heads)
+            launch(merge_items, grid, partial, partial_lse, self.rows, *result, BLOCK_P=_MERGED_AT_ONCE, **options)
+        self.lse = lse
+        return out
+
+
+class SplitKVBackend:
+    """Plans passes over one pool for a model of one attention shape; `num_bytes_sent` counts what plans send."""
+
+    def __init__(self, pool: KVPool, shape: AttentionShape, *, bucketed: bool = False) -> None:
+        self.pool = pool
+        self.shape = shape
+        self.mirror = SlotMirror(pool)
+        self.num_bytes_sent = 0
+        self._bucketed = bucketed
+        _, _, num_kv_heads, head_dim = pool.keys.shape
+        row_bytes = block_size(head_dim) * pool.keys.element_size()
+        self.block_n = 64 if row_bytes <= 512 else 32  # with the stages: up to 100 kB of shared memory
+        self.num_stages = 3 if self.block_n * row_bytes <= 1 << 14 else 2
+        device, num_processors = pool.keys.device, _FEW_PROCESSORS
+        if device.type == "cuda":
+            num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_cuts = block_size(_PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads, 1)
+        """Items of a pass beyond one for each tile."""
+
+    @staticmethod
+    def runs(pool: KVPool) -> bool:
+        """Whether this backend can serve the pool on this machine."""
+        return runs_on(pool.keys.device) and pool.keys.shape[3] % 2 == 0
+
+    def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
+        starts, indices, slots = self.mirror.update([rows.seq_id for rows in laid_out])
+        spans, words, depths = self._spans(laid_out, starts)
+        tile_rows, block_m = self._tile(max(rows.num_rows for rows in laid_out))
+        items, rows, num_partials = _cut(spans, tile_rows, self.block_n, self._num_cuts)
+        num_rows = len(rows)
+        positions = np.concatenate([np.asarray(rows.positions(), dtype=np.int64) for rows in laid_out])
+        written = np.concatenate([rows.written_slots for rows in laid_out])
+        bucketed = self._bucketed and all(span.num_rows <= _LONG_SPAN for span in laid_out)
+        if bucketed:
+            num_tiles = int((-(-spans[:, 1] // tile_rows)).sum())
+            padded = block_size(num_rows, 1)
+            positions = _padded(positions, padded)
+            written = _padded(written, padded, self.pool.scratch_slot)
+            rows = np.concatenate([rows, np.tile(_PADDING_ROW, (padded - num_rows, 1))]).astype(np.int32)
+            items = _padded(items, block_size(num_tiles, 1) + self._num_cuts)
+            words, depths = (_padded(array, max(padded, block_size(len(array), 1))) for array in (words, depths))
+            num_partials = len(items)
+        arrays = [positions, written, items, rows, words, depths, indices, slots]
+        if len(wanted) < num_rows:
+            arrays.append(np.array(wanted, dtype=np.int64))
+        num_bytes = sum(array.nbytes for array in arrays)
+        self.num_bytes_sent += num_bytes
+        moved = to_device(arrays, self.pool.keys.device)
+        self.mirror.tables.index_copy_(0, moved[6], moved[7])
+        logit_rows = moved[8] if len(wanted) < num_rows else None
+        attention = SplitKVPlan(
+            self,
+            *moved[:6],
+            block_m=block_m,
+            num_partials=num_partials,
+            num_bytes=num_bytes,
+            bucketed=bucketed,
+        )
+        return PassPlan(num_rows, moved[0], logit_rows, attention)
+
+    def _spans(self, laid_out: Sequence[SpanRows], starts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A record of _SPAN for each span, and the bits and depths of the pending rows of those that are no chains."""
+        spans, words, depths = list[tuple[int, ...]](), [_NOTHING], [_NOTHING]
+        num_words = num_depths = 0
+        for rows, start in zip(laid_out, starts, strict=True):
+            first_word = first_depth = -1
+            words_per_row = 0
+            if not rows.pending.is_chain:
+                bits = rows.pending.visible_words(rows.first_pending)
+                first_word, first_depth, words_per_row = num_words, num_depths, bits.shape[1]
+                words.append(bits.reshape(-1))
+                depths.append(np.array(rows.pending.depths, dtype=np.int32))
+                num_words += bits.size
+                num_depths += rows.num_pending
+            shape = rows.first, rows.num_rows, rows.context, rows.num_pending
+            spans.append((*shape, start, first_word, words_per_row, first_depth))
+        return np.array(spans), np.concatenate(words), np.concatenate(depths)
+
+    def _tile(self, num_rows: int) -> tuple[int, int]:
+        """Rows of a tile for spans of up to `num_rows`, and the rows of its matrices."""
+        group = self.shape.group
+        block_m = block_size(group * min(num_rows, max(1, _LARGEST_TILE // group)))
+        return block_m // group, block_m
+
+
+_NOTHING = np.empty(0, dtype=np.int32)
+_PADDING_ROW = np.array([[-1, -1, 0]], dtype=np.int32)
+
+
+def _padded(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    """The array with more rows of `value`, `size` in all."""
+    padded = np.full((size, *array.shape[1:]), value, dtype=array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+def _cut(spans: np.ndarray, tile_rows: int, block_n: int, num_cuts: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Items [n, FIELDS] of spans (first, num_rows, context, num_pending, table, words, words_per_row, depths), tiles of
+    `tile_rows` rows in ranges of keys of equal length, `num_cuts` more of them than tiles at most; the parts of every
+    row's result [T, 3] (the first, their number, the row within its tile); and the number of parts."""
+    tiles_of_span = -(-spans[:, 1] // tile_rows)
+    tile_span = np.repeat(np.arange(len(spans)), tiles_of_span)
+    offset = _places(tiles_of_span) * tile_rows
+    first, num_rows, context, num_pending, table, words, words_per_row, depths = spans[tile_span].T
+    tile_len = np.minimum(num_rows - offset, tile_rows)
+    is_chain = words < 0
+    limit = np.where(is_chain, context + num_pending - num_rows + offset, context - 1)
+    stop = np.where(is_chain, limit + tile_len, context + num_pending)  # after the last key that a row sees
+    length = block_n * max(1, -(-int(stop.sum()) // (num_cuts * block_n)))
+    parts = -(-stop // length)
+    is_cut = parts > 1
+    partial = np.where(is_cut, np.cumsum(parts * is_cut) - parts * is_cut, -1)
+    tile = np.repeat(np.arange(len(tile_span)), parts)
+    part = _places(parts)
+    items = np.stack(
+        (
+            (first + offset)[tile],
+            tile_len[tile],
+            part * length,
+            np.minimum((part + 1) * length, stop[tile]),
+            limit[tile] + 1,
+            limit[tile],
+            context[tile],
+            table[tile],
+            np.where(is_chain, -1, words + offset * words_per_row)[tile],
+            words_per_row[tile],
+            depths[tile],
+            np.where(is_cut[tile], partial[tile] + part, -1),
+        ),
+        axis=1,
+        dtype=np.int32,
+    )
+    row_tile = np.repeat(np.arange(len(tile_span)), tile_len)
+    rows = np.stack((partial[row_tile], (parts * is_cut)[row_tile], _places(tile_len)), axis=1, dtype=np.int32)
+    return items, rows, int((parts * is_cut).sum())
+
+
+def _places(counts: np.ndarray) -> np.ndarray:
+    """0 to count - 1 for each count, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

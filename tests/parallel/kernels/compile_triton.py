@@ -1,0 +1,72 @@
+"""Compile every Triton kernel for compute capability 9.0, as launched by the engine; run by `test_triton_rows.py`.
+
+Prints a line for each: name, bytes of shared memory, registers that spill. Needs neither a GPU nor PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from parallel.kernels import triton_attention, triton_rows
+
+H100 = GPUTarget("cuda", 90, 32)
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program may have there."""
+TYPES = {
+    **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
+    **dict.fromkeys(("items", "tables", "words", "depths", "rows"), "*i32"),
+    **dict.fromkeys(("positions", "slots"), "*i64"),
+    **dict.fromkeys(("query_stride", "slot_stride", "stride", "size", "window"), "i32"),
+    **dict.fromkeys(("scale", "softcap", "eps"), "fp32"),
+}
+"""Of the arguments that are neither constants nor pointers to numbers of the model's type."""
+
+
+def compile_kernel(kernel: triton.JITFunction, dtype: str, constants: dict[str, object], **options: int) -> None:
+    types = {name: "constexpr" if name in constants else f"*{dtype}" for name in kernel.arg_names}
+    types |= {name: kind for name, kind in TYPES.items() if name in types}
+    aligned = [(i,) for i, kind in enumerate(types.values()) if kind.startswith("*") or kind == "i32"]
+    attributes = {key: [["tt.divisibility", 16]] for key in aligned}  # as a launch finds of these sizes
+    compiled = triton.compile(ASTSource(kernel, types, constants, attributes), target=H100, options=options)
+    spills = compiled.asm["ptx"].count("st.local")
+    print(kernel.__name__, dtype, compiled.metadata.shared, spills, flush=True)
+    assert compiled.metadata.shared <= SHARED, f"{kernel.__name__}: {compiled.metadata.shared} bytes of shared memory"
+    assert compiled.asm["cubin"]
+
+
+def compile_attention(dtype: str, head_dim: int, block_m: int, *, masks: bool) -> None:
+    block_d = triton.next_power_of_2(head_dim)
+    row_bytes = block_d * (4 if dtype == "fp32" else 2)
+    block_n = 64 if row_bytes <= 512 else 32  # as SplitKVBackend chooses
+    num_stages = 3 if block_n * row_bytes <= 1 << 14 else 2
+    constants = dict(GROUP=4, D=head_dim, BLOCK_M=block_m, BLOCK_D=block_d, WANTS_LSE=masks)
+    precision = "ieee" if dtype == "fp32" else "tf32"
+    more = dict(BLOCK_N=block_n, WINDOWED=masks, CAPPED=masks, PRECISION=precision, WIDEN=False)
+    num_warps = 8 if block_m * head_dim > 4096 else 4
+    kernel = triton_attention.attend_items
+    compile_kernel(kernel, dtype, constants | more, num_warps=num_warps, num_stages=num_stages)
+    compile_kernel(triton_attention.merge_items, dtype, constants | dict(BLOCK_P=16))
+
+
+def main(which: str) -> None:
+    compile_attention("bf16", 64, 16, masks=True)
+    if which == "all":
+        for dtype in ("bf16", "fp16", "fp32"):
+            for head_dim in (64, 96, 128, 256):
+                for block_m in (16, 64):
+                    for masks in (False, True):
+                        compile_attention(dtype, head_dim, block_m, masks=masks)
+    for dtype, on in (("bf16", True), ("fp32", False)):
+        compile_kernel(triton_rows.normalize_rows, dtype, dict(ADDS=on, PLUS_ONE=on, BLOCK=4096), num_warps=8)
+        compile_kernel(triton_rows.gate_rows, dtype, dict(BLOCK=1024))
+        shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, BLOCK=64)
+        kinds = dict(NORMS=on, PLUS_ONE=on, ROTATES=on)
+        compile_kernel(triton_rows.store_heads, dtype, shape | kinds, num_warps=1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

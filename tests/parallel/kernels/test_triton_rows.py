@@ -1,0 +1,86 @@
+"""Triton's kernels for rows, in its interpreter, against PyTorch's operators; and all kernels compiled for a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel.kernels import triton_launch
+from parallel.kernels.triton_launch import has_triton
+from parallel.kv.pass_plan import PendingRows, Span, lay_out
+from parallel.kv.pool import KVPool
+from parallel.model.layers.attention import AttentionShape, Heads
+from parallel.model.layers.norm import RMSNorm, RMSNormPlusOne
+from parallel.model.layers.split_kv import SplitKVBackend
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
+TYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: {}, torch.bfloat16: {"atol": 0, "rtol": 0.04}}  # the interpreter rounds towards zero
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, RMSNormPlusOne])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms(kind, dtype):
+    norm = kind(40, 1e-5, dtype=dtype, device="cpu")
+    norm.weight.normal_(mean=1 - kind.offset)
+    x, added = torch.randn(2, 3, 40, dtype=dtype).unbind(0)
+    expected = norm(x), *norm.after_sum(x, added)
+    norm.uses_triton = True
+    for ours, theirs in zip((norm(x), *norm.after_sum(x, added)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gates(dtype):
+    x = torch.randn(3, 2 * 1100, dtype=dtype)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(triton_launch.gated(x), F.silu(gate) * up, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("norms", [None, RMSNorm, RMSNormPlusOne])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_heads_are_normalised_rotated_and_stored(norms, rotates):
+    num_heads, kv_heads, head_dim = 3, 1, 12
+    pool = KVPool(2, 9, kv_heads, head_dim)
+    pool.open(0)
+    plan = SplitKVBackend(pool, AttentionShape(3)).plan(lay_out(pool, {0: PendingRows()}, [Span(0, 2)]), [0])
+    kinds = norms and tuple(norms(head_dim, 1e-6, dtype=torch.float32, device="cpu") for _ in range(2))
+    for norm in kinds or ():
+        norm.weight.normal_()
+    heads = Heads(1, num_heads, kv_heads, head_dim, False, kinds)
+    angles = torch.randn(2, 1, head_dim)
+    rotation = (angles.cos(), angles.sin()) if rotates else None
+    projected = torch.randn(2, (num_heads + 2 * kv_heads) * head_dim)
+    q, k, v = heads.split(projected, rotation)
+    queries = projected.clone()
+    plan.attention._store(heads, queries, rotation)
+    slots = pool.slots(0).tolist()
+    torch.testing.assert_close(queries[:, : num_heads * head_dim], q.flatten(1))
+    torch.testing.assert_close(pool.keys[1, slots], k)
+    torch.testing.assert_close(pool.values[1, slots], v)
+    assert not pool.keys[0].any() and pool.keys[1].count_nonzero() == k.count_nonzero()
+
+
+COMPILE = Path(__file__).with_name("compile_triton.py")
+
+
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_kernels_compile_for_a_gpu(which):
+    """The interpreter accepts what the compiler refuses; compiling for an H100 needs none."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, str(COMPILE), which],
+        env=environment | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "attend_items" in done.stdout and "store_heads" in done.stdout
