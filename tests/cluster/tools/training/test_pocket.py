@@ -12,7 +12,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from cluster import pocket
+from cluster.config.compose import load_config
 from cluster.config.jobs import TrainConfig
+from cluster.jobs import generate
 from cluster.tools.training.batches import spread_rows
 from cluster.tools.training.corpus import load_corpus
 from cluster.tools.training.evaluation import (
@@ -103,6 +105,15 @@ def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCa
     prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
     matches = [greedy_matches(pair["target"], pair[role], prompt, 64) for prompt in prompts]
     assert acceptance_length(matches, 5) > LOWEST_ACCEPTANCE_LENGTH
+
+
+def test_the_bundled_speculator_drafts_what_the_target_writes(tmp_path: Path):
+    """The default of `drafter=speculator`, on the target's ranks."""
+    options = ["cluster=inprocess", "drafter=speculator", "pipeline.adaptive=false"]
+    config = load_config([*options, "cluster.oversubscribe=true", "job.limit=2", "sampling.max_tokens=48"])
+    generate.run(config, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["mean_acceptance_length"] > LOWEST_ACCEPTANCE_LENGTH
 
 
 def test_transformers_generates_with_the_pair(pair: dict[str, LlamaForCausalLM]):
