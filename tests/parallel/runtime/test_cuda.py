@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from parallel.comm.group import PeerLost
 from parallel.comm.rendezvous import connect_store, host_store, nccl_group
 from parallel.kv.pass_plan import Span
+from parallel.runtime.device import use_device
 from parallel.runtime.profiling import PassClock, watch
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 TOKENS = list(range(30))
 
 
@@ -80,3 +84,62 @@ def test_an_nccl_group_of_one():
     assert torch.equal(group.all_gather(tensor), tensor)
     assert torch.equal(group.broadcast(tensor.clone()), tensor)
     group.close()
+
+
+def test_a_graph_of_the_second_device_is_its_eager_twin(llama):
+    """Streams and graphs belong to the current device, whatever that of the tensors is."""
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    eager = walk(llama.path, device=device, graphs=False)
+    torch.testing.assert_close(walk(llama.path, device=device), eager, atol=1e-3, rtol=0)
+
+
+def on_devices(work):
+    """`work(group)` on two devices, each in a thread of its own, in one NCCL group."""
+    store, results = host_store(), [None, None]
+
+    def rank_main(rank: int) -> None:
+        try:
+            use_device(f"cuda:{rank}")
+            client = connect_store("127.0.0.1", store.port)
+            results[rank] = work(nccl_group(client, rank, 2, torch.device("cuda", rank), timeout_s=30))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+@pytest.mark.multi_gpu
+def test_two_devices_compute_what_one_does_and_their_graphs_do_not_keep_the_group_open(llama):
+    def work(group):
+        logits = walk(llama.path, group=group, device=f"cuda:{group.rank}")
+        group.close()  # graphs captured its collectives
+        return logits
+
+    expected = walk(llama.path, device="cuda:0", graphs=False)
+    for logits in on_devices(work):
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.multi_gpu
+def test_an_interrupted_rank_stops_waiting_for_one_that_never_comes(llama):
+    def work(group):
+        tensor = torch.ones(4, device=f"cuda:{group.rank}")
+        group.all_reduce(tensor)
+        if group.rank == 0:
+            threading.Timer(2.0, group.interrupt).start()
+            group.all_reduce(tensor)  # without the other rank
+            torch.cuda.synchronize()
+            with pytest.raises(PeerLost):
+                group.check()
+        return True
+
+    assert on_devices(work) == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -116,6 +117,34 @@ def test_a_group_that_closes_during_a_capture_leaves_no_graph(llama, twin, monke
     with pytest.raises(PeerLost):
         decode(model)
     assert done.wait(WAIT_S) and nccl.aborted and not len(passes)
+
+
+def test_a_day_of_requests_has_few_kinds_of_passes(llama, twin):
+    """Kinds of the padded backend: powers of two of sequences, rows, pending rows and keys. Plans are made, not run."""
+    model = open_model(llama.path, num_slots=4096, backend="padded")
+    capture_passes(model)
+    draw, kinds, lengths, num_passes = random.Random(0), set(), {}, 0
+    for request in range(300):
+        lengths[request] = draw.choice([20, 100, 400, 1000])
+        model.open(request)
+        model.pool.reserve(request, lengths[request])
+        model.pool.commit(request, range(lengths[request]))
+        while len(lengths) > draw.randint(0, 8) or sum(lengths.values()) > 2500:
+            spans = [
+                Span(one, draw.randint(1, 6)) for one in draw.sample(sorted(lengths), draw.randint(1, len(lengths)))
+            ]
+            plan = model.plan(spans)
+            assert plan.attention.bucketed
+            kinds.add(tuple(tensor.shape for tensor in plan.attention.tensors()))
+            num_passes += 1
+            for span in spans:
+                model.commit(span.seq_id, [0])
+                lengths[span.seq_id] += 1
+            if draw.random() < 0.5:
+                done = draw.choice(sorted(lengths))
+                del lengths[done]
+                model.close(done)
+    assert num_passes > 500 and len(kinds) <= 4 * 4 * 5, "batches of 1 to 8, rows of 1 to 8, keys of 64 to 1024"
 
 
 def test_graphs_are_few_and_the_one_used_longest_ago_goes(llama, twin):
