@@ -7,8 +7,9 @@ shards, no layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +22,63 @@ from parallel.model.dequantize import read_matrix
 from parallel.model.layers.weight import Shard
 from parallel.model.quantization import Shape
 
+_CUDA_THREADS = 4
+"""That read for one GPU: its bus takes more than one thread copies from the system's cache. Not measured."""
+
 
 @torch.inference_mode()
 def load_weights(decoder: Decoder, path: str | Path) -> None:
     """Fill the decoder from `path`; ValueError naming tensor and file if the checkpoint does not fit."""
-    load_shards(decoder.shards(), tensor_shapes(decoder.config), resolve_checkpoint(str(path)))
+    on_cuda = decoder.device.type == "cuda"
+    shapes, directory = tensor_shapes(decoder.config), resolve_checkpoint(str(path))
+    with torch.cuda.device(decoder.device) if on_cuda else nullcontext():
+        load_shards(decoder.shards(), shapes, directory, _CUDA_THREADS if on_cuda else 1)
     decoder.silence_stretch()
     decoder.pack()
 
 
-@torch.inference_mode()
-def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory: Path) -> None:
+def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory: Path, num_threads: int = 1) -> None:
     """Copy parts of a checkpoint's tensors, whose whole shapes must be `shapes`, to their places; quantised ones as the
-    numbers that they stand for."""
+    numbers that they stand for. Each thread reads files of its own turn, and has one tensor in memory at a time."""
     shards, quantization = list(shards), quantization_of(directory)
     wanted = {shard.name: shapes[shard.name] for shard in shards}
     stored, files = stored_tensors(directory, wanted), find_tensors(directory, wanted)
     order = {file: i for i, file in enumerate(dict.fromkeys(files.values()))}
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
+    shards.sort(key=lambda one: order[files[next(iter(stored[one.name]))]])
+    device = torch.cuda.current_device() if num_threads > 1 and torch.cuda.is_available() else None
 
-        def get(name: str) -> Any:
-            file = files[name]
-            if file not in opened:
-                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-            return opened[file].get_slice(name)
+    @torch.inference_mode()
+    def load(own: Sequence[Shard]) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread: pinned memory belongs to a device's context
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
 
-        for shard in sorted(shards, key=lambda one: order[files[next(iter(stored[one.name]))]]):
-            parts, shape = stored[shard.name], shapes[shard.name]
-            if len(parts) == 1:
-                part = get(shard.name)[shard.index]
-            else:
-                assert quantization is not None, "only quantised tensors are stored in several"
-                rows, columns = shard.index
-                part = read_matrix(quantization, shard.name, parts, shape, (rows, columns), get)
-            shard.destination.copy_(part if shard.picked is None else part[list(shard.picked)])
-            _check_finite(shard, files[next(iter(parts))])
+            def get(name: str) -> Any:
+                file = files[name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+                return opened[file].get_slice(name)
+
+            for shard in own:
+                parts, shape = stored[shard.name], shapes[shard.name]
+                if len(parts) == 1:
+                    part = get(shard.name)[shard.index]
+                else:
+                    assert quantization is not None, "only quantised tensors are stored in several"
+                    rows, columns = shard.index
+                    part = read_matrix(quantization, shard.name, parts, shape, (rows, columns), get)
+                part = part if shard.picked is None else part[list(shard.picked)]
+                # from pageable memory a copy to a GPU runs at a fraction of the bus
+                shard.destination.copy_(part.pin_memory() if device is not None else part)
+                _check_finite(shard, files[next(iter(parts))])
+
+    if num_threads == 1:
+        load(shards)
+        return
+    with ThreadPoolExecutor(num_threads, "load") as pool:
+        for part in [pool.submit(load, shards[first::num_threads]) for first in range(num_threads)]:
+            part.result()
 
 
 def _check_finite(shard: Shard, file: Path) -> None:

@@ -13,6 +13,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.checkpoint import find_tensors, resolve_checkpoint, tensor_shapes
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
+from parallel.model.weights import load_shards
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
 
@@ -46,6 +47,25 @@ def test_a_sharded_checkpoint_is_the_same_model(make_checkpoint, on_ranks):
     assert torch.equal(logits(sharded.path), expected)
     for split in on_ranks(2, lambda group: logits(sharded.path, group=group)):
         torch.testing.assert_close(split, expected, atol=1e-4, rtol=0)
+
+
+def test_several_threads_load_the_same_weights_and_report_the_same_damage(make_checkpoint, tmp_path):
+    checkpoint = make_checkpoint("Llama", shard_size="20KB")
+    config = read_config(checkpoint.path)
+    decoders = [Decoder(config) for _ in range(2)]
+    for decoder, num_threads in zip(decoders, (1, 3), strict=True):
+        for shard in decoder.shards():
+            shard.destination.fill_(7)
+        load_shards(decoder.shards(), tensor_shapes(config), checkpoint.path, num_threads)
+    ours, theirs = ([shard.destination for shard in decoder.shards()] for decoder in decoders)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    shutil.copytree(checkpoint.path, tmp_path / "damaged")
+    file = sorted((tmp_path / "damaged").glob("*.safetensors"))[-1]
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[0] = math.inf
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        load_shards(decoders[0].shards(), tensor_shapes(config), tmp_path / "damaged", 3)
 
 
 def test_loading_needs_one_tensor_above_the_model(make_checkpoint, monkeypatch):
