@@ -76,6 +76,11 @@ class PathResolver(Protocol):
         """The target's layers, those of `target.stretch` included."""
         ...
 
+    @property
+    def pipeline(self) -> str:
+        """The name of the pipeline."""
+        ...
+
     def checkpoint(self, key: str, path: str, *, is_model: bool = True) -> str:
         """The directory of a checkpoint that is given as a directory, a hub id or the name of a bundled one; of a
         supported model if it `is_model`."""

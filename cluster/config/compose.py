@@ -221,7 +221,7 @@ def _with_real_paths(config: LaunchConfig) -> LaunchConfig:
     if isinstance(job, PlanConfig):
         costs = _file("job.costs", job.costs, "the YAML of docs/planning.md, or leave it empty") if job.costs else ""
         job = replace(job, prompts=_prompt_file(job.prompts or str(pocket.PROMPTS)), costs=costs)
-    drafter = config.drafter.with_paths(_DrafterPaths(path, config.target.stretch))
+    drafter = config.drafter.with_paths(_DrafterPaths(path, config.target.stretch, config.pipeline.name))
     return replace(config, target=replace(config.target, path=path), drafter=drafter, job=job)
 
 
@@ -253,6 +253,7 @@ class _DrafterPaths:
 
     target: str
     stretch: int
+    pipeline: str
     file = staticmethod(_file)
 
     @property

@@ -19,6 +19,9 @@ STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
 DATA = ("target", "fixed", "on_policy", "mixed")
 """Kinds of text that `job=train` takes a drafter's loss on."""
 
+AVERAGES = ("all", "participants")
+"""Whose gradients of a parameter several ranks of `job=train` average."""
+
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM", "SIGABRT")
 PARALLELS, PIPELINES = tuple(map(str, Parallel)), tuple(map(str, PipelineName))
 
@@ -313,6 +316,10 @@ class TrainConfig(JobConfig):
     ranks: Annotated[int, Range(1, cap=MAX_RANKS)] = 1
     """Processes that train one drafter together, each on its share of every batch, started by Ray Train
     (`pip install specdec[train]`)."""
+    average: Annotated[str, OneOf(AVERAGES)] = "all"
+    """How several ranks join their gradients: all = the mean over all ranks, of which each trains the whole drafter;
+    participants = ranks train parts of it, those of job.recipe=sorted a prefix each, in turn from the whole model on,
+    and the gradient of a layer is the mean over the ranks that trained it (Fed-EE)."""
     cache_mb: Annotated[int, Range(0)] = 1024
     """Memory of each rank for what the target computed for rows; rows that do not fit are computed again when drawn."""
     evaluation_minutes: Annotated[float, Range(above=0)] = 1.0

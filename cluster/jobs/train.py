@@ -42,7 +42,7 @@ def make_drafter(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     out = Path(config.out or run_dir).absolute()
     work = Path(config.work or run_dir / "work").absolute()
     out.mkdir(parents=True, exist_ok=True)
-    course = training.Course(config, launched.target.path, str(out / "drafter"), str(work))
+    course = training.Course(config, launched.target.path, str(out), str(work))
     course.options()
     terminal = Terminal()
     with terminal.starting() as say:

@@ -75,6 +75,11 @@ class SpeculatorConfig:
         return len(self.taps) * self.target_hidden
 
     @property
+    def runs_target(self) -> bool:
+        """Whether draft tokens pass layers of the target, so that it must be on the target's ranks."""
+        return False
+
+    @property
     def fuser(self) -> FuserShape | None:
         """What makes one vector of all taps, if text is read as that alone."""
         return None

@@ -16,7 +16,7 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.weights import load_weights
 from parallel.runtime.runner import ModelRunner
-from parallel.speculators import block, chimera, glide, head_layouts, streams
+from parallel.speculators import block, chimera, exits, glide, head_layouts, streams
 from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
 from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
@@ -43,6 +43,7 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "P-EAGLE": CheckpointLayout(is_own_parallel, read_own, open_parallel_eagle),
     "chimera": CheckpointLayout(chimera.is_own, chimera.read_own, chimera.open_chimera),
     "glide": CheckpointLayout(glide.is_own, glide.read_own, glide.open_glide),
+    "exits": CheckpointLayout(exits.is_own, exits.read_own, exits.open_exit),
     "block": CheckpointLayout(block.is_own, block.read_own, block.open_block),
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
     "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),

@@ -48,6 +48,10 @@ class StreamsConfig(HeadsConfig):
         return self.target_hidden if self.reads_root else self.num_heads * self.target_hidden
 
     @property
+    def runs_target(self) -> bool:
+        return self.reads_root
+
+    @property
     def num_embeddings(self) -> int:
         """Learned rows."""
         return self.num_heads - self.reads_root

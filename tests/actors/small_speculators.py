@@ -10,6 +10,7 @@ import torch
 
 from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.distill import DistillOptions
+from cluster.tools.training.speculators.exits import ExitOptions
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
 from cluster.tools.training.speculators.streams import StreamsOptions
@@ -48,6 +49,8 @@ def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
         options = replace(options, anchors=3, intermediate_size=64, base_steps=min(options.base_steps, _STEPS // 4))
     if isinstance(options, StreamsOptions):
         options = replace(options, layers=min(options.layers, 1), skip=0)
+    if isinstance(options, ExitOptions):
+        options = replace(options, exit=1)
     if isinstance(options, DistillOptions):
         options = replace(options, start=str(drafter))
     shape = TargetShape(target.config, embed.weight.detach(), head.weight.detach(), counts, target)

@@ -69,6 +69,8 @@ DRAFTERS = {
     ),
     "online": ModelDrafterConfig(num_draft_tokens=5, online=True),
     "layer": ModelDrafterConfig(num_draft_tokens=5, parallel=Parallel.layer, layer_group=2),
+    "prefix": ModelDrafterConfig(num_draft_tokens=5, prefixes=[1]),
+    "prefixes": ModelDrafterConfig(num_draft_tokens=5, prefixes=[1, 2], prefix_confidence=0.3),
     "trimmed": ModelDrafterConfig(
         strategy=Strategy.tree, num_draft_tokens=9, depth=4, width=3, vocabulary=every_other()
     ),
@@ -79,10 +81,12 @@ DRAFTERS = {
 }
 _HEADS = "medusa", "blockwise", "hydra", "rnn", "mlp", "lstm"
 _STREAMS = "streaming", "mask_lora", "s3d"
+_EXITS = "kangaroo", "eesd"
+_LAYERS = "eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide"
 _BLOCKS = "dflash", "dspark", "dflash2", "domino"
 SPECULATORS = {
     recipe: SpeculatorDrafterConfig(path=recipe, num_draft_tokens=5)
-    for recipe in ("eagle", "eagle3", "eagle3.1", "mtp", "p_eagle", "chimera", "glide", *_STREAMS, *_HEADS, *_BLOCKS)
+    for recipe in (*_LAYERS, *_STREAMS, *_EXITS, *_HEADS, *_BLOCKS)
 } | {
     "eagle3-tree": SpeculatorDrafterConfig(
         path="eagle3", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
@@ -100,9 +104,15 @@ SPECULATORS = {
     "dspark-threshold": SpeculatorDrafterConfig(
         path="dspark", num_draft_tokens=5, length_rule=LengthRule.threshold, rejection_threshold=0.6
     ),
+    "kangaroo-threshold": SpeculatorDrafterConfig(
+        path="kangaroo", num_draft_tokens=5, length_rule=LengthRule.threshold, rejection_threshold=0.6
+    ),
+    "eesd-tree": SpeculatorDrafterConfig(
+        path="eesd", strategy=Strategy.best_first, num_draft_tokens=9, depth=4, width=3
+    ),
 }
 """Methods of `drafter=speculator` by the name of their recipe, attached."""
-ON_ITS_LAYERS = "s3d", "s3d-tree"
+ON_ITS_LAYERS = "s3d", "s3d-tree", "kangaroo", "eesd", "kangaroo-threshold", "eesd-tree"
 """Of these, those that draft with the target's own layers, and so on its ranks."""
 SELVES = {
     "exit": SelfDrafterConfig(exit=1, num_draft_tokens=5),
@@ -448,7 +458,7 @@ def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, ru
     assert room.tokens == plain.tokens
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS | SELVES)
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *SELVES, "kangaroo"])
 def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, models, drafter):
     """After any round, the rows the target keeps are those of reading the committed text from scratch."""
     from parallel.runtime.runner import Span, open_model
@@ -473,7 +483,7 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
                 torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
             checked += 1
 
-    config, attached = (DRAFTERS | SELVES)[drafter], drafter in SELVES
+    config, attached = (DRAFTERS | SELVES | SPECULATORS)[drafter], drafter not in DRAFTERS
     open_room(config, path=models["target"], attached=attached).serve(make_requests(3, max_tokens=60), compare)
     assert checked > 10
 

@@ -269,6 +269,12 @@ class ModelDrafterConfig(PassDrafterConfig):
     attention and KV of its own layers only), broadcast (rank 0, which sends them to the others)."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto, as `target.device`."""
+    prefixes: Annotated[list[int], Range(1)] = field(default_factory=list)
+    """Numbers of the model's first layers that may draft in its place (S2D), for a model that was trained so
+    (`job.recipe=sorted`). One: they always do. Several: a request begins with the whole model and after 16 guesses goes
+    on with the fewest that are as sure as `prefix_confidence`. Empty = the whole model."""
+    prefix_confidence: Annotated[float, Range(0, 1)] = 0.6
+    """prefixes: least mean probability of the likeliest token, by so many layers, to go on with them."""
     vocabulary: str = ""
     """A token list made by `job=vocabulary`: the model drafts these tokens only and computes no other logits; empty =
     all tokens."""
@@ -311,6 +317,8 @@ class ModelDrafterConfig(PassDrafterConfig):
         size, remedy = self.vocabulary_size, f"counts tokens of a list; add {where}.vocabulary=FILE or drop it"
         require(bool(self.vocabulary) or not size, f"{where}.vocabulary_size", size, remedy)
         self._check_layers(where)
+        remedy = "runs a prefix of the layers one by one; drop it or use drafter.parallel=single or tensor"
+        require(self.parallel is not Parallel.layer or not self.prefixes, f"{where}.prefixes", self.prefixes, remedy)
         self._check_online(where)
         super(ModelDrafterConfig, self).check_fields(where)
 
@@ -321,6 +329,7 @@ class ModelDrafterConfig(PassDrafterConfig):
             return
         field = f"{where}.online"
         require(where == "drafter", field, True, "learns as a drafter of its own only; drop it")
+        require(not self.prefixes, field, True, f"learns with all layers; drop it or {where}.prefixes")
         remedy = "learns on one rank, which holds the whole model; use drafter.ranks=1 drafter.parallel=single"
         require(self.parallel is Parallel.single and self.ranks == 1, field, True, remedy)
         remedy = "needs a rank that idles while the target works; use drafter.placement=separate"
@@ -381,6 +390,9 @@ class ModelDrafterConfig(PassDrafterConfig):
                 raise ValueError(f"{where}.path: {error}; use another drafter or token list") from None
         from parallel.model.families.registry import read_config
 
+        num_layers, deepest = read_config(self.path).num_layers, max(self.prefixes, default=0)
+        remedy = f"{self.path} has {num_layers} layers; name none above"
+        require(deepest <= num_layers, f"{where}.prefixes", self.prefixes, remedy)
         if self.online:
             from parallel.model.adapted import check_adaptable
 

@@ -30,6 +30,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
 from parallel.runtime.graph_list import graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
+from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, captured_facts, open_model
 from parallel.speculators.pard import filling_masks
@@ -101,8 +102,10 @@ def open_draft_model(
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
     options = {"layout": layout, "weights": fit.weights, "head": head, "backend": config.attention}
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
+    if config.prefixes:
+        runner = NestedRunner(runner.decoder, runner.pool, config.prefixes, config.prefix_confidence)
     facts |= captured_facts(runner, shapes)
-    if layout is None:
+    if layout is None and not config.prefixes:
         runner = filling_masks(runner, config.path)
     return translated(runner, config), facts
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DraftSetup, PathResolver
 from actors.drafters.model.config import PassDrafterConfig
-from actors.options import CHECKPOINT, DEVICES
+from actors.options import CHECKPOINT, DEVICES, PipelineName
 from actors.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))
         config._check_taps(resolve.target, where)
+        config._check_place(resolve.pipeline, where)
         return replace(config, tree=config._tree_file(resolve, f"{where}.tree")) if self.tree else config
 
     def _check_taps(self, target: str, where: str) -> None:
@@ -72,6 +73,13 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         deepest = max((max(tap, kv_tap(tap) + 1) for tap in taps if tap != STREAMS), default=0)
         remedy = f"reads layer {deepest} of a target that has {num_layers}; use one trained for this target"
         require(deepest <= num_layers, f"{where}.path", self.path, remedy)
+
+    def _check_place(self, pipeline: str, where: str) -> None:
+        from parallel.speculators.registry import read_speculator
+
+        placed = self.is_attached(pipeline) or pipeline == PipelineName.plain
+        remedy = "drafts with the target's own layers, on its ranks; use pipeline=sync with drafter.placement=attached"
+        require(placed or not read_speculator(self.path).runs_target, f"{where}.path", self.path, remedy)
 
     def build(self, setup: DraftSetup) -> tuple[Drafter, dict[str, object]]:
         from actors.drafters.speculator.drafter import build_speculator_drafter

@@ -58,9 +58,13 @@ def initialised(config: LlamaConfig, seed: int, device: str) -> LlamaForCausalLM
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     """Write config, greedy generation config and bfloat16 weights; `model` keeps its own precision."""
-    rounded = copy.deepcopy(model).cpu().bfloat16()
-    rounded.generation_config = GenerationConfig(**_SPECIAL_TOKENS, do_sample=False)
-    rounded.save_pretrained(folder)
+    model.generation_config = GenerationConfig(**_SPECIAL_TOKENS, do_sample=False)
+    save_rounded(model, folder)
+
+
+def save_rounded(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write its configs and bfloat16 weights; `model` keeps its own precision."""
+    copy.deepcopy(model).cpu().bfloat16().save_pretrained(folder)
 
 
 def load_model(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

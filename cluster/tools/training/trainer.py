@@ -61,6 +61,8 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
+    train_parts: bool = False
+    """Each trains a part of the module; gradients are averaged by `average_over_participants`."""
 
     def agreed(self, progress: float) -> float:
         """The first rank's value, on every rank."""
@@ -69,6 +71,25 @@ class Ranks:
         value = torch.tensor([progress], dtype=torch.float64)
         dist.broadcast(value, src=0)
         return float(value)
+
+
+def average_over_participants(
+    parameters: Sequence[torch.nn.Parameter], add_up: Callable[[Tensor], object] = dist.all_reduce
+) -> None:
+    """Average every gradient over the ranks that have one (Fed-EE, arXiv 2405.17376): ranks that do not train a layer
+    do not shrink its steps. A gradient that no rank has stays absent. `add_up` sums a tensor over the ranks, in place;
+    every rank calls this with the same parameters.
+    """
+    device = parameters[0].device
+    counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
+    add_up(counts)
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if not count:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        add_up(parameter.grad)
+        parameter.grad /= count
 
 
 def cross_entropy(model: LlamaForCausalLM) -> Loss:
@@ -196,6 +217,7 @@ class _Run:
     def __init__(
         self, model: torch.nn.Module, recipe: Recipe, budget: TrainingBudget, work: Path, sources: Sequence[Resumable]
     ) -> None:
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.model, self.recipe, self.budget, self.work, self.sources = model, recipe, budget, work, sources
         self.steppers = optimizers(model, recipe)
         self.peaks = [stepper.param_groups[0]["lr"] for stepper in self.steppers]
@@ -246,6 +268,8 @@ class _Run:
         for stepper, peak in zip(self.steppers, self.peaks, strict=True):
             stepper.param_groups[0]["lr"] = peak * factor
         outcome.loss.backward()
+        if ranks.train_parts:
+            average_over_participants(self.trained)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
         for stepper in self.steppers:
             stepper.step()

@@ -1,11 +1,12 @@
 """A plain draft model distilled from the target (DistillSpec): the divergence and the text it is taken on are chosen.
 
-It reads nothing of the target when it drafts; in training it sees the target's law at every position of the text.
+It reads nothing of the target when it drafts; in training it sees the target's law at every position of the text. With
+`prefixes` its first layers, behind the shared norm and head, become draft models too (S2D, arXiv 2407.01955).
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from actors.ranges import OneOf, Range, Section
+from actors.ranges import OneOf, Range, Section, require
 from cluster import pocket
-from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
-from cluster.tools.training.models import continue_text, drafter_config, initialised
-from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
+from cluster.tools.training.losses import DIVERGENCES, cross_entropy, divergences, masked_mean
+from cluster.tools.training.models import continue_text, drafter_config, initialised, save_rounded
+from cluster.tools.training.speculators.frozen_target import tapped
+from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
 from parallel.speculators.config import FINAL
 
 HARD_LABELS = "ce"
@@ -41,10 +43,15 @@ class DistillOptions(Section):
     """Layers of a drafter with random weights."""
     depth: Annotated[int, Range(1)] = 5
     """Draft tokens per round for which acceptance is reported."""
+    prefixes: Annotated[tuple[int, ...], Range(1)] = ()
+    """Numbers of first layers that are trained as draft models beside the whole one, by the sum of their losses."""
 
 
 class DistilledDrafter(Speculator):
-    """A causal language model of the target's vocabulary."""
+    """A causal language model of the target's vocabulary.
+
+    With several `job.ranks` and `job.average=participants`, a rank trains one of its prefixes.
+    """
 
     taps = (FINAL,)
 
@@ -53,19 +60,27 @@ class DistilledDrafter(Speculator):
         self.model = model
         self.num_draft_tokens = options.depth
         self._divergence = divergences(options.beta).get(options.divergence)
+        self.depths = sorted({*options.prefixes, model.config.num_hidden_layers})
+        self._trained = self.depths
+
+    def take_part(self, rank: int) -> None:
+        self._trained = [self.depths[-1 - rank % len(self.depths)]]
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002
         """The divergence where the next token is a label; depth k from an anchor is position anchor + k."""
         tokens, labels, mask = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.loss_mask[:, 1:]
-        q_hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
         p_hidden = batch.taps[FINAL][:, :-1]
         if self.training:  # the output layers are most of the work: only rows that count
-            return self._loss(batch.head(p_hidden[mask]), self.model.lm_head(q_hidden[mask]), labels[mask]).mean(), {}
-        p_logits, q_logits = batch.head(p_hidden), self.model.lm_head(q_hidden)
-        rates = acceptance(p_logits, q_logits, batch.temperature)
-        depths = self.num_draft_tokens
-        chains, valid = (each.unfold(1, depths, 1).flatten(0, 1) for each in (rates, mask))
-        return masked_mean(self._loss(p_logits, q_logits, labels), mask), depth_metrics(chains, valid)
+            read, p_logits = read_exits(self.model, tokens, self._trained), batch.head(p_hidden[mask])
+            losses = [self._loss(p_logits, self.model.lm_head(q[mask]), labels[mask]).mean() for q in read.values()]
+            return torch.stack(losses).sum(), {}
+        p_logits, total, metrics = batch.head(p_hidden), p_hidden.new_zeros((), dtype=torch.float32), {}
+        for depth, q_hidden in read_exits(self.model, tokens, self.depths).items():
+            q_logits = self.model.lm_head(q_hidden)
+            total = total + masked_mean(self._loss(p_logits, q_logits, labels), mask)
+            found = chain_metrics(p_logits, q_logits, mask, self.num_draft_tokens, batch.temperature)
+            metrics |= found if depth == self.depths[-1] else {f"length_of_{depth}": found["length"]}
+        return total, metrics
 
     def _loss(self, p_logits: Tensor, q_logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(q_logits, labels) if self._divergence is None else self._divergence(p_logits, q_logits)
@@ -78,7 +93,25 @@ class DistilledDrafter(Speculator):
 
     def save(self, folder: Path) -> None:
         """Write an ordinary checkpoint for `drafter=model drafter.path=`."""
-        copy.deepcopy(self.model).cpu().bfloat16().save_pretrained(folder)
+        save_rounded(self.model, folder)
+
+
+def num_parts(options: DistillOptions) -> int:
+    """A rank can train each of the draft models by itself."""
+    return len(options.prefixes) + 1
+
+
+def read_exits(model: LlamaForCausalLM, tokens: Tensor, exits: Sequence[int]) -> dict[int, Tensor]:
+    """What the head reads of tokens [B, T] after so many layers, [B, T, H] each; layers behind the deepest exit do not
+    run."""
+    trunk, deepest, found = model.model, max(exits), {}
+    layers, trunk.layers = trunk.layers, trunk.layers[:deepest]
+    try:
+        with tapped(model, [one for one in exits if one < deepest], found):
+            final = trunk(input_ids=tokens, use_cache=False).last_hidden_state
+    finally:
+        trunk.layers = layers
+    return {one: trunk.norm(stream) for one, stream in found.items()} | {deepest: final}
 
 
 def start_model(options: DistillOptions, target: TargetShape) -> LlamaForCausalLM:
@@ -99,5 +132,10 @@ def start_model(options: DistillOptions, target: TargetShape) -> LlamaForCausalL
 
 
 def build(options: DistillOptions, target: TargetShape) -> DistilledDrafter:
-    """The module of that model."""
-    return DistilledDrafter(start_model(options, target), options)
+    """The module of that model. ValueError, one line, for prefixes that it does not have."""
+    model = start_model(options, target)
+    num_layers = model.config.num_hidden_layers
+    remedy = f"the draft model has {num_layers} layers; name none above"
+    fits = max(options.prefixes, default=0) <= num_layers
+    require(fits, "job.options.prefixes", list(options.prefixes), remedy)
+    return DistilledDrafter(model, options)

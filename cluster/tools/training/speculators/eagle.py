@@ -354,7 +354,7 @@ class LlamaLayer(nn.Module):
         super().__init__()
         hidden = block.hidden_size
         self.input_layernorm = nn.RMSNorm(hidden, block.norm_eps) if norms_input else None
-        self.self_attn = _Attention(block, inputs or hidden)
+        self.self_attn = LlamaAttention(block, inputs or hidden)
         self.post_attention_layernorm = nn.RMSNorm(hidden, block.norm_eps)
         self.mlp = GatedMLP(hidden, block.intermediate_size)
 
@@ -394,7 +394,7 @@ class _FirstLayer(LlamaLayer):
         return self.after(x, x, rotation, attend)
 
 
-class _Attention(nn.Module):
+class LlamaAttention(nn.Module):
     def __init__(self, block: DecoderConfig, inputs: int) -> None:
         super().__init__()
         self.head_dim = block.head_dim

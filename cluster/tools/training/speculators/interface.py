@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PretrainedConfig
 
+from cluster.tools.training.losses import acceptance
 from parallel.speculators.config import FINAL
 
 
@@ -75,6 +76,9 @@ class Speculator(nn.Module, ABC):
         text is evaluated: `self.training` tells which.
         """
 
+    def take_part(self, rank: int) -> None:
+        """From now on train this rank's part alone, where the recipe has several (`num_parts`)."""
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write `config.json` and bfloat16 `model.safetensors` that `drafter.path` reads."""
@@ -94,3 +98,12 @@ def depth_metrics(rates: Tensor, valid: Tensor) -> dict[str, Tensor]:
     whole = valid.all(1)
     length = 1 + (survival.sum(1) * whole).sum() / whole.sum().clamp(min=1)
     return {f"accept_{k + 1}": mean for k, mean in enumerate(means)} | {"length": length}
+
+
+def chain_metrics(
+    p_logits: Tensor, q_logits: Tensor, mask: Tensor, depths: int, temperature: float
+) -> dict[str, Tensor]:
+    """`depth_metrics` where depth k + 1 from an anchor is position anchor + k: `[rows, length, vocabulary]` of target
+    and drafter, `mask` of the positions that have a label."""
+    rates = acceptance(p_logits, q_logits, temperature)
+    return depth_metrics(*(each.unfold(1, depths, 1).flatten(0, 1) for each in (rates, mask)))

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.ranges import Section
-from cluster.tools.training.speculators import block, chimera, distill, eagle, glide, heads, pard, streams
+from cluster.tools.training.speculators import (
+    block,
+    chimera,
+    distill,
+    eagle,
+    exits,
+    glide,
+    heads,
+    layerskip,
+    pard,
+    streams,
+)
 from cluster.tools.training.speculators.block import BlockOptions
 from cluster.tools.training.speculators.interface import Speculator, TargetShape
 
@@ -24,6 +35,10 @@ class SpeculatorRecipe:
     """Peak rate of Muon (matrices that are no tables)."""
     other_learning_rate: float = 3e-3
     """Peak rate of AdamW (tables, norms, biases)."""
+    num_parts: Callable[[Any], int] = lambda _: 1
+    """Of these options: the parts of the module that ranks can train by themselves."""
+    writes: str = "drafter"
+    """Folder of the run for the checkpoint: what it is."""
 
 
 RECIPES: dict[str, SpeculatorRecipe] = {
@@ -37,7 +52,13 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "p_eagle": SpeculatorRecipe(eagle.build, eagle.DraftLayerOptions("p_eagle", layers=2)),
     "chimera": SpeculatorRecipe(chimera.build, chimera.ChimeraOptions()),
     "glide": SpeculatorRecipe(glide.build, glide.GlideOptions()),
-    "distill": SpeculatorRecipe(distill.build, distill.DistillOptions(), 5e-4, 3e-4),
+    "kangaroo": SpeculatorRecipe(exits.build, exits.ExitOptions("kangaroo")),
+    "eesd": SpeculatorRecipe(exits.build, exits.ExitOptions("eesd")),
+    "layerskip": SpeculatorRecipe(layerskip.build, layerskip.LayerSkipOptions(), 5e-4, 3e-4, writes="target"),
+    "distill": SpeculatorRecipe(distill.build, distill.DistillOptions(), 5e-4, 3e-4, distill.num_parts),
+    "sorted": SpeculatorRecipe(
+        distill.build, distill.DistillOptions(start="pocket-deep", prefixes=(2, 4)), 5e-4, 3e-4, distill.num_parts
+    ),
     "dflash": SpeculatorRecipe(block.build, BlockOptions()),
     "dspark": SpeculatorRecipe(
         block.build,

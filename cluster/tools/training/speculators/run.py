@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
-from actors.ranges import Section
+from actors.ranges import Section, require
 from cluster import pocket
 from cluster.config.compose import typed_record
 from cluster.config.jobs import TrainConfig
@@ -64,6 +64,7 @@ class Course:
     target: str
     """Directory of the target's checkpoint."""
     out: str
+    """Receives the checkpoint, in a folder named after what it is."""
     work: str
     """Receives text, logs and state, those of the run in a folder named after its recipe."""
 
@@ -79,6 +80,9 @@ class Course:
         """The recipe's settings with those of `job.options`. ValueError, one line, for what it does not have."""
         options = typed_record(self.recipe.options, self.config.options, "job.options")
         options.check("job.options")
+        has_parts = self.config.ranks > 1 and self.recipe.num_parts(options) > 1
+        remedy = "is for several job.ranks that train the prefixes of job.recipe=sorted; use all"
+        require(has_parts or self.config.average == "all", "job.average", self.config.average, remedy)
         return options
 
     @property
@@ -133,7 +137,11 @@ def train_rank(course: Course, texts: Texts, ranks: Ranks) -> dict[str, Any]:
     net = recipe.build(course.options(), shape_of(model, counted)).to(config.device)
     source = _Source(course, texts, model, net, ranks)
     wrapped = _Wrapped(net)
-    whole = DistributedDataParallel(wrapped, find_unused_parameters=True) if ranks.count > 1 else wrapped
+    ranks = replace(ranks, train_parts=ranks.count > 1 and config.average == "participants")
+    if ranks.train_parts:
+        net.take_part(ranks.rank)
+    averaged = ranks.count > 1 and not ranks.train_parts
+    whole = DistributedDataParallel(wrapped, find_unused_parameters=True) if averaged else wrapped
     judge = _Judge(model, net, texts.held_out, config)
 
     def step_loss(step: int, _: float) -> StepOutcome:
@@ -161,8 +169,9 @@ def train_rank(course: Course, texts: Texts, ranks: Ranks) -> dict[str, Any]:
     )
     if ranks.rank:
         return {}
-    net.save(Path(course.out))
-    _copy_tokenizer(Path(course.target), Path(course.out))
+    checkpoint = Path(course.out) / recipe.writes
+    net.save(checkpoint)
+    _copy_tokenizer(Path(course.target), checkpoint)
     lines = [json.loads(line) for line in (course.folder / "evaluation.jsonl").read_text().splitlines()]
     return {
         "recipe": config.recipe,

@@ -31,9 +31,12 @@ TOKENS = torch.randint(1, 4096, (6, 24), generator=torch.Generator().manual_seed
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_target(tmp_path_factory.mktemp("target"), 2)
+
+
+def small_target(folder: Path, num_layers: int) -> Path:
     """A tiny target of the bundled tokenizer whose text varies."""
-    folder = tmp_path_factory.mktemp("target")
-    config = drafter_config(4096)
+    config = drafter_config(4096, num_layers)
     config.hidden_size, config.intermediate_size, config.initializer_range = 48, 64, 0.15
     save_model(initialised(config, 0, "cpu"), folder)
     shutil.copyfile(pocket.TARGET / "tokenizer.json", folder / "tokenizer.json")
@@ -139,6 +142,14 @@ def whole_log(folder: Path) -> Path:
     return folder / "whole" / "work" / "distill" / "loss.jsonl"
 
 
+def test_prefixes_of_a_draft_model_learn_together(target: Path, text: Path, tmp_path: Path):
+    config = small(target, text, recipe="sorted", options="{start: '', prefixes: [1]}", rate=10)
+    outcome = train.make_drafter(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    before, after = outcome["held_out_before"], outcome["held_out"]
+    assert after["loss"] < before["loss"]
+    assert {"length", "length_of_1", "length_at_0.8", "length_of_1_at_0.8"} <= set(after)
+
+
 SLOW = [pytest.param(data, marks=pytest.mark.slow) for data in ("fixed", "on_policy")]
 
 
@@ -164,6 +175,10 @@ def test_distillation_brings_the_drafter_nearer(target: Path, text: Path, tmp_pa
         ({"options": "{divergence: l2}"}, "job.options.divergence=l2"),
         ({"options": "{start: /nowhere}"}, "job.options.start=/nowhere: is no checkpoint"),
         ({"data": "magic"}, "job.data=magic"),
+        ({"average": "participants"}, "job.average=participants: is for several job.ranks"),
+        ({"recipe": "layerskip", "options": "{exit: 2}"}, "job.options.exit=2: the target has 2 layers"),
+        ({"recipe": "kangaroo", "options": "{exit: 2}"}, "job.options.exit=2: the target has 2 layers"),
+        ({"recipe": "sorted", "options": "{start: '', prefixes: [3]}"}, r"job.options.prefixes=\[3\]: the draft model"),
         ({"text": "/nowhere.txt"}, "job.text=/nowhere.txt"),
     ],
 )
@@ -175,6 +190,18 @@ def test_wrong_settings_are_one_line(target: Path, text: Path, tmp_path: Path, n
 def test_the_page_of_recipes_is_as_the_registry_says():
     """If not: python -m cluster.tools.training.speculators.recipes_page > docs/recipes.md"""
     assert (Path(__file__).parents[4] / "docs" / "recipes.md").read_text() == page()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_ranks_train_a_prefix_each(target: Path, text: Path, tmp_path: Path):
+    """The second one has a layer less, whose gradients are the first one's alone."""
+    options = "{start: '', prefixes: [1]}"
+    both = train.make_drafter(
+        small(target, text, recipe="sorted", options=options, ranks=2, average="participants"), tmp_path
+    )
+    before, after = both["held_out_before"], both["held_out"]
+    assert both["ranks"] == 2 and after["loss"] < before["loss"]
 
 
 @pytest.mark.ray

@@ -1,0 +1,120 @@
+"""Trainings of early exits: which layers are dropped, which exits count, and what ranks of different depth average."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.tools.training.models import drafter_config, initialised
+from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, read_exits
+from cluster.tools.training.speculators.interface import TargetBatch
+from cluster.tools.training.speculators.layerskip import drop_rates, dropped, exit_weights, exits_at
+from cluster.tools.training.trainer import average_over_participants
+from parallel.comm.group import Group
+from parallel.speculators.config import FINAL
+from tests.parallel.conftest import on_ranks  # noqa: F401  a fixture
+
+TOKENS = torch.randint(1, 97, (3, 10), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = drafter_config(97, 4)
+    config.hidden_size, config.intermediate_size, config.initializer_range = 32, 48, 0.3
+    return initialised(config, 0, "cpu").eval()
+
+
+def test_later_layers_are_dropped_more_often():
+    rates = drop_rates(6, 0.2)
+    assert rates[0] == 0 and rates[-1] == pytest.approx(0.2)
+    assert all(1.14 < (after + 0.2) / (before + 0.2) < 1.16 for before, after in pairwise(rates))
+
+
+def test_curricula():
+    turns = [exits_at(step, 6, "rotational", 3) for step in range(4)]
+    assert turns == [[1, 4, 6], [2, 5, 6], [3, 6], [1, 4, 6]]
+    assert [exits_at(step, 4, "gradual", 2) for step in (0, 1, 2, 4, 99)] == [
+        [3, 4],
+        [3, 4],
+        [2, 3, 4],
+        [1, 2, 3, 4],
+        [1, 2, 3, 4],
+    ]
+
+
+def test_weights_of_exits_grow_with_depth():
+    weights = exit_weights([1, 2, 3, 4], 4, 1.0)
+    assert weights == pytest.approx({2: 1 / 10, 3: 3 / 10, 4: 6 / 10})  # of one layer: 0
+    assert exit_weights([4], 4, 1.0) == {4: 1.0}
+    assert exit_weights([1, 2], 2, 1.0) == {2: 1.0}
+
+
+def test_a_dropped_layer_passes_its_input_on(model: Any):
+    """Row 1 without layers 1 and 2 is the model without them; the other rows are as they were."""
+    kept = [torch.ones(3, dtype=torch.bool) for _ in range(4)]
+    kept[1][1] = kept[2][1] = False
+    with torch.no_grad(), dropped(model, kept):
+        found = model(TOKENS).logits
+    with torch.no_grad():
+        whole = model(TOKENS).logits
+        shorter = torch.nn.ModuleList([model.model.layers[0], model.model.layers[3]])
+        layers, model.model.layers = model.model.layers, shorter
+        without = model(TOKENS).logits
+        model.model.layers = layers
+    torch.testing.assert_close(found[[0, 2]], whole[[0, 2]])
+    torch.testing.assert_close(found[1], without[1])
+
+
+def test_exits_are_the_models_of_their_layers(model: Any):
+    with torch.no_grad():
+        read = read_exits(model, TOKENS, [1, 3])
+        states = model(TOKENS, output_hidden_states=True).hidden_states
+    assert set(read) == {1, 3} and len(model.model.layers) == 4
+    for depth, hidden in read.items():
+        torch.testing.assert_close(hidden, model.model.norm(states[depth]))
+
+
+def test_each_layer_is_averaged_over_the_ranks_that_trained_it(
+    model: Any,
+    on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]],  # noqa: F811
+):
+    """Against the gradients of each rank's own loss, of prefixes of 4 layers, 2 and 1."""
+    depths = 4, 2, 1
+    batch = TargetBatch(
+        TOKENS,
+        {FINAL: torch.randn(3, 10, 32, generator=torch.Generator().manual_seed(1))},
+        torch.ones_like(TOKENS, dtype=torch.bool),
+        model.lm_head,
+        model.get_input_embeddings(),
+    )
+
+    def gradients(rank: int) -> DistilledDrafter:
+        net = DistilledDrafter(copy.deepcopy(model), DistillOptions(prefixes=(1, 2))).train()
+        net.take_part(rank)
+        loss, _ = net.loss(batch, torch.Generator())
+        loss.backward()
+        return net
+
+    alone = [gradients(rank) for rank in range(3)]
+    for rank, net in enumerate(alone):
+        weights = [net.model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight") for layer in range(4)]
+        trained = [weight.grad is not None for weight in weights]
+        assert trained == [layer < depths[rank] for layer in range(4)]
+
+    def average(group: Group) -> DistilledDrafter:
+        net = gradients(group.rank)
+        net.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+        average_over_participants(list(net.parameters()), group.all_reduce)
+        return net
+
+    for net in on_ranks(3, average):
+        assert net.unused.grad is None
+        for name, parameter in net.model.named_parameters():
+            theirs = [one.model.get_parameter(name).grad for one in alone]
+            present = [gradient for gradient in theirs if gradient is not None]
+            torch.testing.assert_close(parameter.grad, sum(present) / len(present), msg=name)
