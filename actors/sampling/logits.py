@@ -23,6 +23,7 @@ from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling.edits import BANNED, edited, edits
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
+from parallel.kernels.triton_launch import has_triton
 from parallel.model.layers.padded import to_device
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
@@ -225,7 +226,7 @@ def _race(
 
 
 def _races_on_device(scores: Tensor) -> bool:
-    return scores.is_cuda and scores.dtype == torch.float32
+    return scores.is_cuda and scores.dtype == torch.float32 and has_triton()
 
 
 def choose_plain(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

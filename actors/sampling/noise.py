@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel.kernels.triton_launch import has_triton
 from parallel.model.layers.padded import to_device
 
 _MASK_32 = (1 << 32) - 1
@@ -89,7 +90,7 @@ def gumbel(keys: Sequence[int], token_ids: Tensor) -> Tensor:
     Winners of a Gumbel race have a small exponential E, which -log1p(-u) resolves down to 2^-33; -log(u) with u near
     one would round it to zero. The clamp keeps losers finite, so that a banned token (-inf) never ties with one.
     """
-    if token_ids.is_cuda:
+    if token_ids.is_cuda and has_triton():
         from actors.sampling import noise_kernels
 
         (spread,) = to_device([spread_keys(keys)], token_ids.device)
