@@ -55,6 +55,7 @@ class SwiftSearch(LayerSearch):
         self._fruitless = fruitless
         self._since_better = 0
         self._confirmed = 0
+        self._confirmed_at: tuple[int, int] | None = None
         self._mean = Ewma(_MEMORY)
         super().__init__(sublayers.plan(space.spread()), scores.replay, every, clock)
 
@@ -71,8 +72,10 @@ class SwiftSearch(LayerSearch):
         score = self._score(window, best)
         self._mean.update(score)
         self.search.record(best, self._mean.mean)
-        self._confirmed = self._confirmed + 1 if score >= _ENOUGH else 0
-        if not self._confirmed:
+        if score >= _ENOUGH:
+            self._confirm(context)
+        else:
+            self._confirmed = 0
             # the same masks on all ranks: proposals follow from sums, too, that ranks may round apart
             mask = tuple(bool(bit) for bit in self._agreement.of([float(bit) for bit in self.search.propose()]))
             self.search.record(mask, self._mean.mean + self._score(window, mask) - score)
@@ -82,6 +85,13 @@ class SwiftSearch(LayerSearch):
         self.layers = self._sublayers.plan(self.search.best)
         self._found(self.search.best_value)
         return True
+
+    def _confirm(self, context: Context) -> None:
+        """The best mask reproduces this text; text that was compared before counts once."""
+        request_id, length = place = context.request_id, len(context.token_ids)
+        before = self._confirmed_at
+        if not self._confirmed or before is None or request_id != before[0] or length >= before[1] + self._window:
+            self._confirmed, self._confirmed_at = self._confirmed + 1, place
 
     def _score(self, window: TextWindow, mask: tuple[bool, ...]) -> float:
         return self._agreement.of([self._scores.reproduced(window, self._sublayers.plan(mask))])[0]

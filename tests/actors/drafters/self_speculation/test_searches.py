@@ -52,16 +52,19 @@ def opened(path, group=SINGLE, **keys):
 def test_swift_finds_the_layers_that_add_nothing(models):
     """Of 20 inner sublayers the 6 to skip lie among the silent 6 of layers 2 to 4: one mask of 38,760."""
     target, search = opened(models["target"], search=Search.swift, skip_share=0.5, search_trials=300)
-    context = written(target)
+    contexts = [written(target, request_id=i) for i in range(3)]
     slots = target.pool.slots(0).copy()
     rows = [part[:, slots].clone() for part in (target.pool.keys, target.pool.values)]
-    for _ in range(400):
-        layers = search.before_draft([context])
+    for _ in range(40):
+        layers = search.before_draft(contexts[:1])
+    assert not search.ended, "the same text confirms nothing twice"
+    for _ in range(360):
+        layers = search.before_draft(contexts)
     assert search.ended and search.search.best_value >= 0.95
     assert 0 not in {layer for layer in range(6) if layer not in layers.attention}
     assert len(search.history) < 300, "it ends when it found a mask that is good enough"
     looks = len(search.history)
-    search.before_draft([context])
+    search.before_draft(contexts)
     assert len(search.history) == looks
     for before, after in zip(rows, (target.pool.keys, target.pool.values), strict=True):
         assert torch.equal(before, after[:, slots]), "scoring touched the target's rows"
