@@ -31,7 +31,6 @@ from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from actors.verification.target_rows import DeferredDraw, NamedDraft, TargetRows
 from actors.verification.top_tokens import TopTokensReader
-from parallel.model.decoder import Decoder
 from parallel.runtime.runner import ModelRunner, Span
 
 
@@ -206,9 +205,9 @@ class Verifier:
 
 
 def _splits_head(runner: ModelRunner) -> bool:
-    """Whether ranks share the rows of the head, all of them and in the order of the tokens."""
-    decoder = getattr(runner, "decoder", None)
-    return isinstance(decoder, Decoder) and decoder.lm_head.group.size > 1 and decoder.config.head is None
+    """Whether ranks share the rows of the head, all of them and in the order of the tokens, and the runner reads no
+    logits itself: those of other classes may."""
+    return type(runner) is ModelRunner and runner.decoder.lm_head.group.size > 1 and runner.config.head is None
 
 
 def _logit_rows(inputs: Sequence[VerifyInput]) -> list[LogitRows]:
