@@ -6,22 +6,25 @@ Greedy verification is the same walk over arg-maxes. Knows no tensor and no nois
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from actors.protocol.messages import TokenTree
 
 
-def verify_coupled(tree: TokenTree, choices: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def verify_coupled(
+    tree: TokenTree, choices: Sequence[int], pruned: Collection[int] = ()
+) -> tuple[tuple[int, ...], int]:
     """(path, next_token): from the root, follow the child that equals `choices[node]`, the target's draw at the node.
 
-    Of siblings with the same token the longest walk counts, on a tie the first.
+    Nodes that are `pruned` have no draw and are not followed. Of siblings with the same token the longest walk counts,
+    on a tie the first.
     """
     best = 0
     depths = [0] * len(tree.parents)
     matched = [True] + [False] * (len(tree.parents) - 1)
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
-        if matched[parent] and tree.token_ids[node] == choices[parent]:
+        if matched[parent] and tree.token_ids[node] == choices[parent] and node not in pruned:
             matched[node] = True
             depths[node] = depths[parent] + 1
             if depths[node] > depths[best]:

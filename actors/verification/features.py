@@ -38,6 +38,11 @@ class FeatureReader:
         self._kv = {tap: _written(runner, spans, kv_tap(tap)) for tap in self._kv_taps}
         return self._output.logits
 
+    @property
+    def pruned(self) -> frozenset[int]:
+        """Rows of the last pass's logits that it gave up."""
+        return self._output.pruned if self._output is not None else frozenset()
+
     def rows(
         self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], paths: Mapping[int, Sequence[int]]
     ) -> list[FeatureRows]:

@@ -151,7 +151,11 @@ class Verifier:
         if self._rule == "coupled":
             choices = logits if logits.dim() == 1 else choose_batch(logits, rows, self._eos_token_ids)
             choices = choices.tolist()
-            walks = [verify_coupled(own.tree, choices[part]) for own, part in zip(rows, parts, strict=True)]
+            pruned = frozenset[int]() if self._features is None else self._features.pruned
+            walks = [
+                verify_coupled(own.tree, choices[part], [row - part.start for row in pruned if row >= part.start])
+                for own, part in zip(rows, parts, strict=True)
+            ]
             return [VerifyResult(*walk) for walk in walks]
         if self._law_size is None:
             assert make_random_source is None, "only levels bring a source of their own"

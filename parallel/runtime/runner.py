@@ -43,13 +43,15 @@ class PassOutput:
     """logits [N, `num_logits`] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap.
 
     `acceptance` [N], of a speculator that was trained to predict it: the chance that the target accepts a token drawn
-    from these logits. It follows from the rows alone, not from what is drawn.
+    from these logits. It follows from the rows alone, not from what is drawn. `pruned` are rows of the logits that the
+    pass gave up, of tokens to be rejected (`StreamingRunner`).
     """
 
     logits: Tensor
     hidden: Tensor
     features: tuple[Tensor, ...]
     acceptance: Tensor | None = None
+    pruned: frozenset[int] = frozenset()
 
 
 class ModelRunner:

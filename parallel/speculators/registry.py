@@ -92,13 +92,21 @@ def open_fuser(
     return fuser
 
 
-def with_streams(path: str | Path, target: ModelRunner) -> ModelRunner:
-    """The target's runner, with streams in its passes if the speculator at `path` drafts from such."""
+def with_streams(path: str | Path, target: ModelRunner, prune_below: float = 0.0) -> ModelRunner:
+    """The target's runner, with streams in its passes if the speculator at `path` drafts from such; ValueError, one
+    line, if it cannot prune."""
     config = read_speculator(path, target.config.num_layers - target.config.stretch)
+    prunes = isinstance(config, StreamsConfig) and config.prune_rank > 0
+    if prune_below and not prunes:
+        raise ValueError(
+            f"{path}: has no early logits; train with job.recipe=streaming job.options={{prune_rank: 32}}, or drop "
+            "drafter.prune_below"
+        )
     if STREAMS not in config.taps:
         return target
     assert isinstance(config, StreamsConfig)
-    return StreamingRunner(target, open_stream_layers(resolve_checkpoint(str(path)), config, target.decoder))
+    layers = open_stream_layers(resolve_checkpoint(str(path)), config, target.decoder)
+    return StreamingRunner(target, layers, prune_below=prune_below)
 
 
 def open_tables(

@@ -38,8 +38,10 @@ class StreamsConfig(HeadsConfig):
     rank: int
     """Of the deltas of every layer; 0 = none."""
     start_rank: int = 0
-    """Of what is added to the node's residual stream to begin a stream; 0: a stream begins as its embedding alone, as a
-    mask does."""
+    """Of the map from the node's residual stream to what is added to a stream's embedding; 0: a stream begins as its
+    embedding alone, as a mask does."""
+    prune_rank: int = 0
+    """Of what is added to the residual stream below the streams' layers for early logits; 0: there are none."""
     reads_root: bool = False
     """The first row is the newest token's own: the rows run in a draft pass rather than in the target's."""
 
@@ -66,6 +68,9 @@ def stream_shapes(config: StreamsConfig, target: DecoderConfig) -> dict[str, Sha
         shapes |= {"streams.start.down.weight": (config.start_rank, hidden)}
         shapes |= {"streams.start.up.weight": (hidden, config.start_rank)}
     parts = ("q", queries), ("k", keys), ("v", keys)
+    if config.prune_rank:
+        shapes |= {"streams.prune.down.weight": (config.prune_rank, hidden)}
+        shapes |= {"streams.prune.up.weight": (hidden, config.prune_rank)}
     for layer in config.layers if rank else ():
         prefix = f"streams.{layer}"
         shapes |= {f"{prefix}.qkv.down.weight": (rank, hidden)}
@@ -123,12 +128,12 @@ class StreamLayers:
         self.config, self.decoder = config, decoder
         self.gate = Gate()
         self.embeddings = torch.empty(config.num_embeddings, target.hidden_size, **options)
-        self._start: list[ColumnLinear] = []
-        if config.start_rank:
-            self._start = [
-                _whole("down", target.hidden_size, config.start_rank, **options),
-                _whole("up", config.start_rank, target.hidden_size, **options),
-            ]
+        self._start, self._prune = (
+            [_whole("down", target.hidden_size, rank, **options), _whole("up", rank, target.hidden_size, **options)]
+            if rank
+            else []
+            for rank in (config.start_rank, config.prune_rank)
+        )
         self.blocks: dict[int, Block] = {i: decoder.layers[i] for i in config.layers}
         if config.rank:
             self.blocks = {i: self._gated(block, target, **options) for i, block in self.blocks.items()}
@@ -156,8 +161,13 @@ class StreamLayers:
             return torch.cat((nodes[:, None], started), 1)
         if self._start:
             down, up = self._start
-            return started + (nodes + up(down(nodes)))[:, None]
+            return started + up(down(nodes))[:, None]
         return started
+
+    def early(self, hidden: Tensor) -> Tensor:
+        """Residual streams below these layers, [n, H] -> what the target's norm and head make early logits of."""
+        down, up = self._prune
+        return hidden + up(down(hidden))
 
     def run(self, hidden: Tensor, plan: PassPlan, gated: Tensor) -> Tensor:
         """The residual stream of a pass [T, H] after these layers; rows `gated`, int64 [n], have deltas."""
@@ -176,6 +186,7 @@ class StreamLayers:
 
     def _deltas(self) -> Iterator[Layer]:
         yield from self._start
+        yield from self._prune
         for block in self.blocks.values() if self.config.rank else ():
             assert block.attention is not None
             assert isinstance(block.mlp, MLP)
@@ -187,7 +198,7 @@ class StreamLayers:
 
     def _shards(self) -> Iterator[Shard]:
         yield Shard("streams.embed", (EVERY, EVERY), self.embeddings)
-        names = ["start"] * len(self._start)
+        names = ["start"] * len(self._start) + ["prune"] * len(self._prune)
         for layer in self.config.layers if self.config.rank else ():
             names += [f"{layer}.{part}" for part in ("qkv", "qkv", "o", "o", "mlp", "mlp")]
         for name, delta in zip(names, self._deltas(), strict=True):

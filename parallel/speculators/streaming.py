@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,11 +25,12 @@ from parallel.speculators.stream_layers import StreamLayers
 
 @dataclass(frozen=True, slots=True)
 class _Grown:
-    """A pass's rows with streams behind those of some nodes: `nodes` of the pass have them."""
+    """The upper part of a pass: the rows that go on, with streams behind those of them that are `nodes`."""
 
     plan: PassPlan
+    kept: Tensor
+    """Rows of the pass that go on, int64 [k], and where they are in the plan."""
     base: Tensor
-    """Where the pass's own rows are, int64 [T]."""
     streams: Tensor
     """Where those of the streams are, int64 [nodes * streams]."""
     nodes: Tensor
@@ -37,11 +39,20 @@ class _Grown:
 
 class StreamingRunner(ModelRunner):
     """The target's runner with streams where its features are asked for. Sequences for whose streams the pool has no
-    free rows go without, so that their features are zeros: a poor draft, never a wrong token."""
+    free rows go without, so that their features are zeros: a poor draft, never a wrong token.
 
-    def __init__(self, target: ModelRunner, layers: StreamLayers, *, backend: str | None = None) -> None:
+    Nodes whose token has a probability below `prune_below` by the early logits of its parent end below the streams'
+    layers, and with them what hangs on them: they have no logits, and the verifier must take them as rejected.
+    """
+
+    def __init__(
+        self, target: ModelRunner, layers: StreamLayers, *, prune_below: float = 0.0, backend: str | None = None
+    ) -> None:
+        if backend is None and target.decoder.device.type == "cuda":
+            backend = "padded"  # its plans take the slots that they are given, not all of a sequence
         super().__init__(target.decoder, target.pool, backend=backend, graphs=False)
         self.layers = layers
+        self._prune_below = prune_below
 
     @torch.inference_mode()
     def forward(
@@ -53,65 +64,95 @@ class StreamingRunner(ModelRunner):
         assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
         if not isinstance(token_ids, Tensor):
             token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+        decoder, wanted = self.decoder, logit_rows(spans)
         laid_out = lay_out(self.pool, self._pending, spans)
-        plan = self._backend.plan(laid_out, logit_rows(spans))
-        grown = self._grow(spans, laid_out)
-        hidden, streams = self._run(plan, grown, token_ids.to(self.decoder.device, non_blocking=True))
+        plan = self._backend.plan(laid_out, wanted)
+        assert len(plan.positions) == plan.num_rows, "passes that are not captured are not padded"
+        hidden = decoder.embed(token_ids, plan.positions)
+        hidden, _ = decoder.run_layers(hidden, plan, LayerPlan.prefix(self.layers.config.layers[0]))
+        pruned = self._pruned(spans, laid_out, hidden, token_ids)
+        hidden, features = self._finish(hidden, plan, self._grow(spans, laid_out, pruned))
         for span in spans:
             self.pool.commit(span.seq_id, (), range(len(self._pending[span.seq_id].parents)))
         read = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
-        logits = self.decoder.head(read).float()
-        features = hidden.new_zeros(len(hidden), self.layers.config.feature_size)
-        if grown is not None:
-            features.index_copy_(0, grown.nodes, streams)
-        return PassOutput(logits, hidden, (features,))
+        places = frozenset(place for place, row in enumerate(wanted) if row in pruned) if pruned else frozenset[int]()
+        return PassOutput(decoder.head(read).float(), hidden, (features,), pruned=places)
 
-    def _grow(self, spans: Sequence[Span], laid_out: Sequence[SpanRows]) -> _Grown | None:
-        """Reserve the rows of the streams and plan a pass over all rows; None if there are no streams."""
+    def _pruned(
+        self, spans: Sequence[Span], laid_out: Sequence[SpanRows], hidden: Tensor, token_ids: Tensor
+    ) -> set[int]:
+        """Rows of the pass that end here: unlikely nodes and what hangs on them."""
+        edges = [
+            (own.first + own.pending.parents[own.first_pending + i] - own.first_pending, own.first + i)
+            for span, own in zip(spans, laid_out, strict=True)
+            for i in range(own.num_rows - span.num_logits + 1, own.num_rows)
+        ]
+        if not (edges and self._prune_below):
+            return set()
+        above, below = torch.tensor(edges, device=hidden.device).unbind(1)
+        early, head = self.layers.early(hidden.index_select(0, above)), self.decoder.lm_head
+        gathers, head.gathers = head.gathers, True  # every rank decides, whatever is asked of the pass's own logits
+        logits = self.decoder.head(self.decoder.normalize(early))
+        head.gathers = gathers
+        chances = logits.float().softmax(-1).gather(1, token_ids[below][:, None])[:, 0].tolist()
+        pruned: set[int] = set()
+        for (parent, row), chance in zip(edges, chances, strict=True):
+            if chance < self._prune_below or parent in pruned:
+                pruned.add(row)
+        return pruned
+
+    def _grow(self, spans: Sequence[Span], laid_out: Sequence[SpanRows], pruned: set[int]) -> _Grown:
+        """Reserve the rows of the streams and plan a pass over all rows that go on."""
         count, first = self.layers.config.num_heads, 0
         rows: list[SpanRows] = []
-        base: list[int] = []
-        streams: list[int] = []
-        nodes: list[int] = []
+        places: tuple[list[int], ...] = [], [], [], []
+        kept, base, streams, nodes = places
         for span, own in zip(spans, laid_out, strict=True):
-            size = own.num_rows
-            num_nodes = span.num_logits if self.pool.can_reserve(span.num_logits * count) else 0
-            forest, parents = own.pending, list(own.pending.parents)
-            if num_nodes:
-                self.pool.reserve(span.seq_id, num_nodes * count)
-                for node in range(own.num_pending - num_nodes, own.num_pending):
-                    parents += [node, *range(len(parents), len(parents) + count - 1)]
-                forest = PendingRows()
-                forest.append(len(parents), parents)
-            total = size + num_nodes * count
+            inside = [i for i in range(own.num_rows) if own.first + i not in pruned]
+            speaking = [i for i in inside if i >= own.num_rows - span.num_logits]
+            if not self.pool.can_reserve(len(speaking) * count):
+                speaking = []
+            self.pool.reserve(span.seq_id, len(speaking) * count)
+            parents, place = list(own.pending.parents[: own.first_pending]), {-1: -1}
+            place |= {row: row for row in range(own.first_pending)}
+            for i in inside:
+                place[own.first_pending + i] = len(parents)
+                parents.append(place[own.pending.parents[own.first_pending + i]])
+            for i in speaking:
+                parents += [place[own.first_pending + i], *range(len(parents), len(parents) + count - 1)]
+            forest = PendingRows()
+            forest.append(len(parents), parents)
             slots, run = self.pool.slots(span.seq_id), self.pool.run(span.seq_id)
+            if len(inside) < own.num_rows:
+                leaving = own.context + own.first_pending + np.setdiff1d(np.arange(own.num_rows), inside)
+                slots, run = np.delete(slots, leaving), None
+            total = len(inside) + len(speaking) * count
             rows.append(SpanRows(span.seq_id, first, total, own.context, len(parents), slots, run, forest))
-            base += range(first, first + size)
-            streams += range(first + size, first + total)
-            nodes += range(own.first + size - num_nodes, own.first + size)
+            kept += [own.first + i for i in inside]
+            base += range(first, first + len(inside))
+            streams += range(first + len(inside), first + total)
+            nodes += [own.first + i for i in speaking]
             first += total
-        if not nodes:
-            return None
-        device = self.decoder.device
-        places = (torch.tensor(each, device=device) for each in (base, streams, nodes))
-        return _Grown(self._backend.plan(rows, list(range(first))), *places)
+        plan = self._backend.plan(rows, list(range(first)))
+        return _Grown(plan, *(torch.tensor(each, dtype=torch.int64, device=self.decoder.device) for each in places))
 
-    def _run(self, plan: PassPlan, grown: _Grown | None, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Final hidden states of the pass's rows [T, H] and of the streams, [nodes, streams * H]."""
-        decoder, config = self.decoder, self.layers.config
-        positions = plan.positions[: plan.num_rows]
-        assert len(positions) == len(plan.positions), "passes that are not captured are not padded"
-        end = decoder.config.num_layers - decoder.config.stretch
-        stop = end if grown is None else config.layers[0]
-        hidden, _ = decoder.run_layers(decoder.embed(token_ids, positions), plan, LayerPlan.prefix(stop))
-        streams = hidden.new_empty(0)
-        if grown is not None:
-            begun = self.layers.begin(hidden.index_select(0, grown.nodes)).flatten(0, 1)
-            rows = hidden.new_empty(len(hidden) + len(begun), hidden.shape[1])
-            rows.index_copy_(0, grown.base, hidden).index_copy_(0, grown.streams, begun)
-            rows = self.layers.run(rows, grown.plan, grown.streams)
-            hidden = rows.index_select(0, grown.base)
-            streams = decoder.normalize(rows.index_select(0, grown.streams)).view(len(grown.nodes), -1)
-        if decoder.config.stretch:
-            hidden, _ = decoder.run_layers(hidden, plan, LayerPlan.span(end, decoder.config.num_layers))
-        return decoder.normalize(hidden), streams
+    def _finish(self, hidden: Tensor, plan: PassPlan, grown: _Grown) -> tuple[Tensor, Tensor]:
+        """The layers of the streams: final hidden states of the pass's rows [T, H], zero where they were pruned, and
+        the features of each, [T, streams * H]."""
+        decoder, count = self.decoder, len(hidden)
+        begun = self.layers.begin(hidden.index_select(0, grown.nodes)).flatten(0, 1)
+        rows = hidden.new_empty(len(grown.kept) + len(begun), hidden.shape[1])
+        rows.index_copy_(0, grown.base, hidden.index_select(0, grown.kept)).index_copy_(0, grown.streams, begun)
+        rows = self.layers.run(rows, grown.plan, grown.streams)
+        streams = decoder.normalize(rows.index_select(0, grown.streams)).view(len(grown.nodes), -1)
+        hidden = rows.index_select(0, grown.base)
+        if len(grown.kept) < count:
+            hidden = hidden.new_zeros(count, hidden.shape[1]).index_copy_(0, grown.kept, hidden)
+        if stretch := decoder.config.stretch:
+            num_layers = decoder.config.num_layers
+            hidden, _ = decoder.run_layers(hidden, plan, LayerPlan.span(num_layers - stretch, num_layers))
+        features = hidden.new_zeros(count, self.layers.config.feature_size)
+        if len(streams):
+            features.index_copy_(0, grown.nodes, streams)
+        return decoder.normalize(hidden), features

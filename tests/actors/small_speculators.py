@@ -48,7 +48,7 @@ def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
     if isinstance(options, BlockOptions):
         options = replace(options, anchors=3, intermediate_size=64, base_steps=min(options.base_steps, _STEPS // 4))
     if isinstance(options, StreamsOptions):
-        options = replace(options, layers=min(options.layers, 1), skip=0)
+        options = replace(options, layers=min(options.layers, 1), skip=0, prune_rank=4 * (options.layers > 0))
     if isinstance(options, ExitOptions):
         options = replace(options, exit=1)
     if isinstance(options, DistillOptions):

@@ -29,6 +29,7 @@ from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
+from parallel.speculators.streaming import StreamingRunner
 from tests.actors.drafters.model.small_trees import small_trees
 from tests.actors.drafters.retrieval.small_store import small_store
 from tests.actors.drafters.vocabulary.small_list import every_other
@@ -226,6 +227,26 @@ def test_tokens_with_a_drafter_on_the_target(open_room, make_requests, plain_tok
     room = open_room(ON_TARGET[drafter], attached=True, rule=rule).serve(requests)
     if rule == "coupled" or sampling.startswith("greedy"):
         assert (room.tokens, room.ends) == plain_tokens[sampling]
+    assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=1-processed"])
+def test_nodes_that_the_target_gives_up_change_no_token(open_room, make_requests, plain_tokens, sampling, monkeypatch):
+    requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
+    if sampling not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens[sampling] = plain.tokens, plain.ends
+    find, num_pruned = StreamingRunner._pruned, []
+
+    def counted(self, *of):
+        pruned = find(self, *of)
+        num_pruned.append(len(pruned))
+        return pruned
+
+    monkeypatch.setattr(StreamingRunner, "_pruned", counted)
+    room = open_room(replace(SPECULATORS["streaming-tree"], prune_below=0.015), attached=True).serve(requests)
+    assert (room.tokens, room.ends) == plain_tokens[sampling]
+    assert sum(num_pruned) > 0, "nothing was pruned: the test shows nothing"
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 

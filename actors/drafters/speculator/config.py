@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DraftSetup, PathResolver
 from actors.drafters.model.config import PassDrafterConfig
-from actors.options import CHECKPOINT, DEVICES, PipelineName
+from actors.options import CHECKPOINT, DEVICES, PipelineName, VerifyRule
 from actors.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """placement=separate: cpu, cuda, or auto, as `target.device`."""
 
+    prune_below: Annotated[float, Range(0, 1, zero="none")] = 0.0
+    """Speculative Streaming, verify=coupled: the target gives up nodes whose early probability is below this."""
+
+    def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        super(SpeculatorDrafterConfig, self).check_with(rule, pipeline, where)
+        remedy = "a ratio rule must test every node that was drawn; use verify=coupled, or drop it"
+        require(not self.prune_below or rule is VerifyRule.coupled, f"{where}.prune_below", self.prune_below, remedy)
+
     def check_fields(self, where: str) -> None:
         super(SpeculatorDrafterConfig, self).check_fields(where)
         require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
@@ -52,7 +60,7 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
     def on_target(self, target: ModelRunner) -> ModelRunner:
         from parallel.speculators.registry import with_streams
 
-        return with_streams(self.path, target)
+        return with_streams(self.path, target, self.prune_below)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))

@@ -15,6 +15,7 @@ from torch import Tensor
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.streams import StreamsNet, StreamsOptions, build
 from parallel.comm.group import SINGLE, Group
+from parallel.kernels.attention import has_attention
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.speculators.config import FINAL, STREAMS
@@ -32,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain streams": {"layers": 1, "start_rank": 4, "rank": 0},
     "sampler": {"layers": 2, "start_rank": 4, "sampler": 8},
     "mask_lora": {"method": "mask_lora"},
+    "pruning": {"layers": 1, "start_rank": 4, "prune_rank": 4},
 }
 DRAFT_PASSES: dict[str, dict[str, Any]] = {
     "s3d": {"method": "s3d", "skip": 1},
@@ -74,9 +76,9 @@ class Streamed:
         """Logits [depths, V] of the training forward after the token at `anchor` and after those that follow."""
         return torch.cat(self.net.unroll(batch or self.batch, torch.tensor([0]), torch.tensor([anchor])))
 
-    def open(self, group: Group = SINGLE, backend: str | None = None) -> ModelRunner:
+    def open(self, group: Group = SINGLE, backend: str | None = None, prune_below: float = 0.0) -> ModelRunner:
         target = open_model(self.target.path, group, num_slots=SLOTS, backend=backend)
-        runner = with_streams(self.path, target)
+        runner = with_streams(self.path, target, prune_below)
         if self.net.config.reads_root:
             assert runner is target, "it has a pass of its own"
             return target
@@ -284,7 +286,7 @@ def test_ranks_share_the_streams(
         torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["sampler", "mask_lora", "s3d"])
+@pytest.mark.parametrize("name", ["sampler", "mask_lora", "s3d", "pruning"])
 def test_it_learns_and_the_target_does_not(streamed: Callable[[str], Streamed], name: str) -> None:
     one = streamed(name)
     generator, losses, target = torch.Generator(), [], one.target.model
@@ -299,7 +301,7 @@ def test_it_learns_and_the_target_does_not(streamed: Callable[[str], Streamed], 
     assert losses[-1] < 0.8 * losses[0]
     assert all(parameter.grad is not None for parameter in one.net.parameters())
     assert all(torch.equal(*pair) for pair in zip(weights, target.parameters(), strict=True))
-    assert {f"accept_{depth}" for depth in range(1, COUNT + 1)} | {"length"} == set(metrics)
+    assert {f"accept_{depth}" for depth in range(1, COUNT + 1)} | {"length"} == set(metrics) - {"early"}
 
 
 def test_a_target_of_other_layers_is_refused(
@@ -317,3 +319,57 @@ def test_a_draft_pass_needs_the_target(streamed: Callable[[str], Streamed]) -> N
     place = SpeculatorPlace(tables, SINGLE, "cpu", torch.float32, SLOTS)
     with pytest.raises(ValueError, match="s3d drafts with the target's own layers; use drafter.placement=attached"):
         open_speculator(one.path, place)
+
+
+@torch.no_grad()
+def test_unlikely_nodes_end_below_the_streams_with_what_hangs_on_them(
+    streamed: Callable[[str], Streamed], on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]]
+) -> None:
+    """By the early logits of training; the others are as they are without pruning, to the bit."""
+    one, text = streamed("pruning"), 5
+    parents = [-1, 0, 1, 2, 3, *(4 + parent + 1 if parent >= 0 else 4 for parent in PARENTS)]
+    span, token_ids = [Span("a", text + 6, parents, 7)], [*one.tokens[:text], *TREE]
+    chances = []
+    for node, token in enumerate(TREE):
+        path = [PARENTS[node]]
+        while path[0] >= 0:
+            path.insert(0, PARENTS[path[0]])
+        before = [*one.tokens[:text], *(TREE[step] for step in path[1:])]
+        batch = one.read(torch.tensor([before]))
+        early = one.net.early(batch, torch.tensor([0]), torch.tensor([len(before) - 1]))
+        chances.append(float(early.softmax(-1)[0, token]))
+    bound = sorted(chances)[2] * 1.001
+    expected: set[int] = set()
+    for node, chance in enumerate(chances):
+        if chance < bound or PARENTS[node] in expected:
+            expected.add(node)
+    assert 0 < len(expected) < len(TREE)
+    outputs, rows = [], []
+    for prune_below in (0.0, bound):
+        runner = one.open(prune_below=prune_below)
+        runner.open("a")
+        outputs.append(runner.forward(span, token_ids, (STREAMS,)))
+        kept = [0, 1, 2, 3, 4, *(text + node for node in range(len(TREE)) if node not in expected)]
+        runner.pool.check()
+        assert runner.pool.pending_len("a") == text + len(TREE)
+        rows.append(runner.pool.keys[:, runner.pool.slots("a")[kept]])
+    whole, pruned = outputs
+    assert whole.pruned == frozenset() and pruned.pruned == {node + 1 for node in expected}
+    left = [row for row in range(7) if row not in pruned.pruned]
+    bits = 0.0 if has_attention() else 1e-5
+    torch.testing.assert_close(pruned.logits[left], whole.logits[left], atol=bits, rtol=bits)
+    torch.testing.assert_close(pruned.features[0][4:][left], whole.features[0][4:][left], atol=bits, rtol=bits)
+    torch.testing.assert_close(rows[0], rows[1], atol=bits, rtol=bits)
+
+    def on_rank(group: Group) -> frozenset[int]:
+        runner = one.open(group, prune_below=bound)
+        runner.open("a")
+        with runner.decoder.lm_head.ungathered():
+            return runner.forward(span, token_ids, (STREAMS,)).pruned
+
+    assert on_ranks(2, on_rank) == [pruned.pruned] * 2
+
+
+def test_a_checkpoint_without_early_logits_cannot_prune(streamed: Callable[[str], Streamed]) -> None:
+    with pytest.raises(ValueError, match="has no early logits; train with"):
+        streamed("streaming").open(prune_below=0.1)

@@ -81,8 +81,8 @@ RECIPES: dict[str, SpeculatorRecipe] = {
     "rnn": SpeculatorRecipe(heads.build, heads.HeadsOptions("rnn", blocks=6)),
     "mlp": SpeculatorRecipe(heads.build, heads.HeadsOptions("mlp")),
     "lstm": SpeculatorRecipe(heads.build, heads.HeadsOptions("lstm")),
-    "streaming": SpeculatorRecipe(streams.build, streams.StreamsOptions(layers=3, start_rank=32, anchors=512)),
-    "mask_lora": SpeculatorRecipe(streams.build, streams.StreamsOptions("mask_lora", anchors=512)),
-    "s3d": SpeculatorRecipe(streams.build, streams.StreamsOptions("s3d", skip=2, anchors=512)),
+    "streaming": SpeculatorRecipe(streams.build, streams.StreamsOptions(layers=3, start_rank=64)),
+    "mask_lora": SpeculatorRecipe(streams.build, streams.StreamsOptions("mask_lora")),
+    "s3d": SpeculatorRecipe(streams.build, streams.StreamsOptions("s3d", skip=2)),
 }
 """Name -> recipe, e.g. `"eagle3": SpeculatorRecipe(eagle.build, EagleOptions(...))`; one row per published method."""

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from actors.ranges import OneOf, Range
+from cluster.tools.training.losses import divergences
 from cluster.tools.training.speculators.heads import HeadLossOptions, HeadsNet
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.model.adapted import check_adaptable
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
+from parallel.speculators.config import FINAL
 from parallel.speculators.stream_layers import StreamsConfig, stream_shapes
 from parallel.speculators.streams import METHODS, StreamsCell, taps_of
 
@@ -36,10 +38,12 @@ class StreamsOptions(HeadLossOptions):
     """streaming, mask_lora: the target's last layers that streams run through."""
     skip: Annotated[int, Range(0)] = 0
     """s3d: layers in the target's middle that the draft pass skips."""
-    rank: Annotated[int, Range(0, zero="none")] = 16
+    rank: Annotated[int, Range(0, zero="none")] = 32
     """Of the deltas of each layer's attention and MLP."""
     start_rank: Annotated[int, Range(0, zero="embeddings alone")] = 0
-    """Of what is added to a node's residual stream to begin its streams."""
+    """Of the map from a node's residual stream to what its streams begin with."""
+    prune_rank: Annotated[int, Range(0, zero="none")] = 0
+    """streaming: of early logits below the streams' layers, by which the target can give up unlikely nodes."""
     sampler: Annotated[int, Range(0, zero="none")] = 0
     """Width of the head that conditions a stream on the token before it."""
 
@@ -51,13 +55,15 @@ def build(options: StreamsOptions, target: TargetShape) -> StreamsNet:
     reads_root, count = options.method == "s3d", shape.num_layers
     if reads_root:
         first = (count - options.skip) // 2
-        if first < 1 or options.layers or options.start_rank:
+        if first < 1 or options.layers or options.start_rank or options.prune_rank:
             raise ValueError(
                 f"job.options.skip={options.skip}: a target of {count} layers keeps its first and its last, and s3d "
-                "takes no layers or start_rank; lower it"
+                "takes no layers, start_rank or prune_rank; lower it"
             )
         layers = (*range(first), *range(first + options.skip, count))
     else:
+        if options.prune_rank and not 0 < options.layers < count:
+            raise ValueError(f"job.options.prune_rank={options.prune_rank}: there are no layers to spare; set layers")
         if options.layers > count or options.skip:
             raise ValueError(
                 f"job.options.layers={options.layers}: the target has {count}, and skip is of s3d alone; lower it"
@@ -74,6 +80,7 @@ def build(options: StreamsOptions, target: TargetShape) -> StreamsNet:
         layers=layers,
         rank=options.rank,
         start_rank=options.start_rank,
+        prune_rank=options.prune_rank,
         reads_root=reads_root,
     )
     assert target.model is not None, "streams run through the target's layers"
@@ -95,7 +102,7 @@ class StreamsNet(HeadsNet):
         frozen: Any = model.model  # whose blocks have the names of Llama's
         self._frozen = (frozen,)  # in a tuple, so that it is no part of this module
         self.kv_layers = cell.config.layers
-        self.taps = (cell.config.layers[0],) if cell.config.start_rank else ()
+        self.taps = (cell.config.layers[0],) if cell.config.start_rank or cell.config.prune_rank else ()
         assert shape.rope is not None
         self._rope = Rope(shape.rope, shape.head_dim, torch.float32, "cpu")
         for name, size in stream_shapes(cell.config, shape).items():
@@ -110,6 +117,29 @@ class StreamsNet(HeadsNet):
                 nn.init.normal_(self.parameter(name), std=self.parameter(name).shape[1] ** -0.5)
             elif name == "sampler.token.weight":  # embeddings are small beside what the head reads
                 nn.init.normal_(self.parameter(name), std=self.parameter(name).shape[1] ** -0.5 / rms)
+
+    def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """That of heads, and of the early logits against the target's law of the next token."""
+        loss, metrics = super().loss(batch, generator)
+        if not self.config.prune_rank:
+            return loss, metrics
+        rows, anchors = self._anchors(batch, generator)
+        goals, early = batch.head(batch.taps[FINAL][rows, anchors]), self.early(batch, rows, anchors)
+        value = divergences()["fkl"](goals, early).mean()
+        return loss + value, metrics | {"early": value.detach()}
+
+    def early(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> Tensor:
+        """Early logits [N, V] of the tokens after these."""
+        nodes = batch.taps[self.config.layers[0]][rows, anchors].float()
+        return batch.head(self._frozen[0].norm(nodes + self._delta("streams.prune", nodes)))
+
+    def _anchors(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Those of heads; an evaluation takes as many, evenly spaced, since each costs rows of the target's layers."""
+        rows, anchors = super()._anchors(batch, generator)
+        if len(rows) > self.options.anchors:
+            chosen = torch.linspace(0, len(rows) - 1, self.options.anchors, device=rows.device).long()
+            rows, anchors = rows[chosen], anchors[chosen]
+        return rows, anchors
 
     def read_target(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> Tensor:
         """Final states of the streams before these roots, side by side, [N, streams * H]."""
@@ -146,7 +176,7 @@ class StreamsNet(HeadsNet):
         if self.config.start_rank:
             tap = batch.taps[self.config.layers[0]]
             nodes = tap.gather(1, anchors[..., None].expand(-1, -1, tap.shape[-1])).float()
-            return embed + (nodes + self._delta("streams.start", nodes))[:, :, None]
+            return embed + self._delta("streams.start", nodes)[:, :, None]
         return embed
 
     def _layer(self, layer: int, x: Tensor, rotation: Rotation, kv: tuple[Tensor, Tensor], sees: Tensor) -> Tensor:
