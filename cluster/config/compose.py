@@ -131,7 +131,7 @@ def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConf
 def _with_typed_levels(cascade: CascadeDrafterConfig, where: str) -> CascadeDrafterConfig:
     """Every level as its drafter's record, and the draft length as a number; ValueError, one line, otherwise."""
     levels = [
-        _typed_part(entry, f"{where}.levels[{i}]", {"none", "auto", "cascade", "self"}, "level")
+        _typed_part(entry, f"{where}.levels[{i}]", {"none", "auto", "cascade"}, "level")
         for i, entry in enumerate(cascade.levels)
     ]
     if len(levels) < 2:

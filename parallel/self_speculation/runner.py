@@ -43,7 +43,7 @@ class _PassMade:
 class SelfDraftRunner(ModelRunner):
     """A `ModelRunner` that runs `layers` of the target's decoder, which may be replaced between two drafts.
 
-    Its rows follow those of the target: `cached_len` is the target's, and committing or truncating only ends a draft. A
+    Its rows follow those of the target: `cached_len` is the target's until a draft keeps rows of its own. A
     draft begins with its first pass after `release_rows`. With `resumes`, the target's next pass takes over what draft
     rows computed in the leading layers that ran whole; only for rows that are nothing but tokens.
     """
@@ -73,14 +73,24 @@ class SelfDraftRunner(ModelRunner):
         self._end(self._draft_of(seq_id))
 
     def cached_len(self, seq_id: SeqId) -> int:
-        return self.target.cached_len(seq_id)
+        draft = self._draft_of(seq_id)
+        return self.pool.cached_len(draft) if draft in self._pending else self.target.cached_len(seq_id)
 
-    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:  # noqa: ARG002
-        """The target computes the rows of accepted tokens: the draft ends."""
-        self.close(seq_id)
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        """Keep rows for the rest of the draft; after its end the target has computed those of accepted tokens."""
+        draft = self._draft_of(seq_id)
+        if draft in self._pending:
+            super().commit(draft, keep, retain)
 
-    def truncate(self, seq_id: SeqId, length: int) -> None:  # noqa: ARG002
-        self.close(seq_id)
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        """Take rows of the draft back; those of the target are not the draft's to drop."""
+        draft = self._draft_of(seq_id)
+        if draft not in self._pending:
+            return
+        if length < self.target.cached_len(seq_id):
+            self._end(draft)
+        else:
+            super().truncate(draft, length)
 
     def release_rows(self) -> None:
         """End all drafts: the target is about to change its rows, and may need the slots."""
@@ -132,7 +142,7 @@ class SelfDraftRunner(ModelRunner):
         kept = {}
         for seq_id, fed in tokens.items():
             draft = self._draft_of(seq_id)
-            if draft in self._pending:
+            if draft in self._pending and len(self._pending[draft].parents) == len(fed):  # none was committed
                 context, parents = self.pool.cached_len(draft), self._pending[draft].parents
                 slots = self.pool.slots(draft)[context:].copy()
                 rows = fed, parents, slots, torch.cat(states[seq_id])

@@ -16,6 +16,8 @@ from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Drafter
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.drafters.model.loading import open_draft_model
+from actors.drafters.self_speculation.config import SelfDrafterConfig
+from actors.drafters.self_speculation.drafter import open_self_draft
 from parallel.comm.group import Group
 
 
@@ -37,7 +39,11 @@ def build_levels(
         if level == 0:
             drafter, held = model.build(setup if is_last else replace(setup, pipeline="sync"))
         else:
-            runner, held = open_draft_model(model, setup.scheduler, setup.group, setup.device)
+            on_target = isinstance(model, SelfDrafterConfig)
+            if on_target:
+                runner, held = open_self_draft(model, setup, resumes=False), {}
+            else:
+                runner, held = open_draft_model(model, setup.scheduler, setup.group, setup.device)
             port = LocalChild(drafter) if drafter is not None else child
             assert port is not None, "a cascade above level 0 has a level below it"
             top = level == len(config.levels) - 1

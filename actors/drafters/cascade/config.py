@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy, Translation
+from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.protocol.messages import SamplingKind
 from actors.ranges import Range, check_ranges, require
@@ -38,8 +39,9 @@ class CascadeDrafterConfig(DrafterConfig):
     name: str = "cascade"
     levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
     """The cheapest first; each a drafter's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
-    first may be any drafter, the others are models. `num_draft_tokens`: tokens that a level passes to the next at a
-    time; 0 = it forwards the drafts of the level before it, as if it were not there."""
+    first may be any drafter, the others are models; the last may be `self`, over a lookup. `num_draft_tokens`: tokens
+    that a level passes to the next at a time; 0 = it forwards the drafts of the level before it, as if it were not
+    there."""
     num_draft_tokens: Annotated[int, Range(0, zero="those of the last level, its tail and merge")] = 0
     """Draft tokens a round, at most; 0 = those of the last level, its tail and `merge`."""
     tails: Annotated[list[int], Range(0)] = field(default_factory=list)
@@ -85,12 +87,14 @@ class CascadeDrafterConfig(DrafterConfig):
             check_ranges(level, f"{where}.levels[{i}]", except_for="num_draft_tokens")  # which may be 0 here
             level.check_fields(f"{where}.levels[{i}]")
         for i, level in enumerate(self.levels[1:], 1):
-            is_model = isinstance(level, ModelDrafterConfig)
             remedy = "only the first level may lack a model; put it there"
-            require(is_model, f"{where}.levels[{i}]", level.name, remedy)
-            remedy = "drafts text and verifies none; put it first or use translate=intersection"
-            spells = level.translate is Translation.strings
-            require(not spells, f"{where}.levels[{i}].translate", level.translate, remedy)
+            require(
+                isinstance(level, ModelDrafterConfig | SelfDrafterConfig), f"{where}.levels[{i}]", level.name, remedy
+            )
+            if isinstance(level, ModelDrafterConfig):
+                remedy = "drafts text and verifies none; put it first or use translate=intersection"
+                spells = level.translate is Translation.strings
+                require(not spells, f"{where}.levels[{i}].translate", level.translate, remedy)
             remedy = "a level that verifies passes up a chain, or the runners-up beside it; use chain or tree"
             shaped = level.strategy in (Strategy.chain, Strategy.tree)
             require(shaped, f"{where}.levels[{i}].strategy", level.strategy, remedy)
@@ -101,6 +105,7 @@ class CascadeDrafterConfig(DrafterConfig):
             remedy = "passes up a tree, which cannot have a tail; drop drafter.tails of that level or its strategy"
             chained = self.width(i) == 1
             require(chained or not self.tail(i), f"{where}.levels[{i}].strategy", level.strategy, remedy)
+        self._check_self(where)
         learns, forwards = self.levels[0].target_top_k > 0, self.levels[1].num_draft_tokens == 0
         remedy = "learns from level 1, which forwards drafts without a pass; let that pass up at least 1"
         require(not (learns and forwards), f"{where}.levels[0]", self.levels[0].name, remedy)
@@ -113,7 +118,27 @@ class CascadeDrafterConfig(DrafterConfig):
                 remedy = "needs the last level's ranks and device; use drafter.placement=separate for its own"
                 require(alike, f"{where}.levels[{i}]", level.name, remedy)
 
+    def _check_self(self, where: str) -> None:
+        """A level that is the target with fewer layers takes the whole cascade to the target's ranks."""
+        for i, level in enumerate(self.levels):
+            if not isinstance(level, SelfDrafterConfig):
+                continue
+            remedy = "runs the target's own layers; put it last, over lookups, which can run on the target's ranks"
+            alone = i == len(self.levels) - 1 and not any(one.models() for one in self.levels)
+            require(alone, f"{where}.levels[{i}]", level.name, remedy)
+            together = self.placement is LevelsPlacement.together
+            remedy = "has a level on the target's ranks, where all are; use together"
+            require(together, f"{where}.placement", self.placement, remedy)
+            remedy = "is for drafter=self by itself; give a level `exit`, `skip` or `layers`"
+            require(level.search is Search.none, f"{where}.levels[{i}].search", level.search, remedy)
+
+    def is_attached(self, pipeline: str) -> bool:
+        last = self.levels[-1]
+        return isinstance(last, SelfDrafterConfig) and last.is_attached(pipeline)
+
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:
+        if isinstance(self.levels[-1], SelfDrafterConfig):
+            self.levels[-1].check_with(rule, pipeline, f"{where}.levels[{len(self.levels) - 1}]")
         self._check_lengths(rule, pipeline, where)
         coupled = rule is VerifyRule.coupled
         remedy = "is exact with verify=coupled only; drop it"

@@ -43,6 +43,7 @@ from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
 from parallel.runtime.runner import ModelRunner
+from parallel.self_speculation.runner import SelfDraftRunner
 
 _RULES_OF_LEVELS = {"kseq": "rejection", "block": "traversal"}
 """A level may verify by any exact rule: k-SEQ is not exact for the draws of lookups and of levels, and what a level
@@ -89,6 +90,7 @@ class CascadeDrafter:
             truncates=self,
             works_ahead=self if spec.works_ahead else None,
             has_levels=self,
+            shares_rows=runner if isinstance(runner, SelfDraftRunner) else None,
         )
         self._child = child
         self._spec = spec
@@ -388,7 +390,8 @@ class CascadeDrafter:
         return able
 
     def _prefill(self, state: RequestState, leave: int) -> None:
-        prefill(self.runner, state.request_id, state.text, leave=leave, chunk=self._prefill_chunk)
+        if self.capabilities.shares_rows is None:  # else the target reads the text
+            prefill(self.runner, state.request_id, state.text, leave=leave, chunk=self._prefill_chunk)
 
 
 def _common_prefix_len(ours: Sequence[int], theirs: Sequence[int]) -> int:

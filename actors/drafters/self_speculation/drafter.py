@@ -51,15 +51,21 @@ class SelfDrafter(ModelDrafter):
         """The target reads the text."""
 
 
-def build_self_drafter(config: SelfDrafterConfig, setup: DraftSetup) -> tuple[SelfDrafter, dict[str, object]]:
-    """The drafter on the target that `setup` names."""
+def open_self_draft(config: SelfDrafterConfig, setup: DraftSetup, *, resumes: bool) -> SelfDraftRunner:
+    """The layers that the record names of the target that `setup` names."""
     target = setup.target_runner
     if target is None:
-        raise ValueError("drafter=self: drafts with the target's own layers, on its ranks; use it as the only drafter")
+        raise ValueError("drafter=self: drafts with the target's own layers, and has to be on its ranks")
     num_layers = target.config.num_layers
     config.check_layers(num_layers)
+    return SelfDraftRunner(target, config.layer_plan(num_layers), resumes=resumes)
+
+
+def build_self_drafter(config: SelfDrafterConfig, setup: DraftSetup) -> tuple[SelfDrafter, dict[str, object]]:
+    """The drafter on the target that `setup` names."""
+    runner = open_self_draft(config, setup, resumes=config.resume)
     search = open_search(config, setup)
-    layers = config.layer_plan(num_layers) if search is None else search.layers
-    share = layers.num_sublayers / (2 * num_layers)
-    runner = SelfDraftRunner(target, layers, resumes=config.resume)
+    if search is not None:
+        runner.layers = search.layers
+    share = runner.layers.num_sublayers / (2 * runner.config.num_layers)
     return SelfDrafter(runner, config, setup.model_options, search), {"draft_share": share}

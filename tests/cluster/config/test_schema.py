@@ -62,7 +62,7 @@ PUBLIC_KEYS = {
     "kv_slots length_rule rejection_threshold placement",
     "drafter=self": "name exit skip resume strategy num_draft_tokens depth width branching draws tree min_gain "
     "merge_ngram fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
-    "rejection_threshold placement",
+    "rejection_threshold placement layers search skip_share search_every search_window search_trials least_cosine",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -379,6 +379,16 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
                 (["drafter.exit=1", "drafter.skip=[0]"], ".skip=[0]: leaves no sublayer to draft with; drop some"),
                 (["drafter.kv_slots=9"], ".kv_slots=9: is the target's own, target.kv_slots; drop it"),
                 (["drafter.weights=int8"], ".weights=int8: is the target's own, target.weights; drop it"),
+            )
+        ),
+        *(
+            (["drafter=cascade", f"drafter.levels={levels}", *overrides], f"drafter{line}")
+            for levels, overrides, line in (
+                ("[self,model]", [], ".levels[0]=self: runs the target's own layers; put it last, over lookups"),
+                ("[model,self]", [], ".levels[1]=self: runs the target's own layers; put it last, over lookups"),
+                ("[ngram,self]", ["drafter.placement=separate"], ".placement=separate: has a level on the target's"),
+                ("[ngram,{name: self, search: swift}]", [], ".levels[1].search=swift: is for drafter=self by itself"),
+                ("[ngram,self]", ["pipeline=pearl"], ".levels[1]=self: runs the target's own layers, which are busy"),
             )
         ),
         (["drafter=auto", "drafter.drafters=[self]"], "drafter.drafters[0]=self: is no drafter; give a name or"),

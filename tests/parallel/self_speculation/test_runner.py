@@ -63,7 +63,7 @@ def test_drafting_leaves_the_target_as_it_was(checkpoint, name):
     target.pool.check()
     assert target.pool.num_free == num_free
     assert torch.equal(draft.forward([Span("a", 1)], TEXT[-1:]).logits, first), "a draft begins anew"
-    for end in (lambda: draft.commit("a", [0]), lambda: draft.truncate("a", 0), lambda: draft.close("a")):
+    for end in (lambda: draft.truncate("a", 0), lambda: draft.close("a")):
         draft.forward([Span("a", 1)], TEXT[-1:])
         end()
         assert target.pool.num_free == num_free
@@ -99,3 +99,22 @@ def test_two_ranks_draft_what_one_does(checkpoint, on_ranks, name):
     ranks = on_ranks(2, logits)
     assert torch.equal(*ranks)
     torch.testing.assert_close(ranks[0], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_draft_may_keep_rows_and_take_them_back(checkpoint, name):
+    """As a level of a cascade does, which reviews a draft piece by piece."""
+    target, draft = opened(checkpoint.path, PLANS[name])
+    draft.forward([Span("a", 4, [-1, 0, 1, 1])], [TEXT[-1], 1, 2, 3])
+    draft.commit("a", [0, 1, 3])
+    target.pool.check()
+    assert (draft.cached_len("a"), target.cached_len("a")) == (len(TEXT) + 2, len(TEXT) - 1)
+    after = draft.forward([Span("a", 1)], [5]).logits
+    draft.truncate("a", len(TEXT))
+    assert draft.cached_len("a") == len(TEXT)
+    again = draft.forward([Span("a", 3)], [1, 3, 5]).logits
+    assert torch.equal(again, after)
+    draft.release_rows()
+    draft.commit("a", [0])
+    assert draft.cached_len("a") == len(TEXT) - 1
+    target.pool.check()

@@ -15,6 +15,7 @@ from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.options import SchedulerConfig
 from parallel.runtime.runner import Span, open_model
 
@@ -58,6 +59,15 @@ CASCADES = {
     "trees": cascade(NGRAM, tree_of("small", 6), tree_of("drafter", 8)),
     "last-passes-on": cascade(NGRAM, model("small", 4), model("drafter", 0), length=4),
 }
+SELVES = {
+    "skip": cascade(NGRAM, SelfDrafterConfig(skip=["1m"], num_draft_tokens=5)),
+    "exit-tree": cascade(
+        SuffixDrafterConfig(min_match=1),
+        SelfDrafterConfig(exit=1, strategy=Strategy.tree, width=2, num_draft_tokens=8),
+    ),
+    "tails": cascade(MAXGRAM, SelfDrafterConfig(skip=["0m"], num_draft_tokens=4), tails=(0, 3)),
+}
+"""Lookups under the target with fewer layers, on its ranks (CAS-Spec)."""
 QUICK = [
     ("ngram-model", "processed", "sync"),
     ("ngram-model", "greedy", "branches"),
@@ -105,6 +115,23 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     assert all(count["num_accepted_tokens"] <= count["num_draft_tokens"] for count in work.values())
     # The verdict that ends a request is not sent to its drafter.
     assert 0 < work[max(work)]["num_accepted_tokens"] <= room.stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize(("levels", "sampling"), list(zip(SELVES, SAMPLINGS, strict=True)))
+def test_the_target_with_fewer_layers_is_a_level(open_room, make_requests, plain_tokens, levels, sampling, rule):
+    """In a short pool too, whose rows it borrows."""
+    config, requests = SELVES[levels], make_requests(6, max_tokens=40, **SAMPLINGS[sampling])
+    if levels not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        plain_tokens[levels] = plain.tokens, plain.ends
+    for limits, slots in ((None, 4096), (SchedulerConfig(3, 40, 16), 150)):
+        room = open_room(config, attached=True, rule=rule, limits=limits, slots=slots).serve(requests)
+        if rule == "coupled" or sampling == "greedy":
+            assert (room.tokens, room.ends) == plain_tokens[levels]
+        assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+        assert sorted(room.stats.levels) == [f"{i}-{level.name}" for i, level in enumerate(config.levels)]
+    assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
 
 @pytest.mark.parametrize(
