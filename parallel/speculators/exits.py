@@ -110,7 +110,7 @@ class ExitRunner(PooledRunner):
         *,
         backend: str | None = None,
     ) -> None:
-        super().__init__(config, place.tables, *place.make_pool(config.block, 1), backend)
+        super().__init__(config, layers, place.tables, *place.make_pool(config.block, 1), backend)
         self.layers = layers
         self.self_draft = target
 

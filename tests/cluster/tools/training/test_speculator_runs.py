@@ -142,6 +142,20 @@ def whole_log(folder: Path) -> Path:
     return folder / "whole" / "work" / "distill" / "loss.jsonl"
 
 
+def test_a_tuned_target_is_a_target(text: Path, tmp_path: Path):
+    """LayerSkip: its exit agrees more with its last layer, and the target it came from is as it was."""
+    target = small_target(tmp_path / "untuned", 3)
+    before = (target / "model.safetensors").read_bytes()
+    config = small(target, text, recipe="layerskip", options="{interval: 1}")
+    outcome = train.make_drafter(replace(config, job=replace(config.job, steps=16)), tmp_path)
+    assert outcome["held_out"]["loss"] < outcome["held_out_before"]["loss"]
+    assert outcome["held_out_before"]["agreement"] > 0.95  # with itself, but for bfloat16
+    assert outcome["held_out"]["length_at_0.8"] > outcome["held_out_before"]["length_at_0.8"]
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert tuned.config.num_hidden_layers == 3 and (tmp_path / "target" / "tokenizer.json").exists()
+    assert (target / "model.safetensors").read_bytes() == before
+
+
 def test_prefixes_of_a_draft_model_learn_together(target: Path, text: Path, tmp_path: Path):
     config = small(target, text, recipe="sorted", options="{start: '', prefixes: [1]}", rate=10)
     outcome = train.make_drafter(replace(config, job=replace(config.job, steps=16)), tmp_path)
