@@ -117,7 +117,7 @@ def _least_kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     few = [row for row, top_k in enumerate(top_ks) if top_k < vocab_size]
     all_ = [row for row, one in enumerate(params) if top_ks[row] == vocab_size and one.top_p < 1]
     for rows, width in ((few, max((top_ks[row] for row in few), default=0)), (all_, vocab_size)):
-        at_once = max(1, _RANKED_AT_ONCE[logits.is_cuda] // max(1, width))
+        at_once = max(1, _RANKED_AT_ONCE[not logits.is_cpu] // max(1, width))
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
             kept, shares = [top_ks[row] for row in some], [params[row].top_p for row in some]
@@ -134,7 +134,7 @@ def _ranked(logits: Tensor, width: int) -> Tensor:
     """The `width` largest values of each row, in decreasing order."""
     if width <= _PARTLY_RANKED:
         return logits.topk(width, dim=-1).values
-    if logits.is_cuda:
+    if not logits.is_cpu:
         return logits.sort(dim=-1, descending=True).values[:, :width]
     negated = logits.neg().numpy()  # NumPy sorts 20 times as fast as torch on CPU, where AVX2 or better is there
     negated.sort(axis=-1)

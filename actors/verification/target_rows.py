@@ -140,4 +140,4 @@ class TargetRows:
 
 
 def _reads_ahead(logits: Tensor) -> bool:
-    return logits.is_cuda
+    return not logits.is_cpu

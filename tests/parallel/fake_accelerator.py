@@ -65,13 +65,16 @@ class MixedDevices(RuntimeError):
 
 
 class _Literals(TorchFunctionMode):
-    """`torch.tensor` of numbers makes the tensor below PyTorch's dispatcher: make it on the host, then copy it."""
+    """`torch.tensor` of numbers, and an index that is a list, make a tensor below PyTorch's dispatcher: make it on the
+    host, then copy it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == NAME:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], DeviceTensor) and isinstance(args[1], list):
+            args = args[0], torch.tensor(args[1]).to(args[0].device)
         return func(*args, **kwargs)
 
 

@@ -16,7 +16,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
+from actors.options import SchedulerConfig, TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
 from actors.protocol.messages import (
     Admit,
@@ -32,10 +32,12 @@ from actors.protocol.messages import (
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub
 from actors.worker import factory
-from actors.worker.factory import RankSpec, serve
+from actors.worker.factory import RankSpec, build_role, serve
+from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
 from tests.actors.service_harness import SECRET
 from tests.parallel.cuda_twin import CudaTwin
+from tests.parallel.fake_accelerator import FakeAccelerator
 
 WAIT_S = 30.0
 PROMPT = (3, 4, 5, 3, 4)
@@ -320,3 +322,31 @@ def test_a_rank_uses_its_device_before_it_waits_for_anyone(spec, monkeypatch):
     with pytest.raises(ValueError, match="nowhere: not an address"):
         serve(replace(spec, device="cuda:1", hub_address="nowhere"))
     assert twin.current_device() == 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, monkeypatch, rule, temperature):
+    """Passes, drawing, drafts and verification; a tensor of the host among those of the device raises there."""
+    monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
+    monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+    params = SamplingParams(temperature=temperature, top_p=0.9, seed=3)
+    drafter = replace(spec.drafter, kv_slots=300)
+    spec = replace(spec, verify=VerifyConfig(rule=VerifyRule(rule)), drafter=drafter)
+
+    def answers(device):
+        target, draft = (build_role(replace(spec, role=role, device=device), SINGLE)[0] for role in ("target", "draft"))
+        admit = replace(ADMIT, sampling=params)
+        (first,) = target.answer(VerifyBatch(7, admits=(admit,), items=(VerifyItem(1, len(PROMPT)),)))
+        token = first.verdicts[0].next_token
+        known = replace(admit, token_ids=(*PROMPT, token))
+        (drafted,) = draft.answer(DraftBatch(7, admits=(known,), orders=(DraftOrder(1, 3),)))
+        commit = Commit(1, 0, len(PROMPT), (), (token,))
+        item = VerifyItem(1, 1, drafted.proposals[0])
+        (second,) = target.answer(VerifyBatch(8, after=7, commits=(commit,), items=(item,)))
+        return first.verdicts, drafted.proposals[0].tree, second.verdicts
+
+    expected = answers("cpu")
+    with FakeAccelerator() as accelerator:
+        assert answers(str(accelerator.device)) == expected
+        assert accelerator.num_syncs > 0
