@@ -114,6 +114,11 @@ class DrafterConfig(Choice):
         return 0
 
     @property
+    def learns_later(self) -> bool:
+        """Whether it can read these tokens a pass later, because no draft is made of them."""
+        return False
+
+    @property
     def reads_prompts(self) -> bool:
         """Whether the rows of prompts count as verified; the target then computes their logits too."""
         return False
@@ -135,6 +140,11 @@ class DrafterConfig(Choice):
     def on_target(self, target: ModelRunner) -> ModelRunner:
         """The target's runner, or another that also computes what this drafter reads."""
         return target
+
+    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+        """Bytes on each of the target's ranks, if it is attached to them, and those for each of the target's KV slots;
+        upper bounds, before anything is loaded."""
+        return 0, 0
 
     def is_attached(self, pipeline: str) -> bool:
         """Whether it runs on the target's ranks, and drafts right after each verdict."""

@@ -20,6 +20,7 @@ from actors.protocol.messages import (
     Admit,
     Commit,
     SamplingParams,
+    TopTokens,
     Verdict,
     VerdictBatch,
     VerifyBatch,
@@ -64,6 +65,8 @@ class TargetRole:
         self._verifier = Verifier(
             runner, rule, eos_token_ids, top_tokens=top_tokens, features=features, splits_choice=True
         )
+        self._reads_later = top_tokens is not None and top_tokens.is_late
+        self._of_last_pass: TopTokens | None = None
         self._features = features
         self._attached = attached
         self._sender = sender
@@ -89,7 +92,8 @@ class TargetRole:
             first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
             logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
             if self._is_lead:
-                verdicts, top_tokens = self._verify(inputs, logits), self._verifier.top_tokens()
+                verdicts = self._verify(inputs, logits)
+                top_tokens = None if self._reads_later else self._verifier.top_tokens()
             if self._attached is not None:
                 finished = time.monotonic()
                 verdicts = self._attached.share(verdicts, batch.items, is_lead=self._is_lead)
@@ -103,6 +107,8 @@ class TargetRole:
                 export = self._sender.announce(wanted, batch.bridge, batch.num_received)
             if self._attached is None:
                 self._commit_chunks(inputs)
+        if self._reads_later:
+            top_tokens, self._of_last_pass = self._of_last_pass, None
         finished = time.monotonic() if finished is None else finished
         exported = self._sender.take_span() if self._sender is not None else None
         yield VerdictBatch(
@@ -110,6 +116,8 @@ class TargetRole:
         )
         if export is not None and self._sender is not None:
             self._sender.send()  # the coordinator works on the verdicts meanwhile
+        if self._reads_later and batch.items:
+            self._of_last_pass = self._verifier.top_tokens()
 
     def _committed_features(
         self, inputs: Sequence[VerifyInput], first_positions: Sequence[int], verdicts: Sequence[Verdict]
@@ -127,6 +135,7 @@ class TargetRole:
         for request_id in self.contexts:
             self.runner.close(request_id)
         self.contexts.clear()
+        self._of_last_pass = None
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(

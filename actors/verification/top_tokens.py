@@ -27,9 +27,13 @@ class _Fed(Protocol):
 
 
 class TopTokensReader:
-    """`k` tokens of each row; `reads_prompts`: also of rows that read committed text. Only the lead keeps logits."""
+    """`k` tokens of each row; `reads_prompts`: also of rows that read committed text. Only the lead keeps logits.
 
-    def __init__(self, k: int, *, reads_prompts: bool = False, is_lead: bool = True) -> None:
+    `is_late`: nobody drafts from them, so they are to be read once the verdicts have left.
+    """
+
+    def __init__(self, k: int, *, reads_prompts: bool = False, is_lead: bool = True, is_late: bool = False) -> None:
+        self.is_late = is_late
         self._k = k
         self._reads_prompts = reads_prompts
         self._is_lead = is_lead
@@ -38,9 +42,11 @@ class TopTokensReader:
         self._spans: list[tuple[int, int]] = []  # (sequence, length of its text) of each of `_contexts`
 
     @staticmethod
-    def of(k: int, *, reads_prompts: bool = False, is_lead: bool = True) -> TopTokensReader | None:
+    def of(
+        k: int, *, reads_prompts: bool = False, is_lead: bool = True, is_late: bool = False
+    ) -> TopTokensReader | None:
         """The reader for a drafter that asks for `k` tokens; None if it asks for none."""
-        return TopTokensReader(k, reads_prompts=reads_prompts, is_lead=is_lead) if k else None
+        return TopTokensReader(k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=is_late) if k else None
 
     def forward(
         self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int], inputs: Sequence[_Fed]

@@ -130,6 +130,7 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     speculates = spec.pipeline != PipelineName.plain
     most_rows = 1 + spec.drafter.num_draft_tokens * speculates
     shapes = graph_shapes(spec.scheduler.max_num_seqs, most_rows, spec.scheduler.max_num_batched_tokens)
+    is_attached = spec.drafter.is_attached(spec.pipeline)
     fit = fit_slots(
         config.path,
         group,
@@ -143,6 +144,7 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         num_logit_rows=spec.scheduler.max_num_batched_tokens if reads_prompts else 0,
         graphs=shapes,
         sharing=_sharing(spec),
+        beside=spec.drafter.memory_beside(config, group.size, spec.device) if is_attached else (0, 0),
     )
     sizes: dict[str, Any] = fit.facts()
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
@@ -151,9 +153,9 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     if spec.pipeline != PipelineName.plain:
         runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0
-    reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead)
+    reader = TopTokensReader.of(top_k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=spec.drafter.learns_later)
     attached, features, facts = None, None, {}
-    if spec.drafter.is_attached(spec.pipeline):
+    if is_attached:
         setup = replace(_setup(spec, group), target_runner=runner)
         drafter, facts["drafter"] = spec.drafter.build(setup)
         attached = AttachedDrafter(drafter, group, spec.device)

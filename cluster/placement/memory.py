@@ -6,11 +6,12 @@ An upper estimate of what the ranks decide (`parallel/runtime/kv_sizing.py`): th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Parallel, Translation
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import TargetConfig
 from actors.topology import level_roles
 from cluster import pocket
@@ -19,6 +20,7 @@ from cluster.placement.ranks import RankPlacement
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
+_Model = TargetConfig | ModelDrafterConfig | SpeculatorDrafterConfig
 _TRANSLATED = ", whose tokenizer is not the target's: "
 LOAD_RATE = 0.5 * 2**30
 """Bytes a second that weights are read at, at the least: a network file system's."""
@@ -42,14 +44,17 @@ def footprints(config: LaunchConfig, places: Sequence[RankPlacement]) -> dict[st
     found: dict[str, Footprint] = {}
     for place in places:
         if place.role not in found:
-            sizes = [_footprint(model, place, config.scheduler.max_num_seqs) for model in _models(config, place.role)]
+            sizes = [_footprint(model, place, config) for model in _models(config, place.role)]
             if sizes:
                 found[place.role] = Footprint(sum(size.weights for size in sizes), sum(size.kv for size in sizes))
     return found
 
 
-def _footprint(model: TargetConfig | ModelDrafterConfig, place: RankPlacement, max_num_seqs: int) -> Footprint:
+def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Footprint:
     """Of one model on the `place.size` ranks of its role."""
+    max_num_seqs = config.scheduler.max_num_seqs
+    if isinstance(model, SpeculatorDrafterConfig):
+        return _speculator_footprint(model, place, config)
     if isinstance(model, TargetConfig):
         parts, shapes = place.size, read_config(model.path).stretched(model.stretch)
         length = min(model.max_model_len or shapes.max_positions, shapes.max_positions)
@@ -64,11 +69,30 @@ def _footprint(model: TargetConfig | ModelDrafterConfig, place: RankPlacement, m
     return Footprint(weights, place.size * num_slots * kv_bytes_per_slot(shapes, parts, width))
 
 
-def _models(config: LaunchConfig, role: str) -> list[TargetConfig] | list[ModelDrafterConfig]:
+def _speculator_footprint(model: SpeculatorDrafterConfig, place: RankPlacement, config: LaunchConfig) -> Footprint:
+    """With copies of the target's embedding and head where it is not on the target's ranks."""
+    target, memory = config.target, model.memory(config.target, place.size, place.device)
+    length = min(memory.max_positions, target.max_model_len or memory.max_positions)
+    slots, tables = model.kv_slots or config.scheduler.max_num_seqs * length, 0
+    if place.role == "target":
+        slots = model.kv_slots or target.kv_slots or slots
+    else:
+        dtype = dtype_name(model.dtype, place.device)
+        stored = weights_name(target.weights, dtype, place.device, target.path)
+        shapes = replace(read_config(target.path), num_layers=0)
+        tables = weight_bytes(shapes, place.size, ITEM_BYTES[dtype], weights=stored)
+    return Footprint(place.size * (tables + memory.weight_bytes), place.size * slots * memory.bytes_per_slot)
+
+
+def _models(config: LaunchConfig, role: str) -> Sequence[_Model]:
     """The models of this role."""
-    if role == "target":
-        return [config.target]
     drafter = config.drafter
+    if role == "target":
+        if isinstance(drafter, SpeculatorDrafterConfig) and drafter.is_attached(config.pipeline.name):
+            return [config.target, drafter]
+        return [config.target]
+    if isinstance(drafter, SpeculatorDrafterConfig):
+        return [drafter]
     if isinstance(drafter, AutoDrafterConfig):
         return drafter.draft_models
     levels = drafter.levels if isinstance(drafter, CascadeDrafterConfig) else [drafter]
@@ -107,7 +131,7 @@ def describe_layout(config: LaunchConfig, places: Sequence[RankPlacement], sizes
     return "\n".join(lines if sizes else lines[:-1])
 
 
-def _translation(model: TargetConfig | ModelDrafterConfig) -> str:
+def _translation(model: _Model) -> str:
     if not isinstance(model, ModelDrafterConfig) or not model.tokenizer:
         return ""
     return _TRANSLATED + _HOW[model.translate]

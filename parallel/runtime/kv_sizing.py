@@ -92,10 +92,12 @@ def fit_slots(
     num_logit_rows: int = 0,
     graphs: Sequence[GraphShape] = (),
     sharing: DeviceShare | None = None,
+    beside: tuple[int, int] = (0, 0),
 ) -> ModelMemory:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit beside the logits of
     `num_logit_rows` rows, twice in float32: as computed, and while their likeliest tokens are read; on CUDA beside
     `graphs`. With others on the same device (`sharing`) a rank keeps to its part, in whatever order they allocate.
+    `beside`: bytes that a drafter on the same ranks takes, and those that it takes for every slot.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
     `num_slots`, which must be the same on all ranks, do not fit.
@@ -108,22 +110,43 @@ def fit_slots(
     reserved = num_logit_rows * config.vocab_size * 8
     if device.startswith("cuda"):
         reserved += graph_bytes(config, chosen.itemsize, graphs)
-    left = free_bytes(device) - held - reserved
-    if sharing is not None:
-        beside = total_bytes(device) - held - sharing.neighbour_bytes
-        left = min(left, int(beside * sharing.part) - reserved)
-    if left < per_slot * (num_slots or 1):
-        raise ValueError(
-            f"{path}: {_gib(held)} of weights and {_gib(per_slot * num_slots)} of KV do not fit the "
-            f"{_gib(left + held)} free on {device}; use more ranks, a smaller dtype or fewer KV slots"
-        )
-    if not num_slots:
-        affordable = int(left * _POOL_SHARE[device.partition(":")[0]]) // per_slot
-        num_slots = min(max_num_seqs * max_model_len, affordable)
-        if group.size > 1:
-            agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
-            num_slots = int(agreed.min())
+    sizes, limits = (held + beside[0], per_slot + beside[1]), {"reserved": reserved, "sharing": sharing}
+    most = max_num_seqs * max_model_len
+    num_slots = affordable_slots(path, group, device, *sizes, most=most, num_slots=num_slots, **limits)
     return ModelMemory(chosen, max_model_len, num_slots, held, num_slots * per_slot, stored)
+
+
+def affordable_slots(
+    path: str,
+    group: Group,
+    device: str,
+    weight_bytes: int,
+    bytes_per_slot: int,
+    *,
+    most: int,
+    num_slots: int = 0,
+    reserved: int = 0,
+    sharing: DeviceShare | None = None,
+) -> int:
+    """`num_slots`, or as many as fit beside weights still to be loaded and `reserved` bytes, `most` at most; ValueError
+    if they do not fit. All ranks agree."""
+    left = free_bytes(device) - weight_bytes - reserved
+    if sharing is not None:
+        shared = total_bytes(device) - weight_bytes - sharing.neighbour_bytes
+        left = min(left, int(shared * sharing.part) - reserved)
+    if left < bytes_per_slot * (num_slots or 1):
+        raise ValueError(
+            f"{path}: {_gib(weight_bytes)} of weights and {_gib(bytes_per_slot * num_slots)} of KV do not fit the "
+            f"{_gib(left + weight_bytes)} free on {device}; use more ranks, a smaller dtype or fewer KV slots"
+        )
+    if num_slots:
+        return num_slots
+    affordable = int(left * _POOL_SHARE[device.partition(":")[0]]) // max(1, bytes_per_slot)
+    num_slots = min(most, affordable)
+    if group.size > 1:
+        agreed = group.all_gather(torch.tensor([float(num_slots)], dtype=torch.float64, device=device))
+        num_slots = int(agreed.min())
+    return num_slots
 
 
 def _name(dtype: torch.dtype) -> str:

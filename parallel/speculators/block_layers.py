@@ -25,6 +25,7 @@ from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions, Weight
+from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import FuserShape, SpeculatorConfig
 from parallel.speculators.correctors import (
     Corrector,
@@ -71,6 +72,13 @@ class BlockConfig(SpeculatorConfig):
     def num_drafted(self) -> int:
         """Draft tokens of a block."""
         return self.block_size - (not self.anchor_first)
+
+    @property
+    def drafts_blocks(self) -> bool:
+        return True
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(self.layers, ranks, item_bytes)
 
     @property
     def fuser(self) -> FuserShape:

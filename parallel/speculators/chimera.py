@@ -30,6 +30,7 @@ from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard
+from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import FINAL, SpeculatorConfig
 from parallel.speculators.fusing import WholeRowsLinear
 from parallel.speculators.place import SpeculatorPlace
@@ -43,6 +44,9 @@ TRIGRAM = 3
 class ChimeraConfig(SpeculatorConfig):
     block: DecoderConfig
     """Of the layer."""
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(self.block, ranks, item_bytes) + 8  # and its token
 
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""

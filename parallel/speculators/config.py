@@ -90,6 +90,15 @@ class SpeculatorConfig:
         return self.fuser is not None and self.fuser.outputs < self.feature_size
 
     @property
+    def drafts_blocks(self) -> bool:
+        """Whether one pass drafts all depths, behind committed text alone."""
+        return False
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:  # noqa: ARG002
+        """Of one token, in what one of the ranks keeps of every sequence."""
+        return 0
+
+    @property
     def num_logits(self) -> int:
         """Columns of a row of logits: every speculator proposes tokens of the target's vocabulary."""
         return self.vocab_size

@@ -14,6 +14,7 @@ from parallel.model.checkpoint import Shape, block_tensors
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
+from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import FuserShape, SpeculatorConfig
 
 
@@ -96,6 +97,14 @@ class DraftLayerConfig(SpeculatorConfig):
     def block_size(self) -> int:
         """Rows at most that a pass adds to a sequence for a while."""
         return self.num_depths
+
+    @property
+    def drafts_blocks(self) -> bool:
+        return self.num_depths > 1
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        outputs = 0 if self.drafts_blocks else self.block.hidden_size * item_bytes  # which rows after it read
+        return kv_bytes_per_slot(self.block, ranks, item_bytes) + outputs
 
     @property
     def has_draft_vocab(self) -> bool:

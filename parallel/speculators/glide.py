@@ -27,6 +27,7 @@ from parallel.model.layers.linear import ColumnLinear, RowLinear, even_rows
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, rotate
 from parallel.model.layers.weight import Layer, Shard
+from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import SpeculatorConfig, kv_tap
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
@@ -43,6 +44,9 @@ class GlideConfig(SpeculatorConfig):
     @property
     def feature_size(self) -> int:
         return 2 * self.block.num_kv_heads * self.block.head_dim
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return 2 * kv_bytes_per_slot(self.block, ranks, item_bytes)
 
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""

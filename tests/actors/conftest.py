@@ -242,7 +242,9 @@ def open_room(models, speculator, open_bridge):
         attached=False,
     ):
         limits = limits or SchedulerConfig()
-        reader = TopTokensReader.of(config.target_top_k, reads_prompts=config.reads_prompts) if config else None
+        reader = config and TopTokensReader.of(
+            config.target_top_k, reads_prompts=config.reads_prompts, is_late=config.learns_later
+        )
         runner = open_model(models["target"], num_slots=slots, weights=weights)
         draft = on_target = features = None
         if config is not None:

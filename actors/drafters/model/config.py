@@ -341,6 +341,10 @@ class ModelDrafterConfig(PassDrafterConfig):
     def target_top_k(self) -> int:
         return 8 if self.online else 0
 
+    @property
+    def learns_later(self) -> bool:
+        return self.online
+
     def _check_layers(self, where: str) -> None:
         by_layer = self.parallel is Parallel.layer
         group, partition = self.layer_group, self.layer_partition

@@ -77,7 +77,8 @@ class OnlineDrafter:
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
-        self._laws.read(top_tokens, self._contexts)
+        for window in self._laws.read(top_tokens, self._contexts):
+            self._remember(window)
 
     def _remember(self, window: LawWindow | None) -> None:
         if window is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from actors.policy.estimators import Ewma
 
-MOST_DELAYED = 0.01
+MOST_DELAYED = 0.005
 """Share of the time by which answers may have been delayed."""
 FITS = 0.6
 """Share of the time to the expected record that a step may take: rounds differ in length."""
@@ -36,16 +36,19 @@ class IdleTime:
         """The rank waits for the next record."""
         self._waits_since, self._last_step = now, None
 
-    def record_arrived(self, now: float) -> float:
-        """A record was read; returns when it arrived, which is taken to be in the middle of a step that just ended."""
+    def record_arrived(self, now: float, due: float | None) -> float:
+        """A record was read; returns when it arrived: if a step just ended, when it was `due`, or in the middle of that
+        step if it was due later."""
         if self._waits_since is not None:
             self._idle_s += now - self._waits_since
             self._waits_since = None
         started, finished = self._last_step or (0.0, 0.0)
         if self._last_step is None or now - finished > 0.1 * self._step.mean:
             return now
-        self.delayed_s += (finished - started) / 2
-        return (started + finished) / 2
+        middle = (started + finished) / 2
+        arrived = middle if due is None else min(max(due, started), middle)
+        self.delayed_s += finished - arrived
+        return arrived
 
     def learned(self, started: float, finished: float) -> None:
         """A step ran."""

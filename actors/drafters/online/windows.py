@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,8 @@ READ_BEFORE = 32
 """Tokens read before them, at most."""
 FEWEST = 8
 """Positions of a window at the end of a request, at least."""
+MOST_UNMATCHED = 8
+"""Verdicts of a request whose rows may still come."""
 USES = 3
 """How often a window is learned; then it is dropped, so that a drafter without traffic comes to rest."""
 
@@ -53,14 +55,16 @@ class _TextRows:
 
 
 class TextLaws:
-    """Joins the rows of every request to windows."""
+    """Joins the rows of every request to windows. Rows of a pass may come before its verdict or after it."""
 
     def __init__(self) -> None:
         self._verified: dict[int, tuple[int, np.ndarray, np.ndarray, np.ndarray]] = {}  # (text, tokens, likely, probs)
+        self._verdicts: dict[int, dict[int, tuple[list[int], list[int]]]] = {}  # text -> (accepted rows, their tokens)
         self._rows: dict[int, _TextRows] = {}
 
-    def read(self, top_tokens: TopTokens, known: Container[int]) -> None:
-        """The rows of a pass, of known requests; which of them are of the text is known with the verdicts."""
+    def read(self, top_tokens: TopTokens, known: Mapping[int, Context]) -> list[LawWindow]:
+        """The rows of a pass, of known requests; windows that are full now."""
+        windows = []
         tokens = np.frombuffer(top_tokens.contexts, np.int32)[1::2]
         likely = np.frombuffer(top_tokens.token_ids, np.int32).reshape(-1, top_tokens.k)
         probs = np.frombuffer(top_tokens.probs, np.float32).reshape(-1, top_tokens.k)
@@ -69,30 +73,43 @@ class TextLaws:
             rows = slice(start, start + size)
             if request_id in known:
                 self._verified[request_id] = text_len, tokens[rows], likely[rows], probs[rows]
+                window = self._join(known[request_id], known[request_id].token_ids)
+                windows += [] if window is None else [window]
             start += size
+        return windows
 
     def observe(self, context: Context, commit: Commit) -> LawWindow | None:
         """The verdict on the verified rows of a request, whose text is not extended yet; a window if one is full."""
-        nothing = np.empty(0)
-        text_len, tokens, likely, probs = self._verified.pop(context.request_id, (-1, nothing, nothing, nothing))
         path = [0, *commit.path][: len(commit.token_ids)]  # rows of the tree's nodes are in their order
         read = [context.token_ids[-1], *commit.token_ids][: len(path)]
-        fits = text_len == len(context.token_ids) and max(path) < len(tokens) and tokens[path].tolist() == read
-        if not fits:
-            self._rows.pop(context.request_id, None)
+        verdicts = self._verdicts.setdefault(context.request_id, {})
+        verdicts[len(context.token_ids)] = path, read
+        if len(verdicts) > MOST_UNMATCHED:
+            del verdicts[min(verdicts)]
+        return self._join(context, [*context.token_ids, *commit.token_ids])
+
+    def _join(self, context: Context, text: list[int]) -> LawWindow | None:
+        """If rows and verdict of a pass over the request are there, the rows of its text; `text` ends behind them."""
+        request_id = context.request_id
+        verdicts = self._verdicts.get(request_id, {})
+        if request_id not in self._verified or self._verified[request_id][0] not in verdicts:
             return None
-        rows = self._rows.setdefault(context.request_id, _TextRows(text_len))
+        text_len, tokens, likely, probs = self._verified.pop(request_id)
+        path, read = verdicts[text_len]
+        self._verdicts[request_id] = {later: verdicts[later] for later in verdicts if later > text_len}
+        if max(path) >= len(tokens) or tokens[path].tolist() != read:
+            return None
+        rows = self._rows.setdefault(request_id, _TextRows(text_len))
         if rows.start + len(rows.likely) != text_len:
-            rows = self._rows[context.request_id] = _TextRows(text_len)
+            rows = self._rows[request_id] = _TextRows(text_len)
         rows.likely += list(likely[path])
         rows.probs += list(probs[path])
-        if len(rows.likely) < POSITIONS:
-            return None
-        return self._window(context, [*context.token_ids, *commit.token_ids], POSITIONS)
+        return self._window(context, text, POSITIONS) if len(rows.likely) >= POSITIONS else None
 
     def release(self, context: Context) -> LawWindow | None:
         """The request ended: what is left of its rows, if it is worth a pass."""
         self._verified.pop(context.request_id, None)
+        self._verdicts.pop(context.request_id, None)
         rows = self._rows.get(context.request_id)
         size = 0 if rows is None else min(len(rows.likely), len(context.token_ids) - rows.start + 1)
         window = self._window(context, context.token_ids, size) if size >= FEWEST else None

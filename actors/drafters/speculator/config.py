@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DraftSetup, PathResolver
-from actors.drafters.model.config import PassDrafterConfig
+from actors.drafters.model.config import CalibrationPolicy, PassDrafterConfig
 from actors.options import CHECKPOINT, DEVICES, PipelineName, VerifyRule
 from actors.ranges import OneOf, Range, require
 
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
+    from actors.options import TargetConfig
     from parallel.runtime.runner import ModelRunner
     from parallel.speculators.fusing import TapFuser
+    from parallel.speculators.memory import SpeculatorMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +64,42 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
 
         return with_streams(self.path, target, self.prune_below)
 
+    def memory(self, target: TargetConfig, ranks: int, device: str) -> SpeculatorMemory:
+        """On a rank of so many; loads no tensor."""
+        from parallel.model.families.registry import read_config
+        from parallel.runtime.model_bytes import dtype_name, weights_name
+        from parallel.speculators.memory import speculator_memory
+
+        dtype = dtype_name(self.dtype, device)
+        weights = weights_name(self.weights, dtype, device)
+        return speculator_memory(self.path, read_config(target.path).num_layers, ranks, dtype, weights)
+
+    def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
+        memory = self.memory(target, ranks, device)
+        if self.kv_slots:
+            return memory.weight_bytes + self.kv_slots * memory.bytes_per_slot, 0
+        return memory.weight_bytes, memory.bytes_per_slot
+
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
         config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))
-        config._check_taps(resolve.target, where)
+        config._check_record(resolve.target, where)
         config._check_place(resolve.pipeline, where)
         return replace(config, tree=config._tree_file(resolve, f"{where}.tree")) if self.tree else config
 
-    def _check_taps(self, target: str, where: str) -> None:
+    def _check_record(self, target: str, where: str) -> None:
         from parallel.model.families.registry import read_config
         from parallel.speculators.config import STREAMS, kv_tap
+        from parallel.speculators.registry import read_speculator
 
         num_layers = read_config(target).num_layers
         try:
-            taps = self.taps(num_layers)
+            record = read_speculator(self.path, num_layers)
         except ValueError as error:
             raise ValueError(f"{where}.path: {error}") from None
+        taps, policy = record.taps, self.calibration_policy
+        remedy = f"{record.method} drafts blocks, which begin behind the target's features; use every or mismatch"
+        calibrates = not record.drafts_blocks or policy is not CalibrationPolicy.never
+        require(calibrates, f"{where}.calibration_policy", policy, remedy)
         # keys and values of layer i are within layer i + 1; streams are checked with their layers
         deepest = max((max(tap, kv_tap(tap) + 1) for tap in taps if tap != STREAMS), default=0)
         remedy = f"reads layer {deepest} of a target that has {num_layers}; use one trained for this target"

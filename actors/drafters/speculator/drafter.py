@@ -20,7 +20,7 @@ from actors.drafters.model.drafter import ModelDrafter
 from parallel.kernels.products import has_products
 from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
-from parallel.runtime.kv_sizing import choose_dtype, choose_weights
+from parallel.runtime.kv_sizing import affordable_slots, choose_dtype, choose_weights
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
 from parallel.speculators.runner import SpeculatorRunner
@@ -84,7 +84,12 @@ def build_speculator_drafter(
     num_layers = read_config(resolve_checkpoint(target.path)).num_layers
     record = read_speculator(config.path, num_layers)
     beside = 0 if target_runner is None else target_runner.pool.num_slots
-    num_slots = config.kv_slots or beside or setup.scheduler.max_num_seqs * record.max_positions
+    if not (num_slots := config.kv_slots or beside):
+        memory = config.memory(target, setup.group.size, device)  # of what is still to be loaded
+        length = min(record.max_positions, target.max_model_len or record.max_positions)
+        sizes = memory.weight_bytes, memory.bytes_per_slot
+        most = setup.scheduler.max_num_seqs * length
+        num_slots = affordable_slots(config.path, setup.group, device, *sizes, most=most, sharing=setup.sharing)
     reads_fused = target_runner is None and record.travels_fused
     place = SpeculatorPlace(
         tables, setup.group, device, dtype, num_slots, weights, num_layers, target_runner, reads_fused

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from actors.drafters.config import NoDrafterConfig, Placement
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import TargetConfig
 from cluster import pocket
 from cluster.observability.report import bytes_per_role
@@ -60,3 +62,17 @@ def test_the_report_has_a_line_per_rank_and_per_model(open_engine):
         f"  target: 3.00 GiB of weights, up to 1.0 MiB of KV, {pocket.TARGET} (bundled)",
         f"  draft: 1.0 MiB of weights, up to 0.0 MiB of KV, {engine.config.drafter.path}",
     ]
+
+
+def test_a_speculator_is_counted_where_it_drafts(open_engine):
+    """Beside a copy of the target's tables, or on the target's ranks."""
+    engine = open_engine("model")  # whose roles it would have
+    bundled = replace(engine.config, target=TargetConfig(path=str(pocket.TARGET)))
+    alone = footprints(replace(bundled, drafter=NoDrafterConfig()), engine.places)["target"]
+    for placement, role in ((Placement.separate, "draft"), (Placement.attached, "target")):
+        drafter = SpeculatorDrafterConfig(path=str(pocket.SPECULATOR), placement=placement)
+        config = replace(bundled, drafter=drafter)
+        sizes = footprints(config, engine.places[: 1 if role == "target" else 2])
+        grown = sizes[role].weights - (alone.weights if role == "target" else 0)
+        assert 6e6 < grown < 20e6 and sizes[role].kv > (alone.kv if role == "target" else 0)
+        assert f"{pocket.SPECULATOR} (bundled)" in describe_layout(config, engine.places, sizes)
