@@ -9,7 +9,7 @@ these layers computed. Only the trained layer has a pool of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope
 from parallel.model.layers.weight import Layer, Shard
+from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.place import SpeculatorPlace
@@ -54,6 +55,9 @@ class ExitConfig(SpeculatorConfig):
     @property
     def runs_target(self) -> bool:
         return True
+
+    def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
+        return kv_bytes_per_slot(replace(self.block, num_layers=1), ranks, item_bytes)
 
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""
