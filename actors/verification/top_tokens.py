@@ -29,7 +29,7 @@ class _Fed(Protocol):
 class TopTokensReader:
     """`k` tokens of each row; `reads_prompts`: also of rows that read committed text. Only the lead keeps logits.
 
-    `is_late`: nobody drafts from them, so they are to be read once the verdicts have left.
+    `is_late`: no draft is made of them, so they are read once the verdicts have left.
     """
 
     def __init__(self, k: int, *, reads_prompts: bool = False, is_lead: bool = True, is_late: bool = False) -> None:
