@@ -36,7 +36,20 @@ PUBLIC_CHOICES = {
     "pipeline": {"plain", "sync", "pearl", "branches", "tree", "pingpong"},
     "placement": {"separate", "colocated"},
     "cluster": {"local", "inprocess", "existing", "slurm"},
-    "job": {"generate", "bench", "certify", "drill", "plan", "passes", "datastore", "vocabulary", "tree", "train"},
+    "job": {
+        "generate",
+        "bench",
+        "certify",
+        "drill",
+        "plan",
+        "passes",
+        "datastore",
+        "vocabulary",
+        "tree",
+        "search",
+        "lengths",
+        "train",
+    },
 }
 
 PUBLIC_KEYS = {
