@@ -91,6 +91,8 @@ PUBLIC_KEYS = {
     "job=plan": "name costs prompts limit batch draft_lengths target_ranks draft_ranks parallels layer_groups "
     "pipelines seconds trials repeats ablation",
     "job=drill": "name prompts workload limit concurrency faults pairs signals spacing_s seed",
+    "job=search": "name prompts workload limit methods evaluations seed out",
+    "job=lengths": "name prompts workload limit",
     "job=tree": "name prompts workload limit nodes depth width out",
     "job=vocabulary": "name prompts workload limit concurrency files size out",
     "job=passes": "name models ranks layer_groups rows context repeats",
@@ -128,6 +130,7 @@ def required(group: str, choice: str) -> list[str]:
     return {
         ("target", "hf"): [f"target.path={config_module.pocket.TARGET}"],
         ("job", "datastore"): ["job.files=[texts]"],
+        ("job", "search"): ["drafter=self"],
         ("cluster", "existing"): ["cluster.address=auto"],
         ("cluster", "slurm"): ["cluster.address=n1:6379"],
     }.get((group, choice), [])
