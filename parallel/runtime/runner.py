@@ -35,7 +35,7 @@ from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights
 from parallel.runtime.cuda_graphs import CapturedPasses
 from parallel.runtime.device import use_device
-from parallel.runtime.graph_list import GraphShape, describe
+from parallel.runtime.graph_list import GraphShape, describe, example_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +122,25 @@ class ModelRunner:
         return False
 
     def capture(self, shapes: Sequence[GraphShape], taps: Sequence[int] = ()) -> list[GraphShape]:
-        """Capture passes of these numbers of sequences and rows, which no sequence may be open for; those captured.
+        """Capture passes of these shapes, which no sequence may be open for; those that gave a graph of their own.
 
         With several ranks all do so, in the same order. Empty where passes are not captured; shapes that the pool
         cannot hold are left out.
         """
         captured = []
-        for batch, rows in shapes if self.captures else ():
-            if self.can_reserve(batch * rows):
-                names = [("capture", i) for i in range(batch)]
-                for name in names:
-                    self.open(name)
-                spans = [Span(name, rows, num_logits=rows) for name in names]
-                self.forward(spans, [0] * (batch * rows), taps)
-                for name in names:
-                    self.close(name)
-                captured.append((batch, rows))
+        if not isinstance(self._passes, CapturedPasses):
+            return captured
+        for shape in shapes:
+            numbers, before = example_rows(shape), len(self._passes)
+            if self.can_reserve(sum(numbers)):
+                spans = [Span(("capture", i), number, num_logits=number) for i, number in enumerate(numbers)]
+                for span in spans:
+                    self.open(span.seq_id)
+                self.forward(spans, [0] * sum(numbers), taps)
+                for span in spans:
+                    self.close(span.seq_id)
+                if len(self._passes) > before:
+                    captured.append(shape)
         return captured
 
     @property

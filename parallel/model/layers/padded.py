@@ -25,6 +25,8 @@ from parallel.model.layers.rope import Rotation
 
 _LONG_SPAN = 64
 _KEY_BLOCK = 64  # masked kernels need aligned rows
+_ALIGNMENT = 16
+"""Bytes. Triton compiles a variant of a kernel for arguments at multiples of 16, another for those elsewhere."""
 _DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -203,8 +205,8 @@ def _bucket(size: int) -> int:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy all arrays to the device in one transfer; returns views of one buffer."""
-    stops = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()
+    """Copy all arrays to the device in one transfer; returns aligned views of one buffer."""
+    stops = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
     starts = [0, *stops[:-1]]
     packed = torch.zeros(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = packed.numpy()

@@ -5,8 +5,9 @@ equal size, as many as fill the device. Queries and keys are normalised and rota
 kernel in front. Nothing is gathered and no mask is made, so that a pass costs what its own keys cost, whatever the
 longest context beside them.
 
-`bucketed` rounds rows and items up to powers of two: then passes of few different shapes occur, which depend on the
-numbers of rows and sequences and not on the contexts, and a pass can be captured as a CUDA graph.
+`bucketed` rounds rows and items up: then passes of few different shapes occur, which depend on the powers of two that
+hold the sequences, the rows of the longest span and all rows, and not on the contexts, and a pass can be captured as a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _LONG_SPAN = 64
 """Passes with a longer span, a part of a prompt, are not rounded up."""
 _PROGRAMS_PER_PROCESSOR = 4
 """Items and KV heads at a time for each of the device's processors: enough to hide the latency of memory."""
+_PENDING_PER_ROW = 8
+"""Room in a captured pass for the words and depths of pending rows, for each row of it: trees of some levels."""
 _FEW_PROCESSORS = 2  # where the device does not say
 _MERGED_AT_ONCE = 16
 
@@ -208,20 +211,21 @@ class SplitKVBackend:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         starts, indices, slots = self.mirror.update([rows.seq_id for rows in laid_out])
         spans, words, depths = self._spans(laid_out, starts)
-        tile_rows, block_m = self._tile(max(rows.num_rows for rows in laid_out))
+        most_rows = max(rows.num_rows for rows in laid_out)
+        tile_rows, block_m = self._tile(most_rows)
         items, rows, num_partials = _cut(spans, tile_rows, self.block_n, self._num_cuts)
         num_rows = len(rows)
         positions = np.concatenate([np.asarray(rows.positions(), dtype=np.int64) for rows in laid_out])
         written = np.concatenate([rows.written_slots for rows in laid_out])
         bucketed = self._bucketed and all(span.num_rows <= _LONG_SPAN for span in laid_out)
         if bucketed:
-            num_tiles = int((-(-spans[:, 1] // tile_rows)).sum())
-            padded = block_size(num_rows, 1)
+            num_tiles = block_size(len(spans), 1) * -(-block_size(most_rows, 1) // tile_rows)
+            padded, pending = block_size(num_rows, 1), block_size(_PENDING_PER_ROW * num_rows, 1)
             positions = _padded(positions, padded)
             written = _padded(written, padded, self.pool.scratch_slot)
             rows = np.concatenate([rows, np.tile(_PADDING_ROW, (padded - num_rows, 1))]).astype(np.int32)
-            items = _padded(items, block_size(num_tiles, 1) + self._num_cuts)
-            words, depths = (_padded(array, max(padded, block_size(len(array), 1))) for array in (words, depths))
+            items = _padded(items, num_tiles + self._num_cuts)
+            words, depths = (_padded(array, max(pending, block_size(len(array), 1))) for array in (words, depths))
             num_partials = len(items)
         arrays = [positions, written, items, rows, words, depths, indices, slots]
         if len(wanted) < num_rows:
@@ -260,9 +264,9 @@ class SplitKVBackend:
         return np.array(spans), np.concatenate(words), np.concatenate(depths)
 
     def _tile(self, num_rows: int) -> tuple[int, int]:
-        """Rows of a tile for spans of up to `num_rows`, and the rows of its matrices."""
+        """Rows of a tile for spans of up to `num_rows`, and the rows of its matrices; the same up to a power of two."""
         group = self.shape.group
-        block_m = block_size(group * min(num_rows, max(1, _LARGEST_TILE // group)))
+        block_m = block_size(group * min(block_size(num_rows, 1), max(1, _LARGEST_TILE // group)))
         return block_m // group, block_m
 
 

@@ -18,6 +18,7 @@ from parallel.kv.pass_plan import Span
 from parallel.model.config import DecoderConfig, RopeScaling
 from parallel.model.decoder import Decoder
 from parallel.model.layers import split_kv
+from parallel.runtime.graph_list import example_rows, graph_shapes
 from parallel.runtime.runner import ModelRunner, open_model
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
@@ -139,6 +140,53 @@ def test_a_replay_of_a_captured_pass_is_the_eager_pass(make_checkpoint, monkeypa
     torch._foreach_copy_(twin.tensors(), second.attention.tensors())
     first.attention, first.positions = twin, twin.positions
     torch.testing.assert_close(model.run(first, tokens).hidden, outputs[1], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [{}, {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}])
+def test_the_list_of_graphs_has_one_for_ragged_passes_too(make_checkpoint, heads):
+    """Plans are made, not run. Whatever rows the sequences of a pass have, it is of a shape captured at the start."""
+    model = open_model(make_checkpoint("Llama", **heads).path, num_slots=2000, backend="triton")
+    model._backend._bucketed = True
+    sequences, rows = 6, 16
+
+    def key(numbers, trees=False):
+        spans = []
+        for seq_id, number in enumerate(numbers):
+            model.open(seq_id)
+            parents = [-1] * number if trees and number > 1 else None
+            spans.append(Span(seq_id, number, parents))
+        found = model.plan(spans).attention.key()
+        for span in spans:
+            model.close(span.seq_id)
+        return found
+
+    captured = {key(example_rows(shape)) for shape in graph_shapes(sequences, rows, 512)}
+    draw = random.Random(0)
+    for _ in range(200):
+        most = draw.randint(1, rows)
+        numbers = [draw.randint(1, most) for _ in range(draw.randint(1, sequences))]
+        assert key(numbers, draw.random() < 0.5) in captured, numbers
+    assert len(captured) < 64
+
+
+def test_a_level_below_a_wide_tree_needs_no_graph_of_its_own(make_checkpoint):
+    """The pending rows of the levels above have words and depths too."""
+    model = open_model(make_checkpoint("Llama").path, num_slots=100, backend="triton")
+    model._backend._bucketed = True
+    model.open(0)
+    keys = []
+    for level in range(6):
+        keys.append(model.plan([Span(0, 4, [4 * level - 1] * 4 if level else [-1] * 4)]).attention.key())
+    assert len(set(keys)) == 1
+
+
+def test_arguments_of_kernels_are_aligned_for_any_number_of_rows(make_checkpoint):
+    """Triton compiles a kernel anew where an address is a multiple of 16 that was none before, or the other way."""
+    model = open_model(make_checkpoint("Llama").path, num_slots=100, backend="triton")
+    for seq_id, number in enumerate((5, 3, 1)):
+        model.open(seq_id)
+        tensors = model.plan([Span(seq_id, number, [-1] * number)]).attention.tensors()
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def test_triton_is_refused_where_it_cannot_run(llama, monkeypatch):

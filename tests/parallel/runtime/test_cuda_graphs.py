@@ -161,7 +161,7 @@ def test_graphs_are_few_and_the_one_used_longest_ago_goes(llama, twin):
 def test_the_list_is_captured_at_the_start_and_later_passes_find_it(llama, twin):
     model = open_model(llama.path, num_slots=64, backend="padded")
     passes = capture_passes(model)
-    facts = captured_facts(model, [(16, 8), *graph_shapes(4, 4, 2048)])  # the first needs more rows than the pool has
+    facts = captured_facts(model, [(16, 8, 128), *graph_shapes(4, 4, 2048)])  # the first has more rows than the pool
     assert facts["graphs"] == "4x4 2x4 4x2 1x4 2x2 4x1 1x2 2x1 1x1" and len(passes) == twin.num_captures == 9
     assert model.pool.num_free == 64
     for count, rows in ((3, 3), (1, 2), (4, 1)):

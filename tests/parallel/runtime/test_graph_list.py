@@ -6,19 +6,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.model.families.registry import read_config
-from parallel.runtime.graph_list import bucket, describe, graph_bytes, graph_shapes
+from parallel.runtime.cuda_graphs import MOST_GRAPHS
+from parallel.runtime.graph_list import bucket, describe, example_rows, graph_bytes, graph_shapes
 
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 4096))
-def test_the_list_has_a_bucket_for_every_pass(sequences, rows, limit):
+def test_the_list_has_a_shape_for_every_pass(sequences, rows, limit):
     shapes = graph_shapes(sequences, rows, limit)
     for batch in {1, sequences // 2 or 1, sequences}:
-        for per_sequence in {1, rows}:
-            if batch * per_sequence <= limit and bucket(batch) * bucket(per_sequence) <= bucket(limit):
-                assert (bucket(batch), bucket(per_sequence)) in shapes
-    assert len(shapes) == len(set(shapes)) <= 64
-    sizes = [batch * per_sequence for batch, per_sequence in shapes]
+        for most in {1, rows}:
+            for total in {batch + most - 1, batch * most}:
+                if total <= limit and bucket(batch) * bucket(most) <= bucket(limit):
+                    assert (bucket(batch), bucket(most), bucket(total)) in shapes
+    assert len(shapes) == len(set(shapes)) <= MOST_GRAPHS
+    sizes = [total for _, _, total in shapes]
     assert sizes == sorted(sizes, reverse=True), "smaller passes fit into the memory of larger ones"
+    for shape in shapes:
+        numbers = example_rows(shape)
+        assert min(numbers) >= 1 and tuple(map(bucket, (len(numbers), max(numbers), sum(numbers)))) == shape
     assert max(sizes, default=0) <= bucket(limit)
 
 
@@ -29,3 +34,4 @@ def test_graphs_take_more_memory_the_more_there_are_and_the_larger(llama):
     wide = replace(config, intermediate_size=8 * config.intermediate_size)
     assert graph_bytes(wide, 2, small) > graph_bytes(config, 2, small)
     assert describe(small) == "4x1 2x1 1x1"
+    assert describe(graph_shapes(4, 4, 8)) == "2x4 4x2 1x4 2x2 2x4/4 4x1 4x2/4 1x2 2x1 1x1"
