@@ -145,7 +145,7 @@ class StreamingRunner(ModelRunner):
         rows = hidden.new_empty(len(grown.kept) + len(begun), hidden.shape[1])
         rows.index_copy_(0, grown.base, hidden.index_select(0, grown.kept)).index_copy_(0, grown.streams, begun)
         rows = self.layers.run(rows, grown.plan, grown.streams)
-        streams = decoder.normalize(rows.index_select(0, grown.streams)).view(len(grown.nodes), -1)
+        streams = decoder.normalize(rows.index_select(0, grown.streams))
         hidden = rows.index_select(0, grown.base)
         if len(grown.kept) < count:
             hidden = hidden.new_zeros(count, hidden.shape[1]).index_copy_(0, grown.kept, hidden)
@@ -154,5 +154,5 @@ class StreamingRunner(ModelRunner):
             hidden, _ = decoder.run_layers(hidden, plan, LayerPlan.span(num_layers - stretch, num_layers))
         features = hidden.new_zeros(count, self.layers.config.feature_size)
         if len(streams):
-            features.index_copy_(0, grown.nodes, streams)
+            features.index_copy_(0, grown.nodes, streams.view(len(grown.nodes), -1))
         return decoder.normalize(hidden), features

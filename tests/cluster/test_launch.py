@@ -232,7 +232,8 @@ def test_help_explains_a_key():
     done = command("--help", "drafter.kv_slots")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(
-        "drafter=model, drafter=speculator: drafter.kv_slots=0\n    whole number, 0 (sized automatically) or above"
+        "drafter=model, drafter=speculator, drafter=self: drafter.kv_slots=0\n"
+        "    whole number, 0 (sized automatically) or above"
     )
     done = command("drafter.widht", "--help")
     assert (done.returncode, done.stdout) == (2, "")

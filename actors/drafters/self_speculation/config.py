@@ -76,7 +76,8 @@ class SelfDrafterConfig(PassDrafterConfig):
         remedy = f"lists what {where}.layers={self.layers} does; drop one of them"
         require(not (self.layers and self.skip), f"{where}.skip", self.skip, remedy)
         remedy = "is the target's own, target.{0}; drop it"
-        for key, value in (("kv_slots", self.kv_slots), ("dtype", self.dtype), ("weights", self.weights)):
+        own = {"kv_slots": self.kv_slots, "dtype": self.dtype, "weights": self.weights, "attention": self.attention}
+        for key, value in own.items():
             require(value in (0, "auto"), f"{where}.{key}", value, remedy.format(key))
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:

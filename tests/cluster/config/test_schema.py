@@ -53,7 +53,7 @@ PUBLIC_CHOICES = {
 }
 
 PUBLIC_KEYS = {
-    "target": "name path tp dtype weights device stretch max_model_len kv_slots",
+    "target": "name path tp dtype weights attention device stretch max_model_len kv_slots",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams placement"},
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram placement",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
@@ -68,14 +68,16 @@ PUBLIC_KEYS = {
     "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
     "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
-    "tokenizer length_rule rejection_threshold placement online online_rate online_strength online_budget "
+    "tokenizer length_rule rejection_threshold placement attention prefixes "
+    "prefix_confidence online online_rate online_strength online_budget "
     "online_memory online_state",
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
-    "kv_slots length_rule rejection_threshold placement",
+    "kv_slots length_rule rejection_threshold placement attention prune_below",
     "drafter=self": "name exit skip resume strategy num_draft_tokens depth width branching draws tree min_gain "
     "merge_ngram fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
-    "rejection_threshold placement layers search skip_share search_every search_window search_trials least_cosine",
+    "rejection_threshold placement attention layers search skip_share search_every search_window search_trials "
+    "least_cosine",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -177,7 +179,7 @@ def test_help_lists_every_choice():
 def test_keys_are_the_public_ones(where: str):
     section, _, choice = where.partition("=")
     record = CHOICES[section][choice] if choice in NEED_FILES else None
-    record = record or getattr(load_config([where] if choice else []), section)
+    record = record or getattr(load_config([where, *required(section, choice)] if choice else []), section)
     assert {item.name for item in fields(record)} == set(PUBLIC_KEYS[where].split())
 
 

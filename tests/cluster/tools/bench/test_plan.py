@@ -111,7 +111,10 @@ def test_workloads_share_the_engines(bench_launch):
         ({"drafters": [{"path": "x"}]}, "job.drafters={'path': 'x'}: has no known name; choose from none, model"),
         ({"drafters": [{"name": "ngram", "depth": 3}]}, "job.drafters.depth"),
         ({"drafters": [["ngram"]]}, "drafter.levels=['ngram']: must be at least two"),
-        ({"drafters": ["eagle"]}, "job.drafters=eagle: no such choice; choose from none, model, speculator, ngram"),
+        (
+            {"drafters": ["eagle"]},
+            "job.drafters=eagle: no such choice; choose from none, model, speculator, self, ngram",
+        ),
         ({"pipelines": ["zigzag"]}, "job.pipelines=zigzag: no such choice"),
         ({"parallels": ["wide"]}, "job.parallels=wide: no such way; choose from single, tensor, layer"),
         ({"batches": [1, 99]}, "job.batches=99: only 64 sequences"),
