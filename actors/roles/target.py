@@ -31,6 +31,7 @@ from actors.roles.bridge import FeatureSender
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
+from parallel.runtime.device import wait_for
 from parallel.runtime.runner import ModelRunner
 
 
@@ -174,6 +175,8 @@ class TargetRole:
         for one, result in zip(verified, self._verifier.verify(verified, logits), strict=True):
             epoch, prefix_len = self.contexts[one.seq_id].epoch, len(one.token_ids)
             verdicts.append(Verdict(one.seq_id, epoch, prefix_len, result.path, result.next_token))
+        if not verdicts:
+            wait_for(logits.device)  # nothing was read, and the end of the answer is to be that of the pass
         return tuple(verdicts)
 
     def _commit_chunks(self, inputs: Sequence[VerifyInput]) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from actors.protocol.messages import SamplingParams, SparseDistribution
 from actors.sampling.logits import is_greedy
 from actors.sampling.noise import NoiseStream, gumbel, noise_key
+from parallel.model.layers.padded import to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ def draw_beam(
 
 def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:
     """The distribution of one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised."""
-    log_weights, token_ids = scores[0].topk(min(top_m, scores.shape[-1]))
-    return _distribution(log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy(), is_greedy(params))
+    (log_weights,), (token_ids,) = to_host(scores.topk(min(top_m, scores.shape[-1]), dim=-1))
+    return _distribution(log_weights.astype(np.float64), token_ids, is_greedy(params))
 
 
 def _race(
@@ -107,9 +107,10 @@ def _race(
     """Children of every row: `winners` of its perturbed log-probabilities [races, m], where a row has as many races as
     keys, and their scores."""
     log_weights, token_ids = scores.topk(min(top_m, scores.shape[-1]), dim=-1)
-    noise = gumbel(keys, token_ids.repeat_interleave(len(keys) // len(scores), dim=0))
-    noise = noise.to("cpu", torch.float64).numpy().reshape(len(scores), -1, log_weights.shape[-1])
-    log_weights, token_ids = log_weights.to("cpu", torch.float64).numpy(), token_ids.cpu().numpy()
+    noise = gumbel(keys, token_ids.repeat_interleave(len(keys) // len(scores), dim=0)).reshape(len(scores), -1)
+    log_weights, token_ids, noise = to_host([log_weights, token_ids, noise])
+    noise = noise.astype(np.float64).reshape(len(scores), -1, log_weights.shape[1])
+    log_weights = log_weights.astype(np.float64)
     drawn = []
     for row, p in enumerate(params):
         distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))

@@ -7,6 +7,12 @@ import torch
 _STALLS_FROM = (9, 0)
 
 
+def wait_for(device: torch.device) -> None:
+    """Until a CUDA device has done what this thread gave it: for a clock where no result is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def use_device(device: torch.device | str) -> None:
     """Make a CUDA device the current one of this thread, and start its context; nothing for a CPU.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +27,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.padded import PaddedBackend
+from parallel.model.layers.padded import PaddedBackend, to_device
 from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.layers.split_kv import SplitKVBackend
@@ -175,7 +176,7 @@ class ModelRunner:
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         """Run a plan on its rows' tokens, [T]; the host does not wait for a tensor that is on the device."""
         if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+            (token_ids,) = to_device([np.array(token_ids, dtype=np.int64)], self.decoder.device)
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
         assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
         token_ids = token_ids.to(self.decoder.device, non_blocking=True)

@@ -27,6 +27,7 @@ from actors.drafters.model.drafter import ModelDrafter, node_rows
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
 from actors.sampling.logits import process_batch, top_children
+from parallel.model.layers.padded import to_host
 from parallel.runtime.runner import ModelRunner, Span
 
 MAX_ROWS_AHEAD = 192
@@ -271,7 +272,7 @@ class AheadDrafter(ModelDrafter):
             positions += [len(context.token_ids) + hypotheses[node].depth for node in nodes]
         scores = process_batch(logits, batch, self._options.eos_token_ids)
         ranked = top_children(scores, params, positions, self._fan_out, given_noise=True)
-        self._add(zip(*(values.tolist() for values in ranked), strict=True), fed)
+        self._add(zip(*(values.tolist() for values in to_host(ranked)), strict=True), fed)
 
     def _add(self, children: Iterable[tuple[list[int], list[float]]], fed: list[tuple[_AheadState, list[int]]]) -> None:
         """The children of every node that was fed, (token ids, log-probabilities) best first."""

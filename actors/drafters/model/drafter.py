@@ -38,6 +38,7 @@ from actors.drafters.model.tree_growth import (
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import DrawnChildren, draw_beam, draw_iid, draw_without_replacement
 from actors.sampling.logits import LogitRows, choose_plain, is_greedy, is_plain, process_batch, top_children
+from parallel.model.layers.padded import to_host
 from parallel.runtime.runner import ModelRunner, PassOutput, Span
 
 
@@ -332,7 +333,7 @@ class ModelDrafter:
             params += [context.sampling] * len(nodes)
             drawing += [self._drawing_params(context.sampling)] * len(nodes)
         likeliest = top_children(scores, drawing, positions, width, given_noise=self._ranks_given_noise)
-        ranked = zip(*(values.tolist() for values in likeliest), strict=True)
+        ranked = zip(*(values.tolist() for values in to_host(likeliest)), strict=True)
         places = [(i, node) for i, nodes in enumerate(frontier) for node in nodes]
         sampled = [row for row, one in enumerate(params) if self._samples(one)]
         drawn = dict(zip(sampled, self._draw(scores, contexts, trees, places, sampled, width), strict=True))

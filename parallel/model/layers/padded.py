@@ -217,3 +217,13 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     for array, start in zip(arrays, starts, strict=True):
         views.append(moved[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape))
     return views
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """The numbers of tensors [n, any] of one device, of 53 bits at most, in one transfer: the host waits once."""
+    if tensors[0].is_cpu:
+        return [tensor.numpy() for tensor in tensors]
+    packed = torch.cat([tensor.to(torch.float64) for tensor in tensors], 1).cpu().numpy()
+    parts = np.split(packed, np.cumsum([tensor.shape[1] for tensor in tensors])[:-1], axis=1)
+    kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
+    return [part.astype(kinds[tensor.dtype]) for part, tensor in zip(parts, tensors, strict=True)]

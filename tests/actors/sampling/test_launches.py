@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling import logits as sampling
+from actors.sampling.draft_sampling import draw_without_replacement, truncate_distribution
 from actors.sampling.logits import LogitRows, choose_batch
+from parallel.model.layers.padded import to_host
+from tests.parallel.fake_accelerator import FakeAccelerator
 
 EOS = (7,)
 VOCAB = 3000
@@ -143,3 +146,23 @@ def test_the_kernels_take_the_tokens_of_their_definition():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--noconftest", file]
     done = subprocess.run(command, env=os.environ | interprets, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_the_host_waits_once_for_all_drawn_children_of_a_level(num_rows):
+    logits = torch.randn(num_rows, 100)
+    params = [SamplingParams(temperature=0.7)] * num_rows
+    asked = params, [0] * num_rows, list(range(num_rows))
+    expected = draw_without_replacement(logits, *asked, 3, 8)
+    law = truncate_distribution(logits[:1], params[0], 8)
+    with FakeAccelerator() as accelerator:
+        on_device = logits.to(accelerator.device)
+        before = accelerator.num_syncs
+        assert draw_without_replacement(on_device, *asked, 3, 8) == expected
+        assert accelerator.num_syncs == before + 1
+        assert truncate_distribution(on_device[:1], params[0], 8) == law
+        ranked = [on_device.topk(3).indices, on_device.topk(3).values]
+        before = accelerator.num_syncs
+        found = [values.tolist() for values in to_host(ranked)]
+        assert accelerator.num_syncs == before + 1
+    assert found == [logits.topk(3).indices.tolist(), logits.topk(3).values.tolist()]

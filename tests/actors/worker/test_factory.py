@@ -350,3 +350,14 @@ def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, monkeypatch, r
     with FakeAccelerator() as accelerator:
         assert answers(str(accelerator.device)) == expected
         assert accelerator.num_syncs > 0
+
+
+def test_a_pass_without_a_verdict_is_over_when_its_time_is_taken(spec, monkeypatch):
+    """Nothing of a chunk of a prompt is read, so a GPU would still be at it."""
+    waited = []
+    monkeypatch.setattr("actors.roles.target.wait_for", lambda device: waited.append(time.monotonic()))
+    target, _ = build_role(spec, SINGLE)
+    (chunk,) = target.answer(VerifyBatch(7, admits=(ADMIT,), items=(VerifyItem(1, 3),)))
+    assert not chunk.verdicts and chunk.started < waited[0] <= chunk.finished
+    (last,) = target.answer(VerifyBatch(8, after=7, items=(VerifyItem(1, len(PROMPT) - 3),)))
+    assert last.verdicts and len(waited) == 1

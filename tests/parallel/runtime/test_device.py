@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from parallel.runtime.device import use_device
+from parallel.runtime.device import use_device, wait_for
 from tests.parallel.cuda_twin import CudaTwin
 
 
@@ -31,6 +31,13 @@ def test_each_thread_has_the_device_of_its_rank(twin):
     assert found == {1: 1, 3: 3} and torch.cuda.current_device() == 0
     use_device("cpu")
     assert torch.cuda.current_device() == 0
+
+
+def test_the_host_waits_for_a_gpu_only(twin):
+    for device, waits in (("cpu", 0), ("cuda:0", 1)):
+        before = twin.num_syncs
+        wait_for(torch.device(device))
+        assert twin.num_syncs - before == waits
 
 
 @pytest.mark.parametrize("capability, kept", [((8, 0), True), ((9, 0), False), ((10, 0), False)])
