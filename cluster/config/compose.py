@@ -108,9 +108,10 @@ def _with_typed_parts(drafter: DrafterConfig, where: str) -> DrafterConfig:
     return _with_typed_drafters(drafter, where) if isinstance(drafter, AutoDrafterConfig) else drafter
 
 
-_CHOSEN_NEVER = {"none", "auto", "jacobi", "lookahead", "self"}
-"""Drafters that `drafter=auto` cannot choose: two learn only at the rows of their own drafts, in every round, and one
-runs on the target's ranks."""
+_CHOSEN_NEVER = {"none", "auto", "jacobi", "lookahead", "self", "speculator"}
+"""Drafters that `drafter=auto` cannot choose: two learn only at the rows of their own drafts, in every round, one runs
+on the target's ranks, and one reads the target's hidden states, which are sent to a drafter by itself only."""
+_NO_LEVELS = {"none", "auto", "cascade", "speculator"}
 
 
 def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConfig:
@@ -130,10 +131,7 @@ def _with_typed_drafters(auto: AutoDrafterConfig, where: str) -> AutoDrafterConf
 
 def _with_typed_levels(cascade: CascadeDrafterConfig, where: str) -> CascadeDrafterConfig:
     """Every level as its drafter's record, and the draft length as a number; ValueError, one line, otherwise."""
-    levels = [
-        _typed_part(entry, f"{where}.levels[{i}]", {"none", "auto", "cascade"}, "level")
-        for i, entry in enumerate(cascade.levels)
-    ]
+    levels = [_typed_part(entry, f"{where}.levels[{i}]", _NO_LEVELS, "level") for i, entry in enumerate(cascade.levels)]
     if len(levels) < 2:
         raise ValueError(f"{where}.levels={cascade.levels}: must be at least two, the cheapest first, as [ngram,model]")
     if cascade.tails and len(cascade.tails) != len(levels):

@@ -17,7 +17,6 @@ from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.fixed_trees import best_trees, expected_accepted, write_trees
 from actors.drafters.model.loading import head_rows
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import TargetConfig
 from actors.verification.features import FeatureReader
 from actors.verification.verifier import Verifier
 from cluster.config.jobs import TreeConfig
@@ -27,6 +26,7 @@ from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.observability.report import write_json
 from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank, complete
+from cluster.tools.planning.layer_choice import open_target
 from parallel.comm.group import SINGLE
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.runtime.runner import ModelRunner, open_model
@@ -46,7 +46,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     num_slots = BATCH * (length + 2 * job.width + 2)
     with terminal.starting() as progress:
         progress("loading target and drafter")
-        runner = _open(config.target, num_slots)
+        runner = config.drafter.on_target(open_target(config.target, num_slots))
         drafter = _drafter(config, runner, num_slots, eos)
     longest = min(one.config.max_positions for one in (runner, drafter.runner)) - job.width - 1
     if length > longest:
@@ -99,11 +99,10 @@ def _drafter(config: LaunchConfig, target: ModelRunner, num_slots: int, eos: tup
     return drafter
 
 
-def _open(config: TargetConfig | ModelDrafterConfig, num_slots: int) -> ModelRunner:
+def _open(config: ModelDrafterConfig, num_slots: int) -> ModelRunner:
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype, weights = (
         choose_dtype(config.dtype, device),
         choose_weights(config.weights, config.dtype, device, config.path),
     )
-    head = head_rows(config) if isinstance(config, ModelDrafterConfig) else None
-    return open_model(config.path, SINGLE, device, dtype, num_slots, weights=weights, head=head)
+    return open_model(config.path, SINGLE, device, dtype, num_slots, weights=weights, head=head_rows(config))

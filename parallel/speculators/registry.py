@@ -93,15 +93,9 @@ def open_fuser(
 
 
 def with_streams(path: str | Path, target: ModelRunner, prune_below: float = 0.0) -> ModelRunner:
-    """The target's runner, with streams in its passes if the speculator at `path` drafts from such; ValueError, one
-    line, if it cannot prune."""
+    """The target's runner, with streams in its passes if the speculator at `path` drafts from such; nodes are pruned
+    (`StreamingRunner`) only with a checkpoint that has early logits."""
     config = read_speculator(path, target.config.num_layers - target.config.stretch)
-    prunes = isinstance(config, StreamsConfig) and config.prune_rank > 0
-    if prune_below and not prunes:
-        raise ValueError(
-            f"{path}: has no early logits; train with job.recipe=streaming job.options={{prune_rank: 32}}, or drop "
-            "drafter.prune_below"
-        )
     if STREAMS not in config.taps:
         return target
     assert isinstance(config, StreamsConfig)

@@ -67,6 +67,9 @@ class AutoDrafterConfig(DrafterConfig):
             if _is_cascade(one):
                 remedy = "measures rounds that other drafters take part in; leave it at fixed"
                 require(one.lengths is LevelLengths.fixed, f"{where}.drafters[{i}].lengths", one.lengths, remedy)
+                remedy = "runs the target's own layers, on its ranks, which drafter=auto does not share; drop it"
+                place, last = f"{where}.drafters[{i}].levels[{len(one.levels) - 1}]", one.levels[-1]
+                require(not one.is_attached(PipelineName.sync), place, last.name, remedy)
                 remedy = "has no ranks of its own here; leave it at together"
                 together = one.placement is LevelsPlacement.together
                 require(together, f"{where}.drafters[{i}].placement", one.placement, remedy)

@@ -39,9 +39,9 @@ class CascadeDrafterConfig(DrafterConfig):
     name: str = "cascade"
     levels: list[Any] = field(default_factory=lambda: [{"name": "ngram", "num_draft_tokens": 3}, "model"])
     """The cheapest first; each a drafter's name or its keys, as `{name: model, path: DIR, num_draft_tokens: 4}`. The
-    first may be any drafter, the others are models; the last may be `self`, over a lookup. `num_draft_tokens`: tokens
-    that a level passes to the next at a time; 0 = it forwards the drafts of the level before it, as if it were not
-    there."""
+    first may be any drafter but a speculator, the others are models; the last may be `self`, over a lookup.
+    `num_draft_tokens`: tokens that a level passes to the next at a time; 0 = it forwards the drafts of the level before
+    it, as if it were not there."""
     num_draft_tokens: Annotated[int, Range(0, zero="those of the last level, its tail and merge")] = 0
     """Draft tokens a round, at most; 0 = those of the last level, its tail and `merge`."""
     tails: Annotated[list[int], Range(0)] = field(default_factory=list)

@@ -58,7 +58,6 @@ class SelfDrafterConfig(PassDrafterConfig):
     after a third of them without a better one."""
     least_cosine: Annotated[float, Range(0, below=1)] = 0.95
     """search=fly: attention is skipped where the cosine of the hidden states before and after it is above this."""
-
     resume: bool = True
     """Verification takes over what draft rows computed in the leading layers that ran whole; false: it starts anew."""
 
@@ -137,4 +136,6 @@ def _skipped_in(path: str, num_layers: int, where: str) -> list[Any]:
         raise ValueError(f"{where}={path}: {error}") from None
     remedy = f"is for a target of {of_layers} layers, not {num_layers}; write one for this target with job=search"
     require(of_layers == num_layers, where, path, remedy)
+    remedy = "names what is no sublayer; give a file written by job=search"
+    require(all(_SUBLAYER.fullmatch(entry) for entry in skipped), where, path, remedy)
     return list(skipped)

@@ -90,6 +90,7 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         from parallel.model.families.registry import read_config
         from parallel.speculators.config import STREAMS, kv_tap
         from parallel.speculators.registry import read_speculator
+        from parallel.speculators.stream_layers import StreamsConfig
 
         num_layers = read_config(target).num_layers
         try:
@@ -100,6 +101,9 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         remedy = f"{record.method} drafts blocks, which begin behind the target's features; use every or mismatch"
         calibrates = not record.drafts_blocks or policy is not CalibrationPolicy.never
         require(calibrates, f"{where}.calibration_policy", policy, remedy)
+        prunes = isinstance(record, StreamsConfig) and record.prune_rank > 0
+        remedy = "its checkpoint has no early logits; train with job.options={prune_rank: 32}, or drop it"
+        require(prunes or not self.prune_below, f"{where}.prune_below", self.prune_below, remedy)
         # keys and values of layer i are within layer i + 1; streams are checked with their layers
         deepest = max((max(tap, kv_tap(tap) + 1) for tap in taps if tap != STREAMS), default=0)
         remedy = f"reads layer {deepest} of a target that has {num_layers}; use one trained for this target"

@@ -51,7 +51,8 @@ def complete(
     """Rounds until every prompt has `num_tokens` more; ends of text do not end it. Prompt i takes seed + i, and
     `first_id` + i as its request.
 
-    `features` is the verifier's reader, for a drafter that reads the target's hidden states.
+    `features` is the verifier's reader, for a drafter that reads the target's hidden states; it drafts once the target
+    has read the prompt, in the first round.
     """
     target = verifier.runner
     live = [
@@ -61,7 +62,7 @@ def complete(
     shares = drafter.capabilities.shares_rows
     for context in live:
         target.open(context.request_id)
-        if shares is not None:  # it drafts where the target has rows of the text
+        if shares is not None and features is None:  # it drafts where the target has rows of the text
             prefill(target, context.request_id, context.token_ids, leave=1, chunk=_PREFILL_CHUNK)
         drafter.open(context)
     while live:

@@ -397,6 +397,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
                 (["drafter.exit=1", "drafter.skip=[0]"], ".skip=[0]: leaves no sublayer to draft with; drop some"),
                 (["drafter.kv_slots=9"], ".kv_slots=9: is the target's own, target.kv_slots; drop it"),
                 (["drafter.weights=int8"], ".weights=int8: is the target's own, target.weights; drop it"),
+                (["drafter.attention=sdpa"], ".attention=sdpa: is the target's own, target.attention; drop it"),
             )
         ),
         *(
@@ -407,7 +408,17 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
                 ("[ngram,self]", ["drafter.placement=separate"], ".placement=separate: has a level on the target's"),
                 ("[ngram,{name: self, search: swift}]", [], ".levels[1].search=swift: is for drafter=self by itself"),
                 ("[ngram,self]", ["pipeline=pearl"], ".levels[1]=self: runs the target's own layers, which are busy"),
+                ("[speculator,self]", [], ".levels[0]=speculator: is no level; give a name or"),
             )
+        ),
+        (
+            ["drafter=auto", "drafter.drafters=[suffix,[ngram,self]]"],
+            "drafter.drafters[1].levels[1]=self: runs the target's own layers, on its ranks, which drafter=auto does",
+        ),
+        (["drafter=auto", "drafter.drafters=[ngram,speculator]"], "drafter.drafters[1]=speculator: is no drafter; giv"),
+        (
+            ["drafter=speculator", "drafter.prune_below=0.02", "verify=coupled"],
+            "drafter.prune_below=0.02: its checkpoint has no early logits; train with",
         ),
         (["drafter=auto", "drafter.drafters=[self]"], "drafter.drafters[0]=self: is no drafter; give a name or"),
         (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be between 0 and 1"),

@@ -80,6 +80,8 @@ def test_a_drafter_is_measured_after_every_token(tiny_launch, write_prompts, tmp
         (["drafter=ngram"], "job=lengths needs drafter=model or self"),
         (["drafter=model", "drafter.strategy=tree"], "job=lengths is for chains"),
         (["drafter=model", "verify=rejection"], "with verify=coupled"),
+        (["drafter=model", "drafter.translate=strings"], "^drafter.translate=strings: drafts strings"),
+        (["drafter=model", "drafter.online=true", "drafter.placement=separate"], "^drafter.online=True: drafts change"),
     ],
 )
 def test_what_has_no_length_is_refused(keys, error):

@@ -49,8 +49,10 @@ def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, on
 
 def test_files_and_drafters_that_make_no_sense_are_refused(tmp_path):
     (tmp_path / "trees.json").write_text("[1]")
+    (tmp_path / "words.json").write_text(json.dumps({"num_layers": 6, "skip": ["3m", "x"]}))
     for keys, error in (
         (["drafter=self", f"drafter.layers={tmp_path}/trees.json"], "is no choice of layers"),
+        (["drafter=self", f"drafter.layers={tmp_path}/words.json"], "^drafter.layers=.*: names what is no sublayer"),
         (
             ["drafter=self", "drafter.search=swift", "drafter.exit=2"],
             "drafter.exit=2: is chosen by drafter.search=swift",

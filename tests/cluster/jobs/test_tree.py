@@ -20,6 +20,7 @@ from cluster.jobs import generate, tree
 from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank
 from cluster.tools.training.speculators.heads import HeadsOptions, build
 from cluster.tools.training.speculators.interface import TargetShape
+from tests.actors.small_speculators import train_speculator
 
 
 def test_ranks_are_counted_among_siblings_below_the_root():
@@ -65,6 +66,20 @@ def test_trees_fitted_to_heads_are_no_deeper_than_they(tiny_launch, write_prompt
     drafter = replace(speculator, strategy=Strategy.tree, tree=str(tmp_path / "trees.json"))
     generate.run(replace(config, drafter=drafter, job=GenerateConfig(prompts=prompts, trace=False)), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "recipe", ["kangaroo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("streaming", "s3d"))]
+)
+def test_speculators_on_the_targets_layers_are_counted_too(
+    tiny_launch, write_prompts, tmp_path, one_free_thread, recipe
+):
+    prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
+    config = tiny_launch(TreeConfig(prompts=prompts, nodes=4, depth=3, width=3, out=str(tmp_path / "trees.json")))
+    model = AutoModelForCausalLM.from_pretrained(config.target.path)
+    path = train_speculator(recipe, model, tmp_path, tmp_path / "speculator")
+    tree.run(replace(config, drafter=SpeculatorDrafterConfig(path=str(path), num_draft_tokens=4)), tmp_path)
+    assert sum(json.loads((tmp_path / "trees.json").read_text())["acceptance"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -368,8 +368,3 @@ def test_unlikely_nodes_end_below_the_streams_with_what_hangs_on_them(
             return runner.forward(span, token_ids, (STREAMS,)).pruned
 
     assert on_ranks(2, on_rank) == [pruned.pruned] * 2
-
-
-def test_a_checkpoint_without_early_logits_cannot_prune(streamed: Callable[[str], Streamed]) -> None:
-    with pytest.raises(ValueError, match="has no early logits; train with"):
-        streamed("streaming").open(prune_below=0.1)
