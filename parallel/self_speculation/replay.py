@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, lay_out
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
@@ -56,27 +56,28 @@ class ReplayedRows:
         return self.decoder.head(self.decoder.normalize(hidden)).float()
 
 
-class Replay:
+class Replay(ModelRunner):
     """Passes over rows of `target` that leave them as they are."""
 
     def __init__(self, target: ModelRunner) -> None:
-        self.target = target
+        self.decoder = target.decoder
+        self.pool = target.pool
+        self._backend = target._backend
+        self._pending = {}
 
     def can_read(self, num_rows: int) -> bool:
         """Whether the pool has slots for so many rows."""
-        return self.target.can_reserve(num_rows)
+        return self.can_reserve(num_rows)
 
     @contextmanager
     def rows(
         self, seq_id: SeqId, first: int, num_rows: int, parents: Sequence[int] | None = None
     ) -> Iterator[ReplayedRows]:
         """Rows after the sequence's first `first` committed ones: a chain, or by `parents` as in `Span`."""
-        pool, replayed = self.target.pool, _ReplayOf(seq_id)
-        pool.borrow(replayed, seq_id)
+        replayed = _ReplayOf(seq_id)
+        self.pool.borrow(replayed, seq_id)
         try:
-            pool.truncate(replayed, first)
-            spans = [Span(replayed, num_rows, parents)]
-            plan = self.target._backend.plan(lay_out(pool, {replayed: PendingRows()}, spans), [])
-            yield ReplayedRows(self.target.decoder, plan)
+            self.truncate(replayed, first)
+            yield ReplayedRows(self.decoder, self.plan([Span(replayed, num_rows, parents, 0)]))
         finally:
-            pool.close(replayed)
+            self.close(replayed)
