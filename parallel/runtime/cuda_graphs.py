@@ -7,7 +7,8 @@ in. `forward` is that of the decoder. Knows no sequences.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self, cast
@@ -21,6 +22,8 @@ from parallel.model.layers.attention import PassPlan
 
 MOST_GRAPHS = 256
 """Graphs that are kept; the one that was used longest ago goes first. Each takes some MiB of the device."""
+_capturing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+"""By device: a capture begins by waiting for the whole device, an error while another thread captures there."""
 
 
 class BucketedPlan(Protocol):
@@ -123,7 +126,8 @@ class CapturedPasses:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # other threads of this process may wait for the device meanwhile: ranks are threads with cluster=inprocess
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local")
+        with _capturing[torch.cuda.current_device()], capture:
             hidden, features = self._decoder.forward(token_ids, static, taps)
         return _Captured(graph, token_ids, [*attention.tensors(), *_entering(static)], hidden, features)
 

@@ -8,9 +8,14 @@ _STALLS_FROM = (9, 0)
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a CUDA device has done what this thread gave it: for a clock where no result is read."""
+    """Until a CUDA device has done what this thread gave it: for a clock where no result is read.
+
+    Not until the whole device is idle: that is an error while another thread captures a graph on it.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
 
 
 def use_device(device: torch.device | str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from parallel.comm.group import NcclGroup, PeerLost
 from parallel.kv.pass_plan import Span
+from parallel.runtime.cuda_graphs import _capturing
 from parallel.runtime.graph_list import graph_shapes
 from parallel.runtime.profiling import PassClock, TimedGroup, watch
 from parallel.runtime.runner import captured_facts, open_model
@@ -219,6 +220,22 @@ def test_another_thread_may_wait_for_the_device_during_a_capture(llama, twin):
     model.decoder.normalize = lambda hidden: (wait_elsewhere(), normalize(hidden))[1]
     decode(model)
     assert twin.num_captures == 1 and not refused
+
+
+def test_roles_on_one_device_capture_in_turn(llama, twin, monkeypatch):
+    """With cluster=inprocess they are threads; the begin of a capture waits for the device, whose streams must not be
+    capturing."""
+    model = open_model(llama.path, num_slots=64, backend="padded")
+    capture_passes(model)
+    normalize, free = model.decoder.normalize, []
+
+    def observed(hidden):
+        free.append((twin.is_capturing(), _capturing[0].locked()))
+        return normalize(hidden)
+
+    monkeypatch.setattr(model.decoder, "normalize", observed)
+    decode(model)
+    assert free == [(False, False), (True, True)] and not _capturing[0].locked()
 
 
 def test_the_twin_refuses_what_cuda_refuses(twin):
