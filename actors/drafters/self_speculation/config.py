@@ -53,7 +53,7 @@ class SelfDrafterConfig(PassDrafterConfig):
     """search=swift, clasp or exit: rounds from one look at the text to the next."""
     search_window: Annotated[int, Range(8, cap=1024)] = 32
     """search=swift or exit: generated tokens on which layers are compared; fly: tokens of a prompt."""
-    search_trials: Annotated[int, Range(1)] = 120
+    search_trials: Annotated[int, Range(1, cap=10_000)] = 120
     """search=swift: masks to try, at most; it ends earlier once a mask reproduces 95 % of three texts in a row, or
     after a third of them without a better one."""
     least_cosine: Annotated[float, Range(0, below=1)] = 0.95

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from parallel.self_speculation.replay import Replay, ReplayedRows
 
 Clock = Callable[[], float]
 CLOCK: Clock = time.monotonic
+
+MOST_STEPS = 10_000
+"""Steps that are remembered: a search may go on as long as the engine runs."""
 
 _FEWEST_TOKENS = 8
 
@@ -122,7 +126,7 @@ class LayerSearch(ABC):
 
     def __init__(self, layers: LayerPlan, replay: Replay, every: int, clock: Clock) -> None:
         self.layers = layers
-        self.history: list[SearchStep] = []
+        self.history: deque[SearchStep] = deque(maxlen=MOST_STEPS)
         self._replay = replay
         self._every = every
         self._clock = clock

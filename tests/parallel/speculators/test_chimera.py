@@ -20,6 +20,7 @@ from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
+from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
 STEPS, LENGTH = 4, 20
@@ -102,14 +103,5 @@ def test_ranks_share_the_layer(one: Trained, on_ranks: Callable[[int, Callable[[
 
 
 def test_it_learns(one: Trained) -> None:
-    generator, losses = torch.Generator(), []
-    stepper = torch.optim.Adam(one.net.train().parameters(), lr=3e-3)
-    for _ in range(10):
-        loss, metrics = one.net.loss(one.batch, generator)
-        stepper.zero_grad()
-        loss.backward()
-        stepper.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert all(parameter.grad is not None for parameter in one.net.parameters())
-    assert {f"accept_{depth}" for depth in range(1, 6)} | {"length"} == set(metrics)
+    check_it_learns(one.net, one.batch)
+    assert held_out_metrics(one.net, one.batch) == {f"accept_{depth}" for depth in range(1, 6)} | {"length"}

@@ -26,6 +26,7 @@ from parallel.speculators.stream_layers import StreamLayers
 from parallel.speculators.streaming import StreamingRunner
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
+from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
 
 COUNT, LENGTH, SLOTS = 3, 18, 160
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -289,19 +290,12 @@ def test_ranks_share_the_streams(
 @pytest.mark.parametrize("name", ["sampler", "mask_lora", "s3d", "pruning"])
 def test_it_learns_and_the_target_does_not(streamed: Callable[[str], Streamed], name: str) -> None:
     one = streamed(name)
-    generator, losses, target = torch.Generator(), [], one.target.model
+    target = one.target.model
     weights = [parameter.clone() for parameter in target.parameters()]
-    stepper = torch.optim.Adam(one.net.train().parameters(), lr=3e-3)
-    for _ in range(12):
-        loss, metrics = one.net.loss(one.batch, generator)
-        stepper.zero_grad()
-        loss.backward()
-        stepper.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert all(parameter.grad is not None for parameter in one.net.parameters())
+    check_it_learns(one.net, one.batch, num_steps=12)
     assert all(torch.equal(*pair) for pair in zip(weights, target.parameters(), strict=True))
-    assert {f"accept_{depth}" for depth in range(1, COUNT + 1)} | {"length"} == set(metrics) - {"early"}
+    expected = {f"accept_{depth}" for depth in range(1, COUNT + 1)} | {"length"}
+    assert held_out_metrics(one.net, one.batch) - {"early"} == expected
 
 
 def test_a_target_of_other_layers_is_refused(

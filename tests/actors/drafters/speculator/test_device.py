@@ -1,0 +1,58 @@
+"""Attached speculators on a device of the test's own: nothing of target, taps or drafts is left on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
+from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
+from actors.protocol.messages import Admit, SamplingParams, VerifyBatch, VerifyItem
+from actors.worker.factory import build_role
+from actors.worker.spec import RankSpec
+from parallel.comm.group import SINGLE
+from tests.parallel.fake_accelerator import FakeAccelerator
+
+PROMPT = (3, 4, 5, 3, 4)
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "p_eagle", "chimera", "glide", "dspark", "medusa", "mtp"])
+def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(models, speculator, monkeypatch, recipe):
+    monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
+    monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+    drafter = SpeculatorDrafterConfig(path=str(speculator(recipe)), kv_slots=200)
+    spec = RankSpec(
+        role="target",
+        rank=0,
+        size=1,
+        device="cpu",
+        num_threads=1,
+        cores=(),
+        hub_address="",
+        host="127.0.0.1",
+        eos_token_ids=(1,),
+        target=TargetConfig(path=str(models["target"]), kv_slots=300),
+        drafter=drafter,
+        verify=VerifyConfig(),
+        pipeline="sync",
+        scheduler=SchedulerConfig(max_num_seqs=2),
+        secret=b"",
+    )
+    assert drafter.is_attached(spec.pipeline)
+
+    def answers(device):
+        target, _ = build_role(replace(spec, device=device), SINGLE)
+        admit = Admit(1, 0, PROMPT, len(PROMPT), SamplingParams())
+        (first,) = target.answer(VerifyBatch(7, admits=(admit,), items=(VerifyItem(1, 5, num_draft_tokens=4),)))
+        found = [(first.verdicts, [one.tree for one in first.drafts.proposals])]
+        (proposal,) = first.drafts.proposals
+        item = VerifyItem(1, 1, proposal, num_draft_tokens=4)
+        (second,) = target.answer(VerifyBatch(8, after=7, items=(item,)))
+        return [*found, (second.verdicts, [one.tree for one in second.drafts.proposals])]
+
+    expected = answers("cpu")
+    assert expected[0][1][0].num_draft_tokens
+    with FakeAccelerator() as accelerator:
+        assert answers(str(accelerator.device)) == expected
+        assert accelerator.num_syncs
