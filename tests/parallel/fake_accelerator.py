@@ -98,8 +98,8 @@ class FakeAccelerator(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = [leaf for leaf in given if isinstance(leaf, DeviceTensor)]
-        asked = kwargs.get("device")
-        target = torch.device(asked) if asked is not None else None
+        asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]  # by name or by place
+        target = asked[0] if asked else None
         to_device = bool(ours) if target is None else target.type == NAME
         if name in _COPIES:
             self._count(name, args, ours, to_device=to_device)
@@ -107,8 +107,6 @@ class FakeAccelerator(TorchDispatchMode):
             self._refuse_mixture(func, given, ours)
         if name in _READS and ours:
             self.num_syncs += 1
-        if target is not None:
-            kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
         if func._schema.is_mutable:  # returns what it was given
@@ -141,4 +139,6 @@ class FakeAccelerator(TorchDispatchMode):
 
 
 def _unwrap(leaf):
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
     return leaf.on_cpu if isinstance(leaf, DeviceTensor) else leaf

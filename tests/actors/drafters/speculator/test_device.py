@@ -8,7 +8,7 @@ import pytest
 
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
-from actors.protocol.messages import Admit, SamplingParams, VerifyBatch, VerifyItem
+from actors.protocol.messages import Admit, Commit, SamplingParams, VerifyBatch, VerifyItem
 from actors.worker.factory import build_role
 from actors.worker.spec import RankSpec
 from parallel.comm.group import SINGLE
@@ -47,8 +47,10 @@ def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(models, specu
         (first,) = target.answer(VerifyBatch(7, admits=(admit,), items=(VerifyItem(1, 5, num_draft_tokens=4),)))
         found = [(first.verdicts, [one.tree for one in first.drafts.proposals])]
         (proposal,) = first.drafts.proposals
+        (verdict,) = first.verdicts
+        commit = Commit(1, verdict.epoch, verdict.prefix_len, verdict.path, (verdict.next_token,))
         item = VerifyItem(1, 1, proposal, num_draft_tokens=4)
-        (second,) = target.answer(VerifyBatch(8, after=7, items=(item,)))
+        (second,) = target.answer(VerifyBatch(8, after=7, commits=(commit,), items=(item,)))
         return [*found, (second.verdicts, [one.tree for one in second.drafts.proposals])]
 
     expected = answers("cpu")
