@@ -79,6 +79,7 @@ class DrafterSession:
         self._read_chunk = read_chunk
         self._last_read = first_round  # the last round whose batch held text to read
         self._attached_orders: dict[int, int] = {}  # draft tokens ordered with the present pass, by request
+        self._has_read_attached = False  # with the last pass, the texts of the requests of a trial
         self.exports = Exports() if is_bridged else None
 
     def lose(self, sequences: Collection[Sequence]) -> None:
@@ -177,14 +178,21 @@ class DrafterSession:
         """Draft tokens to order with the pass of these sequences, which get a verdict, for the prefix after it."""
         if not self.is_attached:
             return {}
-        if self._policy.mode is Mode.catch_up:
-            self._policy.caught_up()  # it has read every token that the target has
+        if self._policy.mode is Mode.catch_up and self._has_read_attached:
+            self._policy.caught_up()
         able = [sequence for sequence in sequences if self.may_draft(sequence)]
         followed = able[: self._policy.num_followed(len(able))]
         self._attached_orders = {
             one.request_id: self._policy.draft_length(one.request_id, one.remaining) for one in followed
         }
+        # before a trial, so that its rounds cost what later ones will
+        self._has_read_attached = self.reads_attached and bool(followed)
         return self._attached_orders
+
+    @property
+    def reads_attached(self) -> bool:
+        """Whether the attached drafter reads the texts of `attached_orders`, without drafts."""
+        return self._policy.mode is Mode.catch_up
 
     def receive_attached(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
         """Keep the drafts that came with a verdict, unless the policy has decided to decode plainly since; returns the

@@ -289,7 +289,8 @@ class Coordinator:
         orders = self._drafter_session.attached_orders(reached)
         for sequence, num_tokens, proposal in plan.rows:
             order = orders.get(sequence.request_id, 0)
-            items.append(VerifyItem(sequence.request_id, num_tokens, proposal, order))
+            reads_text = sequence.request_id in orders and self._drafter_session.reads_attached
+            items.append(VerifyItem(sequence.request_id, num_tokens, proposal, order, reads_text))
             sequence.draft.proposal = None
             if num_tokens == sequence.uncached_len:
                 self._round.verifying[sequence.request_id] = proposal

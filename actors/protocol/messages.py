@@ -432,13 +432,15 @@ class VerifyItem:
     """Feed `num_tokens` of the uncached suffix; if that reaches the root, verify `proposal` (or sample plainly).
 
     `proposal` is None for the empty proposal. A chunk that does not reach the root yields no verdict. An attached
-    drafter then drafts at most `num_draft_tokens` after the verdict.
+    drafter then drafts at most `num_draft_tokens` after the verdict, or only brings its state up to the text
+    (`reads_text`).
     """
 
     request_id: int
     num_tokens: int
     proposal: Proposal | None = None
     num_draft_tokens: int = 0
+    reads_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ class AttachedDrafter:
             # the target adds one token of its own after the path, so the last one is never worth drafting
             if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0:
                 orders.append(DraftOrder(verdict.request_id, num_draft_tokens))
+            elif item.reads_text:
+                orders.append(DraftOrder(verdict.request_id, 0))
         order = DraftBatch(
             batch.round,
             tuple(self._admits.values()),
