@@ -31,6 +31,7 @@ from actors.roles.target import TargetRole
 from actors.transport.channel import Hub, Link
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
+from actors.worker.spec import RankSpec
 from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
 from parallel.runtime.runner import open_model
@@ -308,6 +309,28 @@ def make_requests():
         ]
 
     return make
+
+
+@pytest.fixture
+def spec(models):
+    """The only rank of a target, beside a drafter with a model."""
+    return RankSpec(
+        role="target",
+        rank=0,
+        size=1,
+        device="cpu",
+        num_threads=1,
+        cores=(),
+        hub_address="",
+        host="127.0.0.1",
+        eos_token_ids=(1,),
+        target=TargetConfig(path=str(models["target"]), kv_slots=300),
+        drafter=ModelDrafterConfig(path=str(models["drafter"])),
+        verify=VerifyConfig(),
+        pipeline="sync",
+        scheduler=SchedulerConfig(max_num_seqs=2),
+        secret=SECRET,
+    )
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 
 from actors.drafters.config import Placement
 from actors.drafters.lookup.ngram import NgramDrafterConfig
-from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.model.config import Strategy
 from actors.drafters.self_speculation.config import SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import SchedulerConfig, TargetConfig, VerifyConfig, VerifyRule
+from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
 from actors.protocol.messages import (
     Admit,
@@ -32,7 +32,7 @@ from actors.protocol.messages import (
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub
 from actors.worker import factory
-from actors.worker.factory import RankSpec, build_role, serve
+from actors.worker.factory import build_role, serve
 from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
 from tests.actors.service_harness import SECRET
@@ -116,27 +116,6 @@ def open_ranks():
     yield open_
     for served in opened:
         served.stop()
-
-
-@pytest.fixture
-def spec(models):
-    return RankSpec(
-        role="target",
-        rank=0,
-        size=1,
-        device="cpu",
-        num_threads=1,
-        cores=(),
-        hub_address="",
-        host="127.0.0.1",
-        eos_token_ids=(1,),
-        target=TargetConfig(path=str(models["target"]), kv_slots=300),
-        drafter=ModelDrafterConfig(path=str(models["drafter"])),
-        verify=VerifyConfig(),
-        pipeline="sync",
-        scheduler=SchedulerConfig(max_num_seqs=2),
-        secret=SECRET,
-    )
 
 
 def test_a_target_loads_reports_and_verifies(open_ranks, spec):

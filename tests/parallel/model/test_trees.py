@@ -144,16 +144,21 @@ def blind_to_itself(rows, first):
 PLAIN_APPEND, PLAIN_VISIBLE = PendingRows.append, PendingRows.visible
 
 
-@pytest.mark.parametrize(
-    ("method", "mutant"),
-    [("append", slot_positions), ("append", grandparents), ("visible", visible_siblings), ("visible", blind_to_itself)],
-)
-def test_the_oracle_catches_mutants(llama, backend, method, mutant, monkeypatch):
-    if backend in ("ragged", "triton") and method == "visible":
-        pytest.skip("the kernels take parents or bits, not masks")
+def check_is_caught(llama, backend, monkeypatch, method, mutant):
     monkeypatch.setattr(PendingRows, method, mutant)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         check_tree(llama, open_model(llama.path, num_slots=64, backend=backend), Tree(0), [12])
+
+
+@pytest.mark.parametrize("mutant", [slot_positions, grandparents])
+def test_the_oracle_catches_wrong_positions_and_parents(llama, backend, mutant, monkeypatch):
+    check_is_caught(llama, backend, monkeypatch, "append", mutant)
+
+
+@pytest.mark.parametrize("mutant", [visible_siblings, blind_to_itself])
+@pytest.mark.parametrize("masked", ["sdpa", "padded"])  # the kernels take parents or bits
+def test_the_oracle_catches_wrong_masks(llama, masked, mutant, monkeypatch):
+    check_is_caught(llama, masked, monkeypatch, "visible", mutant)
 
 
 def test_a_tree_of_hundreds_of_rows(llama, backend):

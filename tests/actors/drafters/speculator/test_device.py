@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.messages import Admit, Commit, SamplingParams, VerifyBatch, VerifyItem
 from actors.worker.factory import build_role
-from actors.worker.spec import RankSpec
 from parallel.comm.group import SINGLE
 from tests.parallel.fake_accelerator import FakeAccelerator
 
@@ -18,27 +16,11 @@ PROMPT = (3, 4, 5, 3, 4)
 
 
 @pytest.mark.parametrize("recipe", ["eagle3", "p_eagle", "chimera", "glide", "dspark", "medusa", "mtp"])
-def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(models, speculator, monkeypatch, recipe):
+def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(spec, speculator, monkeypatch, recipe):
     monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
     drafter = SpeculatorDrafterConfig(path=str(speculator(recipe)), kv_slots=200)
-    spec = RankSpec(
-        role="target",
-        rank=0,
-        size=1,
-        device="cpu",
-        num_threads=1,
-        cores=(),
-        hub_address="",
-        host="127.0.0.1",
-        eos_token_ids=(1,),
-        target=TargetConfig(path=str(models["target"]), kv_slots=300),
-        drafter=drafter,
-        verify=VerifyConfig(),
-        pipeline="sync",
-        scheduler=SchedulerConfig(max_num_seqs=2),
-        secret=b"",
-    )
+    spec = replace(spec, drafter=drafter)
     assert drafter.is_attached(spec.pipeline)
 
     def answers(device):
