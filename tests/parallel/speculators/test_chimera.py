@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.tools.training.speculators.chimera import ChimeraNet, ChimeraOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from cluster.tools.training.speculators.interface import TargetBatch
 from parallel.comm.group import SINGLE, Group
 from parallel.speculators.chimera import ChimeraLayers, ChimeraRunner
 from parallel.speculators.config import FINAL
@@ -21,6 +21,7 @@ from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
+from tests.parallel.speculators.nets import make_net, random_text, read_text
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
 STEPS, LENGTH = 4, 20
@@ -31,22 +32,10 @@ class Trained:
 
     def __init__(self, target: Checkpoint, folder: Path) -> None:
         self.target, self.path = target, folder
-        model: Any = target.model
-        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-        counts = torch.ones(model.config.vocab_size, dtype=torch.int64)
-        torch.manual_seed(7)
-        shape = TargetShape(model.config, embed.weight.detach(), head.weight.detach(), counts)
-        self.net: ChimeraNet = build(ChimeraOptions(), shape)
-        self.net.eval()
-        for parameter in self.net.parameters():
-            parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
-        self.net.save(folder)
-        tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
-        with torch.no_grad():
-            final = model(tokens, output_hidden_states=True).hidden_states[-1]
-        self.batch = TargetBatch(tokens, {FINAL: final}, torch.ones_like(tokens, dtype=torch.bool), head, embed)
-        self.tokens: list[int] = tokens[0].tolist()
-        self.features: Tensor = final[0]
+        self.net: ChimeraNet = make_net(build, ChimeraOptions(), target, folder)
+        self.batch = read_text(target, random_text(target, LENGTH))
+        self.tokens: list[int] = self.batch.tokens[0].tolist()
+        self.features: Tensor = self.batch.taps[FINAL][0]
 
     @torch.no_grad()
     def expected(self, batch: TargetBatch | None = None) -> list[Tensor]:

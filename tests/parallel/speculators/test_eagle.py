@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from cluster.tools.training.speculators.eagle import DraftLayerNet, DraftLayerOptions, ParallelNet, build
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
-from parallel.speculators.config import FINAL
 from parallel.speculators.eagle import DraftLayerRunner
 from parallel.speculators.parallel_eagle import ParallelEagleRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
+from tests.parallel.speculators.nets import make_net, random_text, read_text
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
 METHODS = ["eagle", "eagle3", "eagle3.1", "mtp"]
@@ -32,29 +31,12 @@ class Trained:
 
     def __init__(self, target: Checkpoint, folder: Path, method: str, **options: Any) -> None:
         self.target, self.path = target, folder
-        model: Any = target.model
-        shape = TargetShape(
-            model.config,
-            model.get_input_embeddings().weight.detach(),
-            model.get_output_embeddings().weight.detach(),
-            torch.arange(model.config.vocab_size).flip(0) % 17,
-        )
-        torch.manual_seed(7)
-        net = build(DraftLayerOptions(method=method, **options), shape)
-        assert isinstance(net, DraftLayerNet)
-        self.net = net.eval()
-        for parameter in net.parameters():
-            noise = 0.1 * torch.randn_like(parameter)
-            parameter.data = (parameter.data + noise).bfloat16().float()
-        net.save(folder)
+        counts = torch.arange(target.model.config.vocab_size).flip(0) % 17  # pyright: ignore
+        chosen = DraftLayerOptions(method=method, **options)
+        self.net: DraftLayerNet = make_net(build, chosen, target, folder, counts=counts)
         torch.manual_seed(8)
-        self.tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
-        with torch.no_grad():
-            streams = model(self.tokens, output_hidden_states=True).hidden_states
-        taps = {tap: streams[tap] for tap in {*net.taps, FINAL}}
-        everywhere = torch.ones_like(self.tokens, dtype=torch.bool)
-        embed = model.get_input_embeddings()
-        self.batch = TargetBatch(self.tokens, taps, everywhere, model.get_output_embeddings(), embed)
+        self.tokens = random_text(target, LENGTH)
+        self.batch = read_text(target, self.tokens)
 
     @property
     def features(self) -> Tensor:

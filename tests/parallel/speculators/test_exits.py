@@ -14,18 +14,18 @@ from torch import Tensor
 
 from cluster.config.compose import load_config
 from cluster.tools.training.speculators.exits import ExitNet, ExitOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from cluster.tools.training.speculators.interface import TargetBatch
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
 from parallel.runtime.runner import ModelRunner, open_model
-from parallel.speculators.config import FINAL
 from parallel.speculators.exits import ExitRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
+from tests.parallel.speculators.nets import make_net, random_text, read_text
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
 STEPS, LENGTH, EXIT = 4, 20, 1
@@ -57,23 +57,10 @@ class Trained:
 
     def __init__(self, method: str, target: Checkpoint, folder: Path) -> None:
         self.target, self.path = target, folder
-        model: Any = target.model
-        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-        counts = torch.ones(model.config.vocab_size, dtype=torch.int64)
-        torch.manual_seed(7)
-        shape = TargetShape(model.config, embed.weight.detach(), head.weight.detach(), counts)
-        self.net: ExitNet = build(ExitOptions(method, exit=EXIT), shape)
-        self.net.eval()
-        for parameter in self.net.parameters():
-            parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
-        self.net.save(folder)
-        tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
-        with torch.no_grad():
-            streams = model(tokens, output_hidden_states=True).hidden_states
-        taps = {EXIT: streams[EXIT], FINAL: streams[-1]}
-        self.batch = TargetBatch(tokens, taps, torch.ones_like(tokens, dtype=torch.bool), head, embed)
-        self.tokens: list[int] = tokens[0].tolist()
-        self.features: Tensor = streams[EXIT][0]
+        self.net: ExitNet = make_net(build, ExitOptions(method, exit=EXIT), target, folder)
+        self.batch = read_text(target, random_text(target, LENGTH))
+        self.tokens: list[int] = self.batch.tokens[0].tolist()
+        self.features: Tensor = self.batch.taps[EXIT][0]
 
     @torch.no_grad()
     def expected(self, batch: TargetBatch | None = None) -> Tensor:

@@ -15,17 +15,17 @@ from actors.protocol.messages import SamplingParams
 from actors.verification.features import FeatureReader
 from actors.verification.verifier import VerifyInput
 from cluster.tools.training.speculators.glide import GlideNet, GlideOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from cluster.tools.training.speculators.interface import TargetBatch
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.runtime.runner import open_model
-from parallel.speculators.config import FINAL
 from parallel.speculators.glide import GlideLayers, GlideRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables, read_speculator
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
+from tests.parallel.speculators.nets import make_net, random_text, read_text
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
 STEPS, LENGTH = 4, 20
@@ -36,26 +36,11 @@ class Trained:
 
     def __init__(self, target: Checkpoint, folder: Path) -> None:
         self.target, self.path = target, folder
-        model: Any = target.model
-        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-        counts = torch.ones(model.config.vocab_size, dtype=torch.int64)
-        torch.manual_seed(7)
-        shape = TargetShape(model.config, embed.weight.detach(), head.weight.detach(), counts)
-        self.net: GlideNet = build(GlideOptions(depths=STEPS), shape)
-        self.net.eval()
-        for parameter in self.net.parameters():
-            parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
-        self.net.save(folder)
-        tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
-        with torch.no_grad():
-            output = model(tokens, output_hidden_states=True, use_cache=True)
+        self.net: GlideNet = make_net(build, GlideOptions(depths=STEPS), target, folder)
+        self.batch = read_text(target, random_text(target, LENGTH))
         (layer,) = self.net.kv_layers
-        cached = output.past_key_values.layers[layer]
-        self.keys, self.values = cached.keys, cached.values
-        final, everywhere = output.hidden_states[-1], torch.ones_like(tokens, dtype=torch.bool)
-        kv = {layer: (self.keys, self.values)}
-        self.batch = TargetBatch(tokens, {FINAL: final}, everywhere, head, embed, kv)
-        self.tokens: list[int] = tokens[0].tolist()
+        self.keys, self.values = self.batch.kv[layer]
+        self.tokens: list[int] = self.batch.tokens[0].tolist()
         self.features: Tensor = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (self.keys, self.values)], 1)
 
     @property
@@ -108,8 +93,8 @@ def test_the_attention_to_the_target_is_over_its_own_keys(one: Trained) -> None:
 
 def test_a_block_sees_none_of_the_targets_keys_within_it(one: Trained) -> None:
     anchor, before = 6, one.expected(6)
-    ((layer, (keys, values)),) = one.batch.kv.items()
-    keys, values = keys.clone(), values.clone()
+    (layer,) = one.net.kv_layers
+    keys, values = one.keys.clone(), one.values.clone()
     keys[:, :, anchor:] += 1
     values[:, :, anchor:] += 1
     after = one.expected(anchor, replace(one.batch, kv={layer: (keys, values)}))

@@ -19,7 +19,6 @@ from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.drafters.speculator.drafter import AheadSpeculatorDrafter, SpeculatorDrafter
 from actors.protocol.messages import SamplingParams
 from cluster.tools.training.speculators.heads import HeadsNet, HeadsOptions, build
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.speculators.config import FINAL
@@ -27,6 +26,7 @@ from parallel.speculators.heads import KEPT_FEATURES, HeadsRunner
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.conftest import Checkpoint
+from tests.parallel.speculators.nets import make_net, random_text, read_text
 
 DEPTHS, LENGTH, HIDDEN = 4, 20, 32
 METHODS: dict[str, dict[str, Any]] = {
@@ -51,23 +51,11 @@ class TrainedHeads:
 
     def __init__(self, target: Checkpoint, folder: Path, name: str) -> None:
         self.target, self.path = target, folder
-        model: Any = target.model
-        embedding, head = (one.weight.detach() for one in (model.get_input_embeddings(), model.get_output_embeddings()))
-        shape = TargetShape(model.config, embedding, head, torch.ones(model.config.vocab_size))
-        torch.manual_seed(7)
-        net = build(HeadsOptions(**({"method": name, "heads": DEPTHS} | METHODS[name])), shape)
-        assert isinstance(net, HeadsNet)
-        self.net = net.eval()
-        for parameter in net.parameters():
-            parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
-        net.save(folder)
-        self.tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
-        with torch.no_grad():
-            hidden = model(self.tokens, output_hidden_states=True).hidden_states[-1]
-        everywhere = torch.ones_like(self.tokens, dtype=torch.bool)
-        embed = model.get_input_embeddings()
-        self.batch = TargetBatch(self.tokens, {FINAL: hidden}, everywhere, model.get_output_embeddings(), embed)
-        self.features = hidden[0]
+        options = HeadsOptions(**({"method": name, "heads": DEPTHS} | METHODS[name]))
+        self.net: HeadsNet = make_net(build, options, target, folder)
+        self.tokens = random_text(target, LENGTH)
+        self.batch = read_text(target, self.tokens)
+        self.features = self.batch.taps[FINAL][0]
 
     @torch.no_grad()
     def expected(self, anchor: int) -> list[Tensor]:

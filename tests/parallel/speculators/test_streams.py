@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
+from cluster.tools.training.speculators.interface import TargetBatch
 from cluster.tools.training.speculators.streams import StreamsNet, StreamsOptions, build
 from parallel.comm.group import SINGLE, Group
 from parallel.kernels.attention import has_attention
@@ -27,6 +27,7 @@ from parallel.speculators.streaming import StreamingRunner
 from tests.parallel.backends import BACKENDS
 from tests.parallel.conftest import Checkpoint
 from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
+from tests.parallel.speculators.nets import make_net, random_text, read_text
 
 COUNT, LENGTH, SLOTS = 3, 18, 160
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,30 +48,13 @@ class Streamed:
 
     def __init__(self, target: Checkpoint, folder: Path, name: str) -> None:
         self.target, self.path = target, folder
-        model: Any = target.model
-        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-        counts = torch.ones(model.config.vocab_size, dtype=torch.int64)
-        torch.manual_seed(7)
-        shape = TargetShape(model.config, embed.weight.detach(), head.weight.detach(), counts, model)
         options: dict[str, Any] = {"heads": COUNT, "rank": 4} | (VARIANTS | DRAFT_PASSES)[name]
-        self.net: StreamsNet = build(StreamsOptions(**options), shape)
-        self.net.eval()
-        for parameter in self.net.parameters():
-            parameter.data = (parameter.data + 0.2 * torch.randn_like(parameter)).bfloat16().float()
-        self.net.save(folder)
-        self.batch = self.read(torch.randint(model.config.vocab_size, (1, LENGTH)))
+        self.net: StreamsNet = make_net(build, StreamsOptions(**options), target, folder, noise=0.2)
+        self.batch = self.read(random_text(target, LENGTH))
         self.tokens: list[int] = self.batch.tokens[0].tolist()
 
     def read(self, tokens: Tensor) -> TargetBatch:
-        """What the target computes for a text."""
-        model: Any = self.target.model
-        with torch.no_grad():
-            output = model(tokens, output_hidden_states=True, use_cache=True)
-        *streams, final = output.hidden_states
-        kv = {i: (layer.keys, layer.values) for i, layer in enumerate(output.past_key_values.layers)}
-        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-        everywhere = torch.ones_like(tokens, dtype=torch.bool)
-        return TargetBatch(tokens, {**dict(enumerate(streams)), FINAL: final}, everywhere, head, embed, kv)
+        return read_text(self.target, tokens)
 
     @torch.no_grad()
     def expected(self, anchor: int, batch: TargetBatch | None = None) -> Tensor:
