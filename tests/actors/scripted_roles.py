@@ -1,7 +1,8 @@
-"""Scripted hands around the real coordinator: a target that speaks a small language, a drafter of many whims, a client.
+"""Scripted roles around the real coordinator: a target that writes a small language, a drafter with right, wrong and
+malformed answers, a client.
 
 The language is a function of the whole history, so any token that is lost, doubled or misplaced shows at once. The
-roles check what they are told and hold the scheduler to the rows that are really there.
+roles check what they receive and hold the scheduler to the rows that are really there.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from tests.actors.small_language import EOS, MAX_MODEL_LEN, next_word
 
 @dataclass
 class Knowledge:
-    """What a role knows of its requests; refuses to hear of strangers, or of one request twice."""
+    """What a role knows of its requests; refuses unknown requests, and one that is admitted twice."""
 
     texts: dict[int, list[int]] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
+    admitted: set[int] = field(default_factory=set)
     last_round: int = 0
     speculates: set[int] = field(default_factory=set)
 
@@ -54,7 +55,7 @@ class Knowledge:
             assert admit.epoch > self.epochs.get(admit.request_id, -1), "an old epoch came back"
             self.texts[admit.request_id] = list(admit.token_ids)
             self.epochs[admit.request_id] = admit.epoch
-            self.told.add(admit.request_id)
+            self.admitted.add(admit.request_id)
             (self.speculates.add if admit.speculate else self.speculates.discard)(admit.request_id)
         for commit in batch.commits:
             text = self.texts[commit.request_id]
@@ -125,14 +126,14 @@ class ScriptedTarget:
 
 
 class ScriptedDrafter:
-    """Guesses as `whims` have it: one name of a method per order. `splits` of its answers come in two parts.
+    """Answers each order by a method drawn from the names `answers`. `splits` of its answers come in two parts.
 
-    `foresees` of its drafts are followed by an outlook on what may come behind them.
+    `previews` is the share of its drafts that are followed by a preview of what may come behind them.
     """
 
-    def __init__(self, choose: random.Random, whims: tuple[str, ...], splits: float, foresees: float) -> None:
+    def __init__(self, choose: random.Random, answers: tuple[str, ...], splits: float, previews: float) -> None:
         self.knows = Knowledge()
-        self.choose, self.whims, self.splits, self.foresees = choose, whims, splits, foresees
+        self.choose, self.answers, self.splits, self.previews = choose, answers, splits, previews
         self.asked: set[int] = set()
         self.num_prefetched = 0
         self.bridge = 0  # over which it is sent hidden states
@@ -140,7 +141,7 @@ class ScriptedDrafter:
         self.features: dict[int, int] = {}  # of so many leading tokens
 
     def forget(self, last_round: int) -> None:
-        self.knows = Knowledge(last_round=last_round, told=self.knows.told)
+        self.knows = Knowledge(last_round=last_round, admitted=self.knows.admitted)
         self.num_received, self.features = 0, {}
 
     def read_features(self, batch: DraftBatch) -> None:
@@ -168,7 +169,7 @@ class ScriptedDrafter:
                 assert order.prefetched.token_ids[0] == self.knows.texts[order.request_id][-1]
                 self.num_prefetched += 1
         asked = [order.request_id for order in batch.orders if order.num_draft_tokens]
-        seen = [self.preview(request_id) for request_id in asked if self.choose.random() < self.foresees]
+        seen = [self.preview(request_id) for request_id in asked if self.choose.random() < self.previews]
         return self.proposals(batch) + ([DraftPreviewBatch(tuple(seen))] if seen else [])
 
     def preview(self, request_id) -> DraftPreview:
@@ -196,7 +197,7 @@ class ScriptedDrafter:
             text = self.knows.texts[request_id]
             if budget:
                 assert len(text) + budget < MAX_MODEL_LEN, "more was ordered than can be emitted"
-                proposals += getattr(self, self.choose.choice(self.whims))(request_id, text, budget)
+                proposals += getattr(self, self.choose.choice(self.answers))(request_id, text, budget)
         if self.choose.random() >= self.splits:
             return [ProposalBatch(batch.round, tuple(proposals), 0.0, 0.25)]
         late = {request_id for request_id, budget in orders if budget and self.choose.random() < 0.5}
@@ -244,7 +245,7 @@ class ScriptedDrafter:
         return [replace(right, request_id=10_000), right]
 
 
-WHIMS = ("right", "wrong", "bushy", "missing", "stale", "twice", "unrooted", "strange")
+ANSWERS = ("right", "wrong", "bushy", "missing", "stale", "twice", "unrooted", "strange")
 
 
 class World:
@@ -256,13 +257,13 @@ class World:
         self,
         choose,
         pipeline="sync",
-        whims=WHIMS,
+        answers=ANSWERS,
         limits=None,
         slots=200,
         drafts=True,
         duplicates=0.0,
         splits=0.0,
-        foresees=0.0,
+        previews=0.0,
         lateness=0.0,
         policy=None,
         bridged=False,
@@ -278,7 +279,7 @@ class World:
             bridged=bridged,
         )
         self.bridged = bridged
-        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, whims, splits, foresees)
+        self.target, self.drafter = ScriptedTarget(), ScriptedDrafter(choose, answers, splits, previews)
         self.answers: dict[str, deque] = {"target": deque(), "draft": deque()}
         self.sent: list = []
         self.past: list = []
@@ -334,7 +335,7 @@ class World:
                     assert not out, "drafts were ordered while some are out"
                     self.answers["draft"].extend(self.drafter.answer(answer))
                 case Tokens():
-                    self.hear(answer)
+                    self.receive(answer)
         self.check_orders(answers)
 
     def check_orders(self, answers) -> None:
@@ -348,7 +349,7 @@ class World:
                 judged = {verdict.request_id for verdict in self.answers["target"][0].verdicts}
                 assert not ordered & judged
 
-    def hear(self, news: Tokens) -> None:
+    def receive(self, news: Tokens) -> None:
         tokens = self.tokens.setdefault(news.request_id, [])
         assert news.request_id not in self.ends, "news of a request that ended"
         assert news.position == len(tokens) and (news.token_ids or news.finish_reason)

@@ -17,8 +17,8 @@ VOCAB_SIZE = 97
 class Adversary:
     """Wraps a drafter and replaces what it says; `plain` are the tokens that plain decoding gives."""
 
-    def __init__(self, drafter, whim, plain):
-        self._drafter, self._whim, self._plain = drafter, whim, plain
+    def __init__(self, drafter, guesses, plain):
+        self._drafter, self._guesses, self._plain = drafter, guesses, plain
 
     def __getattr__(self, name):
         return getattr(self._drafter, name)
@@ -32,7 +32,7 @@ class Adversary:
     def _propose(self, context, budget):
         root, generated = context.token_ids[-1], len(context.token_ids) - context.prompt_len
         right = self._plain[context.request_id][generated : generated + budget]
-        match self._whim:
+        match self._guesses:
             case "right":
                 return TokenTree.chain(root, right)
             case "wrong":
@@ -47,17 +47,17 @@ class Adversary:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("whim", ["random", "constant", "wrong", "right"])
+@pytest.mark.parametrize("guesses", ["random", "constant", "wrong", "right"])
 @pytest.mark.parametrize("pipeline", sorted(set(PIPELINES) - {"plain"}))
-def test_an_adversary_costs_speed_only(open_room, make_requests, pipeline, whim, temperature):
+def test_an_adversary_costs_speed_only(open_room, make_requests, pipeline, guesses, temperature):
     requests = make_requests(3, max_tokens=15, temperature=temperature)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(
-        NgramDrafterConfig(), pipeline=pipeline, wrap=lambda drafter: Adversary(drafter, whim, plain.tokens)
+        NgramDrafterConfig(), pipeline=pipeline, wrap=lambda drafter: Adversary(drafter, guesses, plain.tokens)
     ).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     accepted, drafted = room.stats.num_accepted_tokens, room.stats.num_draft_tokens
-    if whim == "right":
+    if guesses == "right":
         assert accepted == drafted > 0
-    elif whim == "wrong":
+    elif guesses == "wrong":
         assert accepted == 0 < drafted

@@ -196,7 +196,7 @@ def test_tokens_are_those_of_plain_decoding(open_room, make_requests, plain_toke
     if pipeline != "plain" and "processed" not in sampling and drafter not in LOOKUPS:
         assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
         if pipeline in AHEAD and drafter == "chain":
-            assert room.stats.num_prefetched > 0, "no outlook was ever of use"
+            assert room.stats.num_prefetched > 0, "no preview was ever of use"
 
 
 @pytest.mark.parametrize(("drafter", "sampling"), list(every_drafter_in_turn(USUAL)))

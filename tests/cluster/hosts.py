@@ -87,7 +87,7 @@ class Host:
         return self._outer.poll() is None
 
     def power_off(self) -> None:
-        """Nobody hears of it: no connection is closed."""
+        """Without a sign to others: no connection is closed."""
         self.plug(is_in=False)
         self.end()
 

@@ -269,7 +269,7 @@ def test_nothing_heavy_is_imported_before_a_job_starts():
         ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], 130),
         ([signal.SIGINT] * 3, -signal.SIGINT),
     ],
-    ids=["told once", "both", "both, the other way round", "told for the third time"],
+    ids=["once", "both", "both, the other way round", "a third time"],
 )
 def test_a_signal_lets_the_job_write_what_it_has(numbers: list[signal.Signals], code: int, paths: list[str], tmp_path):
     """Those behind the first come while it writes."""

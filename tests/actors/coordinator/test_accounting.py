@@ -82,8 +82,8 @@ class Books(World):
             self.counts["active_s"] += self.clock - self.active_since
             self.active_since = None
 
-    def hear(self, news: Tokens) -> None:
-        super().hear(news)
+    def receive(self, news: Tokens) -> None:
+        super().receive(news)
         counts, request_id, now = self.counts, news.request_id, self.clock
         counts["num_tokens"] += len(news.token_ids)
         if news.token_ids:

@@ -58,7 +58,7 @@ class Roles:
         return [membership.epoch for membership in self.roles.values()]
 
 
-def test_both_leads_are_told_again_until_both_are_at_the_bridge():
+def test_the_order_is_repeated_until_both_leads_are_at_the_bridge():
     roles = Roles()
     assert roles.follow() == []
     roles.gather("draft")

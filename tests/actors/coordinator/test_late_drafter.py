@@ -42,7 +42,7 @@ class Weighing(Policy):
 
 def silent(pipeline: str, policy: Policy) -> World:
     """A world whose drafter has an order and says nothing, while the target waits for it."""
-    world = Quick(random.Random(0), pipeline, whims=("right",), policy=policy)
+    world = Quick(random.Random(0), pipeline, answers=("right",), policy=policy)
     world.deliver(REQUEST)
     while len(world.tokens.get(1, [])) < 6 or world.answers["target"]:
         world.deliver_one()
@@ -86,7 +86,7 @@ def test_a_drafter_that_was_late_is_asked_again(pipeline):
 @pytest.mark.parametrize(("make", "waits_s"), [(Weighing, 4 * 0.5), (Policy, HANG_S)])
 def test_how_long_it_waits_follows_from_what_a_draft_may_bring(make, waits_s):
     """Four tokens, each worth a pass of half a second; where nothing is weighed, until it must be a hang."""
-    world = Quick(random.Random(0), whims=("right",), policy=make("sync", 4))
+    world = Quick(random.Random(0), answers=("right",), policy=make("sync", 4))
     world.deliver(REQUEST)
     while not (world.answers["draft"] and world.answers["draft"][0].proposals):
         world.deliver_one()
@@ -137,7 +137,7 @@ class TestDraftWait:
             wait.update_delay(delay, is_rest=False)
         return wait
 
-    def test_nobody_waits_for_what_could_not_pay_if_all_of_it_were_accepted(self):
+    def test_no_wait_for_drafts_that_could_not_pay_if_all_were_accepted(self):
         assert self.after(0.039).wait_s(1) and not self.after(0.041).wait_s(1)
 
     def test_what_is_late_is_given_as_long_as_drafts_are_worth_lately(self):
@@ -176,7 +176,7 @@ def draft_busy_s(stage):
 
 
 def test_the_loop_tells_when_time_is_up():
-    """Nobody says anything any more, and the target is sent a pass."""
+    """No further record arrives, and the target is sent a pass."""
     stage = Stage(adaptive=True)
     try:
         stage.get_ready()

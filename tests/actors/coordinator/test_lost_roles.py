@@ -59,17 +59,17 @@ def corrupted(choose, answer):
     limits=st.sampled_from(LIMITS),
     slots=st.sampled_from([40, 400]),
     splits=st.sampled_from([0.0, 0.5]),
-    foresees=st.sampled_from([0.0, 0.5]),
+    previews=st.sampled_from([0.0, 0.5]),
     lateness=st.sampled_from([0.0, 0.3]),
     moody=st.booleans(),
     bridged=st.booleans(),
 )
 def test_losses_at_any_moment_change_no_token(
-    choose, pipeline, limits, slots, splits, foresees, lateness, moody, bridged
+    choose, pipeline, limits, slots, splits, previews, lateness, moody, bridged
 ):
     """Nor with `bridged`, which ends whenever a role does, what a drafter needs that reads hidden states."""
     policy = MoodyPolicy(choose, pipeline) if moody else None
-    chances = {"duplicates": 0.3, "splits": splits, "foresees": foresees, "lateness": lateness}
+    chances = {"duplicates": 0.3, "splits": splits, "previews": previews, "lateness": lateness}
     storm = Storm(choose, pipeline, limits=limits, slots=slots, policy=policy, bridged=bridged, **chances)
     requests = requests_of(choose, choose.randint(1, 6))
     coming, left = list(requests), 60
@@ -94,7 +94,7 @@ def test_losses_at_any_moment_change_no_token(
 def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipeline):
     """Every request is asked again, with the tokens its client got; the last of them may have been lost on the way."""
     requests = requests_of(choose, choose.randint(1, 5))
-    world = World(choose, pipeline, foresees=0.5)
+    world = World(choose, pipeline, previews=0.5)
     for request in requests:
         world.deliver(request)
     held: dict[int, list[int]] = {}
@@ -105,7 +105,7 @@ def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipelin
         for request in requests:
             got = world.tokens.get(request.request_id, [])
             held[request.request_id] = got if request.request_id in ended else got[: choose.randint(0, len(got))]
-        world = World(choose, pipeline, foresees=0.5)
+        world = World(choose, pipeline, previews=0.5)
         world.tokens = held | {}
         world.ends = dict.fromkeys(ended)
         for request in requests:
@@ -118,7 +118,7 @@ def test_a_dead_coordinator_is_replaced_by_what_its_client_holds(choose, pipelin
 def steady(pipeline: str = "sync") -> tuple[World, Request]:
     """A request that is in the middle of its text."""
     request = Request(1, (3, 4), SamplingParams(max_tokens=25, ignore_eos=True))
-    world = World(random.Random(0), pipeline, whims=("right",))
+    world = World(random.Random(0), pipeline, answers=("right",))
     world.deliver(request)
     while len(world.tokens.get(1, [])) < 6:
         world.deliver_one()
@@ -133,7 +133,7 @@ def test_without_a_drafter_the_target_goes_on_at_once(pipeline):
     before = len(world.sent)
     world.lose("draft")
     if not world.answers["target"]:
-        assert any(isinstance(record, VerifyBatch) for record in world.sent[before:]), "somebody is still waited for"
+        assert any(isinstance(record, VerifyBatch) for record in world.sent[before:]), "a lost role is still waited for"
     drafted = world.coordinator.stats.num_spec_steps
     for _ in range(3):
         world.deliver_one()

@@ -175,7 +175,7 @@ REFUSED = {
     "a drafter's verdict": ("draft-0#0", verdicts(RIGHT)),
     "a drafter's end": ("draft-0#0", Stop("foreign")),
     "the target's request": ("target-0#0", Request(2, (3,))),
-    "an unknown sender": ("someone", Hello()),
+    "an unknown sender": ("unknown", Hello()),
     "a rank that does not exist": ("target-1#0", Alive("target", 1, 0, 7)),
     "a rank as another": ("draft-0#0", Alive("target", 0, 0, 7)),
     "a process as its successor": ("target-0#0", Alive("target", 0, 1, 7)),

@@ -115,7 +115,9 @@ class Lives(RuleBasedStateMachine):
         roots = [sequence for sequence in scheduler.running if sequence.uncached_len == 1]
         prompts_fed = any(sequence.uncached_len > 1 for sequence, _, _ in rows)
         if prompts_fed or any(proposal for _, _, proposal in rows):
-            assert all(sequence.request_id in fed for sequence in roots), "a root waits for somebody's extras"
+            assert all(sequence.request_id in fed for sequence in roots), (
+                "a root waits for the extras of another request"
+            )
 
     def check_moves(self, plan, running, waiting):
         scheduler, preempted = self.scheduler, plan.preempted
@@ -137,7 +139,7 @@ class Lives(RuleBasedStateMachine):
         assert sorted(map(id, places)) == sorted(map(id, self.live)) and len(places) == len(self.live)
 
     def teardown(self):
-        """Nobody starves: what is left ends, within the passes that one after the other would take."""
+        """No request starves: what is left ends within the passes that one after the other would take."""
         if not hasattr(self, "scheduler"):
             return
         chunk = min(self.scheduler.limits.prefill_chunk, self.scheduler.limits.max_num_batched_tokens)

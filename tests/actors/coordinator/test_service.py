@@ -102,7 +102,7 @@ def test_reports_reach_the_client(open_stage):
     assert isinstance(stage.receive(CLIENT), Report)
 
 
-def test_without_its_drafter_the_target_goes_on_and_a_successor_is_told_everything(open_stage):
+def test_without_its_drafter_the_target_goes_on_and_a_successor_gets_all_texts(open_stage):
     stage = open_stage()
     stage.get_ready()
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
@@ -186,7 +186,7 @@ def test_a_service_that_raises_leaves_the_ranks_to_its_successor(open_stage, mon
     assert [stage.receive(name, 0.05) for name in stage.ranks] == [None, None]
 
 
-def test_what_makes_no_sense_here_stops_nobody(open_stage):
+def test_records_without_a_meaning_here_stop_no_request(open_stage):
     stage = open_stage()
     stage.get_ready()
     for record in (Tokens(1, 0, ()), Alive("unknown", 0, 0, 1), Ready("unknown", 3, {}), RankLost("unknown", 1, 1)):
@@ -195,7 +195,7 @@ def test_what_makes_no_sense_here_stops_nobody(open_stage):
     assert isinstance(stage.receive(CLIENT), Report)
 
 
-def test_the_watch_sees_the_tally_about_once_a_second(open_stage):
+def test_the_watch_gets_the_stats_about_once_a_second(open_stage):
     seen = []
     stage = open_stage(draft_ranks=0, watches=[lambda snapshot: seen.append(snapshot.stats.num_prompt_tokens)])
     stage.get_ready()

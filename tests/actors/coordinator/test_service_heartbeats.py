@@ -1,4 +1,4 @@
-"""Whom the coordinator's loop hears, whom it misses and tells of, and how it lets itself be heard."""
+"""Heartbeats that the coordinator's loop receives, ranks that it reports as silent, and heartbeats that it sends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_recall_also_goes_to_the_link_of_the_heartbeats(open_stage):
     assert stage.receive("heart") == Recall(2)
 
 
-def test_a_silent_rank_is_told_of_and_its_role_goes_on_without_it(open_stage):
+def test_a_silent_rank_is_reported_and_its_role_goes_on_without_it(open_stage):
     stage = open_stage(silence_s=1.0)
     stage.get_ready()
     started = time.monotonic()
@@ -48,7 +48,7 @@ def test_a_silent_rank_is_told_of_and_its_role_goes_on_without_it(open_stage):
     assert heard == [Silent("draft", 0, 0, 7)] and 0.7 < time.monotonic() - started < 5
 
 
-def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_told_of_again_and_again(open_stage):
+def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_reported_repeatedly(open_stage):
     stage = open_stage(silence_s=1.0, incarnation=1)
     heard, started = [], time.monotonic()
     while len(heard) < 2 and time.monotonic() - started < WAIT_S:
@@ -58,7 +58,7 @@ def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_told_of_again_
     assert heard == [Silent("draft", 0)] * 2
 
 
-def test_a_rank_whose_pass_never_ends_is_told_of(open_stage):
+def test_a_rank_whose_pass_never_ends_is_reported(open_stage):
     """Its heart beats, from a thread of its own."""
     stage = open_stage(draft_ranks=0, silence_s=1000.0)
     stage.get_ready()

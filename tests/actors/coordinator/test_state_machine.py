@@ -39,13 +39,13 @@ LIMITS = (SchedulerConfig(), SchedulerConfig(3, 20, 6), SchedulerConfig(2, 5, 3)
     slots=st.sampled_from([40, 60, 400]),
     duplicates=st.sampled_from([0.0, 0.3]),
     splits=st.sampled_from([0.0, 0.5]),
-    foresees=st.sampled_from([0.0, 0.7]),
+    previews=st.sampled_from([0.0, 0.7]),
     lateness=st.sampled_from([0.0, 0.4]),
     drafts=st.sampled_from([True, True, True, False]),
     moody=st.booleans(),
 )
 def test_every_interleaving_gives_the_tokens_of_the_language(
-    choose, pipeline, limits, slots, duplicates, splits, foresees, lateness, drafts, moody
+    choose, pipeline, limits, slots, duplicates, splits, previews, lateness, drafts, moody
 ):
     policy = MoodyPolicy(choose, pipeline) if moody else None
     world = World(
@@ -56,7 +56,7 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
         drafts=drafts,
         duplicates=duplicates,
         splits=splits,
-        foresees=foresees,
+        previews=previews,
         lateness=lateness,
         policy=policy,
     )
@@ -83,15 +83,15 @@ def test_every_interleaving_gives_the_tokens_of_the_language(
             assert request.request_id not in aborted, "an aborted request ended otherwise"
             assert tokens == expected
             assert end.finish_reason == ("stop" if tokens[-1] in (EOS, *request.sampling.stop_token_ids) else "length")
-    check_what_roles_were_told(world, requests)
+    check_what_roles_received(world, requests)
     check_records_of_a_round(world)
     assert world.coordinator.stats.num_tokens == sum(map(len, world.tokens.values()))
 
 
-def check_what_roles_were_told(world: World, requests: list[Request]) -> None:
-    """Nobody is left at the drafter; the target hears of the last releases with its next pass."""
+def check_what_roles_received(world: World, requests: list[Request]) -> None:
+    """No request is left at the drafter; the target gets the last releases with its next pass."""
     plain = {request.request_id for request in requests if not request.speculate}
-    assert not world.drafter.knows.told & plain, "a plain request was told to the drafter"
+    assert not world.drafter.knows.admitted & plain, "a plain request was sent to the drafter"
     assert not world.drafter.knows.texts, "the drafter still holds a request"
     world.deliver(Request(999, (3,), SamplingParams(max_tokens=1), speculate=False))
     assert set(world.target.knows.texts) == {999}, "the target still holds a request"
@@ -129,7 +129,7 @@ def test_a_steady_round_is_four_records(choose):
 def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
     """A hit costs no exchange: the pass leaves with the verdict's own news, and ahead of them."""
     request = Request(1, (3, 4), SamplingParams(max_tokens=30, ignore_eos=True))
-    world = World(random.Random(1), "branches", whims=("right",), foresees=1.0)
+    world = World(random.Random(1), "branches", answers=("right",), previews=1.0)
     world.deliver(request)
     world.settle()
     assert world.drafter.num_prefetched >= 2 and world.tokens[1] == oracle(request)
@@ -142,18 +142,18 @@ def test_what_is_foreseen_is_verified_before_the_drafter_hears_of_the_verdict():
     assert stats.num_branch_hits == stats.num_branch_lookups == len(taking) == world.drafter.num_prefetched
 
 
-@pytest.mark.parametrize("whim", ["right", "wrong", "missing"])
-def test_what_a_drafter_is_worth_shows_in_the_counters(whim):
+@pytest.mark.parametrize("answer", ["right", "wrong", "missing"])
+def test_what_a_drafter_is_worth_shows_in_the_counters(answer):
     request = Request(1, (3, 4), SamplingParams(max_tokens=21, ignore_eos=True))
-    world = World(random.Random(0), whims=(whim,))
+    world = World(random.Random(0), answers=(answer,))
     world.deliver(request)
     world.settle()
     totals, stats = world.coordinator.stats, world.ends[1].stats
     assert totals.num_tokens == 21 and totals.num_requests_finished == 1 and totals.num_prompt_tokens == 2
-    if whim == "right":  # one plain token behind the prompt, then five at a time
+    if answer == "right":  # one plain token behind the prompt, then five at a time
         assert totals.acceptance_histogram == [0, 0, 0, 0, 4] and totals.num_rounds == 5
         assert totals.num_drafted_per_pos == totals.num_accepted_per_pos == [4] * 4
-    elif whim == "wrong":
+    elif answer == "wrong":
         assert totals.acceptance_histogram[0] == totals.num_spec_steps == 19 and totals.num_accepted_tokens == 0
     else:
         assert totals.num_spec_steps == 0 and totals.num_rounds == 21
@@ -161,7 +161,7 @@ def test_what_a_drafter_is_worth_shows_in_the_counters(whim):
 
 
 def test_answers_of_other_rounds_are_counted_and_change_nothing():
-    world = World(random.Random(0), whims=("right",))
+    world = World(random.Random(0), answers=("right",))
     world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=20)))
     assert world.deliver_one() and world.deliver_one() and world.deliver_one()
     coordinator, before = world.coordinator, dict(world.tokens)
@@ -183,7 +183,7 @@ def test_answers_of_other_rounds_are_counted_and_change_nothing():
 
 def test_an_old_answer_does_not_stand_in_for_the_one_awaited():
     """Were it taken, the target would go ahead without the drafts that are on their way."""
-    world = World(random.Random(0), whims=("right",))
+    world = World(random.Random(0), answers=("right",))
     world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=20)))
     while not (world.answers["draft"] and world.answers["draft"][0].proposals):
         world.deliver_one()
@@ -194,7 +194,7 @@ def test_an_old_answer_does_not_stand_in_for_the_one_awaited():
 
 
 def test_a_request_id_may_come_back_while_its_old_verdict_is_out():
-    world = World(random.Random(0), whims=("right",))
+    world = World(random.Random(0), answers=("right",))
     again = Request(1, (5, 6, 7), SamplingParams(max_tokens=9))
     world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=9)))
     world.deliver(Abort(1))
@@ -218,7 +218,7 @@ def test_an_abort_ends_a_request_at_once_wherever_it_is():
         assert world.coordinator.num_requests == 0 and not world.drafter.knows.texts
 
 
-def test_refusals_reach_the_client_and_stop_nobody():
+def test_refusals_reach_the_client_and_stop_no_other_request():
     world = World(random.Random(0))
     good = Request(1, (3, 4), SamplingParams(max_tokens=12))
     world.deliver(good)
@@ -235,7 +235,7 @@ def test_refusals_reach_the_client_and_stop_nobody():
 
 def test_a_request_without_speculation_makes_no_difference_to_the_others():
     requests = [Request(i, (3, 4 + i), SamplingParams(max_tokens=15), speculate=bool(i % 2)) for i in range(6)]
-    world = World(random.Random(0), whims=("right",))
+    world = World(random.Random(0), answers=("right",))
     for request in requests:
         world.deliver(request)
     world.settle()
@@ -254,7 +254,7 @@ def test_plain_needs_no_drafter_at_all():
 
 
 def test_a_report_closes_its_window():
-    world = World(random.Random(0), whims=("right",))
+    world = World(random.Random(0), answers=("right",))
     world.deliver(Request(1, (3, 4), SamplingParams(max_tokens=10, ignore_eos=True)))
     while 1 not in world.ends:
         world.deliver_one()
@@ -268,7 +268,7 @@ def test_a_report_closes_its_window():
     assert report.counters["num_tokens"] == 0 and report.counters["window_s"] == 2.0 and not report.spans
 
 
-def test_a_record_for_somebody_else_is_a_mistake():
+def test_a_record_for_another_role_is_a_mistake():
     with pytest.raises(TypeError, match="VerifyBatch"):
         World(random.Random(0)).coordinator.on(VerifyBatch(1), 0.0)
 
@@ -295,7 +295,7 @@ class TestOutbox:
         outbox.release(1)
         assert outbox.flush() == ((), (), ())
 
-    def test_a_release_is_told_once(self):
+    def test_a_release_is_sent_once(self):
         outbox = Outbox()
         outbox.admit(self.sequence())
         outbox.flush()
@@ -304,7 +304,7 @@ class TestOutbox:
         outbox.release(1)
         assert outbox.is_due and outbox.flush() == ((), (), (1,)) and outbox.flush() == ((), (), ())
 
-    def test_plain_rounds_that_nobody_was_told_of_are_one_record(self):
+    def test_unreported_plain_rounds_are_one_record(self):
         outbox = Outbox()
         outbox.admit(self.sequence())
         outbox.flush()

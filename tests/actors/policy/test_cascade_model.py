@@ -83,7 +83,7 @@ def test_a_level_that_does_not_pay_is_left_out():
     assert best_of(slow_base, model, bounds=(4, 8), left_out={(0, -1): 0.2})[0] == 0
     useless = LevelCost(9.0, 0.3, 0)
     assert best_of(LevelCost(0.1, 0.1, 0, True), useless, bounds=(4, 8), left_out={(0, -1): 0.6}) == (4, 0)
-    assert best_of(useless, useless, bounds=(4, 8), left_out={(0, -1): 0.2}) == (0, 1), "someone drafts"
+    assert best_of(useless, useless, bounds=(4, 8), left_out={(0, -1): 0.2}) == (0, 1), "one level drafts"
 
 
 def test_what_was_never_seen_is_tried():

@@ -120,6 +120,6 @@ def test_nothing_is_kept_of_requests_that_ended():
 
 def test_it_is_made_as_the_user_chose():
     assert type(make_policy("sync", 0, 5, adaptive=False)) is Policy
-    assert type(make_policy("sync", 0, 0, adaptive=True)) is Policy, "nobody drafts"
+    assert type(make_policy("sync", 0, 0, adaptive=True)) is Policy, "there is no drafter"
     assert make_policy("sync", 0, 5, adaptive=False).draft_length(1, 5) == 4
     assert isinstance(make_policy("sync", 0, 5, adaptive=True), AdaptivePolicy)

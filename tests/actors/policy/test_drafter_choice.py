@@ -199,7 +199,7 @@ def test_exploration_of_a_drafter_that_has_to_read_is_saved_up_for(read_s):
     assert rounds > read_s / (EXPLORE_SHARE * REST_S)
 
 
-def test_long_matches_are_told_from_short_ones():
+def test_long_matches_are_distinguished_from_short_ones():
     """Kinds of drafts are learned apart: one that is good is taken, one that is bad is not, of the same drafter."""
     acceptance = DrafterAcceptance(8)
     for _ in range(30):
@@ -209,7 +209,7 @@ def test_long_matches_are_told_from_short_ones():
     assert acceptance.expected(0, "short", 2)[-1] < 0.3
 
 
-def test_a_request_is_told_from_the_others():
+def test_a_request_is_distinguished_from_the_others():
     acceptance = DrafterAcceptance(4)
     for _ in range(20):
         acceptance.update(0, None, 4, 3)

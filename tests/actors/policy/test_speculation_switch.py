@@ -220,7 +220,7 @@ def test_a_load_that_expects_slower_plain_rounds_speculates_until_the_usual_prob
     assert switch.mode is PROBE
 
 
-def test_what_it_found_is_told():
+def test_findings_are_reported():
     switch = SpeculationSwitch()
     assert switch.findings() == {"mode": "catch_up", "plain_tokens_per_s": None, "gain": None}
     run(switch, 2 + 2 + 10, lambda i: 0.7)

@@ -106,8 +106,8 @@ def test_a_proposal_is_found_again_and_its_outcomes_are_known(seed):
     assert {path for node, path in zip(tree.nodes, paths, strict=True) if node.offered} == offered
     left = [value for path, value in grown.values.items() if path and path[:-1] in offered and path not in offered]
     assert tree.outcomes() == pytest.approx(sorted(map(math.exp, left), reverse=True))
-    stranger = TokenTree((0, 8, 8, *grown.children[()][:1]), (-1, 0, 1, *[0] * len(grown.children[()][:1])))
-    assert tree.places(stranger) == tree.nodes[0].children[:1], "paths that the tree does not have are left out"
+    other = TokenTree((0, 8, 8, *grown.children[()][:1]), (-1, 0, 1, *[0] * len(grown.children[()][:1])))
+    assert tree.places(other) == tree.nodes[0].children[:1], "paths that the tree does not have are left out"
     fed = [path for path in grown.expanded if path and path not in offered]
     fed.sort(key=lambda path: (-grown.values[path], tree.find(path)))
     for width in (1, len(nodes) + 2):

@@ -52,7 +52,7 @@ def same(found, sent) -> bool:
     return all((a.request_id, a.start) == (b.request_id, b.start) and torch.equal(a.rows, b.rows) for a, b in pairs)
 
 
-def test_rows_arrive_as_they_were_sent_and_the_sender_waits_for_nobody(ends):
+def test_rows_arrive_as_they_were_sent_and_the_sender_never_waits(ends):
     sender, receiver = ends
     passes = [features((1, 0, 4), (2, 7, 1), seed=1), features((2, 8, 3), seed=2), features((1, 4, 1), seed=3)]
     exports = []
@@ -68,7 +68,7 @@ def test_rows_arrive_as_they_were_sent_and_the_sender_waits_for_nobody(ends):
     assert same(receiver.receive([exports[2], export]), passes[2] + last)
 
 
-def test_rows_that_nobody_wants_are_received_and_dropped(ends):
+def test_unwanted_rows_are_received_and_dropped(ends):
     sender, receiver = ends
     rows = features((1, 0, 2), (2, 0, 3), (3, 0, 1))
     export = sender.announce(rows, 3, 0)

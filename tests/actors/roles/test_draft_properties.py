@@ -128,7 +128,7 @@ def test_without_draft_ahead_there_is_one_part():
     assert drafter.calls == [("propose", [1, 2], [2, 2])]
 
 
-def test_steps_are_told_once_with_their_times():
+def test_steps_are_reported_once_with_their_times():
     drafter = AheadOfTime()
     role = admitted(drafter)
     role.work(2)

@@ -47,14 +47,14 @@ def serves(hub, link):
     ids=["bytes", "nothing", "no-fields", "no-such-record", "torn"],
 )
 def test_what_cannot_be_read_is_counted_logged_and_skipped(hub, open_link, payload, caplog):
-    link = open_link("someone")
+    link = open_link("sender")
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             link._post(payload)
         link.send(Abort(4))
-        assert hub.receive(5.0) == ("someone", Abort(4)) and hub.num_unreadable == 5
+        assert hub.receive(5.0) == ("sender", Abort(4)) and hub.num_unreadable == 5
     (line,) = caplog.records
-    assert line.getMessage() == "refused" and line.facts["sender"] == "someone"
+    assert line.getMessage() == "refused" and line.facts["sender"] == "sender"
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,20 @@ def test_a_connection_that_is_not_authenticated_in_time_is_closed(monkeypatch, s
 
 @pytest.mark.parametrize("mechanism", ["another secret", "none", "plain"])
 def test_without_the_secret_nothing_is_received_in_either_direction(hub, open_link, mechanism):
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger, stranger.identity = 0, b"client"
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        other.linger, other.identity = 0, b"client"
         if mechanism == "another secret":
-            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-            stranger.curve_serverkey = channel._hub_keys(os.urandom(32))[0]
+            other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
+            other.curve_serverkey = channel._hub_keys(os.urandom(32))[0]
         elif mechanism == "plain":
-            stranger.plain_username, stranger.plain_password = b"client", SECRET.hex().encode()
-        stranger.connect(hub.address)
+            other.plain_username, other.plain_password = b"client", SECRET.hex().encode()
+        other.connect(hub.address)
         for _ in range(3):
-            stranger.send(CODEC.encode(Stop("foreign")))
+            other.send(CODEC.encode(Stop("foreign")))
         link = open_link("client")
         assert serves(hub, link) and hub.receive(0.3) is None
         hub.send(["client"], Stop("yours"))
-        assert link.receive(5.0) == Stop("yours") and not stranger.poll(50)
+        assert link.receive(5.0) == Stop("yours") and not other.poll(50)
 
 
 def test_a_link_knows_that_its_secret_is_another(hub, open_link):

@@ -142,8 +142,8 @@ def enumerate_merged(q, *, leader=leaders, shares_draws=False, tells_own_law=Fal
             lead = leader(tree, [3, 4], 1)
             rows = [q(prefix_of(tree, lead[node])) for node in (3, 4)]
             share = chance * q((first,))[tokens[0]] * q((second,))[tokens[1]]
-            told = [q(prefix_of(tree, node)) for node in (3, 4)] if tells_own_law else rows
-            laws = [q(()), q((first,)), q((second,)), *told]
+            below = [q(prefix_of(tree, node)) for node in (3, 4)] if tells_own_law else rows
+            laws = [q(()), q((first,)), q((second,)), *below]
             distributions = (
                 *(SparseDistribution(tuple(range(VOCAB)), tuple(law.tolist())) for law in laws),
                 None,

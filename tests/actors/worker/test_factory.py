@@ -256,7 +256,7 @@ def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spe
     ranks.wait_for(1, busy=False, round=7)
 
 
-def test_a_rank_that_nobody_wants_any_more_ends_by_itself(spec):
+def test_a_rank_without_a_coordinator_ends_by_itself(spec):
     hub = Hub("tcp://127.0.0.1:*", SECRET)
     serve(replace(spec, hub_address=hub.address), cancelled=lambda: True)
     hub.close()

@@ -35,7 +35,7 @@ def test_the_launchs_own_draft_model_is_the_one_named_model():
     assert drafter.models() == [str(pocket.DEEP_DRAFTER.absolute())]
 
 
-def test_drafters_of_one_kind_are_told_apart_in_reports():
+def test_drafters_of_one_kind_are_distinguished_in_reports():
     drafter = auto("drafter.drafters=[copy,{name: model, num_draft_tokens: 2},{name: model, num_draft_tokens: 7}]")
     assert [drafter.drafter_name(i) for i in range(3)] == ["copy", "1-model", "2-model"]
 

@@ -52,7 +52,7 @@ def test_a_checked_configuration_can_be_checked_again():
 PASSING_ON = "drafter.levels=[{name: ngram, num_draft_tokens: 4},{name: model, num_draft_tokens: 0}]"
 
 
-def test_a_level_that_passes_on_what_is_beneath_it_may_be_written_by_hand():
+def test_a_level_that_passes_on_the_level_below_may_be_written_by_hand():
     assert cascade(PASSING_ON).num_draft_tokens == 4
     assert cascade("drafter.lengths=auto", "pipeline=sync").lengths is LevelLengths.auto
 
@@ -209,7 +209,7 @@ def test_an_engine_of_three_roles_and_more_gives_plain_decodings_tokens(override
     if config.pipeline.name in AHEAD_PIPELINES:
         assert all(_overlap(spans, verifying) for spans in drafting.values()), "every level works while the target does"
     most = 3 * sum(work["num_passes"] + work["num_drafts"] for work in levels)
-    assert sum(map(len, drafting.values())) < most, "a level that waits for the one beneath steps in vain"
+    assert sum(map(len, drafting.values())) < most, "a level that waits for the one below it takes steps in vain"
     assert not report.counters["num_role_losses"], "the ranks of a level took the same steps"
 
 

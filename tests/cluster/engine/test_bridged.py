@@ -3,7 +3,6 @@ either side and is built again, and the tokens are those of plain decoding throu
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -19,12 +18,7 @@ PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 LONG = SamplingParams(max_tokens=80, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert not left, f"threads left behind: {left}"
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.fixture(scope="session")

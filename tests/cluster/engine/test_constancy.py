@@ -72,7 +72,7 @@ LEAVES = (
     torch.nn.Module,
     np.ndarray,
 )
-"""Where the walk ends: tensors, and what a tally counts in one window."""
+"""Where the walk ends: tensors, and what the stats count in one window."""
 
 
 def held_by(owner: object) -> int:

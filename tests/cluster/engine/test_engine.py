@@ -268,7 +268,7 @@ class TestLeaving:
         assert completion.result(30).finish_reason == "abort"
         assert [token.id for token in tokens] == completion.token_ids[:3] and len(completion.token_ids) < 400
 
-    def test_a_loop_that_was_closed_over_an_iterator_hurts_nobody(self, open_engine):
+    def test_a_loop_that_was_closed_over_an_iterator_harms_no_request(self, open_engine):
         engine = open_engine()
         loop = asyncio.new_event_loop()
         completion = engine.submit(PROMPTS[0], replace(LONG, max_tokens=60))

@@ -1,9 +1,8 @@
-"""What goes wrong in an engine in this process is mended, or told in one line; nobody waits, and no thread is left."""
+"""Failures in an engine in this process are recovered from or reported in one line; no caller waits."""
 
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from dataclasses import replace
 
@@ -27,12 +26,7 @@ FINAL = ClusterConfig(ClusterName.inprocess, oversubscribe=True, max_restarts=0)
 """The first death ends the engine."""
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert not left, f"threads left behind: {left}"
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.fixture
@@ -152,7 +146,7 @@ def test_a_coordinator_that_fails_ends_the_engine(open_engine, monkeypatch):
     monkeypatch.setattr(Scheduler, "plan", lambda *_: 1 / 0)
     with pytest.raises(EngineError, match="^coordinator: ZeroDivisionError: division by zero$"):
         engine.submit("one", LONG).result(WAIT_S)
-    engine.close()  # and the ranks were told, or their threads would be left
+    engine.close()  # and the ranks were stopped, or their threads would be left
 
 
 def test_closing_ends_what_is_in_flight_with_an_error_and_keeps_its_tokens(open_engine):

@@ -118,16 +118,16 @@ def foreign_records(engine):
     with zmq.Context() as context:
         for is_curve in (True, False):
             for name in ("client", "client/out", "client:1", "target-0#0", "draft-0#0", "target-0#0/heart"):
-                with context.socket(zmq.DEALER) as stranger:
-                    stranger.linger, stranger.identity = 0, name.encode()
+                with context.socket(zmq.DEALER) as foreign:
+                    foreign.linger, foreign.identity = 0, name.encode()
                     if is_curve:
-                        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-                        stranger.curve_serverkey = channel._hub_keys(os.urandom(32))[0]
-                    stranger.connect(engine.address)
+                        foreign.curve_publickey, foreign.curve_secretkey = zmq.curve_keypair()
+                        foreign.curve_serverkey = channel._hub_keys(os.urandom(32))[0]
+                    foreign.connect(engine.address)
                     with suppress(zmq.Again):  # a connection that was refused already takes no more
                         for record in RECORDS:
-                            stranger.send(CODEC.encode(record), zmq.NOBLOCK)
-                    assert not stranger.poll(50), "a stranger was answered"
+                            foreign.send(CODEC.encode(record), zmq.NOBLOCK)
+                    assert not foreign.poll(50), "a foreign client was answered"
 
 
 def replays(engine):
@@ -143,7 +143,7 @@ def replays(engine):
         assert len(heard) < 2 * 400, "more than the greeting and the first step of a handshake"
 
 
-STRANGERS = [garbage, huge_lengths, slow_loris, thousand_connections, foreign_records, replays]
+ATTACKS = [garbage, huge_lengths, slow_loris, thousand_connections, foreign_records, replays]
 
 
 def tokens_of(completions):
@@ -154,7 +154,7 @@ def test_neighbours_without_the_secret_change_nothing(open_engine):
     engine = open_engine()
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
     engine.report(reset=True)
-    for strange in STRANGERS:
+    for strange in ATTACKS:
         failed: list[Exception] = []
 
         def attack(strange=strange, failed=failed):

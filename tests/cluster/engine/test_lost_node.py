@@ -16,7 +16,7 @@ from tests.cluster.hosts import PRIVATE_TMP, Host, network
 pytestmark = [pytest.mark.multinode, pytest.mark.slow, pytest.mark.timeout(400)]
 
 WAIT_S = 120
-# Ray takes a minute to give a silent node up unless it is told otherwise.
+# Ray takes a minute to give a silent node up unless it is configured otherwise.
 HASTY = {
     f"RAY_health_check_{name}": str(value)
     for name, value in dict(initial_delay_ms=500, period_ms=500, timeout_ms=1000, failure_threshold=3).items()
@@ -124,7 +124,7 @@ def test_a_target_and_its_coordinator_go_where_there_is_room_and_end_with_a_line
 
 
 def test_one_rank_of_a_target_that_is_lost_moves_and_meets_the_others(cluster: Cluster, expected):
-    """The survivor waits in a collective for a peer that nobody says is gone."""
+    """The survivor waits in a collective for a peer whose loss no connection shows."""
     cluster.restore()
     first, second, third = (host.address for host in cluster.hosts)
     answers = cluster.driver.keep_on("target.tp=2", "drafter=ngram")

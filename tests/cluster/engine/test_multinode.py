@@ -51,7 +51,7 @@ class Driver:
         return self._hear()
 
     def keep_on(self, *overrides: str) -> Iterator[dict[str, object]]:
-        """Answers of an engine that goes on, for as long as somebody wants another."""
+        """Answers of an engine that goes on, for as long as another is asked for."""
         self._tell(["keep on", *self._cluster, *overrides])
         try:
             while True:
@@ -80,7 +80,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Two hosts of one core each in a Ray cluster; the second has a device only a drafter is told to use."""
+    """Two hosts of one core each in a Ray cluster; the second has a device that only a drafter is configured to use."""
     directory = tmp_path_factory.mktemp("hosts")
     with network(directory, "n1", "n2") as (_, hosts):
         first, second = hosts
@@ -94,7 +94,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 
 def wait_until_answered(head: Host) -> None:
-    """Until somebody listens: asking with Ray's own command would take a second each time."""
+    """Until a process listens: asking with Ray's own command would take a second each time."""
     deadline = time.monotonic() + 60
     knock = f"exec 3<>/dev/tcp/{head.address}/{PORT}"
     while subprocess.run(head.enter(["bash", "-c", knock]), stderr=subprocess.DEVNULL, check=False).returncode:

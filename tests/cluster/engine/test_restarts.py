@@ -29,12 +29,7 @@ SAMPLED = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8, repet
 WAIT_S = 60
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    assert not left, f"threads left behind: {left}"
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.fixture

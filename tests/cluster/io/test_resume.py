@@ -29,10 +29,10 @@ def test_no_file_means_nothing_is_finished(tmp_path):
     assert drop_unfinished(tmp_path / "completions.jsonl", PROMPTS) == set()
 
 
-@pytest.mark.parametrize("stranger", [line(1, "x"), line(7, "a")])
-def test_completions_of_other_prompts_are_not_mixed_in(tmp_path, stranger):
+@pytest.mark.parametrize("foreign", [line(1, "x"), line(7, "a")])
+def test_completions_of_other_prompts_are_not_mixed_in(tmp_path, foreign):
     path = tmp_path / "completions.jsonl"
-    path.write_text(line(0, "a") + "\n" + stranger + "\n")
+    path.write_text(line(0, "a") + "\n" + foreign + "\n")
     with pytest.raises(ValueError, match=r"^job\.resume=true: .* line 2 answers another list of prompts; choose"):
         drop_unfinished(path, PROMPTS)
     assert len(path.read_text().splitlines()) == 2, "and nothing is lost"

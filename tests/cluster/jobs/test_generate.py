@@ -64,9 +64,9 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
         f"report.json, completions.jsonl, timeline.png, logs in {run_dir}"
     )
     (log,) = (run_dir / "logs").iterdir()
-    told = log.read_text()
+    text = log.read_text()
     for event in ("event=ready", "event=window phase=speculative", "event=finished request=3 reason=length tokens="):
-        assert event in told, told
+        assert event in text, text
 
 
 @pytest.mark.parametrize(

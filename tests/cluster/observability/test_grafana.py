@@ -60,7 +60,7 @@ def test_every_metric_is_shown_and_nothing_else():
 
 
 def test_queries_ask_for_labels_that_the_metrics_bear():
-    """One that does not exist is answered with nothing, and nobody notices."""
+    """A query of a metric that does not exist returns nothing, without an error."""
     registry = Registry()
     MetricsWatch(registry, LABELS)
     for title, expression in QUERIES.items():

@@ -1,4 +1,4 @@
-"""Metrics follow the tally: each counter grows by what was counted since the last look, under its window's name."""
+"""Metrics follow the stats: each counter grows by what was counted since the last snapshot, under its window's name."""
 
 from __future__ import annotations
 

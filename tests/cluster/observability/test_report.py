@@ -210,7 +210,7 @@ def test_circumstances_survive_json(tmp_path):
     write_json(tmp_path / "report.json", circumstances(config, [place, replace(place, host="10.0.0.1")], {}))
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["layout"][0]["identity"] == "target-0"
-    assert [place["cores"] for place in report["layout"]] == [[0, 1], []], "in a cluster nobody is bound to a core"
+    assert [place["cores"] for place in report["layout"]] == [[0, 1], []], "in a cluster no rank is bound to a core"
     assert report["config"]["pipeline"]["name"] == "sync" and report["config"]["drafter"]["max_ngram"] == 4
     assert report["stretch"] == 4 and "change no token" in report["notes"][0]
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
     ],
     ids=["who starts ranks on Ray", "a rank"],
 )
-def test_nobody_loads_what_only_others_need(modules, heavy):
+def test_no_process_loads_what_only_others_need(modules, heavy):
     probe = f"import sys, {modules}; print(*({heavy!r} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""

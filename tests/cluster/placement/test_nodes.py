@@ -134,7 +134,7 @@ def test_what_is_missing_is_named(choices, nodes, line):
     assert str(refused.value).startswith(line)
 
 
-def test_a_level_beneath_goes_where_its_drafter_may_go():
+def test_a_lower_level_goes_where_its_drafter_may_go():
     levels = (ModelDrafterConfig(), ModelDrafterConfig())
     drafter = CascadeDrafterConfig(levels=levels, placement=LevelsPlacement.separate)
     cheap = replace(MIXED[1], num_gpus=3)

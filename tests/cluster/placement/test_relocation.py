@@ -32,7 +32,7 @@ def moved(config, places, nodes, role, homes=None):
     }
 
 
-def test_a_role_moves_whole_to_a_node_with_room_and_nobody_else_does():
+def test_a_role_moves_whole_to_a_node_with_room_and_no_other_role_does():
     config = config_of(tp=3, ranks=2)
     places = layout(config, [N1, N2, N3])
     assert {place.host for place in places.values() if place.role == "target"} == {N1.host}

@@ -149,9 +149,9 @@ def test_a_ray_of_its_own_admits_no_process_without_its_token(running_ray):
     result = subprocess.run([sys.executable, "-c", script], env=clean, check=False, **options)
     assert f"ValueError: cluster.address={address}: that Ray asks for another token; set RAY_AUTH_MODE" in result.stderr
     if os.geteuid() == 0:
-        nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        other_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         for reads in (["cat", token_file], ["ls", token_file.parent]):
-            result = subprocess.run([*nobody, *reads], check=False, **options)
+            result = subprocess.run([*other_user, *reads], check=False, **options)
             assert result.returncode and "Permission denied" in result.stderr and not result.stdout
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -142,7 +142,7 @@ else:
 
 @pytest.mark.parametrize("bootstrap", [EXPLICIT, SYMMETRIC])
 @pytest.mark.parametrize("node", [0, 1])
-def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_told(tmp_path, bootstrap, node):
+def test_ray_ends_and_its_folder_goes_where_only_the_shell_is_signalled(tmp_path, bootstrap, node):
     """As with `proctrack/cgroup`, signals reach only what Slurm itself started. SIGTERM ends the launch, not Ray."""
     ray, folder, arguments = tmp_path / "ray", tmp_path / "job" / "specdec-4711", tmp_path / "arguments"
     ray.write_text(f"#!{sys.executable}{FAKE_RAY}")

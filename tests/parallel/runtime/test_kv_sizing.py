@@ -22,7 +22,7 @@ def test_the_pool_is_what_was_asked_or_what_the_sequences_need(llama):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bytes_foretold_are_those_allocated(llama, dtype):
+def test_the_bytes_counted_are_those_allocated(llama, dtype):
     fit = fit_slots(str(llama.path), SINGLE, "cpu", dtype, max_num_seqs=1, stretch=2)
     model = open_model(llama.path, dtype=fit.dtype, num_slots=fit.num_slots, stretch=2)
     assert fit.weight_bytes == model.decoder.nbytes()

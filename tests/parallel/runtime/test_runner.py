@@ -79,7 +79,7 @@ def test_a_long_span_beside_short_ones(llama):
 
 
 def test_bucketed_passes_are_the_same_passes(llama):
-    """What CUDA graphs replay: sizes rounded up, rows of nobody behind the pass's own, tensors copied into others."""
+    """What CUDA graphs replay: sizes rounded up, rows of no sequence behind the pass's own, tensors copied."""
     model = open_runner(llama.path, "bucketed")
     shapes, owned = set(), [model.pool.scratch_slot]
     for seq_id, size in ((0, 5), (1, 7), (2, 8)):

@@ -43,7 +43,7 @@ def random_text(target: Checkpoint, length: int) -> Tensor:
 
 
 def read_text(target: Checkpoint, tokens: Tensor) -> TargetBatch:
-    """What the target computes for a text [1, T]: hidden states as transformers numbers them (the last is behind the final
+    """What the target computes for a text [1, T]: its states as transformers numbers them (the last: behind the final
     norm), keys and values of every layer."""
     model: Any = target.model
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Levels on ranks of their own: who plays what, what waits for whom, and what happens when a level is lost."""
+"""Levels on ranks of their own: where each level runs, what waits for what, and what happens when a level is lost."""
 
 from __future__ import annotations
 

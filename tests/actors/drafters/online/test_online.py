@@ -98,7 +98,7 @@ def test_rows_of_another_text_are_dropped_and_a_gap_starts_a_new_window(short_wi
     assert window is not None
     assert window.token_ids.tolist() == [1, 2, 3]
     laws.read(TopTokens(2, *law_of([(3, (5, 50))]), ((9, 3, 1),)), {7: context})
-    assert not laws._verified, "rows of requests that nobody drafts for would pile up"
+    assert not laws._verified, "rows of requests without a drafter would pile up"
 
 
 def window_of(length, tag):

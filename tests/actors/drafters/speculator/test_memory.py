@@ -27,7 +27,7 @@ def runner_of(config, setup):
 
 
 @pytest.mark.parametrize("recipe", ["eagle3", "p_eagle", "chimera", "glide", "dspark", "medusa"])
-def test_the_bytes_foretold_are_those_allocated(setup, speculator, recipe):
+def test_the_bytes_counted_are_those_allocated(setup, speculator, recipe):
     config = SpeculatorDrafterConfig(path=str(speculator(recipe)), kv_slots=50)
     memory = config.memory(setup.target, 1, "cpu")
     runner = runner_of(config, setup)

@@ -90,7 +90,7 @@ def test_a_drafter_is_a_name_or_its_keys_or_the_levels_of_a_cascade(bench_launch
     assert len({setting.engine_key for setting in settings}) == 4
 
 
-def test_placements_and_shapes_are_told_apart(bench_launch):
+def test_placements_and_shapes_are_distinguished(bench_launch):
     attached = {"name": "ngram", "placement": "attached"}
     tree = {"name": "model", "strategy": "best_first", "placement": "attached"}
     config = bench_launch(drafters=["ngram", attached, tree])

@@ -13,7 +13,7 @@ def test_coins_that_are_met_once_pass_and_those_that_every_review_meets_do_not()
     assert fit_rounds("rejection", repeats_every_verification).p_value < 1e-6
 
 
-def test_coins_that_come_back_when_a_request_is_told_again_are_found(monkeypatch):
+def test_random_numbers_that_repeat_when_a_request_is_sent_again_are_found(monkeypatch):
     right = Outbox.admit
 
     def admit(self, sequence):
