@@ -287,7 +287,8 @@ class CoordinatorService:
             return
         assert self._store is not None
         for links, order in self._bridging.follow(self._store, self._awake_s):
-            self._hub.send(links, order)
+            # to the heartbeats too: the target may wait for a drafter that was at the end of the last bridge
+            self._hub.send([*links, *map(heart_of, links)], order)
         for role in LEAD_ROLES:
             self._follow_role(self._memberships[role])
 

@@ -69,6 +69,18 @@ class BridgeEnd:
         if formed is not None:
             formed[1].close()
 
+    def interrupt(self) -> None:
+        """From another thread than the one that uses the bridge: end transfers that wait for an absent end."""
+        formed = self._formed
+        if formed is not None:
+            formed[1].interrupt()
+
+    def check(self) -> None:
+        """PeerLost if the bridge was interrupted: what came over it means nothing."""
+        formed = self._formed
+        if formed is not None:
+            formed[1].check()
+
     def _meet(self, order: Bridge) -> None:
         device = self._device if order.by_nccl else torch.device("cpu")
         try:

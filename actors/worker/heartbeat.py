@@ -1,6 +1,7 @@
 """A rank's heartbeats: what it works on, sent from a thread and a link of its own, however long a pass takes.
 
-The same thread receives recalls, which reach a rank here while its main thread waits inside a pass.
+The same thread receives recalls and orders of a bridge, which reach a rank here while its main thread waits inside a
+pass.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from actors.protocol.membership import HEARTBEAT_S, Alive, Recall
+from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Recall
 from actors.transport.channel import Link
 
 
 class Heartbeat:
-    """Sends `status()` every `HEARTBEAT_S` from construction to `stop`, which closes the link; passes each recall to
-    `on_recall`."""
+    """Sends `status()` every `HEARTBEAT_S` from construction to `stop`, which closes the link; passes each
+    order to `on_order`."""
 
-    def __init__(self, link: Link, status: Callable[[], Alive], on_recall: Callable[[Recall], None]) -> None:
+    def __init__(self, link: Link, status: Callable[[], Alive], on_order: Callable[[Recall | Bridge], None]) -> None:
         self._link = link
         self._status = status
-        self._on_recall = on_recall
+        self._on_order = on_order
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heart-{status().identity}", daemon=True)
         self._thread.start()
@@ -35,8 +36,8 @@ class Heartbeat:
             left_s = due - time.monotonic()
             if left_s > 0:
                 record = self._link.receive(left_s)
-                if isinstance(record, Recall):
-                    self._on_recall(record)
+                if isinstance(record, Recall | Bridge):
+                    self._on_order(record)
                 continue
             self._link.send(self._status())
             due = time.monotonic() + HEARTBEAT_S

@@ -69,11 +69,15 @@ class RankLoop:
         """The present status."""
         return self.status if self.bridge is None else replace(self.status, bridge=self.bridge.number)
 
-    def interrupt(self, recall: Recall) -> None:
-        """Leave the epoch, from another thread: the pass may wait for a dead peer. Ignored if it is outdated."""
+    def interrupt(self, order: Recall | Bridge) -> None:
+        """Leave the epoch, or only the bridge, from another thread: the pass may wait for a dead peer. Ignored if it is
+        outdated."""
         group, status = self._group, self.status
-        if group is not None and not status.waiting and recall.epoch > status.epoch:
+        leaves = isinstance(order, Recall) and order.epoch > status.epoch and not status.waiting
+        if group is not None and leaves:
             group.interrupt()
+        if self.bridge is not None and (leaves or (isinstance(order, Bridge) and order.number > self.bridge.number)):
+            self.bridge.interrupt()
 
     def serve(self) -> None:
         """Until `Stop`."""
@@ -133,11 +137,17 @@ class RankLoop:
 
     def _is_interrupted(self) -> bool:
         try:
-            if self._group is not None:
-                self._group.check()
+            self._check()
         except PeerLost:
             return True
         return False
+
+    def _check(self) -> None:
+        """PeerLost if the results of the pass mean nothing, because another thread ended what it waited for."""
+        if self._group is not None:
+            self._group.check()
+        if isinstance(self.bridge, FeatureReceiver):
+            self.bridge.check()
 
     def _leave(self) -> None:
         self._update(busy=False)
@@ -172,7 +182,7 @@ class RankLoop:
                 return None
             self._update(busy=True, round=record.round)
             for answer in self._answers(role, record):
-                group.check()
+                self._check()
                 if self._is_lead:
                     self.link.send(answer)
             self._update(busy=False)

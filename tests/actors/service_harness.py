@@ -26,7 +26,8 @@ class Stage:
         self.links = {name: Link(self.hub.address, f"{name}#0", SECRET) for name in self.ranks}
         self.links[CLIENT] = Link(self.hub.address, CLIENT, SECRET)
         self.ended: list[object] = []
-        self.thread = threading.Thread(target=self.run_service, args=(CoordinatorService(spec, self.hub, watches),))
+        service = CoordinatorService(spec, self.hub, watches, ("127.0.0.1", 1) if spec.bridged else None)
+        self.thread = threading.Thread(target=self.run_service, args=(service,))
         self.thread.start()
 
     def run_service(self, service) -> None:

@@ -6,7 +6,7 @@ import time
 
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.round_timeout import FACTOR, FLOOR_S
-from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Recall, Silent
+from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Hello, RankLost, Recall, Silent
 from actors.protocol.messages import Request, SamplingParams, Verdict, VerdictBatch
 from actors.transport.channel import Link, heart_of
 from tests.actors.service_harness import SECRET, WAIT_S
@@ -33,6 +33,16 @@ def test_a_recall_also_goes_to_the_link_of_the_heartbeats(open_stage):
     heart.send(Alive("target", 0, 0, 7, epoch=1, waiting=False, round=1, busy=True))
     stage.send(CLIENT, RankLost("target", 1, 0))
     assert stage.receive("heart") == Recall(2)
+
+
+def test_the_order_for_a_bridge_also_goes_to_the_link_of_the_heartbeats(open_stage):
+    """A target may wait inside a pass for the drafter that was at the end of the last one."""
+    stage = open_stage(bridged=True)
+    heart = stage.links["heart"] = Link(stage.hub.address, heart_of("target-0#0"), SECRET, keeps="newest")
+    heart.send(Alive("target", 0, 0, 7))
+    stage.join("target-0", "draft-0")
+    assert isinstance(order := stage.receive("target-0"), Bridge)
+    assert stage.receive("heart") == order
 
 
 def test_a_silent_rank_is_reported_and_its_role_goes_on_without_it(open_stage):

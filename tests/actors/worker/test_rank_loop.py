@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -11,12 +12,13 @@ from typing import ClassVar
 import pytest
 import torch
 
-from actors.protocol.membership import Alive, Join, Ready, Recall, Stop
-from actors.protocol.messages import DraftBatch, VerifyBatch
+from actors.protocol.membership import Alive, Bridge, Join, Ready, Recall, Stop
+from actors.protocol.messages import DraftBatch, FeatureExport, ProposalBatch, VerifyBatch
+from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.rank_loop import CHECK_S, RankLoop
-from parallel.comm.group import NcclGroup, PeerLost
+from parallel.comm.group import SINGLE, NcclGroup, PeerLost
 
 WAIT_S = 20.0
 FACTS = {"vocab_size": 9}
@@ -293,6 +295,64 @@ def test_a_recall_ends_a_pass_that_waits_for_a_dead_peer(error):
     assert ("ready", 0, 2) in log and ("sent", "rubbish") not in log
 
 
+class Bridged(DraftRole):
+    """A drafter that answers with what it was sent."""
+
+    def __init__(self) -> None:
+        pass
+
+    wants_work = False
+
+    def answer(self, batch, features):
+        yield ProposalBatch(batch.round, features, 0.0, 0.0)
+
+    def forget(self) -> None:
+        pass
+
+    close = forget
+
+
+def bridge_over(nccl, number, end=FeatureReceiver):
+    """An end whose transfers end only with the abort, and then leave what was there."""
+    nccl.recv = lambda *_: begun.set() or SimpleNamespace(wait=lambda: nccl.ended.wait(WAIT_S))
+    begun, bridge = threading.Event(), end("127.0.0.1", "cpu", logging.getLogger("test"))
+    bridge._formed = number, NcclGroup(nccl)
+    return bridge, begun
+
+
+def test_a_recall_ends_a_transfer_that_waits_for_the_other_end_of_the_bridge():
+    """The drafter's group of one would not be interrupted, and its rubbish is not sent."""
+    nccl, log = Nccl(), []
+    bridge, begun = bridge_over(nccl, 1)
+    spec = SimpleNamespace(role="draft", rank=0, incarnation=3, identity="draft-0", device="cpu")
+    batch = DraftBatch(1, after=0, exports=(FeatureExport(1, 1, 5, "float32", ((1, 0, 2),)),))
+    link = Script([Join(1, 0), batch, Recall(2), Join(2, 1)], log)
+    build = lambda *_: (Bridged(), FACTS)  # noqa: E731
+    loop = RankLoop(spec, link, lambda *_: SINGLE, build, lambda _: None, lambda: False, bridge)
+    thread = threading.Thread(target=loop.serve, daemon=True)
+    thread.start()
+    assert begun.wait(WAIT_S)
+    loop.interrupt(Recall(1))
+    assert not nccl.ended.is_set(), "an old recall changes nothing"
+    loop.interrupt(Recall(2))
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and ("ready", 0, 2) in log
+    assert not [entry for entry in log if entry[0] == "sent"]
+
+
+def test_the_order_for_the_next_bridge_ends_transfers_over_the_last_one_and_not_the_target():
+    nccl, group = Nccl(), NcclGroup(Nccl())
+    bridge, _ = bridge_over(nccl, 3, FeatureSender)
+    spec = SimpleNamespace(role="target", rank=0, incarnation=3, identity="target-0", device="cuda:0")
+    loop = RankLoop(spec, None, None, None, None, None, bridge)
+    loop._group, loop.status = group, Alive("target", 0, 3, 7, epoch=1, waiting=False)
+    loop.interrupt(Bridge(3, ("127.0.0.1", 1)))
+    assert not nccl.ended.is_set(), "it stands"
+    loop.interrupt(Bridge(4, ("127.0.0.1", 1)))
+    assert nccl.ended.is_set()
+    group.check()
+
+
 def test_another_error_still_ends_the_rank():
     role = Stuck(SimpleNamespace(ended=SimpleNamespace(wait=lambda _: True)), IndexError("a mistake"))
     spec = SimpleNamespace(role="target", rank=0, incarnation=3, identity="target-0", device="cpu")
@@ -302,11 +362,11 @@ def test_another_error_still_ends_the_rank():
         loop.serve()
 
 
-def test_the_thread_of_the_heartbeats_passes_recalls_on():
-    sent, recalls, heard = [], [], threading.Event()
+def test_the_thread_of_the_heartbeats_passes_orders_on():
+    sent, orders, heard = [], [], threading.Event()
 
     class Heart:
-        records: ClassVar = [None, Recall(5)]
+        records: ClassVar = [None, Recall(5), Bridge(6, ("127.0.0.1", 1))]
 
         def send(self, record) -> None:
             sent.append(record)
@@ -321,10 +381,10 @@ def test_the_thread_of_the_heartbeats_passes_recalls_on():
         def close(self) -> None:
             sent.append("closed")
 
-    heartbeat = Heartbeat(Heart(), lambda: Alive("target", 0, 3, 7), recalls.append)
+    heartbeat = Heartbeat(Heart(), lambda: Alive("target", 0, 3, 7), orders.append)
     assert heard.wait(WAIT_S)
     heartbeat.stop()
-    assert recalls == [Recall(5)] and sent[-1] == "closed"
+    assert orders == [Recall(5), Bridge(6, ("127.0.0.1", 1))] and sent[-1] == "closed"
 
 
 def test_another_rank_follows_the_lead():
