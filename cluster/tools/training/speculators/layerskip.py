@@ -36,7 +36,7 @@ class LayerSkipOptions(Section):
     """Exit for which held-out acceptance is reported; all are trained."""
     dropout: Annotated[float, Range(0, high=1)] = 0.1
     """Chance that a row of text skips the last layer; the first is never skipped, those between exponentially more."""
-    exit_scale: Annotated[float, Range(above=0)] = 1.0
+    exit_scale: Annotated[float, Range(0, zero="only the last layer learns")] = 1.0
     """Weight of the loss of early exits: exit i, from 0, weighs this times i (i + 1) / 2 before normalisation, the last
     one as that before it and its number."""
     curriculum: Annotated[str, OneOf(CURRICULA)] = "rotational"
@@ -47,17 +47,35 @@ class LayerSkipOptions(Section):
     divergence: Annotated[str, OneOf((*DIVERGENCES, HARD_LABELS))] = "fkl"
     """Loss of every exit: against the law of the target as it was, as of `distill`, which changes the text the least,
     or ce, cross entropy with the text (the paper)."""
+    repeat: Annotated[int, Range(1)] = 1
+    """Times that every layer runs before the next, as layers of their own that each begin with the layer's weights and
+    add its share of the residual stream: 2 makes a target of 12 layers from one of 6."""
     depth: Annotated[int, Range(1)] = 5
     """Draft tokens per round for which acceptance is reported."""
 
 
 def build(options: LayerSkipOptions, target: TargetShape) -> LayerSkipNet:
     """A copy of the target. ValueError, one line, for an exit that it does not have."""
-    num_layers = target.config.num_hidden_layers
+    num_layers = target.config.num_hidden_layers * options.repeat
     if options.exit >= num_layers:
         raise ValueError(f"job.options.exit={options.exit}: the target has {num_layers} layers; exit before the last")
     assert target.model is not None, "LayerSkip begins as the target"
-    return LayerSkipNet(copy.deepcopy(target.model).float().requires_grad_(True), options)
+    return LayerSkipNet(repeated(target.model, options.repeat).float().requires_grad_(True), options)
+
+
+@torch.no_grad()
+def repeated(model: LlamaForCausalLM, times: int) -> LlamaForCausalLM:
+    """A copy in which each layer stands `times` in a row, every one adding that share of what the layer added."""
+    model = copy.deepcopy(model)
+    layers = [copy.deepcopy(layer) for layer in model.model.layers for _ in range(times)]
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            for parameter in last.parameters():
+                parameter /= times
+    model.model.layers = nn.ModuleList(layers)
+    model.config.num_hidden_layers = len(layers)
+    return model
 
 
 class LayerSkipNet(Speculator):
