@@ -90,6 +90,8 @@ class RankLayout(TypedDict):
 
     layout: list[dict[str, Any]]
     bytes_per_role: dict[str, dict[str, int]]
+    drafter_bytes: dict[str, int]
+    """Weights and KV of the drafter, on its own ranks or beside the target's."""
 
 
 class Circumstances(RankLayout):
@@ -242,6 +244,15 @@ def bytes_per_role(ready: Mapping[str, Ready]) -> dict[str, dict[str, int]]:
     return total
 
 
+def drafter_bytes(ready: Mapping[str, Ready]) -> dict[str, int]:
+    """Bytes of the drafter's weights and KV over all ranks; zeros for one that has none of its own, as `self`."""
+    parts = [rank.facts.get("drafter", {}) if rank.role == "target" else rank.facts for rank in ready.values()]
+    return {
+        "weights": sum(part.get("weight_bytes", 0) for part in parts),
+        "kv": sum(part.get("kv_bytes", 0) for part in parts),
+    }
+
+
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that can change a figure; None where one is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
@@ -265,7 +276,7 @@ def circumstances(config: LaunchConfig, places: Sequence[RankPlacement], ready: 
 
 def layout(places: Sequence[RankPlacement], ready: Mapping[str, Ready]) -> RankLayout:
     ranks = [{"identity": place.identity, **asdict(place), "cores": place.bound_to} for place in places]
-    return {"layout": ranks, "bytes_per_role": bytes_per_role(ready)}
+    return {"layout": ranks, "bytes_per_role": bytes_per_role(ready), "drafter_bytes": drafter_bytes(ready)}
 
 
 def notes(config: LaunchConfig) -> list[str]:

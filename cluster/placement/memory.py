@@ -6,7 +6,7 @@ An upper estimate of what the ranks decide (`parallel/runtime/kv_sizing.py`): th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from actors.drafters.auto.config import AutoDrafterConfig
 from actors.drafters.cascade.config import CascadeDrafterConfig
@@ -77,10 +77,7 @@ def _speculator_footprint(model: SpeculatorDrafterConfig, place: RankPlacement, 
     if place.role == "target":
         slots = model.kv_slots or target.kv_slots or slots
     else:
-        dtype = dtype_name(model.dtype, place.device)
-        stored = weights_name(target.weights, dtype, place.device, target.path)
-        shapes = replace(read_config(target.path), num_layers=0)
-        tables = weight_bytes(shapes, place.size, ITEM_BYTES[dtype], weights=stored)
+        tables = model.table_bytes(target, place.size, place.device)
     return Footprint(place.size * (tables + memory.weight_bytes), place.size * slots * memory.bytes_per_slot)
 
 

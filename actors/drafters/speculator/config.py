@@ -74,6 +74,16 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         weights = weights_name(self.weights, dtype, device)
         return speculator_memory(self.path, read_config(target.path).num_layers, ranks, dtype, weights)
 
+    def table_bytes(self, target: TargetConfig, ranks: int, device: str) -> int:
+        """On a rank of so many, of its own copy of the target's embedding and head, which it has when it is not
+        attached."""
+        from parallel.model.families.registry import read_config
+        from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, weight_bytes, weights_name
+
+        dtype = dtype_name(self.dtype, device)
+        stored = weights_name(target.weights, dtype, device, target.path)
+        return weight_bytes(replace(read_config(target.path), num_layers=0), ranks, ITEM_BYTES[dtype], weights=stored)
+
     def memory_beside(self, target: TargetConfig, ranks: int, device: str) -> tuple[int, int]:
         memory = self.memory(target, ranks, device)
         if self.kv_slots:

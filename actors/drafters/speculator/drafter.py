@@ -84,18 +84,25 @@ def build_speculator_drafter(
     num_layers = read_config(resolve_checkpoint(target.path)).num_layers
     record = read_speculator(config.path, num_layers)
     beside = 0 if target_runner is None else target_runner.pool.num_slots
+    memory = config.memory(target, setup.group.size, device)
     if not (num_slots := config.kv_slots or beside):
-        memory = config.memory(target, setup.group.size, device)  # of what is still to be loaded
         length = min(record.max_positions, target.max_model_len or record.max_positions)
-        sizes = memory.weight_bytes, memory.bytes_per_slot
+        sizes = memory.weight_bytes, memory.bytes_per_slot  # of what is still to be loaded
         most = setup.scheduler.max_num_seqs * length
         num_slots = affordable_slots(config.path, setup.group, device, *sizes, most=most, sharing=setup.sharing)
+    copied = config.table_bytes(target, setup.group.size, device) if target_runner is None else 0
     reads_fused = target_runner is None and record.travels_fused
     place = SpeculatorPlace(
         tables, setup.group, device, dtype, num_slots, weights, num_layers, target_runner, reads_fused
     )
     runner = open_speculator(config.path, place)
-    facts: dict[str, object] = {"checkpoint": config.path, "method": runner.speculator.method, "kv_slots": num_slots}
+    facts: dict[str, object] = {
+        "checkpoint": config.path,
+        "method": runner.speculator.method,
+        "kv_slots": num_slots,
+        "weight_bytes": memory.weight_bytes + copied,
+        "kv_bytes": num_slots * memory.bytes_per_slot,
+    }
     if setup.pipeline in AHEAD:
         return AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline), facts
     return SpeculatorDrafter(runner, config, setup.model_options), facts

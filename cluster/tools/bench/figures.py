@@ -68,6 +68,8 @@ class DraftingFigures(TypedDict):
     """Cost and speed of drafting; the error is (predicted - measured) / measured, the median over the repeats."""
 
     ms_per_draft: float | None
+    draft_share: float | None
+    """Time of drafts over that of rounds with speculation; above 1 where they overlap with passes and exceed them."""
     verify_ms: float | None
     decode_tokens_per_s: float | None
     predicted_tokens_per_s: float | None
@@ -213,6 +215,7 @@ def _drafting(setting: Setting, run: Run) -> DraftingFigures:
         predicted = tokens_per_s(_costs(setting.drafter, run, sum(draft_s)), median(verify_s) + overhead_s)
     return {
         "ms_per_draft": 1e3 * sum(draft_s) / steps if steps else None,
+        "draft_share": sum(draft_s) / round_s if (round_s := run.counters.get("spec_round_s")) else None,
         "verify_ms": 1e3 * median(verify_s) if verify_s else None,
         "decode_tokens_per_s": measured,
         "predicted_tokens_per_s": predicted,

@@ -60,12 +60,19 @@ _DRAFTERS: Cells = (
     ("setting", lambda entry: entry["name"]),
     ("accepted + 1", lambda entry: figure(entry["mean_acceptance_length"])),
     ("ms/draft", lambda entry: figure(entry["ms_per_draft"])),
+    ("of a round", lambda entry: percent(entry["draft_share"])),
     ("ms/verify", lambda entry: figure(entry["verify_ms"], 1)),
     ("tokens/s decoding", lambda entry: figure(entry["decode_tokens_per_s"], 1)),
     ("predicted", lambda entry: figure(entry["predicted_tokens_per_s"], 1)),
     ("error", lambda entry: ABSENT if (error := entry["prediction_error"]) is None else f"{100 * error:+.0f} %"),
     ("speed-up", lambda entry: figure(entry["speedup_vs_ar"], 2, "x")),
+    ("weights MiB", lambda entry: _mebibytes(entry["drafter_bytes"]["weights"])),
+    ("KV MiB", lambda entry: _mebibytes(entry["drafter_bytes"]["kv"])),
 )
+
+
+def _mebibytes(size: int) -> str:
+    return figure(size / 2**20, 1)
 
 
 def _table(entries: Sequence[BenchEntry], cells: Cells) -> Table:
@@ -129,6 +136,7 @@ def csv_row(entry: BenchEntry) -> dict[str, object]:
     row: dict[str, object] = {"name": entry["name"], **entry["setting"]}
     row |= {name: entry[name] for name in _PLAIN_COLUMNS}
     row["resident_bytes"] = sum(entry["resident_bytes"].values())
+    row |= {f"drafter_{name}_bytes": size for name, size in entry["drafter_bytes"].items()}
     for side, figures in entry["sides"].items():
         row[f"{side} ttft_s"] = _median(figures["ttft_s"])
         row[f"{side} decode_ms_per_token"] = _median(figures["decode_ms_per_token"])

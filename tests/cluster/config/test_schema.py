@@ -104,7 +104,7 @@ PUBLIC_KEYS = {
 PUBLIC_FIGURES = (
     "tokens wall_s tokens_per_s plain_tokens_per_s speedup_vs_ar mean_acceptance_length acceptance_histogram "
     "num_spec_steps num_draft_tokens num_accepted_tokens branch_hit_rate draft_busy target_busy round_overhead_ms "
-    "draft_lengths fallback_s num_probes num_trials waits bound_by bytes_per_role layout versions config"
+    "draft_lengths fallback_s num_probes num_trials waits bound_by bytes_per_role drafter_bytes layout versions config"
 )
 """Fields of `report.json`, likewise."""
 

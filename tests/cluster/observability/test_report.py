@@ -20,6 +20,7 @@ from cluster.observability.report import (
     bytes_per_role,
     circumstances,
     decode_ms_per_token,
+    drafter_bytes,
     figures,
     mean_draft_length,
     notes,
@@ -197,11 +198,12 @@ def test_request_metrics_use_the_words_of_vllm():
 
 def test_bytes_are_summed_over_the_ranks_of_a_role():
     ready = {
-        "target-0": Ready("target", 0, {"weight_bytes": 10, "kv_bytes": 5}),
+        "target-0": Ready("target", 0, {"weight_bytes": 10, "kv_bytes": 5, "drafter": {"weight_bytes": 3}}),
         "target-1": Ready("target", 1, {"weight_bytes": 11, "kv_bytes": 5}),
         "draft-0": Ready("draft", 0, {"load_s": 0.1}),
     }
     assert bytes_per_role(ready) == {"target": {"weights": 21, "kv": 10}, "draft": {"weights": 0, "kv": 0}}
+    assert drafter_bytes(ready) == {"weights": 3, "kv": 0}, "the target's part is not the drafter's"
 
 
 def test_circumstances_survive_json(tmp_path):

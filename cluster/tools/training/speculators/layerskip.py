@@ -72,7 +72,7 @@ def repeated(model: LlamaForCausalLM, times: int) -> LlamaForCausalLM:
         layer.self_attn.layer_idx = i
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             for parameter in last.parameters():
-                parameter /= times
+                parameter.div_(times)
     model.model.layers = nn.ModuleList(layers)
     model.config.num_hidden_layers = len(layers)
     return model

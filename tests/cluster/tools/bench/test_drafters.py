@@ -34,6 +34,7 @@ def run(levels: dict[str, dict[str, float]] | None = None, num_rounds: int = 10,
         "num_draft_tokens": 4 * num_rounds,
         "num_accepted_tokens": accepted,
         "num_spec_rounds": num_rounds,
+        "spec_round_s": 0.025 * num_rounds,
         "spec_round_overhead_s": 0.002 * num_rounds,
         "levels": levels or {},
     }
@@ -45,6 +46,7 @@ def run(levels: dict[str, dict[str, float]] | None = None, num_rounds: int = 10,
 def test_a_round_is_a_draft_a_verification_and_what_lies_between():
     found, _ = drafting_figures(ALONE, [{SPECULATIVE: run()}])
     assert found["ms_per_draft"] == pytest.approx(5) and found["verify_ms"] == pytest.approx(18)
+    assert found["draft_share"] == pytest.approx(0.2)
     assert found["decode_tokens_per_s"] == pytest.approx(30 / 0.25)  # the first token and its time are left out
     assert found["predicted_tokens_per_s"] == pytest.approx(3 / 0.025, rel=1e-3)  # 1 + 20 / 10 tokens a round
     assert found["prediction_error"] == pytest.approx(0, abs=1e-3)
@@ -96,6 +98,8 @@ def entry(name: str, speed: float, predicted: float | None, workload: str = "age
         "prediction_error": None if predicted is None else predicted / speed - 1,
         "mean_acceptance_length": 2.5,
         "ms_per_draft": 1.0,
+        "draft_share": 0.05,
+        "drafter_bytes": {"weights": 3 << 20, "kv": 0},
         "verify_ms": 20.0,
         "speedup_vs_ar": 1.5,
     }
@@ -109,4 +113,4 @@ def test_the_choice_is_made_by_prediction_and_judged_by_measurement(tmp_path):
     write_markdown(tmp_path / "bench.md", entries)
     lines = (tmp_path / "bench.md").read_text().splitlines()
     assert [line.startswith("| **") for line in lines] == [False, False, False, True, False, True]
-    assert drafter_table(entries)[1][0][5:7] == ["120.0", "+20 %"] and ABSENT in lines[4]
+    assert drafter_table(entries)[1][0][6:8] == ["120.0", "+20 %"] and ABSENT in lines[4]

@@ -62,6 +62,7 @@ def entry(name: str = "model k=3", trials=TRIALS) -> dict[str, object]:
         "setting": {"drafter": "model", "batch": 1},
         "num_threads": {"target": 1, "peers": 1},
         "resident_bytes": {"target-0": 2**20, "draft-0": 2**20},
+        "drafter_bytes": {"weights": 2**20, "kv": 2**21},
         **summarise(trials, greedy=True),
         **dict.fromkeys(DraftingFigures.__annotations__),
     }
@@ -144,6 +145,7 @@ def test_csv_has_a_column_for_everything_any_setting_has(tmp_path):
     assert [row["name"] for row in rows] == ["alone", "model k=3"]
     assert rows[0]["speculative / transformers"] == "" and rows[1]["speculative / transformers"] == "4.0"
     assert float(csv_row(entry())["speculative / plain max"]) == 4.0
+    assert (rows[1]["drafter_weights_bytes"], rows[1]["drafter_kv_bytes"]) == (str(2**20), str(2**21))
     assert rows[1]["resident_bytes"] == str(2**21) and rows[1]["drafter"] == "model"
 
 

@@ -13,7 +13,7 @@ import torch
 from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, read_exits
 from cluster.tools.training.speculators.interface import TargetBatch
-from cluster.tools.training.speculators.layerskip import drop_rates, dropped, exit_weights, exits_at
+from cluster.tools.training.speculators.layerskip import drop_rates, dropped, exit_weights, exits_at, repeated
 from cluster.tools.training.trainer import average_over_participants
 from parallel.comm.group import Group
 from parallel.speculators.config import FINAL
@@ -52,6 +52,28 @@ def test_weights_of_exits_grow_with_depth():
     assert weights == pytest.approx({2: 1 / 10, 3: 3 / 10, 4: 6 / 10})  # of one layer: 0
     assert exit_weights([4], 4, 1.0) == {4: 1.0}
     assert exit_weights([1, 2], 2, 1.0) == {2: 1.0}
+    assert exit_weights([1, 2, 3, 4], 4, 0.0) == {4: 1.0}
+
+
+def test_a_repeated_layer_adds_its_share_and_its_copies_are_layers_of_their_own(model: Any):
+    """Next to nothing added in small parts is the same added at once; a cache tells the copies apart."""
+    small = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for layer in small.model.layers:
+            layer.self_attn.o_proj.weight *= 1e-6
+            layer.mlp.down_proj.weight *= 1e-6
+    deeper = repeated(small, 3)
+    assert deeper.config.num_hidden_layers == len(deeper.model.layers) == 12 and small.config.num_hidden_layers == 4
+    assert len({each.data_ptr() for each in deeper.parameters()}) == len(list(deeper.parameters()))
+    with torch.no_grad():
+        streams = [one(TOKENS, output_hidden_states=True).hidden_states for one in (small, deeper)]
+        whole = deeper(TOKENS).logits
+        first = deeper(TOKENS[:, :4], use_cache=True)
+        rest = deeper(TOKENS[:, 4:], past_key_values=first.past_key_values).logits
+    for i in range(1, 4):
+        added = streams[0][i] - streams[0][i - 1]
+        torch.testing.assert_close(streams[1][3 * i] - streams[1][3 * i - 3], added, rtol=1e-3, atol=1e-8)
+    torch.testing.assert_close(rest, whole[:, 4:])
 
 
 def test_a_dropped_layer_passes_its_input_on(model: Any):
