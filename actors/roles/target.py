@@ -74,6 +74,11 @@ class TargetRole:
         self._is_lead = is_lead
         self.contexts: dict[int, TargetContext] = {}
 
+    @property
+    def splits_choice(self) -> bool:
+        """Whether ranks choose among their own tokens where the sampling permits it."""
+        return self._verifier.splits_choice
+
     def answer(self, batch: VerifyBatch) -> Iterator[VerdictBatch]:
         started = time.monotonic()
         if self._attached is not None:

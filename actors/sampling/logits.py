@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -219,7 +219,10 @@ def _race(
         keys = [noise_key(p.seed, NoiseStream.COUPLED, at) for p, at in zip(params, positions, strict=True)]
         spread, noisy = to_device([spread_keys(keys), sampled], scores.device)
         return noise_kernels.race(scores, spread, noisy, first, of_none)
-    raced = _with_noise(scores, params, positions, first)
+    return _winners(_with_noise(scores, params, positions, first), of_none, first)
+
+
+def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
     values, token_ids = raced.max(dim=-1)  # on CPU three times as fast as argmax
     token_ids = token_ids + first if first else token_ids
     return values, torch.where(values.isnan(), of_none, token_ids)  # NaN is the largest value of a row that has any
@@ -232,6 +235,63 @@ def _races_on_device(scores: Tensor) -> bool:
 def choose_plain(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """`choose` from the logits of a model, where `is_plain` holds for all `params`."""
     return choose(_divide(logits, params), params, positions)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicesAhead:
+    """`choose_plain` for several steps of the same rows, each step one position on: all that it needs is sent to the
+    device before the first step, so that a graph can choose and feed what it chose. A power of two of rows."""
+
+    keys: Tensor  # int32 [steps, n, 2]
+    sampled: Tensor  # bool [n]
+    temperatures: Tensor  # float32 [n]
+    is_noisy: bool
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], positions: Sequence[int], num_steps: int, device: torch.device
+    ) -> ChoicesAhead:
+        """`positions` are those of the first step."""
+        size = max(2, 1 << (len(params) - 1).bit_length())  # two at least, so that the keys of every step are aligned
+        padding = [SamplingParams()] * (size - len(params))
+        padded, at = [*params, *padding], [*positions, *(0 for _ in padding)]
+        sampled = np.array([not is_greedy(one) for one in padded])
+        temperatures = np.array([1.0 if is_greedy(one) else one.temperature for one in padded], dtype=np.float32)
+        keys = np.zeros((num_steps, size, 2), dtype=np.int32)
+        for row in np.flatnonzero(sampled).tolist():
+            own = [noise_key(padded[row].seed, NoiseStream.COUPLED, at[row] + step) for step in range(num_steps)]
+            keys[:, row] = spread_keys(own)
+        moved = to_device([keys, sampled, temperatures], device)
+        return cls(moved[0], moved[1], moved[2], bool(sampled.any()))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def part(self, start: int, stop: int) -> ChoicesAhead:
+        return replace(self, keys=self.keys[start:stop])
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.sampled, self.temperatures]
+
+    def key(self) -> tuple[object, ...]:
+        """A GPU's kernel serves greedy and sampled rows alike."""
+        return () if self.keys.is_cuda and has_triton() else (self.is_noisy,)
+
+    def like(self) -> ChoicesAhead:
+        return ChoicesAhead(self.keys.clone(), self.sampled.clone(), self.temperatures.clone(), self.is_noisy)
+
+    def choose(self, logits: Tensor, step: int) -> Tensor:
+        """Of the first rows, as many as there are logits; the division also casts them to float32."""
+        keys, sampled, temperatures = self.keys[step, : len(logits)], self.sampled, self.temperatures[: len(logits)]
+        if _races_on_device(temperatures):
+            from actors.sampling import noise_kernels
+
+            return noise_kernels.race(logits / temperatures[:, None], keys, sampled, 0, 0)[1]
+        if not self.is_noisy:
+            return _winners(logits.float(), 0)[1]
+        scores = logits / temperatures[:, None]
+        noise = gumbel(keys, torch.arange(scores.shape[-1], device=scores.device))
+        return _winners(torch.where(sampled[: len(logits), None], noise.add_(scores), scores), 0)[1]
 
 
 def top_children(

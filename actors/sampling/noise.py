@@ -76,15 +76,20 @@ def spread_keys(keys: Sequence[int]) -> np.ndarray:
     return halves.view(np.int32).reshape(-1, 2)
 
 
-def noise_bits(keys: Sequence[int], token_ids: Tensor) -> Tensor:
-    """32 random bits per (key, token), as int64 [n, m]; `token_ids` is [m], shared by all keys, or [n, m]."""
-    (halves,) = to_device([spread_keys(keys)], token_ids.device)
+def noise_bits(keys: Sequence[int] | Tensor, token_ids: Tensor) -> Tensor:
+    """32 random bits per (key, token), as int64 [n, m]; `token_ids` is [m], shared by all keys, or [n, m]. A tensor has
+    the halves of the keys, on the device."""
+    halves = _halves(keys, token_ids.device)
     words = _scramble_(token_ids.to(torch.int32) ^ halves[:, :1])
     words ^= halves[:, 1:]
     return _scramble_(words).to(torch.int64).bitwise_and_(_MASK_32)
 
 
-def gumbel(keys: Sequence[int], token_ids: Tensor) -> Tensor:
+def _halves(keys: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    return keys if isinstance(keys, Tensor) else to_device([spread_keys(keys)], device)[0]
+
+
+def gumbel(keys: Sequence[int] | Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise per (key, token), float32 [n, m]; always finite. One launch on a GPU.
 
     Winners of a Gumbel race have a small exponential E, which -log1p(-u) resolves down to 2^-33; -log(u) with u near
@@ -93,7 +98,6 @@ def gumbel(keys: Sequence[int], token_ids: Tensor) -> Tensor:
     if token_ids.is_cuda and has_triton():
         from actors.sampling import noise_kernels
 
-        (spread,) = to_device([spread_keys(keys)], token_ids.device)
-        return noise_kernels.gumbel(spread, token_ids)
+        return noise_kernels.gumbel(_halves(keys, token_ids.device), token_ids)
     u = noise_bits(keys, token_ids).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
     return u.neg_().log1p_().neg_().log_().neg_()

@@ -89,7 +89,7 @@ class Verifier:
         self._law_size = law_size
         self._reader = top_tokens
         self._features = features
-        self._splits_choice = splits_choice and rule == "coupled" and top_tokens is None and _splits_head(runner)
+        self.splits_choice = splits_choice and rule == "coupled" and top_tokens is None and _splits_head(runner)
 
     def reaches_root(self, verified: VerifyInput) -> bool:
         """Whether the pass, whose rows are still pending, feeds or fed the last token of the text."""
@@ -115,7 +115,7 @@ class Verifier:
             spans.append(Span(verified.seq_id, len(fed) + num_nodes - 1, parents, num_nodes))
             token_ids += [*fed, *tree.token_ids[1:]]
         reached = [one for one, span in zip(inputs, spans, strict=True) if span.num_logits]
-        if self._splits_choice and reached and all(is_plain(one.sampling) for one in reached):
+        if self.splits_choice and reached and all(is_plain(one.sampling) for one in reached):
             head = self.runner.decoder.lm_head
             with head.ungathered():
                 logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=False)

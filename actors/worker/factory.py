@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, join
 from parallel.runtime.device import use_device
-from parallel.runtime.graph_list import graph_shapes
+from parallel.runtime.graph_list import GraphList, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, fit_slots
 from parallel.runtime.runner import captured_facts, open_model
 
@@ -129,7 +130,7 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     reads_prompts = top_k > 0 and spec.drafter.reads_prompts
     speculates = spec.pipeline != PipelineName.plain
     most_rows = 1 + spec.drafter.num_draft_tokens * speculates
-    shapes = graph_shapes(spec.scheduler.max_num_seqs, most_rows, spec.scheduler.max_num_batched_tokens)
+    graphs = GraphList(graph_shapes(spec.scheduler.max_num_seqs, most_rows, spec.scheduler.max_num_batched_tokens))
     is_attached = spec.drafter.is_attached(spec.pipeline)
     fit = fit_slots(
         config.path,
@@ -142,7 +143,7 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
         num_logit_rows=spec.scheduler.max_num_batched_tokens if reads_prompts else 0,
-        graphs=shapes,
+        graphs=graphs,
         sharing=_sharing(spec),
         beside=spec.drafter.memory_beside(config, group.size, spec.device) if is_attached else (0, 0),
     )
@@ -165,7 +166,6 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         features = FeatureReader(spec.drafter.taps(num_layers))
         if isinstance(bridge, FeatureSender):
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
-    sizes |= captured_facts(runner, shapes, () if features is None else features.streams)
     role = TargetRole(
         runner,
         spec.verify.rule,
@@ -176,6 +176,9 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         attached=attached,
         sender=bridge if isinstance(bridge, FeatureSender) else None,
     )
+    head, taps = runner.decoder.lm_head, () if features is None else features.streams
+    with head.ungathered() if role.splits_choice else nullcontext():
+        sizes |= captured_facts(runner, graphs, taps)
     checkpoint = str(Path(config.path).absolute())
     return role, {"checkpoint": checkpoint, "vocab_size": runner.config.vocab_size, **sizes, **facts}
 

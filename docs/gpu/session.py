@@ -13,6 +13,7 @@ repository: no Ray, no network, no checkpoint but the bundled pair, no weights b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,8 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_
 GRID = [(1, 1024, 1), (1, 1024, 8), (1, 32768, 8), (8, 1024, 1), (8, 1024, 6), (64, 1024, 1), (64, 1024, 6)]
 """Sequences, committed rows of each, rows of each in the pass."""
 TINY_GRID = [(1, 40, 1), (2, 40, 3)]
+CHAIN = 8
+"""Steps of a chain, measured where a pass has one row of each sequence."""
 GEMM_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
 
 
@@ -204,11 +208,12 @@ def first_shapes(machine: Machine) -> Iterator[Row]:
 
 
 def passes(machine: Machine, name: str) -> Iterator[Row]:
-    """One decoding pass, eagerly and as a graph. `share of copy` is of the copy rate of this session, over the bytes of
-    the weights and of the committed rows; `plan ms` is the host's part before the pass, `MiB` what the graph took."""
+    """One decoding pass, and a drafted chain of passes with the host's read of its tokens, eagerly and as a graph.
+    `share of copy` is of the copy rate of this session, over the bytes of the weights and of the committed rows; `plan
+    ms` is the host's part before a pass, `MiB` what the graph took."""
     grid = TINY_GRID if machine.tiny else [size for size in GRID if name == "8b" or size[1] < 8192]
     rate = machine.copy_rate()
-    runner = machine.runner(SHAPES[name], max(count * (context + rows) for count, context, rows in grid))
+    runner = machine.runner(SHAPES[name], max(count * (context + max(rows, CHAIN)) for count, context, rows in grid))
     yield from _measured(machine, runner, grid, rate)
 
 
@@ -223,7 +228,13 @@ def ragged(machine: Machine) -> Iterator[Row]:
 def _measured(
     machine: Machine, runner: Any, grid: list[tuple[int, int, int]], rate: float, longest: int = 0
 ) -> Iterator[Row]:
+    from actors.protocol.messages import SamplingParams
+    from actors.sampling.logits import ChoicesAhead
     from parallel.kv.pass_plan import Span
+    from parallel.runtime.graph_list import GraphList, bucket
+
+    def choices(count: int, steps: int) -> ChoicesAhead:
+        return ChoicesAhead.of([SamplingParams(temperature=0.8)] * count, [0] * count, steps, machine.device)
 
     item = machine.dtype.itemsize
     config = runner.config
@@ -249,24 +260,36 @@ def _measured(
                 runner.drop_pending(index)
             return planned - started, ended - started
 
-        for kind in ("eager", "graph") if runner.captures else ("eager",):
+        def chain(tokens: torch.Tensor = tokens, count: int = count) -> tuple[float, float]:
+            started = time.perf_counter()
+            runner.extend(range(count), tokens, choices(count, CHAIN)).tolist()
+            ended = time.perf_counter()
+            for index in range(count):
+                runner.drop_pending(index)
+            return 0.0, ended - started
+
+        works = [(rows, 1, one), (f"chain of {CHAIN}", CHAIN, chain)][: 2 if rows == 1 and not longest else 1]
+        for (label, steps, work), kind in itertools.product(works, ("eager", "graph")):
+            if kind == "graph" and not runner.captures:
+                continue
             before = machine.memory()
-            if kind == "eager":
-                with runner.eagerly():
-                    first, times = one()[1], [one() for _ in range(machine.repeats)]
-            else:
-                first, times = one()[1], [one() for _ in range(machine.repeats)]
+            with runner.eagerly() if kind == "eager" else nullcontext():
+                started = time.perf_counter()
+                if kind == "graph" and work is chain:
+                    runner.capture(GraphList(chains=[(bucket(count), CHAIN)]), choices=choices)
+                work()
+                first, times = time.perf_counter() - started, [work() for _ in range(machine.repeats)]
             plan_s, wall_s = (statistics.median(part) for part in zip(*times, strict=True))
             yield {
                 "sequences": count,
                 "context": context if not longest else f"{context}, one {longest}",
-                "rows": rows,
+                "rows": label,
                 "kind": kind,
                 "first ms": round(1e3 * first, 2),
-                "plan ms": round(1e3 * plan_s, 3),
+                "plan ms": round(1e3 * plan_s, 3) if work is one else "",
                 "wall ms": round(1e3 * wall_s, 3),
-                "ideal ms": round(1e3 * bytes_read / rate, 3),
-                "share of copy": round(bytes_read / wall_s / rate, 3),
+                "ideal ms": round(1e3 * steps * bytes_read / rate, 3),
+                "share of copy": round(steps * bytes_read / wall_s / rate, 3),
                 "MiB": round((machine.memory() - before) / 2**20, 1),
             }
         for index in range(count):

@@ -118,6 +118,7 @@ class SpanRows:
     slots: np.ndarray  # of all rows; those of this pass are the last
     run: range | None  # the slots, if they are one contiguous run
     pending: PendingRows
+    room: int = 0  # rows that later steps of a chain append: sizes that are rounded up are those of the last step
 
     @property
     def rows(self) -> slice:
@@ -165,3 +166,10 @@ def logit_rows(spans: Sequence[Span]) -> list[int]:
         end += span.num_tokens
         wanted.extend(range(end - span.num_logits, end))
     return wanted
+
+
+def rounded_logit_rows(wanted: Sequence[int], num_sequences: int, num_rows: int) -> np.ndarray:
+    """`wanted`, filled up with row 0: to one row for each sequence if that is enough, else to all rows of the pass.
+    Both numbers are rounded up, so that passes differ in two numbers of logits and not in as many as trees have."""
+    size = num_sequences if len(wanted) <= num_sequences else num_rows
+    return np.pad(np.array(wanted, dtype=np.int64), (0, size - len(wanted)))

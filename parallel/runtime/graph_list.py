@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from parallel.model.config import DecoderConfig
 
 GraphShape = tuple[int, int, int]
 """Sequences, rows of the one with the most, and rows in all: the least powers of two that hold those of a pass."""
+ChainShape = tuple[int, int]
+"""Sequences, a power of two, and steps of one row of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphList:
+    """What a rank captures at its start. `of_every_row`: with the logits of all rows of a pass, which verifying and the
+    levels of trees need; `of_last_rows`: of one row of every sequence, as behind a text."""
+
+    passes: Sequence[GraphShape] = ()
+    chains: Sequence[ChainShape] = ()
+    of_every_row: bool = True
+    of_last_rows: bool = False
+
+    def largest_head(self) -> int:
+        """Rows of logits at most."""
+        rows = [total if self.of_every_row else batch for batch, _, total in self.passes]
+        return max([*rows, *(batch for batch, _ in self.chains)], default=0)
+
+    def __str__(self) -> str:
+        """`64x8 64x8/256 ...`: sequences times rows, behind / rows in all where they are fewer; chains as `64x1*7`, 7
+        steps."""
+        passes = (f"{batch}x{rows}" + f"/{total}" * (total < batch * rows) for batch, rows, total in self.passes)
+        return " ".join([*passes, *(f"{batch}x1*{steps}" for batch, steps in self.chains)])
+
 
 _RESULTS = 4
 """Of a pass, in hidden states: the last ones and three residual streams that a drafter reads."""
@@ -29,6 +55,18 @@ def graph_shapes(max_num_seqs: int, most_rows: int, max_num_batched_tokens: int)
     return sorted(sizes, key=lambda size: (-size[2], size))
 
 
+def chain_lengths(most: int) -> list[int]:
+    """Steps of the chains that are captured, the longest first: `most` and the powers of two below, so that few of them
+    make up any number of steps."""
+    powers = [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent < most]
+    return [most, *reversed(powers)] if most > 0 else []
+
+
+def chain_shapes(max_num_seqs: int, most_steps: int) -> list[ChainShape]:
+    """Of all lengths, for all numbers of sequences up to the one that holds these."""
+    return [(batch, steps) for batch in reversed(_powers(max_num_seqs)) for steps in chain_lengths(most_steps)]
+
+
 def example_rows(shape: GraphShape) -> list[int]:
     """The rows of each sequence in some pass of this shape."""
     batch, rows, total = shape
@@ -42,20 +80,19 @@ def example_rows(shape: GraphShape) -> list[int]:
     return numbers
 
 
-def graph_bytes(config: DecoderConfig, item_bytes: int, shapes: Sequence[GraphShape]) -> int:
-    """An upper estimate. All graphs share one pool of memory, so that activations count once, for the largest pass;
-    each has nodes and results of its own."""
-    if not shapes:
+def graph_bytes(config: DecoderConfig, item_bytes: int, graphs: GraphList) -> int:
+    """An upper estimate. All graphs share one pool of memory, so that activations count once, for the largest pass, and
+    so do logits, as the head gives them and as they are read; each has nodes and hidden states of its own."""
+    if not graphs.passes:
         return 0
-    rows = [total for _, _, total in shapes]
+    copies = graphs.of_every_row + graphs.of_last_rows
+    rows = [total for _, _, total in graphs.passes]
     activations = max(rows) * (6 * config.hidden_size + 3 * config.intermediate_size)
-    results = sum(rows) * _RESULTS * config.hidden_size
-    return (activations + results) * item_bytes + len(shapes) * config.num_layers * LAYER_BYTES
-
-
-def describe(shapes: Sequence[GraphShape]) -> str:
-    """`64x8 64x8/256 ...`: sequences times rows, behind / rows in all where they are fewer."""
-    return " ".join(f"{batch}x{rows}" + f"/{total}" * (total < batch * rows) for batch, rows, total in shapes)
+    results = copies * sum(rows) * _RESULTS * config.hidden_size
+    logits = 2 * graphs.largest_head() * config.num_logits
+    scores = 4 * max((batch for batch, _ in graphs.chains), default=0) * config.num_logits  # in float32
+    num_passes = copies * len(rows) + sum(steps for _, steps in graphs.chains)
+    return (activations + results + logits) * item_bytes + scores + num_passes * config.num_layers * LAYER_BYTES
 
 
 def bucket(size: int) -> int:

@@ -5,7 +5,6 @@ All ranks of a group use the smallest of their numbers. Knows bytes, no sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -17,11 +16,14 @@ from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout
-from parallel.runtime.graph_list import GraphShape, graph_bytes
+from parallel.runtime.graph_list import GraphList, graph_bytes
 from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
 
 _POOL_SHARE = {"cuda": 0.85, "cpu": 0.25}
 """Fraction of the memory left after the weights that the pool may take; other processes share a CPU's memory."""
+
+
+_NO_GRAPHS = GraphList()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def fit_slots(
     weights: str = "auto",
     head: HeadRows | None = None,
     num_logit_rows: int = 0,
-    graphs: Sequence[GraphShape] = (),
+    graphs: GraphList = _NO_GRAPHS,
     sharing: DeviceShare | None = None,
     beside: tuple[int, int] = (0, 0),
 ) -> ModelMemory:

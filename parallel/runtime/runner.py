@@ -6,9 +6,10 @@ A sequence is an identifier here. Knows neither the tokens of a sequence nor why
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ from parallel.model.layers.split_kv import SplitKVBackend
 from parallel.model.layers.weight import Layer
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights
-from parallel.runtime.cuda_graphs import CapturedPasses
+from parallel.runtime.cuda_graphs import CapturedPasses, StepChoice, run_pass
 from parallel.runtime.device import use_device
-from parallel.runtime.graph_list import GraphShape, describe, example_rows
+from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ class ModelRunner:
     rows use.
     """
 
+    _passes: CapturedPasses | None = None
+    _chain_lengths: Sequence[int] = ()
+    """Steps of the chains that are captured, the longest first."""
+
     def __init__(
         self, decoder: Decoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
     ) -> None:
@@ -78,7 +83,7 @@ class ModelRunner:
         if graphs and not can_capture:
             raise ValueError(f"graphs=True needs a CUDA device and one of {CAPTURED}, not {backend!r} here")
         self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs)
-        self._passes = CapturedPasses(decoder) if graphs else decoder
+        self._passes = CapturedPasses(decoder) if graphs else None
         self._pending: dict[SeqId, PendingRows] = {}
 
     @property
@@ -122,43 +127,64 @@ class ModelRunner:
         """Drop committed rows from the first fuzzy one on and return whether there were any; here all are exact."""
         return False
 
-    def capture(self, shapes: Sequence[GraphShape], taps: Sequence[int] = ()) -> list[GraphShape]:
-        """Capture passes of these shapes, which no sequence may be open for; those that gave a graph of their own.
+    def capture(
+        self, graphs: GraphList, taps: Sequence[int] = (), choices: Callable[[int, int], StepChoice] | None = None
+    ) -> GraphList:
+        """Capture these passes and chains, which no sequence may be open for; those that gave a graph of their own.
+        `choices(sequences, steps)` chooses the tokens of a chain.
 
         With several ranks all do so, in the same order. Empty where passes are not captured; shapes that the pool
         cannot hold are left out.
         """
-        captured = []
-        if not isinstance(self._passes, CapturedPasses):
-            return captured
-        for shape in shapes:
-            numbers, before = example_rows(shape), len(self._passes)
-            if self.can_reserve(sum(numbers)):
-                spans = [Span(("capture", i), number, num_logits=number) for i, number in enumerate(numbers)]
-                for span in spans:
-                    self.open(span.seq_id)
-                self.forward(spans, [0] * sum(numbers), taps)
-                for span in spans:
-                    self.close(span.seq_id)
-                if len(self._passes) > before:
-                    captured.append(shape)
-        return captured
+        if self._passes is None:
+            return GraphList()
+
+        def gives_graph(numbers: Sequence[int], feed: Callable[[Sequence[SeqId]], object]) -> bool:
+            assert self._passes is not None
+            before, seq_ids = len(self._passes), [("capture", i) for i in range(len(numbers))]
+            if not self.can_reserve(sum(numbers)):
+                return False
+            for seq_id in seq_ids:
+                self.open(seq_id)
+            feed(seq_ids)
+            for seq_id in seq_ids:
+                self.close(seq_id)
+            return len(self._passes) > before
+
+        def feed_pass(numbers: Sequence[int], every_row: bool, seq_ids: Sequence[SeqId]) -> None:
+            rows = zip(seq_ids, numbers, strict=True)
+            spans = [Span(seq_id, number, num_logits=number if every_row else 1) for seq_id, number in rows]
+            self.forward(spans, [0] * sum(numbers), taps)
+
+        passes, chains = list[GraphShape](), list[ChainShape]()
+        kinds = [kind for kind, is_wanted in ((True, graphs.of_every_row), (False, graphs.of_last_rows)) if is_wanted]
+        for shape in graphs.passes:
+            numbers = example_rows(shape)
+            gave = [gives_graph(numbers, partial(feed_pass, numbers, kind)) for kind in kinds]
+            passes += [shape] * any(gave)
+        if choices is not None:
+            self._chain_lengths = sorted({steps for _, steps in graphs.chains}, reverse=True)
+            for batch, steps in graphs.chains:
+                start = torch.zeros(batch, dtype=torch.int64, device=self.decoder.device)
+                if gives_graph([steps] * batch, partial(self.extend, token_ids=start, choice=choices(batch, steps))):
+                    chains.append((batch, steps))
+        return replace(graphs, passes=passes, chains=chains)
 
     @property
     def captures(self) -> bool:
         """Whether passes are captured."""
-        return isinstance(self._passes, CapturedPasses)
+        return self._passes is not None
 
     def run_eagerly(self) -> None:
         """Stop using captured passes, because only the parts of an eager pass can be timed."""
-        if isinstance(self._passes, CapturedPasses):
+        if self._passes is not None:
             self._passes.drop()
-        self._passes = self.decoder
+        self._passes = None
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """The same inside a block; the captured passes stay."""
-        passes, self._passes = self._passes, self.decoder
+        passes, self._passes = self._passes, None
         try:
             yield
         finally:
@@ -169,8 +195,15 @@ class ModelRunner:
     @torch.inference_mode()
     def plan(self, spans: Sequence[Span]) -> PassPlan:
         """Reserve the rows of a pass and build its plan; call `can_reserve` first."""
+        return self._plan(spans)
+
+    def _plan(self, spans: Sequence[Span], room: int = 0) -> PassPlan:
+        """`room`: rows that later steps of a chain append to each sequence."""
         assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
-        return self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
+        laid_out = lay_out(self.pool, self._pending, spans)
+        for rows in laid_out:
+            rows.room = room
+        return self._backend.plan(laid_out, logit_rows(spans))
 
     @torch.inference_mode()
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
@@ -180,15 +213,33 @@ class ModelRunner:
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
         assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
         token_ids = token_ids.to(self.decoder.device, non_blocking=True)
-        hidden, features = self._passes.forward(F.pad(token_ids, (0, padding)) if padding else token_ids, plan, taps)
+        token_ids = F.pad(token_ids, (0, padding)) if padding else token_ids
+        forward = partial(run_pass, self.decoder) if self._passes is None else self._passes.forward
+        hidden, features, logits = forward(token_ids, plan, taps)
         if padding:
             hidden, features = hidden[:num_rows], tuple(feature[:num_rows] for feature in features)
-        if plan.logit_rows is None:
-            return PassOutput(self.decoder.head(hidden).float(), hidden, features)
-        if len(plan.logit_rows) == 0:
-            no_logits = hidden.new_empty(0, self.config.num_logits, dtype=torch.float32)
-            return PassOutput(no_logits, hidden, features)
-        return PassOutput(self.decoder.head(hidden.index_select(0, plan.logit_rows)).float(), hidden, features)
+        return PassOutput(logits[: plan.num_logits].float(), hidden, features)
+
+    @torch.inference_mode()
+    def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
+        """Feed each sequence its token, choose the next one from the logits, feed that, for all steps of `choice`: the
+        chosen tokens, [steps, sequences]. The host waits for none of them. As graphs where chains are captured; passes
+        of runners that have fuzzy ones are fuzzy."""
+        spans = [Span(seq_id, 1) for seq_id in seq_ids]
+        chosen: list[Tensor] = []
+        if self._passes is None or not self._chain_lengths:
+            for step in range(len(choice)):
+                token_ids = choice.choose(self.forward(spans, token_ids, fuzzy=True).logits, step)
+                chosen.append(token_ids[None])
+            return torch.cat(chosen)
+        token_ids = F.pad(token_ids, (0, bucket(len(spans)) - len(spans)))
+        while (done := sum(map(len, chosen))) < len(choice):
+            # what is left in few graphs; the host lays out the next one while this one runs
+            num_steps = next(length for length in self._chain_lengths if length <= len(choice) - done)
+            plans = [self._plan(spans, room=num_steps - 1 - step) for step in range(num_steps)]
+            chosen.append(self._passes.chain(token_ids, plans, choice.part(done, done + num_steps)))
+            token_ids = chosen[-1][-1]
+        return torch.cat(chosen)[:, : len(spans)]
 
     def forward(
         self,
@@ -203,13 +254,18 @@ class ModelRunner:
         return self.run(self.plan(spans), token_ids, taps)
 
 
-def captured_facts(runner: ModelRunner, shapes: Sequence[GraphShape], taps: Sequence[int] = ()) -> dict[str, object]:
-    """Capture these passes, and what a rank reports of it; nothing where passes are not captured."""
+def captured_facts(
+    runner: ModelRunner,
+    graphs: GraphList,
+    taps: Sequence[int] = (),
+    choices: Callable[[int, int], StepChoice] | None = None,
+) -> dict[str, object]:
+    """Capture these passes and chains, and what a rank reports of it; nothing where passes are not captured."""
     if not runner.captures:
         return {}
     started = time.monotonic()
-    captured = runner.capture(shapes, taps)
-    return {"graphs": describe(captured), "capture_s": time.monotonic() - started}
+    captured = runner.capture(graphs, taps, choices)
+    return {"graphs": str(captured), "capture_s": time.monotonic() - started}
 
 
 CAPTURED = ("triton", "padded")

@@ -11,12 +11,13 @@ copied in) is stale in the replay; and what CUDA refuses while a stream is captu
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel.model.layers.rope import Rope
 from parallel.runtime.cuda_graphs import CapturedPasses
 from parallel.runtime.runner import make_backend
 
@@ -34,12 +35,27 @@ class Graph:
 
     def __init__(self, twin: CudaTwin) -> None:
         self._twin = twin
-        self._steps = None
+        self._steps = self._recorder = self._pool = None
         self.captured_groups: set[object] = set()
         self.device = None
 
-    def record(self, steps) -> None:
-        self._steps = steps
+    def capture_begin(self, pool=None, capture_error_mode="global") -> None:
+        """A pool of memory whose graphs are all gone is no pool any more: an assertion in PyTorch's allocator."""
+        twin = self._twin
+        assert threading.get_ident() not in twin.capturing, "a stream captures one graph at a time"
+        assert pool not in twin.used_pools or any(graph._pool is pool for graph in twin.live), "use_count > 0"
+        assert twin.on_side_stream(), "the default stream cannot capture"
+        self._pool = pool or object()
+        twin.used_pools.append(self._pool)
+        twin.capturing[threading.get_ident()] = self
+        twin.num_captures += 1
+        self._recorder = _Recorder()
+        self._recorder.__enter__()
+
+    def capture_end(self) -> None:
+        self._recorder.__exit__(None, None, None)
+        del self._twin.capturing[threading.get_ident()]
+        self.device, self._steps = self._twin.current_device(), self._recorder.steps
         with self._twin.changed:
             self._twin.live.add(self)
 
@@ -51,7 +67,7 @@ class Graph:
             step()
 
     def reset(self) -> None:
-        self._steps = None
+        self._steps = self._recorder = None
         with self._twin.changed:
             self._twin.live.discard(self)
             self._twin.changed.notify_all()
@@ -101,7 +117,8 @@ class _Event:
         self.at = self._twin.now
 
     def synchronize(self) -> None:
-        self._twin.synchronize()
+        self._twin.refuse_own_capture("the wait for an event")
+        self._twin.num_syncs += 1
 
     def elapsed_time(self, other) -> float:
         """In milliseconds: the twin's clock advances by one at every event."""
@@ -125,7 +142,8 @@ class CudaTwin:
         self.num_captures = self.num_replays = self.num_syncs = 0
         self.now = 0.0
         self._thread = threading.local()
-        self._capturing: dict[int, tuple[Graph, str]] = {}
+        self.capturing: dict[int, Graph] = {}
+        self.used_pools: list[object] = []
 
     def install(self, monkeypatch) -> CudaTwin:
         twin = self
@@ -140,7 +158,7 @@ class CudaTwin:
             "Event": lambda **_: _Event(self),
             "Stream": _Stream,
             "current_stream": _Stream,
-            "stream": lambda _: nullcontext(),
+            "stream": self.stream,
             "graph_pool_handle": object,
             "synchronize": self.synchronize,
             "is_current_stream_capturing": self.is_capturing,
@@ -156,6 +174,8 @@ class CudaTwin:
         # kernels called by address are no operations of PyTorch; a GPU does not use them either
         monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
         monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+        # a CPU's table of rotations grows with the positions; a GPU computes them
+        monkeypatch.setattr(Rope, "__call__", lambda rope, positions: rope._rotation(positions))
         return self
 
     # --- devices ------------------------------------------------------------------------------------------------------
@@ -181,34 +201,41 @@ class CudaTwin:
     # --- graphs -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
-        thread = threading.get_ident()
-        assert thread not in self._capturing, "a stream captures one graph at a time"
-        self._capturing[thread] = graph, capture_error_mode
-        self.num_captures += 1
+    def stream(self, _):
+        before, self._thread.is_aside = self.on_side_stream(), True
         try:
-            with _Recorder() as recorder:
-                yield
+            yield
         finally:
-            del self._capturing[thread]
-        graph.device = self.current_device()
-        graph.record(recorder.steps)
+            self._thread.is_aside = before
+
+    def on_side_stream(self) -> bool:
+        return getattr(self._thread, "is_aside", False)
+
+    @contextmanager
+    def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        """`torch.cuda.graph`, which waits for the device first."""
+        self.synchronize()
+        with self.stream(stream):
+            graph.capture_begin(pool, capture_error_mode)
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
     def is_capturing(self) -> bool:
-        return threading.get_ident() in self._capturing
+        return threading.get_ident() in self.capturing
 
     def capturing_graph(self) -> Graph | None:
-        return self._capturing.get(threading.get_ident(), (None, ""))[0]
+        return self.capturing.get(threading.get_ident())
 
     def refuse_own_capture(self, what) -> None:
         if self.is_capturing():
             raise NotWhileCapturing(f"{what}: operation not permitted when stream is capturing")
 
     def synchronize(self, *_) -> None:
-        """Refused in a capturing thread, and in others too while one captures in mode "global"."""
-        self.refuse_own_capture("synchronize")
-        if any(mode == "global" for _, mode in self._capturing.values()):
-            raise NotWhileCapturing("synchronize: another thread captures in mode global")
+        """A wait for the whole device, which may have no stream that is capturing, in whatever thread and mode."""
+        if self.capturing:
+            raise NotWhileCapturing("synchronize: operation not permitted while a stream of the device is capturing")
         self.num_syncs += 1
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,8 +38,16 @@ from actors.drafters.model.tree_growth import (
 )
 from actors.protocol.messages import Commit, SamplingKind, SamplingParams, SparseDistribution, TokenTree
 from actors.sampling.draft_sampling import DrawnChildren, draw_beam, draw_iid, draw_without_replacement
-from actors.sampling.logits import LogitRows, choose_plain, is_greedy, is_plain, process_batch, top_children
-from parallel.model.layers.padded import to_host
+from actors.sampling.logits import (
+    ChoicesAhead,
+    LogitRows,
+    choose_plain,
+    is_greedy,
+    is_plain,
+    process_batch,
+    top_children,
+)
+from parallel.model.layers.padded import to_device, to_host
 from parallel.runtime.runner import ModelRunner, PassOutput, Span
 
 
@@ -213,19 +222,18 @@ class ModelDrafter:
         budgets = [min(budget, self._growth.depth) for budget in budgets]
         logits = self._feed_suffixes(contexts).logits
         lengths, params = [len(context.token_ids) for context in contexts], [context.sampling for context in contexts]
-        spans = [Span(context.request_id, 1) for context in contexts]
-        live = list(range(len(contexts)))
-        columns: list[tuple[list[int], Tensor]] = []
-        for depth in range(max(budgets)):
-            chosen = choose_plain(logits, [params[i] for i in live], [lengths[i] + depth for i in live])
-            columns.append((live, chosen))
-            going = [i for i in live if budgets[i] > depth + 1]
-            if not going:
-                break
+        live, depth, device = list(range(len(contexts))), 1, self.runner.decoder.device
+        columns: list[tuple[list[int], Tensor]] = [(live, choose_plain(logits, params, lengths))]
+        while going := [i for i in live if budgets[i] > depth]:
+            chosen = columns[-1][1]
             if len(going) < len(live):
-                chosen = chosen[[live.index(i) for i in going]]
-            live = going
-            logits = self.runner.forward([spans[i] for i in live], chosen, fuzzy=True).logits
+                (places,) = to_device([np.array([live.index(i) for i in going])], device)
+                chosen = chosen.index_select(0, places)
+            live, num_steps = going, min(budgets[i] for i in going) - depth
+            choices = ChoicesAhead.of([params[i] for i in live], [lengths[i] + depth for i in live], num_steps, device)
+            steps = self.runner.extend([contexts[i].request_id for i in live], chosen, choices)
+            columns += [(live, step) for step in steps]
+            depth += num_steps
         drawn = torch.cat([column for _, column in columns]).tolist()  # the one host sync of the draft
         tokens: list[list[int]] = [[] for _ in contexts]
         for i, token in zip((i for rows, _ in columns for i in rows), drawn, strict=True):

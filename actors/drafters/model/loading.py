@@ -5,15 +5,26 @@ Decides which layers of a draft model run side by side, so that a launch refuses
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from actors.drafters.config import DraftSetup
 from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Drafter
 from actors.drafters.model.ahead_drafter import AheadDrafter
-from actors.drafters.model.config import Calibration, MlpParallel, ModelDrafterConfig, Parallel, Translation
+from actors.drafters.model.config import (
+    Calibration,
+    LengthRule,
+    MlpParallel,
+    ModelDrafterConfig,
+    Parallel,
+    Strategy,
+    Translation,
+)
 from actors.drafters.model.drafter import ModelDrafter
 from actors.drafters.model.string_drafter import StringDrafter
 from actors.drafters.online.drafter import OnlineDrafter
@@ -22,13 +33,15 @@ from actors.drafters.vocabulary.token_list import read_token_list
 from actors.drafters.vocabulary.token_pieces import TokenPieces, shared_tokens
 from actors.drafters.vocabulary.translated_runner import TranslatedRunner
 from actors.options import PipelineName, SchedulerConfig
+from actors.protocol.messages import SamplingParams
+from actors.sampling.logits import ChoicesAhead
 from parallel.comm.group import Group
 from parallel.model.adapted import AdaptedDecoder
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
-from parallel.runtime.graph_list import graph_shapes
+from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
 from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.profiling import faster_mlp
@@ -80,7 +93,7 @@ def open_draft_model(
     """This rank's part of the draft model, and the facts it reports."""
     layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
     head = head_rows(config)
-    shapes = graph_shapes(scheduler.max_num_seqs, 1 + config.num_draft_tokens, scheduler.max_num_batched_tokens)
+    graphs = graph_list(config, scheduler, pipeline)
     fit = fit_slots(
         config.path,
         group,
@@ -91,7 +104,7 @@ def open_draft_model(
         layout=layout,
         weights=config.weights,
         head=head,
-        graphs=shapes,
+        graphs=graphs,
         sharing=sharing,
     )
     facts = fit.facts()
@@ -104,10 +117,25 @@ def open_draft_model(
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
     if config.prefixes:
         runner = NestedRunner(runner.decoder, runner.pool, config.prefixes, config.prefix_confidence)
-    facts |= captured_facts(runner, shapes)
+    facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
     if layout is None and not config.prefixes:
         runner = filling_masks(runner, config.path)
     return translated(runner, config), facts
+
+
+def graph_list(config: ModelDrafterConfig, scheduler: SchedulerConfig, pipeline: str) -> GraphList:
+    """What this drafter captures at its start: passes behind the text, and chains, or the levels of its trees."""
+    longest, sequences = config.num_draft_tokens, scheduler.max_num_seqs
+    shapes = graph_shapes(sequences, 1 + longest, scheduler.max_num_batched_tokens)
+    if config.strategy is not Strategy.chain or config.length_rule is not LengthRule.ordered or pipeline in AHEAD:
+        return GraphList(shapes, of_last_rows=True)
+    is_whole = config.parallel is not Parallel.layer and not config.prefixes and not config.tokenizer
+    chains = chain_shapes(sequences, longest - 1) if is_whole else []
+    return GraphList(shapes, chains, of_every_row=False, of_last_rows=True)
+
+
+def _sampled_chains(device: torch.device, num_sequences: int, num_steps: int) -> ChoicesAhead:
+    return ChoicesAhead.of([SamplingParams(temperature=1.0)] * num_sequences, [0] * num_sequences, num_steps, device)
 
 
 def translated(runner: ModelRunner, config: ModelDrafterConfig) -> ModelRunner:

@@ -77,7 +77,8 @@ class AttentionPlan(Protocol):
 class PassPlan:
     """One pass over T rows with logits for N of them: for all where `logit_rows` is None.
 
-    `positions` may be longer than T where a backend rounds a pass up; the rows after T are padding. `fuzzy` lets a
+    `positions` may be longer than T where a backend rounds a pass up, and `logit_rows` longer than N = `num_logits`;
+    what follows is padding. `fuzzy` lets a
     decoder that can run layers side by side do so. `layers` are the sublayers that run, None for all; the
     first reads `entering` where it is given, not the embedding.
     """
@@ -89,6 +90,7 @@ class PassPlan:
     fuzzy: bool = False
     layers: LayerPlan | None = None
     entering: Tensor | None = None  # [as positions, H]
+    num_logits: int | None = None  # None for all of `logit_rows`
 
 
 def capped_attention(

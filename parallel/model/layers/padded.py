@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kv.pass_plan import SpanRows
+from parallel.kv.pass_plan import SpanRows, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
 from parallel.model.layers.rope import Rotation
@@ -164,23 +164,27 @@ class PaddedBackend:
         for rows in laid_out:
             positions[rows.rows] = rows.positions()
             written_slots[rows.rows] = rows.written_slots
+        read = np.array(wanted, dtype=np.int64)
         if bucketed:
             rectangles[0][1] = np.pad(rectangles[0][1], (0, num_padded - num_rows))
+            read = rounded_logit_rows(wanted, _bucket(len(laid_out)), num_padded)
         order = np.argsort([row for batch in batches for rows in batch for row in range(num_rows)[rows.rows]])
-        arrays = [positions, written_slots, np.array(wanted, dtype=np.int64), order]
+        arrays = [positions, written_slots, read, order]
         tensors = to_device(arrays + [array for arrays in rectangles for array in arrays], self.pool.keys.device)
         positions, written_slots, logit_rows, order, *rest = tensors
         parts = [Rectangle(*rest[i : i + 6]) for i in range(0, len(rest), 6)]
         order = order if len(parts) > 1 else None
         attention = PaddedPlan(self, positions, written_slots, parts, order, bucketed)
+        if bucketed:
+            return PassPlan(num_rows, positions, logit_rows, attention, num_logits=len(wanted))
         return PassPlan(num_rows, positions, None if len(wanted) == num_rows else logit_rows, attention)
 
     def _rectangle(self, batch: list[SpanRows], *, bucketed: bool) -> list[np.ndarray]:
         """The fields of a Rectangle, in order, on the host."""
         size = len(batch)
         num_queries = max(rows.num_rows for rows in batch)
-        num_pending = max(rows.num_pending for rows in batch)
-        length = -(-max(len(rows.slots) for rows in batch) // _KEY_BLOCK) * _KEY_BLOCK
+        num_pending = max(rows.num_pending + rows.room for rows in batch)
+        length = -(-max(len(rows.slots) + rows.room for rows in batch) // _KEY_BLOCK) * _KEY_BLOCK
         if bucketed:
             size, num_queries, num_pending, length = map(_bucket, (size, num_queries, num_pending, length))
         query_rows = np.zeros((size, num_queries), dtype=np.int64)

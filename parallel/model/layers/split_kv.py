@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.triton_launch import block_size, launch, runs_on
-from parallel.kv.pass_plan import SpanRows
+from parallel.kv.pass_plan import SpanRows, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.kv.slot_mirror import SlotMirror
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
@@ -228,13 +228,15 @@ class SplitKVBackend:
             words, depths = (_padded(array, max(pending, block_size(len(array), 1))) for array in (words, depths))
             num_partials = len(items)
         arrays = [positions, written, items, rows, words, depths, indices, slots]
-        if len(wanted) < num_rows:
+        if bucketed:
+            arrays.append(rounded_logit_rows(wanted, block_size(len(laid_out), 1), len(positions)))
+        elif len(wanted) < num_rows:
             arrays.append(np.array(wanted, dtype=np.int64))
         num_bytes = sum(array.nbytes for array in arrays)
         self.num_bytes_sent += num_bytes
         moved = to_device(arrays, self.pool.keys.device)
         self.mirror.tables.index_copy_(0, moved[6], moved[7])
-        logit_rows = moved[8] if len(wanted) < num_rows else None
+        logit_rows = moved[8] if len(moved) > 8 else None
         attention = SplitKVPlan(
             self,
             *moved[:6],
@@ -243,7 +245,7 @@ class SplitKVBackend:
             num_bytes=num_bytes,
             bucketed=bucketed,
         )
-        return PassPlan(num_rows, moved[0], logit_rows, attention)
+        return PassPlan(num_rows, moved[0], logit_rows, attention, num_logits=len(wanted) if bucketed else None)
 
     def _spans(self, laid_out: Sequence[SpanRows], starts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A record of _SPAN for each span, and the bits and depths of the pending rows of those that are no chains."""

@@ -332,6 +332,32 @@ def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, monkeypatch, r
         assert accelerator.num_syncs > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_host_waits_for_the_device_twice_a_round(spec, monkeypatch, temperature):
+    """Once for a drafted chain, whatever its length, and once for the verdicts."""
+    monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
+    monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+    admits = [replace(ADMIT, request_id=i, sampling=SamplingParams(temperature=temperature, seed=i)) for i in (1, 2)]
+    lengths = {1: 6, 2: 3}
+    spec = replace(spec, drafter=replace(spec.drafter, kv_slots=300, num_draft_tokens=6))
+    with FakeAccelerator() as accelerator:
+        on_device = replace(spec, device=str(accelerator.device))
+        target, draft = (build_role(replace(on_device, role=role), SINGLE)[0] for role in ("target", "draft"))
+        items = tuple(VerifyItem(i, len(PROMPT)) for i in lengths)
+        (first,) = target.answer(VerifyBatch(7, admits=tuple(admits), items=items))
+        tokens = {verdict.request_id: verdict.next_token for verdict in first.verdicts}
+        known = tuple(replace(one, token_ids=(*PROMPT, tokens[one.request_id])) for one in admits)
+        before = accelerator.num_syncs
+        orders = tuple(DraftOrder(*order) for order in lengths.items())
+        (drafted,) = draft.answer(DraftBatch(7, admits=known, orders=orders))
+        waited = accelerator.num_syncs - before
+        commits = tuple(Commit(i, 0, len(PROMPT), (), (tokens[i],)) for i in lengths)
+        items = tuple(VerifyItem(one.request_id, 1, one) for one in drafted.proposals)
+        (second,) = target.answer(VerifyBatch(8, after=7, commits=commits, items=items))
+        assert len(second.verdicts) == 2 and waited == 1 and accelerator.num_syncs - before == 2
+    assert [one.tree.num_draft_tokens for one in drafted.proposals] == [6, 3]
+
+
 def test_a_pass_without_a_verdict_is_over_when_its_time_is_taken(spec, monkeypatch):
     """Nothing of a chunk of a prompt is read, so a GPU would still be at it."""
     waited = []

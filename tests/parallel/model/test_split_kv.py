@@ -180,6 +180,23 @@ def test_a_level_below_a_wide_tree_needs_no_graph_of_its_own(make_checkpoint):
     assert len(set(keys)) == 1
 
 
+def test_the_steps_of_all_chains_are_one_graph(make_checkpoint):
+    """Whatever the lengths of their texts."""
+    model = open_model(make_checkpoint("Llama").path, num_slots=900, backend="triton")
+    model._backend._bucketed = True
+    keys = set()
+    for seq_id, length in enumerate((1, 30, 400)):
+        model.open(seq_id)
+        model.plan([Span(seq_id, length, num_logits=0)])
+        model.open(("beside", seq_id))
+        spans = [Span(seq_id, 1), Span(("beside", seq_id), 1)]
+        plans = [model._plan(spans, room=7 - step) for step in range(8)]
+        keys |= {(plan.attention.key(), len(plan.logit_rows)) for plan in plans}
+        assert [plan.positions.tolist() for plan in plans] == [[length + step, step] for step in range(8)]
+        model.close(seq_id)
+    assert len(keys) == 1
+
+
 def test_arguments_of_kernels_are_aligned_for_any_number_of_rows(make_checkpoint):
     """Triton compiles a kernel anew where an address is a multiple of 16 that was none before, or the other way."""
     model = open_model(make_checkpoint("Llama").path, num_slots=100, backend="triton")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from parallel.comm.group import NcclGroup, PeerLost
 from parallel.kv.pass_plan import Span
 from parallel.runtime.cuda_graphs import _capturing
-from parallel.runtime.graph_list import graph_shapes
+from parallel.runtime.graph_list import GraphList, graph_shapes
 from parallel.runtime.profiling import PassClock, TimedGroup, watch
 from parallel.runtime.runner import captured_facts, open_model
 from tests.families import FAMILIES
@@ -96,6 +97,20 @@ def test_a_closed_group_replays_nothing_and_its_successor_captures_anew(llama, t
     assert twin.num_captures == 2 and next(iter(twin.live)).captured_groups == {successor}
 
 
+def test_ranks_that_read_their_own_logits_have_another_graph(llama, twin):
+    """The head is part of the pass, so what it gathers is part of the key."""
+    model, _, group, _ = on_nccl(llama.path, twin)
+    head, widths = model.decoder.lm_head, []
+    for own in (True, False, True):
+        model.open(0)
+        with head.ungathered() if own else nullcontext():
+            widths.append(model.forward([Span(0, 5)], TOKENS[:5]).logits.shape)
+        model.close(0)
+    assert widths == [(1, head.num_real), (1, model.config.vocab_size), (1, head.num_real)]
+    assert (twin.num_captures, twin.num_replays) == (2, 3)
+    group.close()
+
+
 def test_a_group_that_closes_during_a_capture_leaves_no_graph(llama, twin, monkeypatch):
     model, passes, group, nccl = on_nccl(llama.path, twin)
     forward, reached, done = model.decoder.forward, threading.Event(), threading.Event()
@@ -162,17 +177,18 @@ def test_graphs_are_few_and_the_one_used_longest_ago_goes(llama, twin):
 def test_the_list_is_captured_at_the_start_and_later_passes_find_it(llama, twin):
     model = open_model(llama.path, num_slots=64, backend="padded")
     passes = capture_passes(model)
-    facts = captured_facts(model, [(16, 8, 128), *graph_shapes(4, 4, 2048)])  # the first has more rows than the pool
-    assert facts["graphs"] == "4x4 2x4 4x2 1x4 2x2 4x1 1x2 2x1 1x1" and len(passes) == twin.num_captures == 9
+    shapes = graph_shapes(4, 4, 2048)
+    facts = captured_facts(model, GraphList([(16, 8, 128), *shapes]))  # the first has more rows than the pool
+    assert facts["graphs"] == "4x4 2x4 4x2 1x4 2x2 4x1 4x2/4 1x2 2x1 1x1" and len(passes) == twin.num_captures == 10
     assert model.pool.num_free == 64
     for count, rows in ((3, 3), (1, 2), (4, 1)):
         for seq_id in range(count):
             model.open(seq_id)
-        model.forward([Span(seq_id, rows) for seq_id in range(count)], TOKENS[: count * rows])
+        model.forward([Span(seq_id, rows, num_logits=rows) for seq_id in range(count)], TOKENS[: count * rows])
         for seq_id in range(count):
             model.close(seq_id)
-    assert twin.num_captures == 9, "no request waits for a capture"
-    assert captured_facts(open_model(llama.path, num_slots=64), graph_shapes(4, 4, 2048)) == {}
+    assert twin.num_captures == 10, "no request waits for a capture"
+    assert captured_facts(open_model(llama.path, num_slots=64), GraphList(shapes)) == {}
 
 
 def test_a_watched_pass_can_be_captured_and_taken_apart(llama, twin):
@@ -200,7 +216,9 @@ def test_a_watched_pass_can_be_captured_and_taken_apart(llama, twin):
     group.close()
 
 
-def test_another_thread_may_wait_for_the_device_during_a_capture(llama, twin):
+def test_a_capture_waits_for_no_other_thread_of_the_device(llama, twin):
+    """One that has a kernel there which waits for a rank that waits for this capture: ranks of two roles as threads.
+    Another thread may read its numbers meanwhile, but may not wait for the device, whose streams include this one."""
     model = open_model(llama.path, num_slots=64, backend="padded")
     capture_passes(model)
     refused = []
@@ -208,6 +226,7 @@ def test_another_thread_may_wait_for_the_device_during_a_capture(llama, twin):
     def wait_elsewhere(*_):
         def wait() -> None:
             try:
+                torch.cuda.Event().synchronize()
                 torch.cuda.synchronize()
             except NotWhileCapturing as error:
                 refused.append(error)
@@ -217,9 +236,12 @@ def test_another_thread_may_wait_for_the_device_during_a_capture(llama, twin):
         thread.join()
 
     normalize = model.decoder.normalize
-    model.decoder.normalize = lambda hidden: (wait_elsewhere(), normalize(hidden))[1]
     decode(model)
-    assert twin.num_captures == 1 and not refused
+    assert twin.num_syncs == 0, "nothing waits for the whole device"
+    model.decoder.normalize = lambda hidden: (wait_elsewhere() if twin.is_capturing() else None, normalize(hidden))[1]
+    model.open(1)
+    model.forward([Span(1, 2)], TOKENS[:2])
+    assert twin.num_captures == 2 and len(refused) == 1 and twin.num_syncs == 1
 
 
 def test_roles_on_one_device_capture_in_turn(llama, twin, monkeypatch):

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from parallel.model.families.registry import read_config
 from parallel.runtime.cuda_graphs import MOST_GRAPHS
-from parallel.runtime.graph_list import bucket, describe, example_rows, graph_bytes, graph_shapes
+from parallel.runtime.graph_list import (
+    GraphList,
+    bucket,
+    chain_shapes,
+    example_rows,
+    graph_bytes,
+    graph_shapes,
+)
 
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 4096))
@@ -29,9 +36,13 @@ def test_the_list_has_a_shape_for_every_pass(sequences, rows, limit):
 
 def test_graphs_take_more_memory_the_more_there_are_and_the_larger(llama):
     config = read_config(llama.path)
-    small, large = graph_shapes(4, 1, 2048), graph_shapes(64, 8, 2048)
-    assert graph_bytes(config, 2, []) == 0 < graph_bytes(config, 2, small) < graph_bytes(config, 2, large)
+    small, large = GraphList(graph_shapes(4, 1, 2048)), GraphList(graph_shapes(64, 8, 2048))
+    assert graph_bytes(config, 2, GraphList()) == 0 < graph_bytes(config, 2, small) < graph_bytes(config, 2, large)
     wide = replace(config, intermediate_size=8 * config.intermediate_size)
     assert graph_bytes(wide, 2, small) > graph_bytes(config, 2, small)
-    assert describe(small) == "4x1 2x1 1x1"
-    assert describe(graph_shapes(4, 4, 8)) == "2x4 4x2 1x4 2x2 2x4/4 4x1 4x2/4 1x2 2x1 1x1"
+    chains = replace(small, chains=chain_shapes(3, 5), of_every_row=False)
+    assert graph_bytes(config, 2, chains) > graph_bytes(config, 2, small)
+    assert str(chains) == "4x1 2x1 1x1 " + " ".join(f"{n}x1*{steps}" for n in (4, 2, 1) for steps in (5, 4, 2, 1))
+    assert chains.largest_head() == 4 and large.largest_head() == 512 and chain_shapes(3, 0) == []
+    assert str(small) == "4x1 2x1 1x1"
+    assert str(GraphList(graph_shapes(4, 4, 8))) == "2x4 4x2 1x4 2x2 2x4/4 4x1 4x2/4 1x2 2x1 1x1"

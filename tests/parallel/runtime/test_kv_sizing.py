@@ -9,7 +9,7 @@ from parallel.comm.group import SINGLE
 from parallel.kernels.products import has_products
 from parallel.kv.pass_plan import Span
 from parallel.model.families.registry import read_config
-from parallel.runtime.graph_list import graph_bytes, graph_shapes
+from parallel.runtime.graph_list import GraphList, graph_bytes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, choose_weights, fit_slots
 from parallel.runtime.runner import open_model
 
@@ -78,11 +78,11 @@ def test_graphs_take_room_from_the_pool_on_cuda(llama, monkeypatch):
     def pool_bytes(device, graphs):
         return fit_slots(str(llama.path), SINGLE, device, "bfloat16", max_num_seqs=10**6, graphs=graphs).kv_bytes
 
-    shapes = graph_shapes(8, 4, 2048)
-    taken = pool_bytes("cuda:0", ()) - pool_bytes("cuda:0", shapes)
+    shapes = GraphList(graph_shapes(8, 4, 2048))
+    taken = pool_bytes("cuda:0", GraphList()) - pool_bytes("cuda:0", shapes)
     config = read_config(llama.path)
     assert taken == pytest.approx(0.85 * graph_bytes(config, 2, shapes), rel=0.01)
-    assert pool_bytes("cpu", ()) == pool_bytes("cpu", shapes)
+    assert pool_bytes("cpu", GraphList()) == pool_bytes("cpu", shapes)
 
 
 def test_what_does_not_fit_is_named(llama, monkeypatch):
