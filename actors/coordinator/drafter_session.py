@@ -194,6 +194,11 @@ class DrafterSession:
         """Whether the attached drafter reads the texts of `attached_orders`, without drafts."""
         return self._policy.mode is Mode.catch_up
 
+    @property
+    def reads_chunks(self) -> bool:
+        """Whether it reads the prompts that the target reads: those of requests that are drafted for at once."""
+        return self.is_attached and self._policy.mode in (Mode.speculate, Mode.probe)
+
     def receive_attached(self, batch: ProposalBatch, sequences: Mapping[int, Sequence]) -> int:
         """Keep the drafts that came with a verdict, unless the policy has decided to decode plainly since; returns the
         number of stale ones."""

@@ -28,6 +28,10 @@ class Round:
     num_tokens: int = 0
     drafted_before_s: float = 0.0
     """Time that an attached drafter took for this round's drafts, at the end of the round before."""
+    unused_s: float = 0.0
+    """The same where none of them is verified: it read text, or the policy decodes plainly since."""
+    serves_drafts: bool = False
+    """The pass also computes what an attached drafter drafts from."""
     _num_rows: int = 0  # of decoding
 
     def add_wait(self, batch: ProposalBatch) -> None:
@@ -66,6 +70,8 @@ class Round:
             self.outcomes,
             self.skipped_drafts,
             samples,
+            self.unused_s,
+            self.serves_drafts,
         )
 
 

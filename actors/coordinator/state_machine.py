@@ -225,9 +225,13 @@ class Coordinator:
 
     def _receive_attached(self, drafts: ProposalBatch) -> None:
         """The drafts that came with a verdict are for the round that begins with it."""
-        self._round.waited_s = self._round.drafted_before_s = drafts.finished - drafts.started
+        seconds = drafts.finished - drafts.started
         self.stats.add_attached_drafts(drafts)
         self.stats.num_stale += self._drafter_session.receive_attached(drafts, self._sequences)
+        if any(sequence.draft.proposal is not None for sequence in self._sequences.values()):
+            self._round.waited_s = self._round.drafted_before_s = seconds
+        else:
+            self._round.unused_s = seconds
 
     def _commit(self, verdict: Verdict, now: float) -> Tokens:
         round_, sequence = self._round, self._sequences[verdict.request_id]
@@ -259,7 +263,9 @@ class Coordinator:
         )
         seen = self._round.observation(batch, now, running, num_may_speculate)
         if seen.outcomes and num_may_speculate:
-            stats.add_mode(policy.mode, seen.seconds, [outcome.num_ordered for outcome in seen.outcomes])
+            stats.add_mode(
+                policy.mode, seen.seconds + seen.unused_s, [outcome.num_ordered for outcome in seen.outcomes]
+            )
         policy.update(seen)
         stats.switch = policy.switch
         for outcome in seen.outcomes:
@@ -286,18 +292,20 @@ class Coordinator:
         after, self._verify_round = self._verify_round, max(self._verify_round + 1, self._drafter_session.round)
         items, self._round.verifying, self._round.sent_at = [], {}, now
         reached = [sequence for sequence, num_tokens, _ in plan.rows if num_tokens == sequence.uncached_len]
-        orders = self._drafter_session.attached_orders(reached)
+        drafter = self._drafter_session
+        orders = drafter.attached_orders(reached)
+        self._round.serves_drafts = any(orders.values())
         for sequence, num_tokens, proposal in plan.rows:
-            order = orders.get(sequence.request_id, 0)
-            reads_text = sequence.request_id in orders and self._drafter_session.reads_attached
+            order, is_chunk = orders.get(sequence.request_id, 0), num_tokens < sequence.uncached_len
+            reads_text = drafter.reads_chunks if is_chunk else sequence.request_id in orders and drafter.reads_attached
             items.append(VerifyItem(sequence.request_id, num_tokens, proposal, order, reads_text))
             sequence.draft.proposal = None
-            if num_tokens == sequence.uncached_len:
+            if not is_chunk:
                 self._round.verifying[sequence.request_id] = proposal
             else:
                 sequence.cached_len += num_tokens  # a chunk of committed text: its rows stay whatever the verdicts are
-        may_draft = any(self._drafter_session.may_draft(sequence) for sequence, *_ in plan.rows)
-        exports = self._drafter_session.exports
+        may_draft = any(drafter.may_draft(sequence) for sequence, *_ in plan.rows)
+        exports = drafter.exports
         bridge, num_received = exports.begin_pass(self._sequences.values()) if exports is not None else (0, 0)
         unsent, number = self._target_outbox.flush(), self._verify_round
         return [VerifyBatch(number, *unsent, tuple(items), after, may_draft, bridge, num_received)]

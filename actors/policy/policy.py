@@ -48,7 +48,8 @@ class RoundObservation:
     `outcomes` has one entry for each request that got a verdict. Of the `num_running` requests of the batch, whose mean
     length is `mean_len`, `num_may_speculate` allow speculation. The pass read `num_prompt_rows` of prompts besides.
     `skipped_drafts`: drafts had been ordered, but the pass did not wait for them. `samples`: most requests of the batch
-    are sampled, not greedy.
+    are sampled, not greedy. `unused_s`, which is not in `seconds`: the target's ranks read text for a drafter on them,
+    or drafted what was not verified. `serves_drafts`: the pass also computed what such a drafter drafts from.
     """
 
     seconds: float
@@ -62,6 +63,8 @@ class RoundObservation:
     outcomes: Sequence[DraftOutcome]
     skipped_drafts: bool = False
     samples: bool = False
+    unused_s: float = 0.0
+    serves_drafts: bool = False
 
 
 class Policy:
@@ -230,11 +233,11 @@ class AdaptivePolicy(Policy):
         longest = max(lengths)
         # Where drafts are always waited for, the first one also reads the prompt.
         is_first, self._last_read_prompt = not self.weighs_waiting and (reads or self._last_read_prompt), reads
-        if not longest:
+        if not longest and not (seen.serves_drafts and self.weighs_waiting):
             costs.plain_verify_s.update(seen.verify_s)
             if not reads:
                 self._plain_rounds.setdefault(kind[1:], LinearFit()).update(seen.num_running, seen.seconds)
-        elif not is_first:
+        elif longest and not is_first:
             mean = sum(lengths) / len(lengths)
             drafting.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
         self._lengths.update(seen.outcomes, kind[1:])
@@ -251,6 +254,9 @@ class AdaptivePolicy(Policy):
             num_prompt_rows=seen.num_prompt_rows,
             whole_tokens=_whole_tokens(seen.outcomes) if mode is Mode.trial else None,
             prospect=speed,
+            draft_s=seen.draft_s,
+            unused_s=seen.unused_s,
+            serves_drafts=seen.serves_drafts,
         )
         if mode is Mode.catch_up and load.switch.mode is Mode.trial:
             self.wait.clear_delays()

@@ -4,7 +4,8 @@ Counts rounds and compares two measured rates; it does not know what a draft is.
 drafter reads the texts of a few requests of the batch, and tries speculation with those. While speculating, it measures
 a few plain rounds now and then (a probe); at rest it repeats the trial now and then. Both become rarer the clearer and
 the longer the result has been the same. What speculation lost against plain decoding is kept as a balance, in plain
-rounds: where it is used up, decoding is plain until a small share of the time has paid for another trial.
+rounds, and what was done for it outside of its rounds, such as reading text, as a debt: where both are more than what
+may be lost, decoding is plain until a small share of the time has paid for another trial.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ MAX_CREDIT = 4.0
 """Plain rounds that it may lose after it has gained as many."""
 TRIAL_TAX = 0.02
 """Share of the time of plain rounds that trials may lose."""
-_SLOW = 4.0
-"""Most that one round is charged with, in plain rounds: a pause of the machine is not the fault of speculation."""
+_SLOW, _SLOW_DRAFT = 4.0, 16.0
+"""Most that one round is charged with for its pass, and for its drafts, in plain rounds: a pause of the machine is not
+the fault of speculation, nor are kernels that are compiled once its cost."""
 
 
 Rates = dict[int, Rate]
@@ -80,7 +82,8 @@ class _Comparison:
 
 @dataclass(slots=True)
 class SpeculationSwitch:
-    """Mode of one kind of load, and the rates it follows from. `balance`: plain rounds that may still be lost."""
+    """Mode of one kind of load, and the rates it follows from. `balance`: plain rounds that may still be lost; `debt`:
+    plain rounds that reading text and drafts that were not verified took, to be paid back before the next trial."""
 
     mode: Mode = Mode.catch_up
     speculative: Rates = field(default_factory=dict)
@@ -88,6 +91,8 @@ class SpeculationSwitch:
     interval: int = MIN_INTERVAL
     rest: int = FIRST_REST
     balance: float = CREDIT
+    debt: float = 0.0
+    _unused_s: float = 0.0  # not in the debt yet: no plain round was measured
     _rounds: int = 0  # since the mode began
     _catch_up_rounds: int = 0
     _late_rounds: int = 0  # in a row
@@ -123,10 +128,11 @@ class SpeculationSwitch:
         `plain` is what plain rounds are expected to bring there. Speculation that is slower is probed at once.
         """
         if not self._is_concluded:
-            return SpeculationSwitch(balance=self.balance)
+            return SpeculationSwitch(balance=self.balance, debt=self.debt)
         mode = Mode.speculate if self.mode in (Mode.speculate, Mode.probe) else Mode.rest
         rest = min(self.rest, 2 * MIN_REST)
-        switch = SpeculationSwitch(mode, interval=FIRST_PROBE, rest=rest, balance=self.balance, _is_concluded=True)
+        switch = SpeculationSwitch(mode, interval=FIRST_PROBE, rest=rest, balance=self.balance, debt=self.debt)
+        switch._is_concluded = True
         if plain is not None:
             switch.plain, switch._is_plain_expected = {0: plain}, True
         return switch
@@ -171,19 +177,24 @@ class SpeculationSwitch:
         num_prompt_rows: int = 0,
         whole_tokens: float | None = None,
         prospect: float = 0.0,
+        draft_s: float = 0.0,
+        unused_s: float = 0.0,
+        serves_drafts: bool = False,
     ) -> None:
         """A round ended. `willing`: some request of it allows speculation.
 
         `skipped_drafts`: drafts had been ordered, but the round did not wait for them. `whole_tokens`: what the round
         would have brought if each request had had a draft. `prospect`: tokens per second of one request that are
-        expected of the best draft length.
+        expected of the best draft length. `draft_s` of the `seconds` went to drafts; `unused_s` came on top and went to
+        no draft of the round. `serves_drafts`: the pass did more than a plain one, for drafts of the next round.
         """
         kind = num_prompt_rows.bit_length()
+        leads_in = serves_drafts and not speculated and not kind
         is_first, self._after_prompt = self._after_prompt and not kind, kind > 0
-        self._settle(num_tokens, seconds, kind, speculated=speculated)
+        self._settle(num_tokens, seconds, draft_s, unused_s, kind, is_plain=not speculated and not leads_in)
         # The first pass after prompts finds other data in the caches, and may be the first of its size.
         rates = self.speculative if speculated else self.plain
-        is_disturbed = willing and self.mode is Mode.catch_up and self._knows_plain
+        is_disturbed = leads_in or (willing and self.mode is Mode.catch_up and self._knows_plain)
         if not is_first and not is_disturbed:
             if not speculated and self._is_plain_expected:
                 self.plain, self._is_plain_expected = {}, False
@@ -207,7 +218,7 @@ class SpeculationSwitch:
             case Mode.catch_up:
                 self._catch_up_rounds = self._rounds * self._is_concluded  # at first they measure plain decoding
                 self._begin_trial()
-            case Mode.rest if self._rounds >= self.rest and self.balance > 0:
+            case Mode.rest if self._rounds >= self.rest and self.balance > self.debt:
                 self._enter(Mode.catch_up)
             case Mode.trial:
                 self._judge_trial()
@@ -229,17 +240,33 @@ class SpeculationSwitch:
         self.mode, self._rounds, self._late_rounds, self._has_read = mode, 0, 0, False
         self._is_partial = False
 
-    def _settle(self, num_tokens: int, seconds: float, kind: int, *, speculated: bool) -> None:
+    def _settle(
+        self, num_tokens: int, seconds: float, draft_s: float, unused_s: float, kind: int, *, is_plain: bool
+    ) -> None:
         """Balance what the round took against what plain decoding would have taken for its tokens."""
         plain = self.plain.get(kind)
+        self._unused_s += unused_s
         if plain is None:
             return
         round_s = plain.seconds.mean
-        if speculated or self.mode is Mode.catch_up:
-            gained = num_tokens / plain.per_s - min(seconds, _SLOW * round_s)
-            self.balance = min(self.balance + gained / round_s, MAX_CREDIT)
-        elif self.balance < CREDIT:
-            self.balance = min(self.balance + TRIAL_TAX, CREDIT)
+        self.debt += min(self._unused_s / round_s, _SLOW_DRAFT)
+        self._unused_s = 0.0
+        if is_plain and self.mode is not Mode.catch_up:
+            self._earn(TRIAL_TAX, CREDIT)
+            return
+        charged_s = min(seconds - draft_s, _SLOW * round_s) + min(draft_s, _SLOW_DRAFT * round_s)
+        gained = (num_tokens / plain.per_s - charged_s) / round_s
+        if gained < 0:
+            self.balance += gained
+        else:
+            self._earn(gained, MAX_CREDIT)
+
+    def _earn(self, rounds: float, most: float) -> None:
+        """Fill the balance up to the first credit, then pay the debt back, then raise the balance up to `most`."""
+        left = rounds - max(0.0, min(rounds, CREDIT - self.balance))
+        paid = min(left, self.debt)
+        self.debt -= paid
+        self.balance = max(self.balance, min(self.balance + rounds - paid, most))
 
     def _judge_speculation(self) -> None:
         found = self._compare()

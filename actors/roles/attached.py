@@ -2,12 +2,14 @@
 
 A `DraftRole` does the work; what the coordinator would send it, batch by batch, follows here from the target's own
 batch and its verdicts. A verdict that the coordinator cuts ends its request, so nothing assumed here is ever taken
-back. Every rank of the target runs the same drafter on the same verdicts, which rank 0 shares.
+back. Every rank of the target runs the same drafter on the same verdicts, which rank 0 shares. Where nothing is
+ordered, the drafter gets the features alone; the text waits for the next order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -39,6 +41,7 @@ class AttachedDrafter:
         self._device = device
         self._admits: dict[int, Admit] = {}
         self._releases: list[int] = []
+        self._commits: dict[int, Commit] = {}  # of rounds without orders, one for each request
 
     def verifying(self, target: ModelRunner) -> ModelRunner:
         """The runner for the target's passes."""
@@ -52,6 +55,7 @@ class AttachedDrafter:
         """
         self._release_rows()
         for request_id in batch.releases:
+            self._commits.pop(request_id, None)
             if self._admits.pop(request_id, None) is None and request_id in self.role.contexts:
                 self._releases.append(request_id)
         self._admits |= {admit.request_id: admit for admit in batch.admits if admit.speculate}
@@ -80,38 +84,49 @@ class AttachedDrafter:
         verdicts: Sequence[Verdict],
         features: Sequence[FeatureRows],
         top_tokens: TopTokens | None,
-    ) -> ProposalBatch:
-        """Drafts for the prefixes that the verdicts lead to."""
+    ) -> ProposalBatch | None:
+        """Drafts for the prefixes that the verdicts lead to; None: there is nothing to send."""
         items = {item.request_id: item for item in batch.items}
         known = self.role.contexts.keys() | self._admits.keys()
-        commits: list[Commit] = []
         reading = known - {verdict.request_id for verdict in verdicts}
-        orders = [DraftOrder(request_id, 0) for request_id in items if request_id in reading]
+        orders = [DraftOrder(id_, 0) for id_, item in items.items() if item.reads_text and id_ in reading]
         for verdict in verdicts:
             if verdict.request_id not in known or verdict.next_token == NO_TOKEN:
                 continue
             item = items[verdict.request_id]
             tokens = [item.proposal.tree.token_ids[node] for node in verdict.path] if item.proposal else []
-            place = verdict.request_id, verdict.epoch, verdict.prefix_len
-            commits.append(Commit(*place, verdict.path, (*tokens, verdict.next_token)))
+            self._commit(verdict, (*tokens, verdict.next_token))
             left = self._num_left(verdict.request_id, verdict.prefix_len + len(tokens) + 1)
             # the target adds one token of its own after the path, so the last one is never worth drafting
             if (num_draft_tokens := min(item.num_draft_tokens, left - 1)) > 0:
                 orders.append(DraftOrder(verdict.request_id, num_draft_tokens))
             elif item.reads_text:
                 orders.append(DraftOrder(verdict.request_id, 0))
+        if not orders and not self._admits and not self._releases and top_tokens is None:
+            self.role.read_features(features)
+            return None
         order = DraftBatch(
             batch.round,
             tuple(self._admits.values()),
-            tuple(commits),
+            tuple(self._commits.values()),
             tuple(self._releases),
             tuple(orders),
             works_ahead=False,
             top_tokens=() if top_tokens is None else (top_tokens,),
         )
-        self._admits, self._releases = {}, []
+        self._admits, self._releases, self._commits = {}, [], {}
         (answer,) = self.role.answer(order, features)
         return answer
+
+    def _commit(self, verdict: Verdict, token_ids: tuple[int, ...]) -> None:
+        known = self._commits.get(verdict.request_id)
+        if known is None:
+            self._commits[verdict.request_id] = Commit(
+                verdict.request_id, verdict.epoch, verdict.prefix_len, verdict.path, token_ids
+            )
+            return
+        assert not verdict.path, "a path follows an order, with which the text before it was sent"
+        self._commits[verdict.request_id] = replace(known, token_ids=known.token_ids + token_ids)
 
     def _num_left(self, request_id: int, length: int) -> int:
         """Tokens that a request whose text has this length may still get."""
@@ -126,4 +141,4 @@ class AttachedDrafter:
         """Drop every request, before the target does; the drafter keeps its model."""
         self._release_rows()
         self.role.forget()
-        self._admits, self._releases = {}, []
+        self._admits, self._releases, self._commits = {}, [], {}

@@ -144,7 +144,7 @@ class DraftRole:
             self.drafter.open(self.contexts[admit.request_id])
         for commit in batch.commits:
             self._commit(commit)
-        self._read_features(features)
+        self.read_features(features)
         wanted = []
         for order in batch.orders:
             context = self.contexts[order.request_id]
@@ -158,7 +158,8 @@ class DraftRole:
             self._capabilities.prefills.prefill(idle)
         return [(context, budget) for context, budget in wanted if budget]
 
-    def _read_features(self, features: Sequence[FeatureRows]) -> None:
+    def read_features(self, features: Sequence[FeatureRows]) -> None:
+        """The target's hidden states at tokens of known requests, in order, also of tokens that are committed later."""
         reader = self._capabilities.reads_features
         for rows in features:
             if reader is not None and rows.request_id in self.contexts:

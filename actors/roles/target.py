@@ -94,7 +94,7 @@ class TargetRole:
         verdicts, num_rows, top_tokens, drafts = (), 0, None, None
         finished = export = None
         if batch.items:
-            inputs = [self._verify_input(item) for item in batch.items]
+            inputs = [self._verify_input(item, exports=batch.bridge > 0) for item in batch.items]
             first_positions = [self.runner.cached_len(one.seq_id) for one in inputs]
             logits, num_rows = self._verifier.forward(inputs, keeps_top_tokens=batch.may_draft)
             if self._is_lead:
@@ -167,11 +167,17 @@ class TargetRole:
         num_fed = self.contexts[outcome.request_id].num_fed
         self.runner.commit(outcome.request_id, [*range(num_fed), *(num_fed - 1 + node for node in outcome.path)])
 
-    def _verify_input(self, item: VerifyItem) -> VerifyInput:
+    def _verify_input(self, item: VerifyItem, *, exports: bool) -> VerifyInput:
         context = self.contexts[item.request_id]
         context.num_fed = min(item.num_tokens, len(context.token_ids) - self.runner.cached_len(item.request_id))
         return VerifyInput(
-            item.request_id, context.token_ids, context.prompt_len, context.sampling, context.num_fed, item.proposal
+            item.request_id,
+            context.token_ids,
+            context.prompt_len,
+            context.sampling,
+            context.num_fed,
+            item.proposal,
+            drafts_follow=exports or item.num_draft_tokens > 0,
         )
 
     def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor) -> tuple[Verdict, ...]:

@@ -36,7 +36,8 @@ from parallel.runtime.runner import ModelRunner, Span
 
 @dataclass(frozen=True, slots=True)
 class VerifyInput:
-    """One sequence of a pass: `num_fed` tokens of its uncached suffix are fed and, once the root is, the proposal."""
+    """One sequence of a pass: `num_fed` tokens of its uncached suffix are fed and, once the root is, the proposal. With
+    `drafts_follow`, features of this pass are drafted from."""
 
     seq_id: int
     token_ids: Sequence[int]
@@ -44,6 +45,7 @@ class VerifyInput:
     sampling: SamplingParams
     num_fed: int
     proposal: Proposal | None = None
+    drafts_follow: bool = False
 
     @property
     def tree(self) -> TokenTree:
@@ -103,7 +105,8 @@ class Verifier:
             cached_len, tree = self.runner.cached_len(verified.seq_id), verified.tree
             fed = verified.token_ids[cached_len : cached_len + verified.num_fed]
             if not tree.num_draft_tokens:
-                spans.append(Span(verified.seq_id, len(fed), num_logits=int(self.reaches_root(verified))))
+                num_logits = int(self.reaches_root(verified))
+                spans.append(Span(verified.seq_id, len(fed), None, num_logits, verified.drafts_follow))
                 token_ids += fed
                 continue
             assert self.reaches_root(verified), "a proposal needs the logits of the root"
@@ -112,7 +115,8 @@ class Verifier:
                 root_row = len(fed) - 1
                 parents = [*range(-1, root_row), *(root_row + parent for parent in tree.parents[1:])]
             num_nodes = len(tree.parents)
-            spans.append(Span(verified.seq_id, len(fed) + num_nodes - 1, parents, num_nodes))
+            num_rows = len(fed) + num_nodes - 1
+            spans.append(Span(verified.seq_id, num_rows, parents, num_nodes, verified.drafts_follow))
             token_ids += [*fed, *tree.token_ids[1:]]
         reached = [one for one, span in zip(inputs, spans, strict=True) if span.num_logits]
         if self.splits_choice and reached and all(is_plain(one.sampling) for one in reached):

@@ -23,12 +23,14 @@ class Span:
 
     `parents[i]` is the index of row i's parent among the sequence's pending rows since its last commit, -1 for the
     last committed row; None is a chain after the last pending row. The pass returns logits of the last `num_logits`.
+    `has_streams`: streams begin at these, where the runner has streams (`StreamingRunner`).
     """
 
     seq_id: SeqId
     num_tokens: int
     parents: Sequence[int] | None = None
     num_logits: int = 1
+    has_streams: bool = True
 
 
 class PendingRows:

@@ -9,7 +9,7 @@ mask embeddings in front of the first layer these are the appended masks of arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out, logit_rows
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
+from parallel.runtime.graph_list import GraphShape
 from parallel.runtime.runner import ModelRunner, PassOutput
 from parallel.speculators.config import STREAMS
 from parallel.speculators.stream_layers import StreamLayers
@@ -38,8 +39,9 @@ class _Grown:
 
 
 class StreamingRunner(ModelRunner):
-    """The target's runner with streams where its features are asked for. Sequences for whose streams the pool has no
-    free rows go without, so that their features are zeros: a poor draft, never a wrong token.
+    """The target's runner with streams where its features are asked for. Spans without streams, and sequences for whose
+    streams the pool has no free rows, have zeros as features: a poor draft, never a wrong token. A pass in which no
+    span has streams is the target's own.
 
     Nodes whose token has a probability below `prune_below` by the early logits of its parent end below the streams'
     layers, and with them what hangs on them: they have no logits, and the verifier must take them as rejected.
@@ -51,6 +53,8 @@ class StreamingRunner(ModelRunner):
         if backend is None and target.decoder.device.type == "cuda":
             backend = "padded"  # its plans take the slots that they are given, not all of a sequence
         super().__init__(target.decoder, target.pool, backend=backend, graphs=False)
+        self._target = target
+        self._pending = target._pending
         self.layers = layers
         self._prune_below = prune_below
 
@@ -58,8 +62,10 @@ class StreamingRunner(ModelRunner):
     def forward(
         self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
     ) -> PassOutput:
-        if not taps:
-            return super().forward(spans, token_ids, fuzzy=fuzzy)
+        if not taps or not any(span.has_streams and span.num_logits for span in spans):
+            output = self._target.forward(spans, token_ids, fuzzy=fuzzy)
+            nothing = output.hidden.new_zeros(1, 1).expand(len(output.hidden), self.layers.config.feature_size)
+            return replace(output, features=(nothing,) * len(taps))
         assert tuple(taps) == (STREAMS,), "a drafter of streams reads nothing else"
         assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
         if not isinstance(token_ids, Tensor):
@@ -78,6 +84,14 @@ class StreamingRunner(ModelRunner):
         read = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
         places = frozenset(place for place, row in enumerate(wanted) if row in pruned) if pruned else frozenset[int]()
         return PassOutput(decoder.head(read).float(), hidden, (features,), pruned=places)
+
+    @property
+    def captures(self) -> bool:
+        return self._target.captures
+
+    def capture(self, shapes: Sequence[GraphShape], taps: Sequence[int] = ()) -> list[GraphShape]:  # noqa: ARG002
+        """Of passes without streams."""
+        return self._target.capture(shapes)
 
     def _pruned(
         self, spans: Sequence[Span], laid_out: Sequence[SpanRows], hidden: Tensor, token_ids: Tensor
@@ -110,7 +124,7 @@ class StreamingRunner(ModelRunner):
         kept, base, streams, nodes = places
         for span, own in zip(spans, laid_out, strict=True):
             inside = [i for i in range(own.num_rows) if own.first + i not in pruned]
-            speaking = [i for i in inside if i >= own.num_rows - span.num_logits]
+            speaking = [i for i in inside if span.has_streams and i >= own.num_rows - span.num_logits]
             if not self.pool.can_reserve(len(speaking) * count):
                 speaking = []
             self.pool.reserve(span.seq_id, len(speaking) * count)

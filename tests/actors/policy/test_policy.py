@@ -162,7 +162,7 @@ def test_sampled_and_greedy_requests_are_judged_apart_and_other_batch_sizes_anew
 def test_a_smaller_batch_that_loses_is_found_in_two_rounds():
     """Requests end one after the other: what plain rounds of the smaller batch take is known before any was made."""
     policy = AdaptivePolicy("sync", 0, LONGEST)
-    good, bad = (5e-4, 0.9), (5e-3, 0.02)
+    good, bad = (5e-4, 0.9), (2e-3, 0.02)
     assert played(policy, 16, 30, good)[-1] is Mode.speculate
     assert set(played(policy, 11, 6, good)) == {Mode.speculate}
     modes = played(policy, 8, 6, bad)

@@ -1,9 +1,13 @@
-"""An attached drafter reads the text before a trial of speculation, whose rounds then cost what later ones do."""
+"""An attached drafter reads the text before a trial of speculation, whose rounds then cost what later ones do; a round
+after which it drafts nothing is one of plain decoding."""
 
 from __future__ import annotations
 
+import pytest
+
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.policy.policy import AdaptivePolicy
+from parallel.model.block import Block
 
 LONGEST = 5
 
@@ -26,3 +30,27 @@ def test_the_text_was_read_before_the_first_draft(open_room, make_requests):
     room.serve([request], policy=AdaptivePolicy("sync", 0, LONGEST))
     assert unread, "nothing was drafted: the test shows nothing"
     assert max(unread) <= LONGEST + 1 < len(request.prompt)
+
+
+@pytest.mark.parametrize("method", ["streaming", "mask_lora"])
+def test_a_pass_that_no_draft_follows_has_no_streams(open_room, make_requests, monkeypatch, method):
+    room = open_room(SpeculatorDrafterConfig(path=method, num_draft_tokens=LONGEST), attached=True)
+    rows_of_layers, seen, call, answer = [], {True: [], False: []}, Block.attend, room.target.answer
+
+    def counted(block, hidden, *rest):
+        rows_of_layers.append(len(hidden))
+        return call(block, hidden, *rest)
+
+    def watched(batch):
+        rows_of_layers.clear()
+        for verdicts in answer(batch):
+            if batch.items:
+                is_ordered = any(item.num_draft_tokens for item in batch.items)
+                seen[is_ordered].append(set(rows_of_layers) == {verdicts.num_tokens})
+            yield verdicts
+
+    monkeypatch.setattr(Block, "attend", counted)
+    monkeypatch.setattr(room.target, "answer", watched)
+    room.serve(make_requests(1, max_tokens=40), policy=AdaptivePolicy("sync", 0, LONGEST))
+    assert seen[False] and all(seen[False]), "each layer has the rows of the verified tokens alone"
+    assert seen[True] and not any(seen[True]), "before a draft there are streams"
