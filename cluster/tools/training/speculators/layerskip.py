@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ def build(options: LayerSkipOptions, target: TargetShape) -> LayerSkipNet:
 def repeated(model: LlamaForCausalLM, times: int) -> LlamaForCausalLM:
     """A copy in which each layer stands `times` in a row, every one adding that share of what the layer added."""
     model = copy.deepcopy(model)
-    layers = [copy.deepcopy(layer) for layer in model.model.layers for _ in range(times)]
+    layers: list[Any] = [copy.deepcopy(layer) for layer in model.model.layers for _ in range(times)]
     for i, layer in enumerate(layers):
         layer.self_attn.layer_idx = i
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
