@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.protocol.messages import SamplingParams, SparseDistribution
 from actors.sampling.logits import is_greedy
 from actors.sampling.noise import NoiseStream, gumbel, noise_key
-from parallel.model.layers.padded import to_host
+from parallel.transfers import to_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.protocol.messages import SamplingParams, TokenTree
-from parallel.model.layers.padded import to_device
+from parallel.transfers import to_device
 
 BANNED = -torch.inf
 

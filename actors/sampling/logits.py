@@ -24,7 +24,7 @@ from actors.sampling.edits import BANNED, edited, edits
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 from parallel.comm.group import Group
 from parallel.kernels.triton_launch import has_triton
-from parallel.model.layers.padded import to_device
+from parallel.transfers import to_device, upload
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a smaller temperature would overflow the division
 _PARTLY_RANKED = 1024
@@ -97,7 +97,7 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
         return scores
     if len(truncated) == len(scores):
         return scores.masked_fill(scores < _least_kept(scores, params), BANNED)
-    where = _upload(truncated, np.int64, scores.device)
+    where = upload(truncated, scores.device)
     asking = scores.index_select(0, where)
     asking.masked_fill_(asking < _least_kept(asking, [params[row] for row in truncated]), BANNED)
     return scores.index_copy(0, where, asking)
@@ -111,7 +111,7 @@ def _least_kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     least = logits.new_full((len(logits), 1), BANNED)
     if has_least := any(one.min_p > 0 for one in params):
         shares = [math.log(one.min_p) if one.min_p > 0 else BANNED for one in params]
-        least = logits.amax(dim=-1, keepdim=True) + _upload(shares, np.float32, logits.device)[:, None]
+        least = logits.amax(dim=-1, keepdim=True) + upload(shares, logits.device, np.float32)[:, None]
     vocab_size = logits.shape[-1]
     top_ks = [min(one.top_k or vocab_size, vocab_size) for one in params]
     few = [row for row, top_k in enumerate(top_ks) if top_k < vocab_size]
@@ -166,13 +166,7 @@ def _divide(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     temperatures = [1.0 if is_greedy(one) else one.temperature for one in params]
     if all(temperature == 1.0 for temperature in temperatures):
         return logits
-    return logits / _upload(temperatures, np.float32, logits.device)[:, None]
-
-
-def _upload(values: Sequence[int] | Sequence[float] | np.ndarray, dtype: type, device: torch.device) -> Tensor:
-    """A short list on the device, by a copy that the host does not wait for."""
-    (tensor,) = to_device([np.asarray(values, dtype=dtype)], device)
-    return tensor
+    return logits / upload(temperatures, logits.device, np.float32)[:, None]
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
@@ -225,7 +219,7 @@ def _race(
 def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
     values, token_ids = raced.max(dim=-1)  # on CPU three times as fast as argmax
     token_ids = token_ids + first if first else token_ids
-    return values, torch.where(values.isnan(), of_none, token_ids)  # NaN is the largest value of a row that has any
+    return values, token_ids.masked_fill(values.isnan(), of_none)  # NaN is the largest value of a row that has any
 
 
 def _races_on_device(scores: Tensor) -> bool:
@@ -321,10 +315,10 @@ def _with_noise(scores: Tensor, params: Sequence[SamplingParams], positions: Seq
     keys = [noise_key(seed, NoiseStream.COUPLED, position) for seed, position in vectors]
     noise = gumbel(keys, torch.arange(first, first + scores.shape[-1], device=scores.device))
     if len(vectors) < len(sampled):
-        noise = noise[_upload(which, np.int64, scores.device)]
+        noise = noise[upload(which, scores.device)]
     if len(sampled) == len(scores):
         return noise.add_(scores)
-    return scores.index_add(0, _upload(sampled, np.int64, scores.device), noise)
+    return scores.index_add(0, upload(sampled, scores.device), noise)
 
 
 def probabilities(scores: Tensor, params: SamplingParams) -> Tensor:

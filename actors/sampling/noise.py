@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.triton_launch import has_triton
-from parallel.model.layers.padded import to_device
+from parallel.transfers import to_device
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1

@@ -16,6 +16,7 @@ from torch import Tensor
 from actors.drafters.interface import FeatureRows
 from parallel.runtime.runner import ModelRunner, PassOutput, Span
 from parallel.speculators.config import FINAL, kv_tap
+from parallel.transfers import upload
 
 if TYPE_CHECKING:
     from actors.verification.verifier import VerifyInput
@@ -65,7 +66,7 @@ class FeatureReader:
         streams = dict(zip(self.streams, output.features, strict=True)) | {FINAL: output.hidden} | self._kv
         index = None
         if len(wanted) < num_rows:
-            index = torch.tensor(wanted, device=output.hidden.device)
+            index = upload(wanted, output.hidden.device)
         picked = [streams[tap] if index is None else streams[tap].index_select(0, index) for tap in self._taps]
         return picked[0].clone() if len(picked) == 1 and index is None else torch.cat(picked, -1)
 
@@ -74,7 +75,7 @@ def _written(runner: ModelRunner, spans: Sequence[Span], layer: int) -> Tensor:
     """Keys and values that the last pass wrote in a layer, of all ranks' heads, [T, 2 * KV heads * head size]."""
     pool, group = runner.pool, runner.decoder.group
     slots = np.concatenate([pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
-    where = torch.from_numpy(slots).to(pool.keys.device)
+    where = upload(slots, pool.keys.device)
     pair = torch.stack([rows[layer].index_select(0, where) for rows in (pool.keys, pool.values)], 1)
     if group.size > 1:
         pair = group.all_gather(pair.contiguous(), 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actors.protocol.messages import SparseDistribution, TokenTree
 from actors.verification.random_source import HashRandomSource
-from parallel.model.layers.padded import to_device
+from parallel.transfers import to_device
 
 _ROWS_AT_ONCE = 256
 """Rows of float64 in memory: 256 MB for a vocabulary of 128k."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actors.protocol.messages import NO_TOKEN, TopTokens
 from parallel.runtime.runner import ModelRunner, Span
+from parallel.transfers import upload
 
 
 class _Fed(Protocol):
@@ -68,7 +69,7 @@ class TopTokensReader:
             return logits
         ends = np.cumsum([span.num_tokens for span in spans])
         wanted = [np.arange(end - span.num_logits, end) for span, end in zip(spans, ends, strict=True)]
-        return logits[torch.from_numpy(np.concatenate(wanted)).to(logits.device)]
+        return logits[upload(np.concatenate(wanted), logits.device)]
 
     def read(self) -> TopTokens | None:
         """The top tokens of the last pass, once; rows whose logits are NaN are left out."""

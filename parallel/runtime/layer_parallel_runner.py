@@ -18,6 +18,7 @@ from parallel.kv.pool import KVPool, SeqId
 from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.transfers import upload
 
 
 class LayerParallelRunner(ModelRunner):
@@ -46,7 +47,7 @@ class LayerParallelRunner(ModelRunner):
         if not fuzzy:
             after_fuzzy = [bool(self._fuzzy_rows(span.seq_id).any()) for span in spans]
             if any(after_fuzzy) and not all(after_fuzzy):
-                return self._in_two(spans, torch.as_tensor(token_ids), taps, after_fuzzy)
+                return self._in_two(spans, upload(token_ids, self.decoder.device), taps, after_fuzzy)
             fuzzy = any(after_fuzzy)
         return self.run(self.plan(spans, fuzzy=fuzzy), token_ids, taps)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from parallel.kv.pool import KVPool, SeqId
 from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.transfers import upload
 
 ROWS_TO_CHOOSE = 16
 """Rows with logits of the whole model after which a sequence's number of layers is chosen."""
@@ -73,7 +75,7 @@ class NestedRunner(ModelRunner):
         depths = sorted({self.depth_of(span.seq_id) for span in spans})
         if len(depths) == 1:
             return self._pass(depths[0], spans, token_ids)
-        tokens = token_ids if isinstance(token_ids, Tensor) else torch.tensor(token_ids, dtype=torch.int64)
+        tokens = upload(token_ids, self.decoder.device)
         fed = tokens.split([span.num_tokens for span in spans])
         logits: dict[int, Tensor] = {}
         hidden: dict[int, Tensor] = {}
@@ -97,9 +99,9 @@ class NestedRunner(ModelRunner):
 
     def _watch(self, spans: Sequence[Span], output: PassOutput) -> None:
         """How sure the nested models are at the rows with logits; where these are enough, choose."""
-        ends = torch.tensor([span.num_tokens for span in spans]).cumsum(0).tolist()
+        ends = accumulate(span.num_tokens for span in spans)
         rows = [range(end - span.num_logits, end) for span, end in zip(spans, ends, strict=True)]
-        index = torch.tensor([row for each in rows for row in each], device=output.hidden.device)
+        index = upload([row for each in rows for row in each], output.hidden.device)
         sure = [
             self.decoder.head(self.decoder.normalize(stream.index_select(0, index))).float().softmax(-1).amax(-1)
             for stream in output.features

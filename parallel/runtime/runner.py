@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +27,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.padded import PaddedBackend, to_device
+from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.layers.split_kv import SplitKVBackend
@@ -38,6 +37,7 @@ from parallel.model.weights import load_weights
 from parallel.runtime.cuda_graphs import CapturedPasses, StepChoice, run_pass
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
+from parallel.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +208,9 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         """Run a plan on its rows' tokens, [T]; the host does not wait for a tensor that is on the device."""
-        if not isinstance(token_ids, Tensor):
-            (token_ids,) = to_device([np.array(token_ids, dtype=np.int64)], self.decoder.device)
+        token_ids = upload(token_ids, self.decoder.device)
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
         assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
-        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
         token_ids = F.pad(token_ids, (0, padding)) if padding else token_ids
         forward = partial(run_pass, self.decoder) if self._passes is None else self._passes.forward
         hidden, features, logits = forward(token_ids, plan, taps)

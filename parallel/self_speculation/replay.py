@@ -21,6 +21,7 @@ from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.runner import ModelRunner
+from parallel.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ReplayedRows:
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         """The stream that enters the first layer, [T, H]."""
-        tokens = torch.tensor(token_ids, dtype=torch.int64, device=self.decoder.device)
+        tokens = upload(token_ids, self.decoder.device)
         return self.decoder.embed(tokens, self._plan.positions[: len(tokens)])
 
     @torch.inference_mode()

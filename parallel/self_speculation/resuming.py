@@ -19,6 +19,7 @@ from parallel.kv.pool import SeqId
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.transfers import to_device, upload
 
 
 @dataclass(slots=True)
@@ -96,8 +97,7 @@ class ResumingRunner(ModelRunner):
         old, new = (np.concatenate(slots) for slots in zip(*(one.moves() for one in taken), strict=True))
         if np.array_equal(old, new):
             return
-        device = self.pool.keys.device
-        where, to = torch.from_numpy(old).to(device), torch.from_numpy(new).to(device)
+        where, to = to_device([old, new], self.pool.keys.device)
         for part in (self.pool.keys, self.pool.values):
             part[:stop].index_copy_(1, to, part[:stop].index_select(1, where))
 
@@ -115,11 +115,11 @@ class ResumingRunner(ModelRunner):
             plan.layers = LayerPlan.prefix(stop)
             places = [row for one in taken for row in one.places(kept=False)]
             computed = self.run(plan, [tokens[row] for row in places], (stop,)).features[0]
-            states.index_copy_(0, torch.tensor(places, device=device), computed)
+            states.index_copy_(0, upload(places, device), computed)
         for one in taken:
             if one.kept is not None and (rows := one.places(kept=True)):
-                found = torch.tensor([source for source in one.sources if source >= 0], device=device)
-                states.index_copy_(0, torch.tensor(rows, device=device), one.kept.states.index_select(0, found))
+                found = upload([source for source in one.sources if source >= 0], device)
+                states.index_copy_(0, upload(rows, device), one.kept.states.index_select(0, found))
         return states
 
 

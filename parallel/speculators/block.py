@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, te
 from parallel.speculators.correctors import MarkovCorrector, PositionRows
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
+from parallel.transfers import to_device, upload
 
 METHODS = ("dflash", "dspark", "dflash2", "domino")
 """Of our own layout."""
@@ -139,7 +141,7 @@ class BlockRunner(SpeculatorRunner):
             rows += range(first + span.num_tokens - span.num_logits, first + span.num_tokens)
             first += span.num_tokens
         if len(rows) < len(token_ids):
-            token_ids = token_ids[torch.tensor(rows, dtype=torch.int64, device=token_ids.device)]
+            token_ids = token_ids[upload(rows, token_ids.device)]
         logits = self._logits(nodes, token_ids)
         return PassOutput(logits, logits.new_empty(0, 0), (), self._acceptance(nodes, token_ids))
 
@@ -180,7 +182,7 @@ class BlockRunner(SpeculatorRunner):
         mask = MASK if config.mask_token_id is None else config.mask_token_id
         device = token_ids.device
         block_ids = torch.full((len(started), size), mask, dtype=torch.int64, device=device)
-        block_ids[:, 0] = token_ids[torch.tensor([row for _, row in started], device=device)]
+        block_ids[:, 0] = token_ids[upload([row for _, row in started], device)]
         plan = self._plan([seq_id for seq_id, _ in started])
         hidden = self.layers.forward(block_ids.view(-1), plan)[: len(started) * size]
         for seq_id, _ in started:
@@ -193,7 +195,7 @@ class BlockRunner(SpeculatorRunner):
 
     def _write_text(self, texts: Sequence[tuple[SeqId, int]]) -> None:
         """Keys and values of every sequence's text up to a length, as far as they are missing."""
-        features, positions, slots = list[Tensor](), list[int](), list[Tensor]()
+        features, positions, slots = list[Tensor](), list[int](), list[np.ndarray]()
         for seq_id, length in texts:
             known = self._features[seq_id]
             missing = range(self.pool.cached_len(seq_id), length)
@@ -202,14 +204,14 @@ class BlockRunner(SpeculatorRunner):
                 features.append(known.rows(missing))
                 known.forget(length)
                 positions += missing
-                slots.append(torch.from_numpy(self.pool.reserve(seq_id, len(missing)).copy()))
+                slots.append(self.pool.reserve(seq_id, len(missing)).copy())
                 self.pool.commit(seq_id, range(len(missing)))
         if not positions:
             return
         device = self.layers.device
         rows = (features[0] if len(features) == 1 else torch.cat(features)).to(device, self._dtype)
-        keys, values = self.layers.context(rows, torch.tensor(positions, device=device))
-        where = torch.cat(slots).to(device)
+        places, where = to_device([np.array(positions), np.concatenate(slots)], device)
+        keys, values = self.layers.context(rows, places)
         self.pool.keys.index_copy_(1, where, keys)
         self.pool.values.index_copy_(1, where, values)
 
@@ -234,7 +236,7 @@ class BlockRunner(SpeculatorRunner):
             return parts[0]
         logits = torch.full((len(nodes), self.speculator.num_logits), -torch.inf, device=token_ids.device)
         for part, places in zip(parts, (places for _, places in sorted(levels.items())), strict=True):
-            logits.index_copy_(0, torch.tensor(places, device=logits.device), part)
+            logits.index_copy_(0, upload(places, logits.device), part)
         return logits
 
     def _level(self, nodes: Sequence[BlockNode], token_ids: Tensor, places: Sequence[int]) -> Tensor:
@@ -243,7 +245,7 @@ class BlockRunner(SpeculatorRunner):
         if corrector is None:
             return rows[0]
         if len(places) < len(token_ids):
-            token_ids = token_ids[torch.tensor(places, device=token_ids.device)]
+            token_ids = token_ids[upload(places, token_ids.device)]
         state = torch.stack([_parent_state(node) for node in nodes]) if corrector.state_size and depth else None
         logits, state = corrector.step(rows, token_ids, state, at_root=not depth)
         if state is not None:
@@ -261,7 +263,7 @@ class BlockRunner(SpeculatorRunner):
         chances = layers.confidence(hidden if read is None else torch.cat((hidden, read), 1))[:, 0].float().sigmoid()
         if all(node.depth < longest for node in nodes):
             return chances
-        return chances * torch.tensor([float(node.depth < longest) for node in nodes], device=chances.device)
+        return chances * upload([node.depth < longest for node in nodes], chances.device, np.float32)
 
 
 def _hidden(node: BlockNode, longest: int) -> Tensor:
@@ -289,7 +291,7 @@ def _gather(nodes: Sequence[BlockNode]) -> PositionRows:
         if len(rows) == 1:
             parts.append(tuple(tensor[rows[0] : rows[0] + 1] for tensor in blocks.rows))
         else:
-            where = torch.tensor(rows, device=blocks.rows[0].device)
+            where = upload(rows, blocks.rows[0].device)
             parts.append(tuple(tensor.index_select(0, where) for tensor in blocks.rows))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 

@@ -35,6 +35,7 @@ from parallel.speculators.config import FINAL, SpeculatorConfig
 from parallel.speculators.fusing import WholeRowsLinear
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
+from parallel.transfers import upload
 
 TRIGRAM = 3
 """Tokens whose embeddings make a row; the first token stands for those before it."""
@@ -113,7 +114,7 @@ class ChimeraRunner(PooledRunner):
     def _read(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> Tensor:
         plan = self._backend.plan(lay_out(self.pool, self._pending, spans), logit_rows(spans))
         slots = np.concatenate([self.pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
-        self._tokens.index_copy_(0, torch.from_numpy(slots).to(self._tokens.device), token_ids)
+        self._tokens.index_copy_(0, upload(slots, self._tokens.device), token_ids)
         hidden = self.layers.forward(self._rows(spans, fuzzy=fuzzy), plan)
         return hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
 
@@ -150,11 +151,11 @@ class ChimeraRunner(PooledRunner):
             first += span.num_tokens
         parts = [torch.cat(known).to(self.pool.keys.dtype)] if known else []
         if drafted:
-            tokens = self._tokens[torch.tensor(trigrams, device=self._tokens.device)]
+            tokens = self._tokens[upload(np.array(trigrams), self._tokens.device)]
             parts.append(self.layers.trigrams(tokens))
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts).index_select(0, torch.from_numpy(np.argsort(text + drafted)).to(self._tokens.device))
+        return torch.cat(parts).index_select(0, upload(np.argsort(text + drafted), self._tokens.device))
 
     def _newest(self, seq_id: SeqId) -> Tensor:
         """The newest known hidden state, [1, H]; zero before the first."""

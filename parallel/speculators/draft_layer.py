@@ -24,6 +24,7 @@ from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 from parallel.speculators.fusing import TapFuser, WholeRowsLinear
+from parallel.transfers import upload
 
 
 class FirstLayer(Block):
@@ -156,7 +157,7 @@ class DraftLayers(Layer):
         embedding = self._embed(token_ids)
         if masked:
             assert self.mask_embedding is not None
-            embedding[torch.tensor(masked, device=embedding.device)] = self.mask_embedding
+            embedding[upload(masked, embedding.device)] = self.mask_embedding
         hidden = self.first.read(embedding, features, rope, plan.attention)
         for layer in self.rest:
             hidden = layer(hidden, rope, plan.attention)

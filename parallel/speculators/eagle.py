@@ -21,6 +21,7 @@ from parallel.speculators.draft_layer import DraftLayers
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
+from parallel.transfers import upload
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class DraftLayerRunner(PooledRunner):
             token_ids if len(token_ids) == plan.num_rows else torch.cat([token_ids[part.token_ids] for part in parts])
         )
         normed, outputs = self.layers.forward(tokens, self._features_of(parts), plan)
-        self._outputs.index_copy_(0, self._on_device(np.concatenate(slots)), outputs)
+        self._outputs.index_copy_(0, upload(np.concatenate(slots), self._outputs.device), outputs)
         return normed if plan.logit_rows is None else normed.index_select(0, plan.logit_rows)
 
     def _features_of(self, parts: Sequence[_Part]) -> Tensor:
@@ -122,14 +123,11 @@ class DraftLayerRunner(PooledRunner):
             first += part.span.num_tokens
         features = [self.layers.fused(torch.cat(known))] if known else []
         if drafted:
-            features.append(self._outputs.index_select(0, self._on_device(np.array(drafted))))
+            features.append(self._outputs.index_select(0, upload(drafted, self._outputs.device)))
         if len(features) == 1:
             return features[0]
         order = np.argsort(places)
-        return torch.cat(features).index_select(0, self._on_device(order))
-
-    def _on_device(self, indices: np.ndarray) -> Tensor:
-        return torch.from_numpy(indices).to(self._outputs.device, non_blocking=True)
+        return torch.cat(features).index_select(0, upload(order, self._outputs.device))
 
 
 def open_draft_layer(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayerRunner:

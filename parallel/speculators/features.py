@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from parallel.transfers import upload
+
 
 class TextFeatures:
     """Rows of consecutive positions, the first of them `start`; `end` positions of the text have been read in all."""
@@ -32,7 +34,7 @@ class TextFeatures:
         assert self.start <= min(positions) <= max(positions) < self.end, f"no features at {positions}"
         if consecutive:
             return rows[first - self.start : first - self.start + len(positions)]
-        return rows[torch.tensor([position - self.start for position in positions], device=rows.device)]
+        return rows[upload([position - self.start for position in positions], rows.device)]
 
     def forget(self, before: int) -> None:
         """Rows of earlier positions are not needed any more."""

@@ -31,6 +31,7 @@ from parallel.runtime.model_bytes import kv_bytes_per_slot
 from parallel.speculators.config import SpeculatorConfig, kv_tap
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import PooledRunner
+from parallel.transfers import upload
 
 _OWN, _TARGETS = 0, 1
 """Layers of the pool."""
@@ -152,7 +153,7 @@ class GlideRunner(PooledRunner):
         block = self.speculator.block
         rows = features.rows(range(written, end)).to(self.pool.keys)
         pair = rows.view(end - written, 2, block.num_kv_heads, block.head_dim)[:, :, self._heads]
-        slots = torch.from_numpy(self.pool.slots(seq_id)[written:end].copy()).to(rows.device)
+        slots = upload(self.pool.slots(seq_id)[written:end], rows.device)
         self.pool.keys[_TARGETS].index_copy_(0, slots, pair[:, 0])
         self.pool.values[_TARGETS].index_copy_(0, slots, pair[:, 1])
         self._num_written[seq_id] = end
@@ -163,7 +164,7 @@ class GlideRunner(PooledRunner):
         num_written = self._num_written[seq_id]
         if not num_written:
             return torch.zeros_like(queries).flatten(1)
-        slots = torch.from_numpy(self.pool.slots(seq_id)[:num_written].copy()).to(queries.device)
+        slots = upload(self.pool.slots(seq_id)[:num_written], queries.device)
         keys, values = (
             kv[_TARGETS].index_select(0, slots).transpose(0, 1) for kv in (self.pool.keys, self.pool.values)
         )

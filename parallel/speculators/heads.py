@@ -21,6 +21,7 @@ from parallel.runtime.runner import PassOutput
 from parallel.speculators.head_cells import TARGET_TABLE, HeadCell
 from parallel.speculators.head_tensors import LoadedTensors
 from parallel.speculators.runner import SpeculatorRunner
+from parallel.transfers import upload
 
 KEPT_FEATURES = 64
 """Newest positions whose features are kept: a draft may begin some tokens before, while a verdict is on its way."""
@@ -201,7 +202,7 @@ class HeadsRunner(SpeculatorRunner):
         """States of the chosen rows, equally deep, from those before them."""
         rows = [generation.rows[i] for i in chosen]
         if self.cell.reads_tokens:
-            places = torch.tensor([generation.places[i] for i in chosen], device=token_ids.device)
+            places = upload([generation.places[i] for i in chosen], token_ids.device)
             states = self.cell.step(self._tensors, rows[0].depth, states, token_ids[places])
         for row, state in zip(rows, states.unbind(0), strict=True):
             row.state = state
@@ -227,7 +228,7 @@ class HeadsRunner(SpeculatorRunner):
         if order == list(range(len(asked))):
             return logits
         placed = self._silence(len(asked))
-        placed[torch.tensor(order, device=placed.device)] = logits
+        placed[upload(order, placed.device)] = logits
         return placed
 
     def _laws(self, asked: Sequence[_Row]) -> list[Tensor]:

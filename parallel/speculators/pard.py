@@ -19,6 +19,7 @@ from parallel.kv.pool import KVPool, SeqId
 from parallel.model.checkpoint import read_json, resolve_checkpoint
 from parallel.model.decoder import Decoder
 from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.transfers import upload
 
 MASK_FIELD, DEPTH_FIELD = "pard_token", "pard_depth"
 """Of config.json. The depth is ours: a published checkpoint leaves it to the engine."""
@@ -102,7 +103,7 @@ class PardRunner(ModelRunner):
         """Of an exact pass's span that asks for logits, the first row that has them is the root, and those after it are
         draft tokens; a fuzzy pass feeds draft tokens alone."""
         assert not taps, "a draft model has no taps"
-        roots = {} if fuzzy else self._fill_masks(spans, torch.as_tensor(token_ids, device=self.decoder.device))
+        roots = {} if fuzzy else self._fill_masks(spans, upload(token_ids, self.decoder.device))
         nodes: list[_MaskNode] = []
         for span in spans:
             added = self._append(span, roots.get(span.seq_id), fuzzy=fuzzy)

@@ -24,6 +24,7 @@ from parallel.runtime.runner import ModelRunner, PassOutput, default_backend, ma
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.features import TextFeatures
+from parallel.transfers import upload
 
 
 class SpeculatorRunner(ModelRunner):
@@ -70,9 +71,7 @@ class SpeculatorRunner(ModelRunner):
     ) -> PassOutput:
         """Logits of the rows asked for; text is fed by passes that are not fuzzy."""
         assert not taps, "a speculator has no taps"
-        if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
-        return self._forward(spans, token_ids.to(self.decoder.device, non_blocking=True), fuzzy=fuzzy)
+        return self._forward(spans, upload(token_ids, self.decoder.device), fuzzy=fuzzy)
 
     @abstractmethod
     def _forward(self, spans: Sequence[Span], token_ids: Tensor, *, fuzzy: bool) -> PassOutput: ...

@@ -1,11 +1,14 @@
 """A device of the test's own: its tensors compute on the CPU, but are not CPU tensors.
 
 As on a GPU, an operation on tensors of both raises, results are on the device of their arguments, and reading a value
-makes the host wait: `num_syncs` counts that. What is made or copied from host memory is counted in `num_uploads`.
-Active inside a `with` block, in its thread.
+makes the host wait: `syncs` has the lines of our code that did. So does a copy of host memory that is not pinned, or
+that is not asked to run on: those lines are in `blocking_uploads`. Active inside a `with` block, in its thread.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,7 +19,11 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "toy"
 """PyTorch has one spare type of devices, PrivateUse1, which a process can name once."""
 _COPIES = {"_to_copy", "copy_", "_foreach_copy_", "to"}
-_READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
+_READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "bincount"}
+_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_COPIES_NUMBERS = {"where", *_INDEXED}
+"""A number on the host is an argument of other kernels; these copy it to the device, and wait."""
+_SOURCES = tuple(str(Path(__file__).parents[2] / package) for package in ("actors", "parallel"))
 
 
 def toy_device() -> torch.device:
@@ -81,9 +88,20 @@ class _Literals(TorchFunctionMode):
 class FakeAccelerator(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.num_syncs = self.num_uploads = 0
+        self.syncs: list[str] = []
+        self.blocking_uploads: list[str] = []
         self.device = toy_device()
+        self._pinned: dict[int, torch.Tensor] = {}  # by address; kept, so that no other memory gets it
         self._literals = _Literals()
+
+    @property
+    def num_syncs(self) -> int:
+        return len(self.syncs)
+
+    def forget(self) -> None:
+        """What waited until now, as for a model to be set up."""
+        self.syncs.clear()
+        self.blocking_uploads.clear()
 
     def __enter__(self):
         self._literals.__enter__()
@@ -102,34 +120,36 @@ class FakeAccelerator(TorchDispatchMode):
         target = asked[0] if asked else None
         to_device = bool(ours) if target is None else target.type == NAME
         if name in _COPIES:
-            self._count(name, args, ours, to_device=to_device)
+            self._count(name, args, kwargs, ours, to_device=to_device)
         elif ours:
             self._refuse_mixture(func, given, ours)
-        if name in _READS and ours:
-            self.num_syncs += 1
-        kwargs.pop("pin_memory", None)
+            if name in _COPIES_NUMBERS and len(ours) < len(given):
+                self.blocking_uploads.append(_line())
+        reads_mask = name in _INDEXED and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if ours and (name in _READS or reads_mask):
+            self.syncs.append(_line())
+        is_pinned = kwargs.pop("pin_memory", None)
         result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        if is_pinned:
+            self._pinned[result.untyped_storage().data_ptr()] = result
         if func._schema.is_mutable:  # returns what it was given
             same = {id(_unwrap(leaf)): leaf for leaf in given}
             return tree_map(lambda leaf: same.get(id(leaf), leaf), result)
         if name == "copy_" or not to_device:
             return result
-        if target is not None and not ours and name not in _COPIES:
-            self.num_uploads += bool(given)
         with torch.inference_mode(False):  # views of weights, which are no inference tensors, must be none either
             return tree_map(lambda leaf: DeviceTensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
 
-    def _count(self, name, args, ours, *, to_device) -> None:
-        if name == "copy_":
-            into, source = args[0], args[1]
-            if isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor):
-                self.num_syncs += 1
-            elif isinstance(into, DeviceTensor) and not isinstance(source, DeviceTensor):
-                self.num_uploads += 1
-        elif ours and not to_device:
-            self.num_syncs += 1
-        elif to_device and not ours:
-            self.num_uploads += 1
+    def _count(self, name, args, kwargs, ours, *, to_device) -> None:
+        into, source = args[:2] if name == "copy_" else (None, args[0])
+        is_upload = isinstance(into, DeviceTensor) if into is not None else to_device
+        if isinstance(source, DeviceTensor):
+            if not is_upload:
+                self.syncs.append(_line())
+        elif is_upload and (ours or into is None):
+            runs_on = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
+            if not runs_on or source.untyped_storage().data_ptr() not in self._pinned:
+                self.blocking_uploads.append(_line())
 
     def _refuse_mixture(self, func, given, ours) -> None:
         for leaf in given:
@@ -142,3 +162,12 @@ def _unwrap(leaf):
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
     return leaf.on_cpu if isinstance(leaf, DeviceTensor) else leaf
+
+
+def _line() -> str:
+    """The line of the engine's code that is at work, or of a test."""
+    frame = found = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_SOURCES):
+        frame = frame.f_back
+    found = frame or found
+    return f"{found.f_code.co_filename}:{found.f_lineno}"

@@ -27,8 +27,8 @@ from actors.drafters.model.drafter import ModelDrafter, node_rows
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
 from actors.sampling.logits import process_batch, top_children
-from parallel.model.layers.padded import to_host
 from parallel.runtime.runner import ModelRunner, Span
+from parallel.transfers import to_host
 
 MAX_ROWS_AHEAD = 192
 """Pending rows of one request, at most; further rows would hardly add to the tokens accepted by one verdict."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,8 +46,8 @@ from actors.sampling.logits import (
     process_batch,
     top_children,
 )
-from parallel.model.layers.padded import to_device, to_host
 from parallel.runtime.runner import ModelRunner, PassOutput, Span
+from parallel.transfers import to_host, upload
 
 
 @dataclass(slots=True)
@@ -176,8 +175,9 @@ class ModelDrafter:
         """All ranks take the price measured by rank 0: their clocks differ, and their trees must not."""
         self._price.draft_ordered()
         group, device = self.runner.decoder.group, self.runner.decoder.device
-        share = torch.tensor([self._price.share], dtype=torch.float32, device=device)
-        self._price_share = float(group.broadcast(share)[0]) if group.size > 1 else self._price.share
+        self._price_share = self._price.share
+        if group.size > 1:
+            self._price_share = float(group.broadcast(torch.tensor([self._price.share], device=device))[0])
 
     # --- committed text -----------------------------------------------------------------------------------------------
 
@@ -227,8 +227,7 @@ class ModelDrafter:
         while going := [i for i in live if budgets[i] > depth]:
             chosen = columns[-1][1]
             if len(going) < len(live):
-                (places,) = to_device([np.array([live.index(i) for i in going])], device)
-                chosen = chosen.index_select(0, places)
+                chosen = chosen.index_select(0, upload([live.index(i) for i in going], device))
             live, num_steps = going, min(budgets[i] for i in going) - depth
             choices = ChoicesAhead.of([params[i] for i in live], [lengths[i] + depth for i in live], num_steps, device)
             steps = self.runner.extend([contexts[i].request_id for i in live], chosen, choices)
@@ -316,7 +315,7 @@ class ModelDrafter:
         output = self.runner.forward(spans, token_ids, fuzzy=True)
         if len(wanted) == len(token_ids):
             return output
-        return replace(output, logits=output.logits[torch.tensor(wanted, device=output.logits.device)])
+        return replace(output, logits=output.logits[upload(wanted, output.logits.device)])
 
     def _draw_candidates(
         self,
@@ -340,10 +339,12 @@ class ModelDrafter:
             positions += [len(context.token_ids) + level] * len(nodes)
             params += [context.sampling] * len(nodes)
             drawing += [self._drawing_params(context.sampling)] * len(nodes)
-        likeliest = top_children(scores, drawing, positions, width, given_noise=self._ranks_given_noise)
-        ranked = zip(*(values.tolist() for values in to_host(likeliest)), strict=True)
         places = [(i, node) for i, nodes in enumerate(frontier) for node in nodes]
         sampled = [row for row, one in enumerate(params) if self._samples(one)]
+        ranked: Iterable[tuple[list[int], list[float]]] = [([], [])] * len(params)
+        if len(sampled) < len(params):
+            likeliest = top_children(scores, drawing, positions, width, given_noise=self._ranks_given_noise)
+            ranked = zip(*(values.tolist() for values in to_host(likeliest)), strict=True)
         drawn = dict(zip(sampled, self._draw(scores, contexts, trees, places, sampled, width), strict=True))
         offered: list[list[Candidate]] = [[] for _ in contexts]
         for row, ((i, node), (token_ids, log_probs)) in enumerate(zip(places, ranked, strict=True)):
@@ -376,9 +377,9 @@ class ModelDrafter:
         if self._is_beam:
             parents = [trees[places[row][0]] for row in rows]
             values = [(tree.values[node], tree.scores[node]) for tree, node in zip(parents, nodes, strict=True)]
-            return draw_beam(scores[rows], *keys, width, self._options.law_size, values)
+            return draw_beam(scores[upload(rows, scores.device)], *keys, width, self._options.law_size, values)
         draw = draw_iid if self._kind is SamplingKind.IID else draw_without_replacement
-        return draw(scores[rows], *keys, width, self._options.law_size)
+        return draw(scores[upload(rows, scores.device)], *keys, width, self._options.law_size)
 
     def _samples(self, params: SamplingParams) -> bool:
         """Whether children are drawn at random from a distribution that travels with them, rather than chosen."""

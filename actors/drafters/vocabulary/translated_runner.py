@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from actors.drafters.vocabulary.retokenized import RetokenizedText
@@ -127,7 +126,7 @@ class TranslatedRunner(ModelRunner):
             nodes = tokens[start + self._num_text_rows(span) : start + span.num_tokens]
             draft_spans.append(self._lay_out(span, tokens, start, len(piece)))
             fed += [*piece, *(self._draft_ids.get(token, 0) for token in nodes)]
-        return self.runner.forward(draft_spans, torch.tensor(fed, dtype=torch.int64), taps, fuzzy=fuzzy)
+        return self.runner.forward(draft_spans, fed, taps, fuzzy=fuzzy)
 
     def _num_text_rows(self, span: Span) -> int:
         if self._sequences[span.seq_id].pending:

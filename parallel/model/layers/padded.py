@@ -22,18 +22,10 @@ from parallel.kv.pass_plan import SpanRows, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
 from parallel.model.layers.rope import Rotation
+from parallel.transfers import to_device
 
 _LONG_SPAN = 64
 _KEY_BLOCK = 64  # masked kernels need aligned rows
-_ALIGNMENT = 16
-"""Bytes. Triton compiles a variant of a kernel for arguments at multiples of 16, another for those elsewhere."""
-_DTYPES = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float64): torch.float64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(bool): torch.bool,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,28 +198,3 @@ class PaddedBackend:
 
 def _bucket(size: int) -> int:
     return 1 << (size - 1).bit_length()
-
-
-def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy all arrays to the device in one transfer; returns aligned views of one buffer."""
-    stops = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
-    starts = [0, *stops[:-1]]
-    packed = torch.zeros(stops[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = packed.numpy()
-    for array, start in zip(arrays, starts, strict=True):
-        host[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-    moved = packed.to(device, non_blocking=True)
-    views = []
-    for array, start in zip(arrays, starts, strict=True):
-        views.append(moved[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape))
-    return views
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """The numbers of tensors [n, any] of one device, of 53 bits at most, in one transfer: the host waits once."""
-    if tensors[0].is_cpu:
-        return [tensor.numpy() for tensor in tensors]
-    packed = torch.cat([tensor.to(torch.float64) for tensor in tensors], 1).cpu().numpy()
-    parts = np.split(packed, np.cumsum([tensor.shape[1] for tensor in tensors])[:-1], axis=1)
-    kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
-    return [part.astype(kinds[tensor.dtype]) for part, tensor in zip(parts, tensors, strict=True)]

@@ -19,6 +19,7 @@ from parallel.kv.pass_plan import SpanRows
 from parallel.kv.pool import KVPool
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan, capped_attention
 from parallel.model.layers.rope import Rotation
+from parallel.transfers import to_device, upload
 
 _FOLDED_ROWS = 32
 """Up to this many rows the queries of a KV head's group are more rows of that head, so its keys are read once; above
@@ -104,11 +105,12 @@ class SdpaBackend:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
         positions = [position for rows in laid_out for position in rows.positions()]
         spans = [self._span(rows) for rows in laid_out]
-        written = torch.from_numpy(np.concatenate([rows.written_slots for rows in laid_out])).to(self._device)
-        attention = SdpaPlan(self._pool, self._shape, spans, written)
         every_row = len(wanted) == len(positions)
-        logit_rows = None if every_row else torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        return PassPlan(len(positions), torch.tensor(positions, device=self._device), logit_rows, attention)
+        arrays = [np.array(positions), np.concatenate([rows.written_slots for rows in laid_out])]
+        arrays += [] if every_row else [np.array(wanted, dtype=np.int64)]
+        places, written, *logit_rows = to_device(arrays, self._device)
+        attention = SdpaPlan(self._pool, self._shape, spans, written)
+        return PassPlan(len(positions), places, logit_rows[0] if logit_rows else None, attention)
 
     def _span(self, rows: SpanRows) -> SdpaSpan:
         keys = values = ()
@@ -119,7 +121,7 @@ class SdpaBackend:
             keys = self._pool.keys.narrow(1, first, length).transpose(1, 2).unsqueeze(2).unbind(0)
             values = self._pool.values.narrow(1, first, length).transpose(1, 2).unsqueeze(2).unbind(0)
         else:
-            slots = torch.tensor(rows.slots, device=self._device)
+            slots = upload(rows.slots, self._device)
         folded = rows.num_rows <= _FOLDED_ROWS
         chain = rows.pending.is_chain
         causal = chain and not folded and rows.num_rows == len(rows.slots) and shape.softcap is None
@@ -132,10 +134,11 @@ class SdpaBackend:
 
     def _mask(self, rows: SpanRows, window: int | None, *, folded: bool) -> Tensor:
         """Zero where a row sees a key, else minus infinity. A window is a number of positions, not of rows."""
-        hidden = torch.from_numpy(~rows.pending.visible(rows.first_pending))
-        mask = torch.zeros(rows.num_rows, len(rows.slots), dtype=self._pool.keys.dtype)
-        mask[:, rows.context :].masked_fill_(hidden, float("-inf"))
+        hidden = np.zeros((rows.num_rows, len(rows.slots)), dtype=bool)
+        hidden[:, rows.context :] = ~rows.pending.visible(rows.first_pending)
         if window is not None:
-            keys = torch.cat((torch.arange(rows.context), torch.tensor(rows.pending.depths) + rows.context))
-            mask.masked_fill_(keys <= torch.tensor(rows.positions())[:, None] - window, float("-inf"))
-        return (mask.repeat(self._shape.group, 1) if folded else mask).to(self._device)
+            keys = np.concatenate((np.arange(rows.context), np.array(rows.pending.depths) + rows.context))
+            hidden |= keys <= np.array(rows.positions())[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=self._pool.keys.dtype, device=self._device)
+        mask.masked_fill_(upload(hidden, self._device, bool), float("-inf"))
+        return mask.repeat(self._shape.group, 1) if folded else mask

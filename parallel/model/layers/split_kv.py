@@ -25,8 +25,8 @@ from parallel.kv.pool import KVPool
 from parallel.kv.slot_mirror import SlotMirror
 from parallel.model.layers.attention import AttentionShape, Heads, PassPlan
 from parallel.model.layers.norm import RMSNorm
-from parallel.model.layers.padded import to_device
 from parallel.model.layers.rope import Rotation
+from parallel.transfers import to_device
 
 _LARGEST_TILE = 64
 _LONG_SPAN = 64

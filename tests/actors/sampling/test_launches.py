@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.sampling import logits as sampling
 from actors.sampling.draft_sampling import draw_without_replacement, truncate_distribution
 from actors.sampling.logits import LogitRows, choose_batch
-from parallel.model.layers.padded import to_host
+from parallel.transfers import to_host
 from tests.parallel.fake_accelerator import FakeAccelerator
 
 EOS = (7,)
@@ -36,8 +35,6 @@ VIEWS = {
     "t",
     "split",
 }
-WAITS = {"_local_scalar_dense", "nonzero", "equal", "_unique2", "masked_select", "bincount", "is_nonzero"}
-READS = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero"}
 
 CASES = {
     "greedy": (SamplingParams(), 3),
@@ -69,7 +66,7 @@ CASES = {
 
 
 class Launches(TorchDispatchMode):
-    """Operations that would be kernels or copies on a GPU; those that the host waits for in `waits`."""
+    """Operations that would be kernels or copies on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,38 +74,20 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if name not in VIEWS:
+        if name not in VIEWS and not (kwargs or {}).get("pin_memory"):  # host memory
             self.count[name] += 1
         return function(*args, **(kwargs or {}))
 
-    @property
-    def waits(self) -> int:
-        return sum(self.count[name] for name in WAITS)
 
-
-class HostReads(TorchFunctionMode):
-    """Reads of a tensor by the host, and copies to a device that are not left to run on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        to_device = name == "to" and any(isinstance(one, torch.device | str | torch.Tensor) for one in args[1:])
-        if name in READS or name == "tensor" or (to_device and not kwargs.get("non_blocking")):
-            self.calls.append(name)
-        return function(*args, **kwargs)
-
-
-def choose_counted(params: SamplingParams, num_sequences: int) -> tuple[Launches, HostReads]:
+def choose_counted(params: SamplingParams, num_sequences: int) -> tuple[Counter[str], FakeAccelerator]:
     tree = TokenTree((4, 5, 6, 7), (-1, 0, 1, 1))
     batch = [LogitRows(params, 2, [1, 2, 3, 4], tree) for _ in range(num_sequences)]
-    logits = torch.randn(4 * num_sequences, VOCAB)
-    with HostReads() as reads, Launches() as launches:
-        choose_batch(logits, batch, EOS)
-    return launches, reads
+    with FakeAccelerator() as accelerator:
+        logits = torch.randn(4 * num_sequences, VOCAB).to(accelerator.device)
+        accelerator.forget()
+        with Launches() as launches:
+            choose_batch(logits, batch, EOS)
+    return launches.count, accelerator
 
 
 @pytest.fixture
@@ -131,11 +110,11 @@ def on_device(monkeypatch):
 def test_a_choice_takes_few_launches_and_no_wait_for_any_number_of_rows(on_device, case):
     params, budget = CASES[case]
     alone, _ = choose_counted(params, 1)
-    together, reads = choose_counted(params, 8)
-    assert together.count == alone.count, "launches must not grow with the batch"
-    assert together.count.total() + on_device[-1] <= budget
-    assert together.waits == 0
-    assert reads.calls == []
+    together, accelerator = choose_counted(params, 8)
+    assert together == alone, "launches must not grow with the batch"
+    assert together.total() + on_device[-1] == budget, together
+    assert not accelerator.syncs
+    assert not accelerator.blocking_uploads
 
 
 def test_the_kernels_take_the_tokens_of_their_definition():

@@ -14,7 +14,8 @@ from actors.verification import target_rows
 from actors.verification.random_source import HashRandomSource
 from actors.verification.rules import RULES
 from actors.verification.verifier import Verifier, VerifyInput
-from tests.actors.sampling.test_launches import HostReads, Launches
+from tests.actors.sampling.test_launches import Launches
+from tests.parallel.fake_accelerator import FakeAccelerator
 
 VOCAB = 60
 EOS = (7,)
@@ -90,14 +91,16 @@ def test_a_row_that_is_no_distribution_has_no_token_and_leaves_the_others(monkey
     assert [results[0], *results[2:]] == [right[0], *right[2:]]
 
 
-def test_a_round_of_a_ratio_rule_reads_the_device_twice(monkeypatch):
-    monkeypatch.setattr(target_rows, "_reads_ahead", lambda _: True)
+def test_a_round_of_a_ratio_rule_reads_the_device_twice():
     counts = []
     for num in (2, 16):
         inputs = drafts(random.Random(1), "block", num)
-        logits = torch.randn(sum(len(one.tree.parents) for one in inputs), VOCAB)
-        with HostReads() as reads, Launches() as launches:
-            Verifier(None, "block", EOS).verify(inputs, logits)
-        assert reads.calls == ["cpu", "tolist"] and launches.waits == 0
+        with FakeAccelerator() as accelerator:
+            logits = torch.randn(sum(len(one.tree.parents) for one in inputs), VOCAB).to(accelerator.device)
+            accelerator.forget()
+            with Launches() as launches:
+                Verifier(None, "block", EOS).verify(inputs, logits)
+        assert accelerator.num_syncs == 2, accelerator.syncs
+        assert not accelerator.blocking_uploads, accelerator.blocking_uploads
         counts.append(launches.count.total())
     assert counts[0] == counts[1] <= 60

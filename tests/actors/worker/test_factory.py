@@ -29,6 +29,7 @@ from actors.protocol.messages import (
     VerifyBatch,
     VerifyItem,
 )
+from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
 from actors.transport.channel import Hub
 from actors.worker import factory
@@ -304,22 +305,29 @@ def test_a_rank_uses_its_device_before_it_waits_for_anyone(spec, monkeypatch):
     assert twin.current_device() == 1
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, monkeypatch, rule, temperature):
-    """Passes, drawing, drafts and verification; a tensor of the host among those of the device raises there."""
+@pytest.fixture
+def device_only(monkeypatch):
+    """The kernels in C++ compute on a CPU; without them a device gives the same bits."""
     monkeypatch.setattr("parallel.model.layers.weight.has_products", lambda: False)
     monkeypatch.setattr("parallel.model.layers.norm.has_norms", lambda: False)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, device_only, rule, temperature):
+    """Passes, drawing, drafts and verification; a tensor of the host among those of the device raises there."""
     params = SamplingParams(temperature=temperature, top_p=0.9, seed=3)
     drafter = replace(spec.drafter, kv_slots=300)
     spec = replace(spec, verify=VerifyConfig(rule=VerifyRule(rule)), drafter=drafter)
 
-    def answers(device):
+    def answers(device, accelerator=None):
         target, draft = (build_role(replace(spec, role=role, device=device), SINGLE)[0] for role in ("target", "draft"))
         admit = replace(ADMIT, sampling=params)
         (first,) = target.answer(VerifyBatch(7, admits=(admit,), items=(VerifyItem(1, len(PROMPT)),)))
         token = first.verdicts[0].next_token
         known = replace(admit, token_ids=(*PROMPT, token))
+        if accelerator is not None:
+            accelerator.forget()
         (drafted,) = draft.answer(DraftBatch(7, admits=(known,), orders=(DraftOrder(1, 3),)))
         commit = Commit(1, 0, len(PROMPT), (), (token,))
         item = VerifyItem(1, 1, drafted.proposals[0])
@@ -328,8 +336,28 @@ def test_roles_on_a_device_answer_what_they_answer_on_a_cpu(spec, monkeypatch, r
 
     expected = answers("cpu")
     with FakeAccelerator() as accelerator:
-        assert answers(str(accelerator.device)) == expected
-        assert accelerator.num_syncs > 0
+        assert answers(str(accelerator.device), accelerator) == expected
+    assert not accelerator.blocking_uploads, accelerator.blocking_uploads
+    # of a draft, by levels where its probabilities are cut, and of a verdict
+    num_waits = (3 if temperature else 1) + (1 if rule == "coupled" else 2)
+    assert accelerator.num_syncs == num_waits, accelerator.syncs
+
+
+@pytest.mark.parametrize("pipeline", ["branches", "tree"])
+def test_a_step_of_draft_ahead_waits_for_the_device_once(spec, device_only, pipeline):
+    with FakeAccelerator() as accelerator:
+        drafter = replace(spec.drafter, kv_slots=300)
+        spec = replace(spec, role="draft", pipeline=pipeline, device=str(accelerator.device), drafter=drafter)
+        draft, _ = build_role(spec, SINGLE)
+        assert isinstance(draft, DraftRole)
+        list(draft.answer(DRAFT))
+        waits = []
+        while draft.wants_work and len(waits) < 4:
+            accelerator.forget()
+            draft.work(4)
+            waits.append(accelerator.num_syncs)
+            assert not accelerator.blocking_uploads, accelerator.blocking_uploads
+    assert waits and set(waits) <= {0, 1} and sum(waits), "0: a step that found nothing worth a pass"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

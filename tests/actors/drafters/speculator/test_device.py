@@ -23,7 +23,7 @@ def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(spec, specula
     spec = replace(spec, drafter=drafter)
     assert drafter.is_attached(spec.pipeline)
 
-    def answers(device):
+    def answers(device, accelerator=None):
         target, _ = build_role(replace(spec, device=device), SINGLE)
         admit = Admit(1, 0, PROMPT, len(PROMPT), SamplingParams())
         (first,) = target.answer(VerifyBatch(7, admits=(admit,), items=(VerifyItem(1, 5, num_draft_tokens=4),)))
@@ -32,11 +32,14 @@ def test_a_target_with_a_speculator_drafts_what_it_drafts_on_a_cpu(spec, specula
         (verdict,) = first.verdicts
         commit = Commit(1, verdict.epoch, verdict.prefix_len, verdict.path, (verdict.next_token,))
         item = VerifyItem(1, 1, proposal, num_draft_tokens=4)
+        if accelerator is not None:
+            accelerator.forget()
         (second,) = target.answer(VerifyBatch(8, after=7, commits=(commit,), items=(item,)))
         return [*found, (second.verdicts, [one.tree for one in second.drafts.proposals])]
 
     expected = answers("cpu")
     assert expected[0][1][0].num_draft_tokens
     with FakeAccelerator() as accelerator:
-        assert answers(str(accelerator.device)) == expected
-        assert accelerator.num_syncs
+        assert answers(str(accelerator.device), accelerator) == expected
+    assert not accelerator.blocking_uploads, accelerator.blocking_uploads
+    assert accelerator.num_syncs == 2, f"of a round, for the verdict and for the draft: {accelerator.syncs}"
