@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 # Before anything imports PyTorch: tests measure no speed, and many small threads only get in each other's way.
@@ -130,6 +131,24 @@ def _missing(item: pytest.Item) -> str | None:
         if found < wanted:
             return f"needs {wanted} CUDA device{'s' * (wanted > 1)}, found {found}"
     return None
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Folders that all workers of a run share: `made_once(name, fill)` calls `fill(folder)` in the first that asks."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder = shared / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                partial = tmp_path_factory.mktemp(name) / name  # one that is interrupted leaves nothing half made
+                fill(partial)
+                partial.rename(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -106,18 +105,17 @@ def _entry(option: Option) -> str:
     return f"- **`{option.key}={option.default}`** ({option.accepts}). {option.text}"
 
 
-def _tables(section: str) -> Iterator[tuple[str, str, list[Option]]]:
+@cache
+def _tables(section: str) -> list[tuple[str, str, list[Option]]]:
     """Title, summary and options of a section, once for every record that its choices use."""
     if section not in CHOICES:
         record = get_type_hints(LaunchConfig)[section]
-        yield section, inspect.getdoc(record) or "", _options(section, record())
-        return
+        return [(section, inspect.getdoc(record) or "", _options(section, record()))]
     choices = CHOICES[section]
     if len({type(record) for record in choices.values()}) == 1:  # the choices are values of one record's field
         choices = {"": next(iter(choices.values()))}
-    for choice, record in choices.items():
-        title = f"{section}={choice}" if choice else section
-        yield title, inspect.getdoc(type(record)) or "", _options(section, record)
+    titles = {f"{section}={choice}" if choice else section: record for choice, record in choices.items()}
+    return [(name, inspect.getdoc(type(record)) or "", _options(section, record)) for name, record in titles.items()]
 
 
 def _options(section: str, record: Any) -> list[Option]:

@@ -8,7 +8,6 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import pytest
 import torch
@@ -194,15 +193,11 @@ def with_paths(config, models, path=None):
 
 
 @pytest.fixture(scope="session")
-def speculator(models, tmp_path_factory):
+def speculator(models, made_once):
     """Directory of a speculator of the target, by the name of its recipe."""
-
-    @cache
-    def trained(recipe):
-        folder = tmp_path_factory.mktemp("speculator") / recipe
-        return train_speculator(recipe, models["reference"], models["drafter"], folder)
-
-    return trained
+    return lambda recipe: made_once(
+        f"speculator-{recipe}", lambda folder: train_speculator(recipe, models["reference"], models["drafter"], folder)
+    )
 
 
 @pytest.fixture

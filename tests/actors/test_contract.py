@@ -341,8 +341,17 @@ def test_greedy_equals_transformers(open_room, make_requests, models, drafter, b
         assert room.tokens[request.request_id] == expected[0, len(request.prompt) :].tolist()
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize(("drafter", "temperature"), list(every_drafter_in_turn([0.0, 1.0])))
+def placements_and_temperatures():
+    """Every drafter on ranks of its own and attached, greedy and sampled; variants of the draft model by default once,
+    the others in both places."""
+    for i, drafter in enumerate(DRAFTERS):
+        for attached in (False, True):
+            for temperature in (0.0, 1.0):
+                is_usual = temperature == (i + attached) % 2 and (drafter not in VARIANTS or attached == (i // 2) % 2)
+                yield pytest.param(drafter, temperature, attached, marks=[] if is_usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("drafter", "temperature", "attached"), list(placements_and_temperatures()))
 def test_preemption_and_chunked_prefill_change_no_token(
     open_room, make_requests, plain_tokens, drafter, temperature, attached
 ):
@@ -484,7 +493,7 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
     """After any round, the rows the target keeps are those of reading the committed text from scratch."""
     from parallel.runtime.runner import Span, open_model
 
-    checked = 0
+    checked, fresh = 0, open_model(models["target"], num_slots=MAX_ROWS)
 
     def compare(room):
         nonlocal checked
@@ -494,7 +503,6 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
             cached_len = min(runner.cached_len(request_id), len(context.token_ids))
             if cached_len < 2 or checked > 30:
                 continue
-            fresh = open_model(models["target"], num_slots=MAX_ROWS)
             fresh.open("x")
             fresh.forward([Span("x", cached_len)], context.token_ids[:cached_len])
             ours, theirs = (
@@ -502,6 +510,7 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
             )
             for kept, read in ((runner.pool.keys, fresh.pool.keys), (runner.pool.values, fresh.pool.values)):
                 torch.testing.assert_close(kept[:, ours], read[:, theirs], atol=2e-5, rtol=1e-4)
+            fresh.close("x")
             checked += 1
 
     config, attached = (DRAFTERS | SELVES | SPECULATORS)[drafter], drafter not in DRAFTERS

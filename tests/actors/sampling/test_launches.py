@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -115,16 +111,6 @@ def test_a_choice_takes_few_launches_and_no_wait_for_any_number_of_rows(on_devic
     assert together.total() + on_device[-1] == budget, together
     assert not accelerator.syncs
     assert not accelerator.blocking_uploads
-
-
-def test_the_kernels_take_the_tokens_of_their_definition():
-    """On a GPU, or under Triton's interpreter, which must be chosen before a process imports Triton."""
-    pytest.importorskip("triton")
-    interprets = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    file = Path(__file__).with_name("interpreted_noise.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--noconftest", file]
-    done = subprocess.run(command, env=os.environ | interprets, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])

@@ -220,9 +220,9 @@ def kept_by_definition(row: torch.Tensor, params: SamplingParams) -> tuple[set[i
     if params.top_k:
         alive = alive[: params.top_k]
     weights = [math.exp(x - alive[0]) for x in alive]
-    least, before, close = alive[-1], 0.0, False
+    least, before, total, close = alive[-1], 0.0, math.fsum(weights), False
     for i, weight in enumerate(weights):
-        share = before / math.fsum(weights)
+        share = before / total
         close |= params.top_p < 1 and abs(share - params.top_p) < 1e-12
         if i and params.top_p < 1 and share >= params.top_p:
             least = alive[i - 1]

@@ -145,6 +145,11 @@ def composed(choices: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(choices))
 
 
+@cache
+def loaded(*overrides: str) -> LaunchConfig:
+    return load_config(overrides)
+
+
 def load_quickly(overrides: Sequence[str]) -> LaunchConfig:
     """As `load_config`, with one composition per combination of choices: most of its time is Hydra's."""
     keys = [override for override in overrides if "." in override.partition("=")[0]]
@@ -179,7 +184,7 @@ def test_help_lists_every_choice():
 def test_keys_are_the_public_ones(where: str):
     section, _, choice = where.partition("=")
     record = CHOICES[section][choice] if choice in NEED_FILES else None
-    record = record or getattr(load_config([where, *required(section, choice)] if choice else []), section)
+    record = record or getattr(loaded(where, *required(section, choice)) if choice else loaded(), section)
     assert {item.name for item in fields(record)} == set(PUBLIC_KEYS[where].split())
 
 
@@ -188,7 +193,7 @@ EVERY_CHOICE = [(group, choice) for group in CHOICES for choice in CHOICES[group
 
 @pytest.mark.parametrize(("group", "choice"), EVERY_CHOICE)
 def test_every_choice_composes(group: str, choice: str):
-    section = getattr(load_config([f"{group}={choice}", *required(group, choice)]), group)
+    section = getattr(loaded(f"{group}={choice}", *required(group, choice)), group)
     assert type(section) is type(CHOICES[group][choice])
     # verify=auto becomes the rule that it stands for: see below
     assert (section.rule if group == "verify" else section.name) == (

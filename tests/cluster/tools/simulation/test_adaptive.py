@@ -22,7 +22,7 @@ HOPELESS = {
 }
 
 
-def scenario(pipeline, case, tokens_of_one=1000) -> Scenario:
+def scenario(pipeline, case, tokens_of_one=600) -> Scenario:
     acceptance, draft_s, verify_s, row_s, requests = case
     return Scenario(
         pipeline,
@@ -31,7 +31,7 @@ def scenario(pipeline, case, tokens_of_one=1000) -> Scenario:
         ModelDrafterConfig(num_draft_tokens=LONGEST, fan_out=4, ahead_width=8),
         Language((acceptance,), power_law(0.8)),
         num_requests=requests,
-        max_tokens=tokens_of_one if requests == 1 else 300,
+        max_tokens=tokens_of_one if requests == 1 else 200,
         target_link_s=5e-5,
         draft_link_s=5e-5,
     )
@@ -53,7 +53,7 @@ def cases_of_pipelines():
 @pytest.mark.parametrize(("case", "pipeline"), list(cases_of_pipelines()))
 def test_it_comes_close_to_the_best_fixed_length(pipeline, case):
     """Probes, learning and all: within 7 % of a length that was tuned on the very same text of a few hundred rounds."""
-    fixed = scenario(pipeline, CASES[case])
+    fixed = scenario(pipeline, CASES[case], 1000)
     best_length, best = tuned(fixed, (1, 2, 3, 5, 8))
     result = simulate(replace(fixed, adaptive=True))
     assert result.tokens_per_s > 0.93 * best.tokens_per_s, f"best was {best_length}"
@@ -132,7 +132,7 @@ def test_the_shortest_draft_is_kept():
 )
 def test_draft_ahead_is_cut_where_it_slows_the_target_by_more_than_it_hides(pipeline, interference, works_ahead):
     """Drafts that take half of a target pass; beside a working drafter the pass is `interference` longer."""
-    alone = scenario(pipeline, (0.8, 0.5e-3, 10e-3, 0.0, 1), 2000)
+    alone = scenario(pipeline, (0.8, 0.5e-3, 10e-3, 0.0, 1), 1000)
     shared = replace(alone, drafter=replace(alone.drafter, num_draft_tokens=5), interference=interference)
     adaptive, fixed = simulate(replace(shared, adaptive=True)), simulate(shared)
     in_turn = simulate(replace(shared, pipeline="sync"))

@@ -19,7 +19,7 @@ AHEAD = ("pearl", "branches", "tree")
 
 
 def scenario(pipeline, drafter=CHAIN, **options):
-    return replace(Scenario(pipeline, TARGET, DRAFT, drafter, LANGUAGE, max_tokens=400), **options)
+    return replace(Scenario(pipeline, TARGET, DRAFT, drafter, LANGUAGE, max_tokens=200), **options)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

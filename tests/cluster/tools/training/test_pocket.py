@@ -110,7 +110,7 @@ def test_acceptance_length_of_some_prompts(role: str, pair: dict[str, LlamaForCa
 def test_the_bundled_speculator_drafts_what_the_target_writes(tmp_path: Path):
     """The default of `drafter=speculator`, on the target's ranks."""
     options = ["cluster=inprocess", "drafter=speculator", "pipeline.adaptive=false"]
-    config = load_config([*options, "cluster.oversubscribe=true", "job.limit=2", "sampling.max_tokens=48"])
+    config = load_config([*options, "cluster.oversubscribe=true", "job.limit=1", "sampling.max_tokens=32"])
     generate.run(config, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["mean_acceptance_length"] > LOWEST_ACCEPTANCE_LENGTH
