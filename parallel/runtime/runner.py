@@ -205,6 +205,14 @@ class ModelRunner:
             rows.room = room
         return self._backend.plan(laid_out, logit_rows(spans))
 
+    def _plan_chain(self, spans: Sequence[Span], num_steps: int) -> list[PassPlan]:
+        """Of passes of one row of each sequence, one after the other, all of one shape."""
+        if isinstance(self._backend, SplitKVBackend):
+            assert self.pool.can_reserve(num_steps * len(spans)), "call can_reserve before planning"
+            rows = [replace(span, num_tokens=num_steps) for span in spans]
+            return self._backend.plan_chain(lay_out(self.pool, self._pending, rows), num_steps)
+        return [self._plan(spans, room=num_steps - 1 - step) for step in range(num_steps)]
+
     @torch.inference_mode()
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         """Run a plan on its rows' tokens, [T]; the host does not wait for a tensor that is on the device."""
@@ -234,7 +242,7 @@ class ModelRunner:
         while (done := sum(map(len, chosen))) < len(choice):
             # what is left in few graphs; the host lays out the next one while this one runs
             num_steps = next(length for length in self._chain_lengths if length <= len(choice) - done)
-            plans = [self._plan(spans, room=num_steps - 1 - step) for step in range(num_steps)]
+            plans = self._plan_chain(spans, num_steps)
             chosen.append(self._passes.chain(token_ids, plans, choice.part(done, done + num_steps)))
             token_ids = chosen[-1][-1]
         return torch.cat(chosen)[:, : len(spans)]

@@ -37,13 +37,14 @@ _PENDING_PER_ROW = 8
 """Room in a captured pass for the words and depths of pending rows, for each row of it: trees of some levels."""
 _FEW_PROCESSORS = 2  # where the device does not say
 _MERGED_AT_ONCE = 16
+_END, _WHOLE, _LIMIT = 3, 4, 5
+"""Of the fields of an item, those that move with the text (`triton_attention.FIELDS`)."""
 
 
 @dataclass(slots=True)
 class SplitKVPlan:
-    """A pass as work items. `rows` [T, 3] say where the parts of a row's result are; `num_partials` is their number,
-    `num_bytes` what was sent to the device. After `attend`, `lse` [T, heads] holds the log-sum-exps of the layer's
-    scores if `wants_lse`."""
+    """A pass as work items. `rows` [T, 3] say where the parts of a row's result are; `num_partials` is their number.
+    After `attend`, `lse` [T, heads] holds the log-sum-exps of the layer's scores if `wants_lse`."""
 
     backend: SplitKVBackend
     positions: Tensor
@@ -54,7 +55,6 @@ class SplitKVPlan:
     depths: Tensor
     block_m: int
     num_partials: int
-    num_bytes: int
     bucketed: bool
     wants_lse: bool = False
     lse: Tensor | None = None
@@ -232,9 +232,7 @@ class SplitKVBackend:
             arrays.append(rounded_logit_rows(wanted, block_size(len(laid_out), 1), len(positions)))
         elif len(wanted) < num_rows:
             arrays.append(np.array(wanted, dtype=np.int64))
-        num_bytes = sum(array.nbytes for array in arrays)
-        self.num_bytes_sent += num_bytes
-        moved = to_device(arrays, self.pool.keys.device)
+        moved = self._send(arrays)
         self.mirror.tables.index_copy_(0, moved[6], moved[7])
         logit_rows = moved[8] if len(moved) > 8 else None
         attention = SplitKVPlan(
@@ -242,10 +240,51 @@ class SplitKVBackend:
             *moved[:6],
             block_m=block_m,
             num_partials=num_partials,
-            num_bytes=num_bytes,
             bucketed=bucketed,
         )
         return PassPlan(num_rows, moved[0], logit_rows, attention, num_logits=len(wanted) if bucketed else None)
+
+    def plan_chain(self, laid_out: Sequence[SpanRows], num_steps: int) -> list[PassPlan]:
+        """Bucketed plans of passes that feed the rows of `laid_out`, `num_steps` of each sequence, one after the other,
+        with the logits of all. Keys are cut as for the first step, and the last range of each sequence grows with its
+        text: the host's work for all steps is little more than that for one."""
+        assert self._bucketed
+        assert all(rows.pending.is_chain and rows.num_rows == num_steps for rows in laid_out)
+        starts, indices, slots = self.mirror.update([rows.seq_id for rows in laid_out])
+        num_rows, steps = len(laid_out), np.arange(num_steps)
+        size = block_size(num_rows, 1)
+        tile_rows, block_m = self._tile(1)
+        pending = [rows.first_pending + 1 for rows in laid_out]
+        spans = [
+            (i, 1, rows.context, pending[i], start, -1, 0, -1)
+            for i, (rows, start) in enumerate(zip(laid_out, starts, strict=True))
+        ]
+        first, rows, _ = _cut(np.array(spans), tile_rows, self.block_n, self._num_cuts)
+        growth = np.zeros_like(first)
+        growth[:, _END] = first[:, _END] > first[:, _LIMIT]  # the ranges that end with the step's own key
+        growth[:, [_WHOLE, _LIMIT]] = 1
+        items = np.zeros((num_steps, size + self._num_cuts, first.shape[1]), dtype=np.int32)
+        items[:, : len(first)] = first + steps[:, None, None] * growth
+        positions = np.zeros((num_steps, size), dtype=np.int64)
+        positions[:, :num_rows] = [own.context + own.first_pending for own in laid_out] + steps[:, None]
+        written = np.full((num_steps, size), self.pool.scratch_slot, dtype=np.int64)
+        written[:, :num_rows] = np.stack([own.written_slots for own in laid_out], 1)
+        rows = np.concatenate([rows, np.tile(_PADDING_ROW, (size - num_rows, 1))]).astype(np.int32)
+        nothing = np.zeros(1, dtype=np.int32)
+        wanted = rounded_logit_rows(range(num_rows), size, size)
+        moved = self._send([positions, written, items, rows, nothing, wanted, indices, slots])
+        self.mirror.tables.index_copy_(0, moved[6], moved[7])
+        shape = {"block_m": block_m, "num_partials": items.shape[1], "bucketed": True}
+        plans = []
+        for step_positions, step_written, step_items in zip(*moved[:3], strict=True):
+            tensors = step_positions, step_written, step_items, moved[3], moved[4], moved[4]
+            attention = SplitKVPlan(self, *tensors, **shape)
+            plans.append(PassPlan(num_rows, step_positions, moved[5], attention, num_logits=num_rows))
+        return plans
+
+    def _send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        self.num_bytes_sent += sum(array.nbytes for array in arrays)
+        return to_device(arrays, self.pool.keys.device)
 
     def _spans(self, laid_out: Sequence[SpanRows], starts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A record of _SPAN for each span, and the bits and depths of the pending rows of those that are no chains."""

@@ -180,6 +180,28 @@ def test_a_level_below_a_wide_tree_needs_no_graph_of_its_own(make_checkpoint):
     assert len(set(keys)) == 1
 
 
+def test_plans_of_a_chain_are_those_of_its_steps(make_checkpoint):
+    """Laid out together, with keys cut as for the first: one sequence has items beyond its last, one a single key."""
+    models = []
+    for _ in range(2):
+        model = open_model(make_checkpoint("Llama", num_hidden_layers=1).path, num_slots=300, backend="triton")
+        model._backend._bucketed, model._backend._num_cuts = True, 4
+        for seq_id, length in ((0, 70), (1, 3)):
+            model.open(seq_id)
+            model.forward([Span(seq_id, length, num_logits=0)], [*range(length)])
+            model.commit(seq_id, range(length - 1))
+        model.open(2)
+        models.append(model)
+    together, single = models
+    spans = [Span(seq_id, 1) for seq_id in range(3)]
+    plans = together._plan_chain(spans, 3)
+    assert len(plans[0].attention.items) > 4 and plans[0].attention.num_partials
+    for step, plan in enumerate(plans):
+        tokens = [step + 1, 2 * step + 3, 7]
+        ours, theirs = together.run(plan, tokens), single.forward(spans, tokens)
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-5)
+
+
 def test_the_steps_of_all_chains_are_one_graph(make_checkpoint):
     """Whatever the lengths of their texts."""
     model = open_model(make_checkpoint("Llama").path, num_slots=900, backend="triton")
@@ -190,7 +212,7 @@ def test_the_steps_of_all_chains_are_one_graph(make_checkpoint):
         model.plan([Span(seq_id, length, num_logits=0)])
         model.open(("beside", seq_id))
         spans = [Span(seq_id, 1), Span(("beside", seq_id), 1)]
-        plans = [model._plan(spans, room=7 - step) for step in range(8)]
+        plans = model._plan_chain(spans, 8)
         keys |= {(plan.attention.key(), len(plan.logit_rows)) for plan in plans}
         assert [plan.positions.tolist() for plan in plans] == [[length + step, step] for step in range(8)]
         model.close(seq_id)
