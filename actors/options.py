@@ -68,6 +68,10 @@ class TargetConfig(Section):
     """How attention and what surrounds it are computed: triton (kernels of ours on CUDA), padded (PyTorch, a batch as
     one rectangle), sdpa (PyTorch, sequence by sequence), ragged (a kernel of ours on a CPU), or auto: the fastest that
     can be had."""
+    all_reduce: Annotated[str, OneOf(("nccl", "symmetric"))] = "nccl"
+    """How GPUs add up a layer's small tensors with tp: nccl, whose ranks survive the death of one with their weights;
+    or symmetric: in one step over memory that the GPUs of a node map, else nccl and a warning. Its waits cannot be
+    aborted: when a rank dies, all ranks of the target end and are started anew, cluster.max_restarts times."""
     stretch: Annotated[int, Range(0, cap=10_000, zero="off")] = 0
     """Extra layers that change no token: a larger model on a small machine. Reports show when it is on."""
     max_model_len: Annotated[int, Range(0, zero="the checkpoint's")] = 0
@@ -80,6 +84,8 @@ class TargetConfig(Section):
         require(known, f"{where}.name", self.name, "is set by target=pocket or target=hf; drop it")
         require(bool(self.path), f"{where}.path", self.path, CHECKPOINT)
         check_weights(where, self.weights, self.dtype, self.device)
+        has_gpus = self.all_reduce == "nccl" or self.device != "cpu"
+        require(has_gpus, f"{where}.all_reduce", self.all_reduce, f"needs GPUs; set {where}.device=cuda or drop it")
 
 
 def check_weights(where: str, weights: str, dtype: str, device: str) -> None:

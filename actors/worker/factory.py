@@ -100,7 +100,9 @@ def _join_group(spec: RankSpec, order: Join) -> Group:
         store = connect_store(*order.store, timeout_s=MEETING_S / 2)  # it tries twice
     device = torch.device(spec.device)
     meeting_s = NCCL_MEETING_S if device.type == "cuda" else MEETING_S
-    return join(store, spec.role, order.epoch, spec.rank, spec.size, device, host=spec.host, meeting_s=meeting_s)
+    place = spec.role, order.epoch, spec.rank, spec.size, device
+    symmetric = spec.role == "target" and spec.target.all_reduce == "symmetric"
+    return join(store, *place, host=spec.host, meeting_s=meeting_s, symmetric=symmetric)
 
 
 def build_role(
@@ -166,6 +168,8 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         features = FeatureReader(spec.drafter.taps(num_layers))
         if isinstance(bridge, FeatureSender):
             bridge.fuser = spec.drafter.open_fuser(num_layers, spec.device)
+    if config.all_reduce == "symmetric":
+        sizes["all_reduce"] = "nccl" if group.is_abortable else "symmetric"
     role = TargetRole(
         runner,
         spec.verify.rule,

@@ -1,7 +1,8 @@
 """The loop of one rank: wait until its role is complete, join the others, answer batches, leave, and wait again.
 
 One turn is one epoch. A rank that misses a batch, loses a peer or is recalled leaves its epoch: it closes the group,
-drops every request, keeps its weights, and waits for the next `Join`. Knows records and their order; what a batch means
+drops every request, keeps its weights, and waits for the next `Join`. If the waits of its group cannot be aborted, its
+process ends instead, and the supervisor starts another. Knows records and their order; what a batch means
 is known to the role.
 """
 
@@ -27,8 +28,14 @@ from parallel.comm.group import Group, PeerLost
 
 CHECK_S = 0.5
 """Between two calls of `cancelled` while no record arrives."""
+_NOT_ABORTABLE = "target.all_reduce=symmetric: a process does not outlive its epoch"
 _RECORD = -1
 """In place of the width of a step: a record has arrived, so there is no step."""
+
+
+def _exit_at_once() -> None:
+    """At once: the main thread may wait for a kernel that never ends."""
+    os._exit(1)
 
 
 class RankRole(Protocol):
@@ -56,6 +63,7 @@ class RankLoop:
     observe: Callable[[str], None]
     cancelled: Callable[[], bool]
     bridge: BridgeEnd | None = None
+    end_process: Callable[[], None] = _exit_at_once
 
     def __post_init__(self) -> None:
         self.status = Alive(self.spec.role, self.spec.rank, self.spec.incarnation, os.getpid())
@@ -75,6 +83,9 @@ class RankLoop:
         group, status = self._group, self.status
         leaves = isinstance(order, Recall) and order.epoch > status.epoch and not status.waiting
         if group is not None and leaves:
+            if not group.is_abortable:
+                log_event(self._logger, "ends", level=logging.WARNING, epoch=status.epoch, why=_NOT_ABORTABLE)
+                self.end_process()
             group.interrupt()
         if self.bridge is not None and (leaves or (isinstance(order, Bridge) and order.number > self.bridge.number)):
             self.bridge.interrupt()
@@ -102,6 +113,8 @@ class RankLoop:
                 self._leave()
             if isinstance(following, Stop):
                 return
+            if self._group is not None and not self._group.is_abortable:
+                raise PeerLost(_NOT_ABORTABLE)
             self._update(waiting=True)
             join = following if following is not None else self._await_join()
 

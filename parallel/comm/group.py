@@ -18,6 +18,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from parallel.comm.symmetric import SymmetricBuffer
+
 Backend = Any
 """A `ProcessGroupGloo` or `ProcessGroupNCCL`, whose methods torch's type stubs leave out."""
 
@@ -45,11 +47,13 @@ class Group:
 
     rank = 0
     size = 1
+    is_abortable = True
+    """Whether `interrupt` ends every wait for a peer. If not, a rank leaves the group by ending its process."""
     generation = 0
     """Counts adoptions: a CUDA graph captured in an older generation uses closed connections."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """The sum over the ranks, in place or in a new tensor; `tensor` is lost."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:  # noqa: ARG002  of the other groups
@@ -204,10 +208,28 @@ def _peer_errors() -> Iterator[None]:
 
 
 class NcclGroup(_ConnectedGroup):
-    """CUDA ranks, one device each; collectives are enqueued on the current stream and may be captured in a graph."""
+    """CUDA ranks, one device each; collectives are enqueued on the current stream and may be captured in a graph.
+
+    Small sums are those of `symmetric`, where there is one."""
+
+    def __init__(self, backend: Backend, symmetric: SymmetricBuffer | None = None) -> None:
+        super().__init__(backend)
+        self._symmetric = symmetric
+
+    @property
+    def is_abortable(self) -> bool:
+        return self._symmetric is None
+
+    def adopt(self, successor: Group) -> None:
+        assert isinstance(successor, NcclGroup)
+        super().adopt(successor)
+        self._symmetric = successor._symmetric
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._connected().allreduce([tensor]).wait()
+        backend = self._connected()
+        if self._symmetric is not None and self._symmetric.takes(tensor):
+            return self._symmetric.all_reduce(tensor)
+        backend.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.comm.group import SINGLE, GlooGroup, Group, NcclGroup, PeerLost
+from parallel.comm.symmetric import meet
 
 LOOPBACK = "127.0.0.1"
 
@@ -54,11 +55,14 @@ def join(
     timeout_s: float = 60.0,
     host: str | None = None,
     meeting_s: float | None = None,
+    *,
+    symmetric: bool = False,
 ) -> Group:
     """Join group `name` of `epoch`; blocks until all its ranks have joined, PeerLost after `meeting_s`.
 
     `timeout_s` bounds every later wait for a peer and is the default of `meeting_s`. `host` is the address at which
-    peers reach this machine, by default the loopback; no other is listened on. A group of one needs no store.
+    peers reach this machine, by default the loopback; no other is listened on. `symmetric`: sums go over symmetric
+    memory where GPUs have it. A group of one needs no store.
     """
     if size == 1:
         return SINGLE
@@ -69,9 +73,9 @@ def join(
     meeting.set_timeout(timedelta(seconds=meeting_s))
     try:
         if device.type == "cuda":
-            if name := interface_of(host or LOOPBACK):
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-            return nccl_group(meeting, rank, size, device, timeout_s)
+            if interface := interface_of(host or LOOPBACK):
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+            return nccl_group(meeting, rank, size, device, timeout_s, f"{name}-{epoch}" if symmetric else None)
         return _gloo_group(meeting, rank, size, timeout_s, host or LOOPBACK, meeting_s)
     except RuntimeError as error:
         raise PeerLost(
@@ -101,8 +105,13 @@ _NCCL_SETTINGS = {
 the coordinator finds out that a rank died, and the survivors abort their groups and keep their weights."""
 
 
-def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
-    """Connects at once, because the first collective may run inside a graph capture."""
+def nccl_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, symmetric: str | None = None
+) -> Group:
+    """Connects at once, because the first collective may run inside a graph capture.
+
+    `symmetric` names a meeting over symmetric memory, if there is to be one.
+    """
     for name, value in _NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
     if device.index is None:
@@ -113,4 +122,4 @@ def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
     backend._set_sequence_number_for_group()
     backend.eager_connect_single_device(device)
-    return NcclGroup(backend)
+    return NcclGroup(backend, meet(store, rank, size, device, symmetric) if symmetric else None)

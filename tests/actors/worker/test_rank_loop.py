@@ -64,7 +64,7 @@ class Role:
 
 
 class Group:
-    rank, size = 0, 2
+    rank, size, is_abortable = 0, 2, True
 
     def __init__(self, log, epoch) -> None:
         self.log, self.epoch = log, epoch
@@ -338,6 +338,35 @@ def test_a_recall_ends_a_transfer_that_waits_for_the_other_end_of_the_bridge():
     thread.join(WAIT_S)
     assert not thread.is_alive() and ("ready", 0, 2) in log
     assert not [entry for entry in log if entry[0] == "sent"]
+
+
+def test_a_process_whose_sums_cannot_be_aborted_does_not_outlive_its_epoch():
+    """Neither a recall, which finds it waiting in a kernel, nor a batch that it missed lets it join another."""
+    spec = SimpleNamespace(role="target", rank=0, incarnation=3, identity="target-0", device="cuda:0")
+
+    def loop_of(*records):
+        nccl, log = Nccl(), []
+        role = SimpleNamespace(forget=lambda: None, answer=lambda batch: [])
+        join_group = lambda *_: NcclGroup(nccl, symmetric=SimpleNamespace())  # noqa: E731
+        loop = RankLoop(
+            *(spec, Script(records, log), join_group, lambda *_: (role, FACTS), lambda _: None, lambda: False),
+            end_process=lambda: log.append("ended"),
+        )
+        return loop, log
+
+    for missed in (VerifyBatch(5, after=4), Recall(2)):
+        loop, log = loop_of(Join(1, 0), missed, Join(2, 1))
+        with pytest.raises(PeerLost, match="all_reduce=symmetric"):
+            loop.serve()
+        assert ("ready", 0, 1) in log and ("ready", 0, 2) not in log and not loop.status.waiting
+    loop, log = loop_of(Join(1, 0))
+    loop.serve()
+    assert "ended" not in log, "a stop is no recall"
+    loop._group, loop.status = NcclGroup(Nccl(), SimpleNamespace()), Alive("target", 0, 3, 7, epoch=1, waiting=False)
+    loop.interrupt(Recall(1))
+    assert "ended" not in log
+    loop.interrupt(Recall(2))
+    assert log[-1] == "ended"
 
 
 def test_the_order_for_the_next_bridge_ends_transfers_over_the_last_one_and_not_the_target():

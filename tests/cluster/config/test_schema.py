@@ -53,7 +53,7 @@ PUBLIC_CHOICES = {
 }
 
 PUBLIC_KEYS = {
-    "target": "name path tp dtype weights attention device stretch max_model_len kv_slots",
+    "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams placement"},
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram placement",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
@@ -356,6 +356,10 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["target.tp=0"], "target.tp=0: must be at least 1"),
         (["target.dtype=fp8"], "target.dtype=fp8: is unknown; choose one of auto, float32"),
         (["target.device=tpu"], "target.device=tpu: is unknown; choose one of auto, cpu, cuda"),
+        (
+            ["target.all_reduce=symmetric", "target.device=cpu"],
+            "target.all_reduce=symmetric: needs GPUs; set target.device=cuda or drop it",
+        ),
         (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, bfloat16, int8"),
         (
             ["target.weights=int8", "target.device=cuda"],
