@@ -176,7 +176,8 @@ class DrafterSession:
 
     def attached_orders(self, sequences: Collection[Sequence]) -> dict[int, int]:
         """Draft tokens to order with the pass of these sequences, which get a verdict, for the prefix after it."""
-        if not self.is_attached:
+        self._attached_orders = {}
+        if not self.is_attached or (self._policy.may_end and any(one.draft.proposal for one in sequences)):
             return {}
         if self._policy.mode is Mode.catch_up and self._has_read_attached:
             self._policy.caught_up()

@@ -167,6 +167,11 @@ class Rate:
         self.tokens.update(num_tokens)
         self.seconds.update(seconds)
 
+    def decay(self, share: float) -> None:
+        """Keep the means, but only this `share` of their weight against rounds to come."""
+        self.tokens.decay(share)
+        self.seconds.decay(share)
+
     @property
     def num_rounds(self) -> float:
         """Decayed number of rounds that were measured."""

@@ -91,6 +91,11 @@ class Policy:
         return Mode.speculate
 
     @property
+    def may_end(self) -> bool:
+        """Whether the next round with drafts may be the last one for now."""
+        return self.switch is not None and self.switch.may_end
+
+    @property
     def switch(self) -> SpeculationSwitch | None:
         """The comparison of speculation with plain decoding under the present load, if there is one."""
         return None

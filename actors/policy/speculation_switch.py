@@ -60,7 +60,7 @@ CREDIT = 1.0
 """Plain rounds that speculation may lose before it is known whether it pays."""
 MAX_CREDIT = 4.0
 """Plain rounds that it may lose after it has gained as many."""
-TRIAL_TAX = 0.02
+TRIAL_TAX = 0.015
 """Share of the time of plain rounds that trials may lose."""
 _SLOW, _SLOW_DRAFT = 4.0, 16.0
 """Most that one round is charged with for its pass, and for its drafts, in plain rounds: a pause of the machine is not
@@ -107,6 +107,12 @@ class SpeculationSwitch:
     def speculates(self) -> bool:
         """Whether the next rounds speculate."""
         return self.mode is Mode.speculate or self.mode is Mode.trial
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the next round with drafts may be the last one, so that drafts made before its verdict is judged may
+        be for nothing."""
+        return self.mode is Mode.trial or (self.mode is Mode.speculate and self._rounds + 1 >= self.interval)
 
     @property
     def trial_length(self) -> int:
@@ -271,19 +277,31 @@ class SpeculationSwitch:
     def _judge_speculation(self) -> None:
         found = self._compare()
         overdrawn = self.balance < 0
+        if self.balance < -MAX_CREDIT and self._rounds > STALE_ROUNDS:
+            # whatever the mean of many rounds says: machine or text have changed, both sides are measured anew
+            self.debt, self.balance, self.speculative = self.debt - self.balance, 0.0, {}
+            self._measure_anew()
+            return
         is_known = found.num_rounds > (0 if overdrawn else MIN_TRIAL - 1)
         gain = found.gain if is_known else None
         if gain is not None and gain < (1.0 if overdrawn else 1 - MARGIN / found.tokens**0.5):
             is_stale = self._rounds > STALE_ROUNDS or self._is_plain_expected
             if self._rounds < MIN_INTERVAL and not is_stale:  # the trial misled, or the text changed at once
                 self.rest = min(4 * self.rest, MAX_REST)
-            self._enter(Mode.probe if is_stale else Mode.rest)
             if is_stale:
-                self.plain, self._is_plain_expected = {}, False
+                self._measure_anew()
+            else:
+                self._enter(Mode.rest)
         elif self._rounds >= self.interval:
             is_clear = gain is not None and gain > CLEAR_GAIN
             self.interval = min(max(MIN_INTERVAL, 2 * self.interval * is_clear), MAX_INTERVAL)
             self._enter(Mode.probe)
+            for rate in self.plain.values():  # the rounds of the probe count as much as all before
+                rate.decay(min(1.0, PROBE_ROUNDS / rate.num_rounds))
+
+    def _measure_anew(self) -> None:
+        self._enter(Mode.probe)
+        self.plain, self._is_plain_expected = {}, False
 
     def _judge_trial(self) -> None:
         gain = self.gain

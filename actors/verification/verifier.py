@@ -45,7 +45,7 @@ class VerifyInput:
     sampling: SamplingParams
     num_fed: int
     proposal: Proposal | None = None
-    drafts_follow: bool = False
+    drafts_follow: bool = True
 
     @property
     def tree(self) -> TokenTree:

@@ -29,6 +29,7 @@ from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank, complet
 from cluster.tools.planning.layer_choice import open_target
 from parallel.comm.group import SINGLE
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
+from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.runner import ModelRunner, open_model
 
 BATCH = 8
@@ -105,4 +106,7 @@ def _open(config: ModelDrafterConfig, num_slots: int) -> ModelRunner:
         choose_dtype(config.dtype, device),
         choose_weights(config.weights, config.dtype, device, config.path),
     )
-    return open_model(config.path, SINGLE, device, dtype, num_slots, weights=weights, head=head_rows(config))
+    runner = open_model(config.path, SINGLE, device, dtype, num_slots, weights=weights, head=head_rows(config))
+    if config.prefixes:
+        return NestedRunner(runner.decoder, runner.pool, config.prefixes, config.prefix_confidence)
+    return runner

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +20,8 @@ from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.runner import ModelRunner
+from parallel.self_speculation.runner import RowsBehind
 from parallel.transfers import upload
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplayOf:
-    """The identifier in the pool of rows that are read again."""
-
-    seq_id: SeqId
 
 
 class ReplayedRows:
@@ -75,7 +68,7 @@ class Replay(ModelRunner):
         self, seq_id: SeqId, first: int, num_rows: int, parents: Sequence[int] | None = None
     ) -> Iterator[ReplayedRows]:
         """Rows after the sequence's first `first` committed ones: a chain, or by `parents` as in `Span`."""
-        replayed = _ReplayOf(seq_id)
+        replayed = RowsBehind(seq_id, id(self))
         self.pool.borrow(replayed, seq_id)
         try:
             self.truncate(replayed, first)

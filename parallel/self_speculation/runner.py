@@ -23,8 +23,8 @@ from parallel.self_speculation.resuming import KeptRows, ResumingRunner
 
 
 @dataclass(frozen=True, slots=True)
-class _DraftOf:
-    """The identifier in the pool of a sequence's draft by one runner."""
+class RowsBehind:
+    """The identifier in the pool of rows that one runner, by its `id`, adds behind some of a sequence."""
 
     seq_id: SeqId
     runner: int
@@ -149,8 +149,8 @@ class SelfDraftRunner(ModelRunner):
                 kept[seq_id] = KeptRows(context, stop, *rows)
         return kept
 
-    def _draft_of(self, seq_id: SeqId) -> _DraftOf:
-        return _DraftOf(seq_id, id(self))
+    def _draft_of(self, seq_id: SeqId) -> RowsBehind:
+        return RowsBehind(seq_id, id(self))
 
     def _end(self, draft: SeqId) -> None:
         if self._pending.pop(draft, None) is not None:

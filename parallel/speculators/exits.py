@@ -193,10 +193,8 @@ def read_own(hf: HfConfig) -> ExitConfig:
 def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
     """Load the layer beside the target whose first layers it follows."""
     place.check_tables(directory, config.vocab_size, config.target_hidden)
-    if place.target is None:
-        remedy = "use pipeline=sync with drafter.placement=attached"
-        raise ValueError(f"{directory}: {config.method} drafts with the target's own layers, on its ranks; {remedy}")
+    of_target = place.its_target(directory, config.method)
     layers = ExitLayers(config, place)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
-    target = SelfDraftRunner(place.target, LayerPlan.prefix(config.exit_layer), resumes=True)
+    target = SelfDraftRunner(of_target, LayerPlan.prefix(config.exit_layer), resumes=True)
     return ExitRunner(config, layers, place, target)

@@ -50,6 +50,13 @@ class SpeculatorPlace:
                 f"{directory}: (vocab_size, hidden_size) is {ours}, the target's {theirs}; they must be equal"
             )
 
+    def its_target(self, directory: Path, method: str) -> ModelRunner:
+        """The target; ValueError, one line, if it is not there."""
+        if self.target is None:
+            remedy = "use pipeline=sync with drafter.placement=attached"
+            raise ValueError(f"{directory}: {method} drafts with the target's own layers, on its ranks; {remedy}")
+        return self.target
+
     def make_pool(self, layers: DecoderConfig, num_layers: int | None = None) -> tuple[KVPool, AttentionShape]:
         """KV rows for layers of this shape, or so many of them, and how their heads read them."""
         ranks = self.group.size

@@ -8,7 +8,7 @@ mask embeddings in front of the first layer these are the appended masks of arXi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch import Tensor
 from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out, logit_rows
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.graph_list import GraphShape
+from parallel.runtime.cuda_graphs import StepChoice
+from parallel.runtime.graph_list import GraphList
 from parallel.runtime.runner import ModelRunner, PassOutput
 from parallel.speculators.config import STREAMS
 from parallel.speculators.stream_layers import StreamLayers
@@ -89,9 +90,14 @@ class StreamingRunner(ModelRunner):
     def captures(self) -> bool:
         return self._target.captures
 
-    def capture(self, shapes: Sequence[GraphShape], taps: Sequence[int] = ()) -> list[GraphShape]:  # noqa: ARG002
-        """Of passes without streams."""
-        return self._target.capture(shapes)
+    def capture(
+        self,
+        graphs: GraphList,
+        taps: Sequence[int] = (),  # noqa: ARG002
+        choices: Callable[[int, int], StepChoice] | None = None,
+    ) -> GraphList:
+        """Passes without streams."""
+        return self._target.capture(graphs, (), choices)
 
     def _pruned(
         self, spans: Sequence[Span], laid_out: Sequence[SpanRows], hidden: Tensor, token_ids: Tensor

@@ -134,6 +134,5 @@ def open_streams(directory: Path, config: StreamsConfig, place: SpeculatorPlace)
         tensors.pack()
     if not config.reads_root:
         return HeadsRunner(cell, tensors, place.tables)
-    if place.target is None:
-        raise ValueError(f"{directory}: s3d drafts with the target's own layers; use drafter.placement=attached")
-    return StreamsDraftRunner(cell, tensors, open_stream_layers(directory, config, place.target.decoder), place.target)
+    target = place.its_target(directory, "s3d")
+    return StreamsDraftRunner(cell, tensors, open_stream_layers(directory, config, target.decoder), target)

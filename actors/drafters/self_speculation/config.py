@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, Placement
-from actors.drafters.model.config import PassDrafterConfig
+from actors.drafters.model.config import CalibrationPolicy, PassDrafterConfig
 from actors.options import PipelineName, VerifyRule
 from actors.ranges import Range, require
 
@@ -74,6 +74,9 @@ class SelfDrafterConfig(PassDrafterConfig):
             require(not chosen[key], f"{where}.{key}", chosen[key], remedy)
         remedy = f"lists what {where}.layers={self.layers} does; drop one of them"
         require(not (self.layers and self.skip), f"{where}.skip", self.skip, remedy)
+        is_usual = self.calibration_policy is CalibrationPolicy.every and self.calibrate_every == 1
+        remedy = "there is nothing to calibrate: the rows of drafts are not kept; drop it and calibrate_every"
+        require(is_usual, f"{where}.calibration_policy", self.calibration_policy, remedy)
         remedy = "is the target's own, target.{0}; drop it"
         own = {"kv_slots": self.kv_slots, "dtype": self.dtype, "weights": self.weights, "attention": self.attention}
         for key, value in own.items():

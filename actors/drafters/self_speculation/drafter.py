@@ -42,6 +42,12 @@ class SelfDrafter(ModelDrafter):
             self.runner.layers = self.search.before_draft(contexts)
         return super().propose(contexts, budgets)
 
+    def prefill(self, contexts: Sequence[Context]) -> None:
+        """The target reads the text. A search looks at it, so that the rounds of a trial cost what later ones will."""
+        read = [one for one in contexts if self.runner.cached_len(one.request_id) == len(one.token_ids) - 1]
+        if self.search is not None and read:
+            self.runner.layers = self.search.before_trial(read)
+
     def release(self, request_id: int) -> None:
         if self.search is not None:
             self.search.release(request_id)

@@ -152,6 +152,13 @@ class LayerSearch(ABC):
             self._left -= 1
         return self.layers
 
+    def before_trial(self, contexts: Sequence[Context]) -> LayerPlan:
+        """The same, and no look in the next rounds: one that is due within half of its time is made now."""
+        if 2 * self._left <= self._pause:
+            self._left = 0
+            return self.before_draft(contexts)
+        return self.layers
+
     def release(self, request_id: int) -> None:  # noqa: B027  most keep nothing of a request
         """The request ended."""
 

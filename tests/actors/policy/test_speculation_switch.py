@@ -127,6 +127,15 @@ def test_a_plain_round_that_serves_drafts_is_no_measure_of_plain_decoding():
     assert switch.balance == pytest.approx(balance - 2)
 
 
+def test_many_good_rounds_do_not_hide_that_speculation_has_become_slow():
+    """The mean of a hundred rounds is above that of plain decoding for long after; the balance is not."""
+    switch = SpeculationSwitch()
+    run(switch, 200, lambda i: 3.0, tokens=16)
+    assert switch.mode is SPECULATE and switch.balance == MAX_CREDIT
+    found = run(switch, 100, lambda i: 0.5, tokens=16)
+    assert sum(count for mode, count in found if mode is SPECULATE) < 20, "a round of it costs a plain one"
+
+
 def test_speculation_that_no_longer_pays_ends():
     switch = SpeculationSwitch()
     found = run(switch, 100, lambda i: 1.3 if i < 40 else 0.5, tokens=16)

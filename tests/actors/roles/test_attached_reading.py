@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
-from actors.policy.policy import AdaptivePolicy
+from actors.policy.policy import AdaptivePolicy, Policy
 from parallel.model.block import Block
 
 LONGEST = 5
@@ -54,3 +54,20 @@ def test_a_pass_that_no_draft_follows_has_no_streams(open_room, make_requests, m
     room.serve(make_requests(1, max_tokens=40), policy=AdaptivePolicy("sync", 0, LONGEST))
     assert seen[False] and all(seen[False]), "each layer has the rows of the verified tokens alone"
     assert seen[True] and not any(seen[True]), "before a draft there are streams"
+
+
+class EndsSoon(Policy):
+    may_end = True
+
+
+def test_no_draft_is_made_behind_a_verdict_that_may_end_speculation(open_room, make_requests, monkeypatch):
+    room = open_room(SpeculatorDrafterConfig(path="eagle3", num_draft_tokens=LONGEST), attached=True)
+    passes, answer = [], room.target.answer
+
+    def watched(batch):
+        passes.append((any(item.proposal for item in batch.items), any(item.num_draft_tokens for item in batch.items)))
+        return answer(batch)
+
+    monkeypatch.setattr(room.target, "answer", watched)
+    room.serve(make_requests(1, max_tokens=20), policy=EndsSoon("sync", LONGEST))
+    assert {(False, True), (True, False)} <= {*passes} <= {(False, True), (True, False), (False, False)}

@@ -399,6 +399,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             for overrides, line in (
                 (["pipeline=pearl"], "=self: runs the target's own layers, which are busy while it verifies; use pip"),
                 (["drafter.placement=separate"], ".placement=separate: drafts with the target's own layers"),
+                (["drafter.calibration_policy=never"], ".calibration_policy=never: there is nothing to calibrate"),
                 (["drafter.exit=6"], ".exit=6: leaves no layer out: the target has 6; give at most 5"),
                 (["drafter.exit=9", "target.stretch=3"], ".exit=9: leaves no layer out: the target has 9"),
                 (["drafter.skip=[3x]"], ".skip=3x: names no sublayer; write 3a for the attention of layer 3"),
