@@ -89,6 +89,7 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Top-level names of everything a file imports, wherever in it the import stands."""
     names: set[str] = set()

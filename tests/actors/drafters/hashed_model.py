@@ -76,7 +76,8 @@ class _Backend:
 
     def plan(self, laid_out, wanted) -> PassPlan:
         positions = [position for rows in laid_out for position in rows.positions()]
-        return PassPlan(len(positions), torch.tensor(positions), torch.tensor(wanted), (self._pool, laid_out))
+        logit_rows = torch.tensor(wanted, dtype=torch.int64)  # there may be none
+        return PassPlan(len(positions), torch.tensor(positions), logit_rows, (self._pool, laid_out))
 
 
 def hashed_runner(seed: int, num_slots: int, max_positions: int, *, layer_parallel: bool = False) -> ModelRunner:
