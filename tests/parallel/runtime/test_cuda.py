@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
 
 import pytest
 import torch
 
 from parallel.comm.group import PeerLost
-from parallel.comm.rendezvous import connect_store, host_store, nccl_group
+from parallel.comm.rendezvous import connect_store, host_store, join, nccl_group
 from parallel.kv.pass_plan import Span
 from parallel.runtime.device import use_device
 from parallel.runtime.profiling import PassClock, watch
@@ -143,3 +145,74 @@ def test_an_interrupted_rank_stops_waiting_for_one_that_never_comes(llama):
         return True
 
     assert on_devices(work) == [True, True]
+
+
+def in_processes(main, *ranks, wait_s=180):
+    """What `main(port, results, *rank)` put into `results`, of the processes that put anything."""
+    context, store = multiprocessing.get_context("spawn"), host_store()
+    results = context.Queue()
+    processes = [context.Process(target=main, args=(store.port, results, *rank), daemon=True) for rank in ranks]
+    for process in processes:
+        process.start()
+    try:
+        return [results.get(timeout=wait_s) for _ in range(2)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def sum_and_walk(port, results, rank, device, path):
+    """Sums and passes of one of two processes, with symmetric memory if the GPUs have it."""
+    use_device(device)
+    group = join(connect_store("127.0.0.1", port), "target", 1, rank, 2, device, symmetric=True)
+    torch.manual_seed(0)
+    terms = [torch.randn(2, rows, 64).to(dtype) for rows in (1, 7, 64, 4096) for dtype in DTYPES]
+    sums = [group.all_reduce(term[rank].to(device, copy=True)).float().cpu().numpy() for term in terms]
+    expected = [(term[0] + term[1]).float().numpy() for term in terms]
+    are_equal = all((one == other).all() for one, other in zip(sums, expected, strict=True))
+    logits = [walk(path, group=group, device=device, **how).numpy() for how in ({"graphs": False}, {})]
+    results.put((group.is_abortable, are_equal, *logits))
+    threading.Event().wait()  # the other process may still read this one's memory
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.multi_gpu
+def test_sums_over_symmetric_memory_are_those_of_one_device(llama):
+    expected = walk(llama.path, device="cuda:0", graphs=False).numpy()
+    ranks = [(rank, f"cuda:{rank}", llama.path) for rank in range(2)]
+    for is_abortable, are_equal, eager, replayed in in_processes(sum_and_walk, *ranks):
+        if is_abortable:
+            pytest.skip("these two GPUs cannot map each other's memory; the log says why")
+        assert are_equal
+        assert abs(eager - expected).max() < 1e-3 and abs(replayed - expected).max() < 1e-3
+
+
+def wait_in_vain(group, tensor) -> None:
+    group.all_reduce(tensor).tolist()
+    group.check()
+
+
+def survive(port, results, rank, device, epoch):
+    """Epoch 1: rank 1 dies, rank 0 is recalled while it waits for it. Epoch 2: it has met another rank 1."""
+    use_device(device)
+    client, ones = connect_store("127.0.0.1", port), torch.ones(4, device=device)
+    group = join(client, "target", epoch, rank, 2, device)
+    assert group.all_reduce(ones.clone()).tolist() == [2] * 4
+    if (rank, epoch) == (1, 1):
+        os._exit(1)
+    if epoch == 1:
+        threading.Timer(2.0, group.interrupt).start()
+        with pytest.raises(PeerLost):
+            wait_in_vain(group, ones.clone())
+        group.close()
+        group.adopt(join(client, "target", 2, rank, 2, device))
+        assert group.all_reduce(ones.clone()).tolist() == [2] * 4
+    results.put(rank)
+    threading.Event().wait()
+
+
+@pytest.mark.multi_gpu
+def test_a_rank_survives_the_death_of_a_process_and_meets_its_successor():
+    assert sorted(in_processes(survive, (0, "cuda:0", 1), (1, "cuda:1", 1), (1, "cuda:1", 2))) == [0, 1]
