@@ -118,7 +118,7 @@ class CapturedPasses:
         key = (plan.fuzzy, plan.layers, tuple(taps), self._decoder.lm_head.gathers, *attention.key(), *_shapes(plan))
         hidden, *features, logits = self._replay(key, inputs, partial(self._pass_over, token_ids, plan, taps))
         # the next replay overwrites the graph's own outputs; of logits the copy is the cast that follows anyway
-        logits = logits.to(torch.float32, copy=True)
+        logits = logits[: plan.num_logits].to(torch.float32, copy=True)
         return hidden.clone(), tuple(feature.clone() for feature in features), logits
 
     def chain(self, token_ids: Tensor, plans: Sequence[PassPlan], choice: StepChoice) -> Tensor:
