@@ -100,7 +100,7 @@ class CapturedPasses:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None  # of captures: torch's default belongs to one device
         self._logits: Tensor | None = None
-        """Of the last pass that was replayed: a row of a large vocabulary takes as much memory as a hundred rows of
+        """Of the last pass that was replayed: a row of a large vocabulary takes as much memory as dozens of rows of
         hidden states, so graphs have no logits of their own."""
         decoder.group.hold(self)
 
