@@ -21,6 +21,7 @@ from parallel.kernels.products import has_products
 from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import affordable_slots, choose_dtype, choose_weights
+from parallel.speculators.memory import speculator_memory
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
 from parallel.speculators.runner import SpeculatorRunner
@@ -84,7 +85,8 @@ def build_speculator_drafter(
     num_layers = read_config(resolve_checkpoint(target.path)).num_layers
     record = read_speculator(config.path, num_layers)
     beside = 0 if target_runner is None else target_runner.pool.num_slots
-    memory = config.memory(target, setup.group.size, device)
+    names = (str(each).removeprefix("torch.") for each in (dtype, weights))
+    memory = speculator_memory(config.path, num_layers, setup.group.size, *names)
     if not (num_slots := config.kv_slots or beside):
         length = min(record.max_positions, target.max_model_len or record.max_positions)
         sizes = memory.weight_bytes, memory.bytes_per_slot  # of what is still to be loaded

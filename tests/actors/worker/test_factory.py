@@ -193,7 +193,7 @@ def test_an_attached_drafter_drafts_alike_on_one_rank_and_on_two(open_ranks, spe
     spec = replace(spec, drafter=attached[drafter])
     single = open_ranks(spec)
     (ready,) = single.join()
-    assert ("weight_bytes" in ready.facts["drafter"]) == (drafter in ("model", "eagle3"))
+    assert (ready.facts["drafter"].get("weight_bytes", 0) > 0) == (drafter in ("model", "eagle3"))
     expected = drafted_rounds(single, 1)
     assert any(draft.num_draft_tokens for *_, draft in expected)
     ranks = open_ranks(*(replace(spec, rank=rank, size=2) for rank in range(2)))
