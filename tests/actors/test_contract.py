@@ -330,8 +330,15 @@ def test_tokens_of_a_rounded_target_are_those_of_its_plain_decoding(
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+def drafters_and_batches():
+    """By default three requests, and of the draft model's variants none: they have the tokens of plain decoding."""
+    for drafter in DRAFTERS:
+        for batch in (1, 3, 8):
+            is_usual = batch == 3 and drafter not in VARIANTS
+            yield pytest.param(drafter, batch, marks=[] if is_usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("drafter", "batch"), list(drafters_and_batches()))
 def test_greedy_equals_transformers(open_room, make_requests, models, drafter, batch):
     requests = make_requests(batch, max_tokens=20)
     room = open_room(DRAFTERS[drafter], path=models["target"]).serve(requests)
@@ -466,7 +473,7 @@ def test_an_adversary_costs_speed_only(open_room, make_requests, adversary, temp
 
 
 def exact_pairs():
-    """Every drafter with every ratio rule that is exact for it; by default two of them, in turn."""
+    """Every drafter with every ratio rule that is exact for it; by default one of them, in turn."""
     sync = PipelineName.sync
     for i, (drafter, config) in enumerate(DRAFTERS.items()):
         kinds_and_traits = {
@@ -476,7 +483,7 @@ def exact_pairs():
         rules = [rule for rule, drawn in kinds_and_traits.items() if is_exact(rule, *drawn)]
         assert len(rules) >= 2, f"{drafter}: under which rules can it be used?"
         for k, rule in enumerate(rules):
-            is_usual = (k - i) % len(rules) < 2
+            is_usual = (k - i) % len(rules) == 0
             yield pytest.param(drafter, rule, marks=[] if is_usual else pytest.mark.slow)
 
 
@@ -501,7 +508,7 @@ def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, 
         for request_id, context in room.target.contexts.items():
             # with an attached drafter the text of a verdict follows with the next batch, its rows are there
             cached_len = min(runner.cached_len(request_id), len(context.token_ids))
-            if cached_len < 2 or checked > 30:
+            if cached_len < 2 or checked > 15:
                 continue
             fresh.open("x")
             fresh.forward([Span("x", cached_len)], context.token_ids[:cached_len])
