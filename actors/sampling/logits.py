@@ -95,12 +95,38 @@ def process_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Seq
     truncated = [row for row, one in enumerate(params) if _truncates(one) and not is_greedy(one)]
     if not truncated:
         return scores
+    if _has_kernels(scores):
+        from actors.sampling import truncation_kernels
+
+        return truncation_kernels.truncate(scores, *_limits(params, scores))
     if len(truncated) == len(scores):
         return scores.masked_fill(scores < _least_kept(scores, params), BANNED)
     where = upload(truncated, scores.device)
     asking = scores.index_select(0, where)
     asking.masked_fill_(asking < _least_kept(asking, [params[row] for row in truncated]), BANNED)
     return scores.index_copy(0, where, asking)
+
+
+def _limits(params: Sequence[SamplingParams], scores: Tensor) -> list[Tensor]:
+    """Top-k, top-p and the logarithm of min-p of every row on the device; of greedy rows those that keep all."""
+    none = scores.shape[1], math.inf, BANNED
+    rows = [none if is_greedy(one) else (_top_k(one, none[0]), _top_p(one), _share(one)) for one in params]
+    top_ks, top_ps, shares = zip(*rows, strict=True)
+    arrays = [np.array(top_ks, dtype=np.int32), np.array(top_ps), np.array(shares, dtype=np.float32)]
+    return to_device(arrays, scores.device)
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    return min(params.top_k or vocab_size, vocab_size)
+
+
+def _top_p(params: SamplingParams) -> float:
+    return params.top_p if params.top_p < 1 else math.inf
+
+
+def _share(params: SamplingParams) -> float:
+    """What min-p keeps, below the largest logit."""
+    return math.log(params.min_p) if params.min_p > 0 else BANNED
 
 
 def _least_kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -110,18 +136,18 @@ def _least_kept(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     least = logits.new_full((len(logits), 1), BANNED)
     if has_least := any(one.min_p > 0 for one in params):
-        shares = [math.log(one.min_p) if one.min_p > 0 else BANNED for one in params]
-        least = logits.amax(dim=-1, keepdim=True) + upload(shares, logits.device, np.float32)[:, None]
+        shares = upload([_share(one) for one in params], logits.device, np.float32)
+        least = logits.amax(dim=-1, keepdim=True) + shares[:, None]
     vocab_size = logits.shape[-1]
-    top_ks = [min(one.top_k or vocab_size, vocab_size) for one in params]
+    top_ks = [_top_k(one, vocab_size) for one in params]
     few = [row for row, top_k in enumerate(top_ks) if top_k < vocab_size]
     all_ = [row for row, one in enumerate(params) if top_ks[row] == vocab_size and one.top_p < 1]
     for rows, width in ((few, max((top_ks[row] for row in few), default=0)), (all_, vocab_size)):
         at_once = max(1, _RANKED_AT_ONCE[not logits.is_cpu] // max(1, width))
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
-            kept, shares = [top_ks[row] for row in some], [params[row].top_p for row in some]
-            limits = [np.array(some), np.array(kept), np.array([share if share < 1 else math.inf for share in shares])]
+            kept, top_ps = [top_ks[row] for row in some], [_top_p(params[row]) for row in some]
+            limits = [np.array(some), np.array(kept), np.array(top_ps)]
             where, widths, masses = to_device(limits, logits.device)
             ranked = _ranked(logits if len(some) == len(logits) else logits.index_select(0, where), width)
             reached = least.index_select(0, where) if has_least else None
@@ -206,7 +232,7 @@ def _race(
 ) -> tuple[Tensor, Tensor]:
     """The largest value in every row, with the noise of the sampled ones, and its token; NaN and `of_none` where a
     logit is NaN. Column i is token `first + i`. Two launches on a GPU."""
-    if _races_on_device(scores):
+    if _has_kernels(scores):
         from actors.sampling import noise_kernels
 
         sampled = np.array([not is_greedy(one) for one in params])
@@ -222,7 +248,7 @@ def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tenso
     return values, token_ids.masked_fill(values.isnan(), of_none)  # NaN is the largest value of a row that has any
 
 
-def _races_on_device(scores: Tensor) -> bool:
+def _has_kernels(scores: Tensor) -> bool:
     return scores.is_cuda and scores.dtype == torch.float32 and has_triton()
 
 
@@ -277,7 +303,7 @@ class ChoicesAhead:
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """Of the first rows, as many as there are logits; the division also casts them to float32."""
         keys, sampled, temperatures = self.keys[step, : len(logits)], self.sampled, self.temperatures[: len(logits)]
-        if _races_on_device(temperatures):
+        if _has_kernels(temperatures):
             from actors.sampling import noise_kernels
 
             return noise_kernels.race(logits / temperatures[:, None], keys, sampled, 0, 0)[1]

@@ -1,4 +1,4 @@
-"""The Triton kernels of the noise and the race against their definition in PyTorch; without a GPU, in Triton's
+"""The Triton kernels of noise, race and truncation against their definition in PyTorch; without a GPU, in Triton's
 interpreter."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 
 from actors.protocol.messages import NO_TOKEN, SamplingParams, TokenTree
 from actors.sampling import logits as sampling
-from actors.sampling.logits import LogitRows, choose, choose_batch
+from actors.sampling.logits import LogitRows, choose, choose_batch, process_batch
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 
 kernels = pytest.importorskip("actors.sampling.noise_kernels", reason="needs triton", exc_type=ImportError)
@@ -64,10 +64,34 @@ def test_the_race_takes_the_tokens_of_the_definition(monkeypatch):
     scores[6] = -torch.inf
     expected = choose(scores, params, range(12)).tolist()
     assert expected[0] == 0 and expected[3] == 40
-    monkeypatch.setattr(sampling, "_races_on_device", lambda _: True)
+    monkeypatch.setattr(sampling, "_has_kernels", lambda _: True)
     assert choose(scores.to(DEVICE), params, range(12)).tolist() == expected
     batch = [LogitRows(one, 1, [1] * row, TokenTree.root(1)) for row, one in enumerate(params, 1)]
     chosen = choose_batch(scores.to(DEVICE), batch, ()).tolist()
     assert chosen[4] == NO_TOKEN and chosen[6] == 0
     monkeypatch.undo()
     assert DEVICE == "cuda" or chosen == choose_batch(scores, batch, ()).tolist()
+
+
+def test_the_rows_keep_the_tokens_of_the_definition(monkeypatch):
+    """Every combination of the three; logits with many ties, with bans, of both zeros, all banned, with a NaN."""
+    limits = [(top_k, top_p, min_p) for top_k in (0, 1, 40) for top_p in (1.0, 0.7, 1e-3) for min_p in (0.0, 0.05)]
+    made = torch.randn(len(limits), 4500, generator=torch.Generator().manual_seed(2))[:, :4400]
+    for scores in (made * 2, (made * 3).round() / 2):
+        scores[3, 5:] = -torch.inf
+        scores[5] = -torch.inf
+        scores[8] = -made[8].abs().round().clamp(max=2.0)  # of negative zeros, too
+        scores[11, 4390] = torch.nan
+        params = [
+            SamplingParams(temperature=float(row != 12), top_k=top_k, top_p=top_p, min_p=min_p)
+            for row, (top_k, top_p, min_p) in enumerate(limits)
+        ]
+        batch = [LogitRows(one, 1, [1], TokenTree.root(1)) for one in params]
+        expected = process_batch(scores, batch, ())
+        monkeypatch.setattr(sampling, "_has_kernels", lambda _: True)
+        kept = process_batch(scores.to(DEVICE), batch, ()).cpu()
+        monkeypatch.undo()
+        assert kept[11, 4390].isnan(), "the race finds it; what else stays in its row does not matter"
+        kept[11] = expected[11] = 0.0
+        assert torch.equal(kept, expected)
+        assert (kept > -torch.inf).sum() < scores.numel() / 3

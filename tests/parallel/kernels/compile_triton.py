@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from actors.sampling import truncation_kernels
 from parallel.kernels import triton_attention, triton_rows
 
 H100 = GPUTarget("cuda", 90, 32)
@@ -18,7 +19,8 @@ SHARED = 227 * 1024
 """Bytes of shared memory that a program may have there."""
 TYPES = {
     **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
-    **dict.fromkeys(("items", "tables", "words", "depths", "rows"), "*i32"),
+    **dict.fromkeys(("items", "tables", "words", "depths", "rows", "top_ks"), "*i32"),
+    "top_ps": "*fp64",
     **dict.fromkeys(("positions", "slots"), "*i64"),
     **dict.fromkeys(("query_stride", "slot_stride", "stride", "size", "window"), "i32"),
     **dict.fromkeys(("scale", "softcap", "eps"), "fp32"),
@@ -60,6 +62,7 @@ def main(which: str) -> None:
                 for block_m in (16, 64):
                     for masks in (False, True):
                         compile_attention(dtype, head_dim, block_m, masks=masks)
+    compile_kernel(truncation_kernels.truncate_rows, "fp32", dict(BLOCK=4096), num_warps=16)
     for dtype, on in (("bf16", True), ("fp32", False)):
         compile_kernel(triton_rows.normalize_rows, dtype, dict(ADDS=on, PLUS_ONE=on, BLOCK=4096), num_warps=8)
         compile_kernel(triton_rows.gate_rows, dtype, dict(BLOCK=1024))
