@@ -82,6 +82,14 @@ def lay_out(config: LaunchConfig, devices: Devices) -> list[RankPlacement]:
             f"placement=colocated: the target on {roles['target'][1]} and the drafter on {drafter} have no device to "
             "share; give target.device and drafter.device one kind or use placement=separate"
         )
+    parallel = [f"{role} with {size} ranks" for role, (size, kind) in roles.items() if size > 1 and kind == "cuda"]
+    if colocated and len(parallel) > 1 and config.cluster.name == "inprocess":
+        # threads of a process share the default stream of a GPU: where their roles' collectives are queued in another
+        # order than on another GPU, each waits for the other without end
+        raise ValueError(
+            f"placement=colocated: {' and '.join(parallel)} would share GPUs as threads of one process, whose "
+            "collectives may wait for each other without end; use cluster=local or placement=separate"
+        )
     places, taken = [], {"cpu": 0, "cuda": 0}
     for role, (size, kind) in roles.items():
         sharers = [other for other, on in roles.values() if on == kind]

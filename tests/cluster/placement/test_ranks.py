@@ -11,7 +11,7 @@ from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, PipelineName, TargetConfig, VerifyConfig
 from cluster.config.jobs import GenerateConfig
-from cluster.config.schema import ClusterConfig, LaunchConfig, PlacementConfig, PlacementName
+from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName
 from cluster.placement.ranks import Devices, lay_out
 
 CONFIG = LaunchConfig(
@@ -107,6 +107,16 @@ def test_roles_on_different_kinds_of_devices_do_not_share():
     config = replace(config, placement=PlacementConfig(PlacementName.colocated))
     with pytest.raises(ValueError, match="placement=colocated: the target on cuda and the drafter on cpu"):
         lay_out(config, GPUS)
+
+
+def test_threads_of_two_tensor_parallel_roles_do_not_share_gpus():
+    """They share a stream, in which collectives of the two may stand in another order on each GPU."""
+    config = config_of(tp=2, ranks=2, colocated=True)
+    threads = replace(config, cluster=ClusterConfig(name=ClusterName.inprocess))
+    with pytest.raises(ValueError, match="target with 2 ranks and draft with 2 ranks would share GPUs as threads"):
+        lay_out(threads, GPUS)
+    assert len(lay_out(config, GPUS)) == len(lay_out(threads, FOUR)) == 4
+    assert len(lay_out(replace(threads, drafter=ModelDrafterConfig(ranks=1)), GPUS)) == 3
 
 
 def test_easyspecs_own_setting_is_every_rank_of_the_target_drafting():
