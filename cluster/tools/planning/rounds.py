@@ -34,6 +34,8 @@ from actors.verification.coupled import verify_coupled
 from cluster.tools.planning.ranks import AlternatingTurns
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
+from parallel.kv.pool import SeqId
+from parallel.runtime.cuda_graphs import StepChoice
 from parallel.runtime.profiling import PassClock
 
 
@@ -117,6 +119,14 @@ class TimedRunner:
     def forward(self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *taps: Any, **options: Any) -> Any:
         self._starts.append((self._now(), len(token_ids), bool(options.get("fuzzy"))))
         return self.timed.forward(spans, token_ids, *taps, **options)
+
+    def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
+        """A chain may be one graph, so that each of its passes counts as an equal share of its time."""
+        begin = self._now()
+        chosen = self.timed.extend(seq_ids, token_ids, choice)
+        step_s = (self._now() - begin) / len(choice)
+        self._starts += [(begin + step * step_s, len(seq_ids), True) for step in range(len(choice))]
+        return chosen
 
     @contextmanager
     def timing(self, result: ReplayResult) -> Iterator[None]:
