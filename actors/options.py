@@ -21,6 +21,7 @@ MAX_RANKS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "bfloat16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
+KV_DTYPES = ("auto", "fp8")
 ATTENTION = ("auto", "triton", "padded", "sdpa", "ragged")
 
 
@@ -78,6 +79,9 @@ class TargetConfig(Section):
     """Longest sequence in tokens, prompt included; 0 = the checkpoint's limit."""
     kv_slots: Annotated[int, Range(0, zero="sized automatically")] = 0
     """Token slots in the KV pool of each rank; 0 = sized from the memory that is free."""
+    kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
+    """In which keys and values are kept: fp8 (e4m3, with the checkpoint's scales or 1), or auto, the model's type. With
+    fp8 two or four times the tokens fit, and the output is that of the target with rounded keys and values."""
 
     def check_fields(self, where: str) -> None:
         known = self.name in ("pocket", "hf")
@@ -86,6 +90,7 @@ class TargetConfig(Section):
         check_weights(where, self.weights, self.dtype, self.device)
         has_gpus = self.all_reduce == "nccl" or self.device != "cpu"
         require(has_gpus, f"{where}.all_reduce", self.all_reduce, f"needs GPUs; set {where}.device=cuda or drop it")
+        check_kv_dtype(where, self.kv_dtype, self.attention)
 
 
 def check_weights(where: str, weights: str, dtype: str, device: str) -> None:
@@ -93,6 +98,12 @@ def check_weights(where: str, weights: str, dtype: str, device: str) -> None:
     is_possible = weights == "auto" or (device != "cuda" and dtype in ("auto", "float32"))
     remedy = f"needs {where}.device=cpu and {where}.dtype=float32; set them or drop it"
     require(is_possible, f"{where}.weights", weights, remedy)
+
+
+def check_kv_dtype(where: str, kv_dtype: str, attention: str) -> None:
+    """ValueError if an attention is asked for that does not read such rows."""
+    remedy = f"is not read by {where}.attention=ragged; use sdpa or padded there, or drop one of them"
+    require(kv_dtype == "auto" or attention != "ragged", f"{where}.kv_dtype", kv_dtype, remedy)
 
 
 @dataclass(frozen=True, slots=True)

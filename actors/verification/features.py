@@ -75,8 +75,7 @@ def _written(runner: ModelRunner, spans: Sequence[Span], layer: int) -> Tensor:
     """Keys and values that the last pass wrote in a layer, of all ranks' heads, [T, 2 * KV heads * head size]."""
     pool, group = runner.pool, runner.decoder.group
     slots = np.concatenate([pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
-    where = upload(slots, pool.keys.device)
-    pair = torch.stack([rows[layer].index_select(0, where) for rows in (pool.keys, pool.values)], 1)
+    pair = torch.stack(pool.read(layer, upload(slots, pool.keys.device)), 1)
     if group.size > 1:
         pair = group.all_gather(pair.contiguous(), 2)
         pair = pair[:, :, :: pair.shape[2] // runner.config.num_kv_heads]  # ranks may hold the same head

@@ -141,10 +141,12 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
         config.dtype,
         stretch=config.stretch,
         weights=config.weights,
+        kv_dtype=config.kv_dtype,
         max_model_len=config.max_model_len,
         num_slots=config.kv_slots,
         max_num_seqs=spec.scheduler.max_num_seqs,
         num_logit_rows=spec.scheduler.max_num_batched_tokens if reads_prompts else 0,
+        max_num_batched_tokens=spec.scheduler.max_num_batched_tokens,
         graphs=graphs,
         sharing=_sharing(spec),
         beside=spec.drafter.memory_beside(config, group.size, spec.device) if is_attached else (0, 0),
@@ -152,7 +154,9 @@ def _build_target(spec: RankSpec, group: Group, bridge: BridgeEnd | None) -> tup
     sizes: dict[str, Any] = fit.facts()
     log_event(logger_of(spec.identity), "sized", **sizes)  # before weights are loaded
     model = fit.dtype, fit.num_slots, config.stretch
-    runner = open_model(config.path, group, spec.device, *model, weights=fit.weights, backend=config.attention)
+    options: dict[str, Any] = {"weights": fit.weights, "kv_dtype": fit.kv_dtype, "backend": config.attention}
+    runner = open_model(config.path, group, spec.device, *model, **options)
+    log_event(logger_of(spec.identity), "attention", backend=runner.attention, kv_dtype=sizes["kv_dtype"])
     if spec.pipeline != PipelineName.plain:
         runner = spec.drafter.on_target(runner)
     is_lead = spec.rank == 0

@@ -18,7 +18,14 @@ from cluster import pocket
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import RankPlacement
 from parallel.model.families.registry import read_config
-from parallel.runtime.model_bytes import ITEM_BYTES, dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
+from parallel.runtime.model_bytes import (
+    ITEM_BYTES,
+    dtype_name,
+    kv_bytes_per_slot,
+    kv_item_bytes,
+    weight_bytes,
+    weights_name,
+)
 
 _Model = TargetConfig | ModelDrafterConfig | SpeculatorDrafterConfig
 _TRANSLATED = ", whose tokenizer is not the target's: "
@@ -66,7 +73,8 @@ def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Foo
     width, stored = ITEM_BYTES[dtype], weights_name(model.weights, dtype, place.device, model.path)
     weights = place.size * weight_bytes(shapes, parts, width, weights=stored)
     num_slots = model.kv_slots or max_num_seqs * length
-    return Footprint(weights, place.size * num_slots * kv_bytes_per_slot(shapes, parts, width))
+    rows = kv_bytes_per_slot(shapes, parts, kv_item_bytes(model.kv_dtype, dtype))
+    return Footprint(weights, place.size * num_slots * rows)
 
 
 def _speculator_footprint(model: SpeculatorDrafterConfig, place: RankPlacement, config: LaunchConfig) -> Footprint:

@@ -284,6 +284,7 @@ def _measured(
                 "sequences": count,
                 "context": context if not longest else f"{context}, one {longest}",
                 "rows": label,
+                "attention": runner.attention,
                 "kind": kind,
                 "first ms": round(1e3 * first, 2),
                 "plan ms": round(1e3 * plan_s, 3) if work is one else "",

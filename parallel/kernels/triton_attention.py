@@ -38,16 +38,14 @@ def _attend_keys(
     acc, peak, total, q, keys, values, table, bits, depths,
     begin, end, limit, context, oldest, slot_stride, scale, softcap, is_chain, is_row,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from `begin` on, BLOCK_N at most and before `end`, to the running softmax."""
     n = begin + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = n < end
     slot = tl.load(table + n, mask=inside, other=0).to(tl.int64) * slot_stride
-    k = tl.load(keys + slot[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
-    if WIDEN:
-        k = k.to(tl.float32)
+    k = tl.load(keys + slot[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0).to(q.dtype)
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if CAPPED:  # softcap * tanh(score / softcap)
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
@@ -68,9 +66,7 @@ def _attend_keys(
     base = tl.where(higher == float("-inf"), 0.0, higher)  # no key was seen yet
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(peak - base)
-    v = tl.load(values + slot[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    if WIDEN:
-        v = v.to(tl.float32)
+    v = tl.load(values + slot[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0).to(q.dtype)
     acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return acc, higher, total * decay + tl.sum(weights, 1)
 
@@ -78,13 +74,14 @@ def _attend_keys(
 @triton.jit
 def attend_items(
     queries, keys, values, out, lse, partial, partial_lse, items, tables, positions, words, depths,
-    query_stride, slot_stride, scale, softcap, window,
+    query_stride, slot_stride, scale, value_scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WANTS_LSE: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One item and KV head. `queries` [T, >= heads * D], `keys`, `values` [slots, kv_heads, D], `out` [T, heads * D],
-    `lse` [T, heads], `partial` [P, kv_heads, BLOCK_M, D] and `partial_lse` without D (base 2)."""
+    `lse` [T, heads], `partial` [P, kv_heads, BLOCK_M, D] and `partial_lse` without D (base 2). Keys and values may be
+    FP8, of which products are taken in the queries' type; `scale` is that of scores, the keys' scale included."""
     kv_head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1)
     item = items + tl.program_id(0) * _NUM_FIELDS
@@ -133,16 +130,16 @@ def attend_items(
         acc, peak, total = _attend_keys(
             acc, peak, total, q, keys, values, table, bits, depths,
             n, end, limit, context, oldest, slot_stride, scale, softcap, is_chain, is_row,
-            D, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, PRECISION, WIDEN,
+            D, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, PRECISION,
         )  # fmt: skip
     for n in range(begin + unmasked, end, BLOCK_N):
         acc, peak, total = _attend_keys(
             acc, peak, total, q, keys, values, table, bits, depths,
             n, end, limit, context, oldest, slot_stride, scale, softcap, is_chain, is_row,
-            D, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, PRECISION, WIDEN,
+            D, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, PRECISION,
         )  # fmt: skip
 
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
     sum_of_exp = tl.where(total == 0.0, float("-inf"), peak + tl.log2(tl.where(total == 0.0, 1.0, total)))
     if place < 0:
         at = pass_row * (num_kv_heads * GROUP) + head

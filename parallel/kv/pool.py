@@ -23,6 +23,8 @@ import numpy as np
 import torch
 
 SeqId = Hashable
+FP8 = torch.float8_e4m3fn
+_LARGEST_FP8 = torch.finfo(FP8).max
 _ROOM = np.zeros(64, dtype=np.int64)
 
 
@@ -87,6 +89,10 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 class KVPool:
     """Keys and values [num_layers, num_slots, num_kv_heads, head_dim] and the sequences' tables of slots.
 
+    Rows are computed with in `dtype`. As `stored` they may be FP8: each number divided by its layer's scale (of keys,
+    of values) and rounded to e4m3, at most 448. Whatever reads a row reads it rounded, in the pass that wrote it too,
+    so that a row says the same in a verification as in plain decoding.
+
     Call `can_reserve` before `reserve`. One more row, the scratch slot, belongs to no sequence: padding reads and
     writes it.
     """
@@ -99,9 +105,18 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        stored: torch.dtype | None = None,
+        scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
+        assert stored in (None, dtype, FP8), f"rows of {dtype} are not stored as {stored}"
         shape = num_layers, num_slots + 1, num_kv_heads, head_dim
-        self.keys, self.values = (_zeros(shape, dtype, torch.device(device)) for _ in range(2))
+        self.dtype = dtype
+        self.keys, self.values = (_zeros(shape, stored or dtype, torch.device(device)) for _ in range(2))
+        self.is_fp8 = self.keys.dtype == FP8
+        self.scales = list(scales or [(1.0, 1.0)] * num_layers)
+        # index operations have no FP8 on every device; they move bytes as well
+        self._moved = [rows.view(torch.uint8) if self.is_fp8 else rows for rows in (self.keys, self.values)]
         self.num_slots = num_slots
         self.scratch_slot = num_slots
         self.num_free = num_slots
@@ -189,6 +204,35 @@ class KVPool:
         assert 0 <= length <= table.cached_len, f"cannot truncate {table.cached_len} rows to {length}"
         self._release(table.shorten(length))
         table.cached_len = length
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put keys and values [n, kv_heads, head_dim] of a layer into these slots."""
+        for stored, rows, scale in zip(self._moved, (keys, values), self.scales[layer], strict=True):
+            if self.is_fp8:
+                rows = (rows if scale == 1 else rows.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8)  # noqa: PLW2901
+                rows = rows.to(FP8).view(torch.uint8)  # noqa: PLW2901
+            stored[layer].index_copy_(0, slots, rows)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, kv_heads, head_dim] of a layer in these slots."""
+        keys, values = (stored[layer].index_select(0, slots) for stored in self._moved)
+        return self.widened(layer, keys.view(FP8), values.view(FP8)) if self.is_fp8 else (keys, values)
+
+    def widened(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a layer as they stand in the pool -> the numbers that they stand for, in `dtype`."""
+        if not self.is_fp8:
+            return keys, values
+        key_scale, value_scale = self.scales[layer]
+        keys, values = keys.to(self.dtype), values.to(self.dtype)
+        return keys if key_scale == 1 else keys * key_scale, values if value_scale == 1 else values * value_scale
+
+    def copy(self, layers: range, source: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy the rows of these layers from slots to others."""
+        for stored in self._moved:
+            part = stored[layers.start : layers.stop]
+            part.index_copy_(1, into, part.index_select(1, source))
 
     def check(self) -> None:
         """Assert that every slot is free or owned exactly once, no borrowed one is free, and the runs are right."""

@@ -16,6 +16,9 @@ import torch
 from parallel.kv.pool import KVPool, SeqId
 
 _SMALLEST = 4
+_HALVES = 2 * 2 * _SMALLEST
+"""Entries for each slot, both halves together."""
+BYTES_PER_SLOT = 4 * _HALVES
 
 
 class SlotMirror:
@@ -24,7 +27,7 @@ class SlotMirror:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._half = 2 * _SMALLEST * (pool.num_slots + 1)
+        self._half = _HALVES // 2 * (pool.num_slots + 1)
         self._next, self._end = 0, self._half
         self._regions: dict[SeqId, range] = {}
         self.tables = torch.zeros(2 * self._half, dtype=torch.int32, device=pool.keys.device)

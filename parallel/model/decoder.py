@@ -96,10 +96,15 @@ class Decoder(Layer):
             if isinstance(part, Weight) and part not in [layer.weight for layer in kept]:
                 part.store_as(stored)
 
-    def make_pool(self, num_slots: int) -> KVPool:
-        """A pool for the attention that this rank has."""
-        config, kv_heads = self.config, self.config.local_kv_heads(self.attention_ranks)
-        return KVPool(len(self.held), num_slots, kv_heads, config.head_dim, self.dtype, self.device)
+    def make_pool(
+        self,
+        num_slots: int,
+        stored: torch.dtype | None = None,
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> KVPool:
+        """A pool for the attention that this rank has, with one scale of keys and of values for each layer it holds."""
+        shape = self.config.local_kv_heads(self.attention_ranks), self.config.head_dim
+        return KVPool(len(self.held), num_slots, *shape, self.dtype, self.device, stored=stored, scales=scales)
 
     def attention_shape(self) -> AttentionShape:
         config, ranks = self.config, self.attention_ranks

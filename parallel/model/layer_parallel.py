@@ -81,8 +81,8 @@ class LayerParallelDecoder(Decoder):
         sizes = [row] * 2 * config.num_layers + [config.hidden_size] * (len(taps) + 1)
         if self.group.rank == 0:
             states = self._walk_layers(token_ids, plan, taps)
-            keys, values = plan.attention.written()
-            parts = [rows.reshape(num_rows, row) for pair in zip(keys, values, strict=True) for rows in pair]
+            pairs = map(plan.attention.written, range(config.num_layers))
+            parts = [rows.reshape(num_rows, row) for pair in pairs for rows in pair]
             self.group.broadcast(torch.cat([*parts, *states], 1))
             return states
         message = self.group.broadcast(torch.empty(num_rows, sum(sizes), dtype=self.dtype, device=self.device))

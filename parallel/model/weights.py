@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from parallel.model.checkpoint import find_tensors, quantization_of, resolve_checkpoint, stored_tensors, tensor_shapes
+from parallel.model.checkpoint import (
+    find_tensors,
+    quantization_of,
+    resolve_checkpoint,
+    stored_tensors,
+    tensor_headers,
+    tensor_shapes,
+)
 from parallel.model.decoder import Decoder
 from parallel.model.dequantize import read_matrix
 from parallel.model.layers.weight import Shard
@@ -35,6 +42,29 @@ def load_weights(decoder: Decoder, path: str | Path) -> None:
         load_shards(decoder.shards(), shapes, directory, _CUDA_THREADS if on_cuda else 1)
     decoder.silence_stretch()
     decoder.pack()
+
+
+def read_kv_scales(decoder: Decoder, path: str | Path) -> list[tuple[float, float]]:
+    """What keys and values of each layer of this rank are divided by in FP8, as compressed-tensors' `kv_cache_scheme`
+    stores it; 1 where the checkpoint has none. ValueError naming a tensor that is no such number."""
+    directory, config = resolve_checkpoint(str(path)), decoder.config
+    headers, last = tensor_headers(directory), config.num_layers - config.stretch - 1
+    found: dict[str, float] = {}
+    names = [
+        [f"{config.names.blocks}.{min(layer, last)}.{config.names.attention}.{kind}_scale" for kind in "kv"]
+        for layer in decoder.held
+    ]
+    wanted = {name: headers[name] for pair in names for name in pair if name in headers}
+    for name, file in find_tensors(directory, wanted).items():
+        with safe_open(file, framework="pt") as tensors:
+            scale = tensors.get_tensor(name)
+        if scale.numel() != 1 or not 0 < scale.item() < math.inf:
+            remedy = "use kv_dtype=auto, or a checkpoint with one positive scale for each tensor"
+            raise ValueError(
+                f"{file}: tensor {name} of shape {list(scale.shape)} is no scale of keys or values; {remedy}"
+            )
+        found[name] = float(scale.item())
+    return [(found.get(key, 1.0), found.get(value, 1.0)) for key, value in names]
 
 
 def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory: Path, num_threads: int = 1) -> None:

@@ -12,9 +12,12 @@ import torch
 
 from parallel.comm.group import Group
 from parallel.kernels.products import has_products
+from parallel.kv.pool import FP8
+from parallel.kv.slot_mirror import BYTES_PER_SLOT
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import HeadRows
 from parallel.model.families.registry import read_config
+from parallel.model.layers.split_kv import most_partial_bytes
 from parallel.model.partition import LayerLayout
 from parallel.runtime.graph_list import GraphList, graph_bytes
 from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
@@ -31,6 +34,8 @@ class ModelMemory:
     """What a rank will allocate for a model."""
 
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """Of KV rows."""
     max_model_len: int
     num_slots: int
     weight_bytes: int
@@ -42,6 +47,7 @@ class ModelMemory:
         return {
             "dtype": _name(self.dtype),
             "weights": _name(self.weights),
+            "kv_dtype": _name(self.kv_dtype),
             "max_model_len": self.max_model_len,
             "kv_slots": self.num_slots,
             "weight_bytes": self.weight_bytes,
@@ -51,6 +57,11 @@ class ModelMemory:
 
 def choose_dtype(name: str, device: str) -> torch.dtype:
     return getattr(torch, dtype_name(name, device))
+
+
+def choose_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of KV rows, `auto` or `fp8`, of a model of this type."""
+    return FP8 if kv_dtype == "fp8" else dtype
 
 
 def choose_weights(weights: str, dtype: str, device: str, path: str = "") -> torch.dtype:
@@ -90,16 +101,19 @@ def fit_slots(
     stretch: int = 0,
     layout: LayerLayout | None = None,
     weights: str = "auto",
+    kv_dtype: str = "auto",
     head: HeadRows | None = None,
     num_logit_rows: int = 0,
+    max_num_batched_tokens: int = 0,
     graphs: GraphList = _NO_GRAPHS,
     sharing: DeviceShare | None = None,
     beside: tuple[int, int] = (0, 0),
 ) -> ModelMemory:
     """Size the pool for `max_num_seqs` sequences of `max_model_len` tokens, or for as many as fit beside the logits of
     `num_logit_rows` rows, twice in float32: as computed, and while their likeliest tokens are read; on CUDA beside
-    `graphs`. With others on the same device (`sharing`) a rank keeps to its part, in whatever order they allocate.
-    `beside`: bytes that a drafter on the same ranks takes, and those that it takes for every slot.
+    `graphs`, tables of slots and parts of the attention of `max_num_batched_tokens` rows. With others on the same
+    device (`sharing`) a rank keeps to its part, in whatever order they allocate. `beside`: bytes that a drafter on the
+    same ranks takes, and those that it takes for every slot.
 
     The ranks share the model tensor-parallel, or layer-parallel by `layout`. ValueError if the weights or the given
     `num_slots`, which must be the same on all ranks, do not fit.
@@ -107,15 +121,20 @@ def fit_slots(
     config = replace(read_config(resolve_checkpoint(path)).stretched(stretch), head=head)
     chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
-    share = config, group.size, chosen.itemsize, layout, group.rank
-    held, per_slot = weight_bytes(*share, weights=_name(stored)), kv_bytes_per_slot(*share)
-    reserved = num_logit_rows * config.vocab_size * 8
+    rows = choose_kv_dtype(kv_dtype, chosen)
+    held = weight_bytes(config, group.size, chosen.itemsize, layout, group.rank, weights=_name(stored))
+    per_slot = kv_bytes_per_slot(config, group.size, rows.itemsize, layout, group.rank)
+    reserved, tables = num_logit_rows * config.vocab_size * 8, 0
     if device.startswith("cuda"):
+        tables = BYTES_PER_SLOT
         reserved += graph_bytes(config, chosen.itemsize, graphs)
-    sizes, limits = (held + beside[0], per_slot + beside[1]), {"reserved": reserved, "sharing": sharing}
+        ranks = group.size if layout is None else 1
+        shape = config.num_heads // ranks, config.local_kv_heads(ranks), config.head_dim
+        reserved += most_partial_bytes(*shape, max_num_batched_tokens, max_num_seqs, torch.device(device))
+    sizes, limits = (held + beside[0], per_slot + tables + beside[1]), {"reserved": reserved, "sharing": sharing}
     most = max_num_seqs * max_model_len
     num_slots = affordable_slots(path, group, device, *sizes, most=most, num_slots=num_slots, **limits)
-    return ModelMemory(chosen, max_model_len, num_slots, held, num_slots * per_slot, stored)
+    return ModelMemory(chosen, rows, max_model_len, num_slots, held, num_slots * per_slot, stored)
 
 
 def affordable_slots(

@@ -44,6 +44,11 @@ def weights_name(weights: str, dtype: str, device: str, path: str = "", *, has_k
     return weights
 
 
+def kv_item_bytes(kv_dtype: str, dtype: str) -> int:
+    """Of a number in a KV row, by `target.kv_dtype` and the model's type."""
+    return 1 if kv_dtype == "fp8" else ITEM_BYTES[dtype]
+
+
 def weight_bytes(
     config: DecoderConfig,
     ranks: int,
@@ -78,7 +83,7 @@ def weight_bytes(
 def kv_bytes_per_slot(
     config: DecoderConfig, ranks: int, item_bytes: int, layout: LayerLayout | None = None, rank: int = 0
 ) -> int:
-    """Bytes one token takes in the pool of such a rank."""
+    """Bytes one token takes in the pool of such a rank, of `item_bytes` each number."""
     attention, _, held = _shares(config, ranks, layout, rank)
     return 2 * held * config.local_kv_heads(attention) * config.head_dim * item_bytes
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
-from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.pool import FP8, KVPool, SeqId
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.decoder import Decoder
@@ -33,7 +33,7 @@ from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.layers.split_kv import SplitKVBackend
 from parallel.model.layers.weight import Layer
 from parallel.model.partition import LayerLayout
-from parallel.model.weights import load_weights
+from parallel.model.weights import load_weights, read_kv_scales
 from parallel.runtime.cuda_graphs import CapturedPasses, StepChoice, run_pass
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
@@ -82,6 +82,7 @@ class ModelRunner:
             raise ValueError("graphs=True: passes of a mixture of experts cannot be captured")
         if graphs and not can_capture:
             raise ValueError(f"graphs=True needs a CUDA device and one of {CAPTURED}, not {backend!r} here")
+        self.attention = backend
         self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs)
         self._passes = CapturedPasses(decoder) if graphs else None
         self._pending: dict[SeqId, PendingRows] = {}
@@ -303,7 +304,7 @@ def make_backend(
         return SdpaBackend(pool, shape)
     if name == "ragged":
         if not RaggedBackend.runs(pool):
-            raise ValueError("backend='ragged' needs float32, a CPU and a C++ compiler; use 'sdpa'")
+            raise ValueError("backend='ragged' needs float32, KV rows too, a CPU and a C++ compiler; use 'sdpa'")
         return RaggedBackend(pool, shape)
     raise ValueError(f"attention backend {name!r} is not known; known are 'ragged', 'triton', 'sdpa' and 'padded'")
 
@@ -318,13 +319,15 @@ def open_model(
     *,
     layout: LayerLayout | None = None,
     weights: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
     head: HeadRows | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows; `options` are the runner's.
 
-    Matrices are stored as `weights`, None for `dtype`. The ranks share the model tensor-parallel, or by `layout`; the
-    runner is then a `LayerParallelRunner`. With `head`, logits are computed for some tokens only.
+    Matrices are stored as `weights`, KV rows as `kv_dtype`, None for `dtype`. The ranks share the model
+    tensor-parallel, or by `layout`; the runner is then a `LayerParallelRunner`. With `head`, logits are computed for
+    some tokens only.
     """
     use_device(device)
     directory = resolve_checkpoint(str(path))
@@ -333,8 +336,13 @@ def open_model(
         from parallel.runtime.layer_parallel_runner import LayerParallelDecoder, LayerParallelRunner
 
         decoder = LayerParallelDecoder(config, group, device, dtype, layout, weights)
-        load_weights(decoder, directory)
-        return LayerParallelRunner(decoder, decoder.make_pool(num_slots), **options)
+        return LayerParallelRunner(decoder, _load(decoder, directory, num_slots, kv_dtype), **options)
     decoder = Decoder(config, group, device, dtype, weights=weights)
+    return ModelRunner(decoder, _load(decoder, directory, num_slots, kv_dtype), **options)
+
+
+def _load(decoder: Decoder, directory: Path, num_slots: int, kv_dtype: torch.dtype | None) -> KVPool:
+    """Fill the weights; returns a pool for them."""
     load_weights(decoder, directory)
-    return ModelRunner(decoder, decoder.make_pool(num_slots), **options)
+    scales = read_kv_scales(decoder, directory) if kv_dtype == FP8 else None
+    return decoder.make_pool(num_slots, kv_dtype, scales)

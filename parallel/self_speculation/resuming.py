@@ -97,9 +97,7 @@ class ResumingRunner(ModelRunner):
         old, new = (np.concatenate(slots) for slots in zip(*(one.moves() for one in taken), strict=True))
         if np.array_equal(old, new):
             return
-        where, to = to_device([old, new], self.pool.keys.device)
-        for part in (self.pool.keys, self.pool.values):
-            part[:stop].index_copy_(1, to, part[:stop].index_select(1, where))
+        self.pool.copy(range(stop), *to_device([old, new], self.pool.keys.device))
 
     def _states(self, taken: Sequence[_Taken], tokens: list[int], stop: int, num_rows: int) -> Tensor:
         """The residual stream after `stop` layers, [`num_rows`, H]: of kept rows as it was, of the others by a pass."""

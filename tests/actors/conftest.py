@@ -223,7 +223,7 @@ def open_bridge():
 @pytest.fixture
 def open_room(models, speculator, open_bridge):
     """Room for a drafter config (None for none); `path` is the draft model, the smaller one unless said otherwise, and
-    `weights` the type in which the target's matrices are stored."""
+    `weights` and `kv_dtype` the types in which the target's matrices and KV rows are stored."""
 
     def open_(
         config=None,
@@ -235,13 +235,14 @@ def open_room(models, speculator, open_bridge):
         pipeline="sync",
         wrap=None,
         weights=None,
+        kv_dtype=None,
         attached=False,
     ):
         limits = limits or SchedulerConfig()
         reader = config and TopTokensReader.of(
             config.target_top_k, reads_prompts=config.reads_prompts, is_late=config.learns_later
         )
-        runner = open_model(models["target"], num_slots=slots, weights=weights)
+        runner = open_model(models["target"], num_slots=slots, weights=weights, kv_dtype=kv_dtype)
         draft = on_target = features = None
         if config is not None:
             if isinstance(config, AutoDrafterConfig):

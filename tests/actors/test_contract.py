@@ -29,6 +29,7 @@ from actors.policy.policy import PIPELINES
 from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
+from parallel.kv.pool import FP8
 from parallel.speculators.streaming import StreamingRunner
 from tests.actors.drafters.model.small_trees import small_trees
 from tests.actors.drafters.retrieval.small_store import small_store
@@ -327,6 +328,26 @@ def test_tokens_of_a_rounded_target_are_those_of_its_plain_decoding(
     config = replace(DRAFTERS[drafter], weights=weights)
     room = open_room(config, path=models["target"], pipeline=pipeline, weights=stored).serve(requests)
     assert (room.tokens, room.ends) == plain_tokens[stored]
+    assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "pipeline"),
+    [("chain", "sync"), ("tree", "tree"), *((name, None) for name in ("exit", "kangaroo", "glide", "streaming-tree"))],
+)
+def test_tokens_with_fp8_rows_are_those_of_their_plain_decoding(
+    open_room, make_requests, models, plain_tokens, drafter, pipeline
+):
+    """Drafts in roles of their own, and with None attached: those that copy, borrow or read rows of the target."""
+    requests = make_requests(5, max_tokens=24)
+    if FP8 not in plain_tokens:
+        plain = open_room(pipeline="plain", kv_dtype=FP8).serve(requests)
+        plain_tokens[FP8] = plain.tokens, plain.ends
+    path = models["target"] if drafter in DRAFTERS else None
+    attached = dict(attached=True) if pipeline is None else dict(pipeline=pipeline)
+    room = open_room((DRAFTERS | ON_TARGET)[drafter], path=path, kv_dtype=FP8, **attached).serve(requests)
+    assert room.target.runner.pool.is_fp8
+    assert (room.tokens, room.ends) == plain_tokens[FP8]
     assert room.stats.num_accepted_tokens > 0, "nothing was ever accepted: the test shows nothing"
 
 

@@ -10,4 +10,6 @@ from parallel.kernels.attention import has_attention
 from parallel.kernels.triton_launch import has_triton
 
 BACKENDS = ["sdpa", "padded", *(["ragged"] if has_attention() else [])]
+FP8_BACKENDS = ["sdpa", "padded", *([pytest.param("triton", marks=pytest.mark.slow)] if has_triton() else [])]
+"""Those that read KV rows in FP8."""
 EVERY_BACKEND = [*BACKENDS, *([pytest.param("triton", marks=pytest.mark.slow)] if has_triton() else [])]

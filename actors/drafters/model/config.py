@@ -15,10 +15,12 @@ from actors.options import (
     CHECKPOINT,
     DEVICES,
     DTYPES,
+    KV_DTYPES,
     MAX_RANKS,
     WEIGHTS,
     PipelineName,
     VerifyRule,
+    check_kv_dtype,
     check_weights,
 )
 from actors.protocol.messages import SamplingKind
@@ -162,6 +164,8 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """CPU: the type in which matrices are stored, as `target.weights`."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
     """How attention is computed, as `target.attention`."""
+    kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
+    """In which keys and values are kept, as `target.kv_dtype`."""
 
     def check_fields(self, where: str) -> None:
         is_tree = self.strategy is Strategy.tree
@@ -307,6 +311,7 @@ class ModelDrafterConfig(PassDrafterConfig):
         path, shared = self.path, self.parallel is not Parallel.single
         require(bool(path), f"{where}.path", path, CHECKPOINT)
         check_weights(where, self.weights, self.dtype, self.device)
+        check_kv_dtype(where, self.kv_dtype, self.attention)
         remedy = "needs a way to share the model; add drafter.parallel=tensor or layer"
         require(shared or self.ranks == 1, f"{where}.ranks", self.ranks, remedy)
         spells = self.translate is Translation.strings

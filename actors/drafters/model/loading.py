@@ -103,7 +103,9 @@ def open_draft_model(
         num_slots=config.kv_slots,
         layout=layout,
         weights=config.weights,
+        kv_dtype=config.kv_dtype,
         head=head,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         graphs=graphs,
         sharing=sharing,
     )
@@ -114,6 +116,7 @@ def open_draft_model(
         groups = [len(members) for members in layout.partition]
         facts |= {"layer_groups": groups, "mlp_parallel": layout.mlp, "calibration": layout.calibration}
     options = {"layout": layout, "weights": fit.weights, "head": head, "backend": config.attention}
+    options["kv_dtype"] = fit.kv_dtype
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
     if config.prefixes:
         runner = NestedRunner(runner.decoder, runner.pool, config.prefixes, config.prefix_confidence)

@@ -78,8 +78,8 @@ class SelfDrafterConfig(PassDrafterConfig):
         remedy = "there is nothing to calibrate: the rows of drafts are not kept; drop it and calibrate_every"
         require(is_usual, f"{where}.calibration_policy", self.calibration_policy, remedy)
         remedy = "is the target's own, target.{0}; drop it"
-        own = {"kv_slots": self.kv_slots, "dtype": self.dtype, "weights": self.weights, "attention": self.attention}
-        for key, value in own.items():
+        for key in ("kv_slots", "kv_dtype", "dtype", "weights", "attention"):
+            value = getattr(self, key)
             require(value in (0, "auto"), f"{where}.{key}", value, remedy.format(key))
 
     def check_with(self, rule: VerifyRule, pipeline: PipelineName, where: str = "drafter") -> None:

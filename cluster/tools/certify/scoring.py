@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution
 from cluster.tools.certify.identity import OutputPair
 from parallel.comm.group import SINGLE
 from parallel.model.config import HeadRows
-from parallel.runtime.kv_sizing import choose_dtype, choose_weights
+from parallel.runtime.kv_sizing import choose_dtype, choose_kv_dtype, choose_weights
 from parallel.runtime.runner import Span, open_model
 
 EXPLAINED = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
@@ -44,13 +45,15 @@ class TextReader:
         *,
         stretch: int = 0,
         weights: str = "auto",
+        kv_dtype: str = "auto",
         head: HeadRows | None = None,
     ) -> None:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = choose_dtype(dtype, device)
         stored = choose_weights(weights, dtype, device, path)
-        self.runner = open_model(path, SINGLE, device, self.dtype, num_slots, stretch, weights=stored, head=head)
+        types: dict[str, Any] = {"weights": stored, "kv_dtype": choose_kv_dtype(kv_dtype, self.dtype)}
+        self.runner = open_model(path, SINGLE, device, self.dtype, num_slots, stretch, head=head, **types)
 
     @property
     def vocab_size(self) -> int:

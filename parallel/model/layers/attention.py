@@ -68,8 +68,8 @@ class AttentionPlan(Protocol):
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put rows k, v [T, kv_heads, head_dim] into the pass's slots."""
 
-    def written(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [layers, T, kv_heads, head_dim] in the pass's slots."""
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, kv_heads, head_dim] in the pass's slots."""
         ...
 
 

@@ -83,13 +83,10 @@ class PaddedPlan:
         self.masks = [self._masks(rectangle) for rectangle in self.rectangles]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        pool = self.backend.pool
-        pool.keys[layer].index_copy_(0, self.written_slots, k)
-        pool.values[layer].index_copy_(0, self.written_slots, v)
+        self.backend.pool.write(layer, self.written_slots, k, v)
 
-    def written(self) -> tuple[Tensor, Tensor]:
-        pool = self.backend.pool
-        return pool.keys[:, self.written_slots], pool.values[:, self.written_slots]
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.backend.pool.read(layer, self.written_slots)
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         q, k, v = heads.split(projected, rotation)
@@ -107,8 +104,7 @@ class PaddedPlan:
         num_queries = rectangle.query_rows.shape[1]
         head_dim = q.shape[2]
         slots = rectangle.slots.view(-1)
-        keys = pool.keys[layer].index_select(0, slots).view(batch, length, -1, head_dim).transpose(1, 2)
-        values = pool.values[layer].index_select(0, slots).view(batch, length, -1, head_dim).transpose(1, 2)
+        keys, values = (rows.view(batch, length, -1, head_dim).transpose(1, 2) for rows in pool.read(layer, slots))
         # the queries of a KV head's group are more queries of that head: [B, kv_heads, group * Q, head_dim]
         q = q.index_select(0, rectangle.query_rows.view(-1)).view(batch, num_queries, -1, group, head_dim)
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, -1, group * num_queries, head_dim)
@@ -130,7 +126,7 @@ class PaddedPlan:
         return full, self._additive(visible & (key_positions[:, None] > first[:, :, None]))
 
     def _additive(self, visible: Tensor) -> Tensor:
-        mask = torch.zeros(visible.shape, dtype=self.backend.pool.keys.dtype, device=visible.device)
+        mask = torch.zeros(visible.shape, dtype=self.backend.pool.dtype, device=visible.device)
         return mask.masked_fill_(~visible, float("-inf")).repeat(1, self.backend.shape.group, 1)[:, None]
 
 

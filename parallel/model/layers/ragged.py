@@ -37,13 +37,10 @@ class RaggedPlan:
         return self._backend.layer_call(heads).attend(self._rows, projected, rotation)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        pool, slots = self._backend.pool, torch.from_numpy(self._slots)
-        pool.keys[layer].index_copy_(0, slots, k)
-        pool.values[layer].index_copy_(0, slots, v)
+        self._backend.pool.write(layer, torch.from_numpy(self._slots), k, v)
 
-    def written(self) -> tuple[Tensor, Tensor]:
-        pool, slots = self._backend.pool, torch.from_numpy(self._slots)
-        return pool.keys[:, slots], pool.values[:, slots]
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._backend.pool.read(layer, torch.from_numpy(self._slots))
 
 
 class RaggedBackend:

@@ -56,11 +56,10 @@ class SdpaPlan:
         """Nothing to do: the masks were made with the plan."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pool.keys[layer].index_copy_(0, self._slots, k)
-        self._pool.values[layer].index_copy_(0, self._slots, v)
+        self._pool.write(layer, self._slots, k, v)
 
-    def written(self) -> tuple[Tensor, Tensor]:
-        return self._pool.keys[:, self._slots], self._pool.values[:, self._slots]
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._pool.read(layer, self._slots)
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         q, k, v = heads.split(projected, rotation)
@@ -70,10 +69,9 @@ class SdpaPlan:
     def _attend_span(self, span: SdpaSpan, layer: int, q: Tensor, windowed: bool) -> Tensor:
         """KV heads are the batch dimension, so that no key is repeated for the queries of its group."""
         if span.slots is None:
-            keys, values = span.keys[layer], span.values[layer]
+            keys, values = self._pool.widened(layer, span.keys[layer], span.values[layer])
         else:
-            keys = self._pool.keys[layer].index_select(0, span.slots).transpose(0, 1).unsqueeze(1)
-            values = self._pool.values[layer].index_select(0, span.slots).transpose(0, 1).unsqueeze(1)
+            keys, values = (rows.transpose(0, 1).unsqueeze(1) for rows in self._pool.read(layer, span.slots))
         mask = span.window_mask if windowed else span.mask
         num_rows, num_heads, head_dim = q.shape
         kv_heads, _, length, _ = keys.shape
@@ -139,6 +137,6 @@ class SdpaBackend:
         if window is not None:
             keys = np.concatenate((np.arange(rows.context), np.array(rows.pending.depths) + rows.context))
             hidden |= keys <= np.array(rows.positions())[:, None] - window
-        mask = torch.zeros(hidden.shape, dtype=self._pool.keys.dtype, device=self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._pool.dtype, device=self._device)
         mask.masked_fill_(upload(hidden, self._device, bool), float("-inf"))
         return mask.repeat(self._shape.group, 1) if folded else mask

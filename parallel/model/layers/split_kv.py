@@ -39,6 +39,8 @@ _FEW_PROCESSORS = 2  # where the device does not say
 _MERGED_AT_ONCE = 16
 _END, _WHOLE, _LIMIT = 3, 4, 5
 """Of the fields of an item, those that move with the text (`triton_attention.FIELDS`)."""
+_FP8_CAPABILITY = 8, 9
+"""From which on Triton converts to and from FP8."""
 
 
 @dataclass(slots=True)
@@ -82,13 +84,10 @@ class SplitKVPlan:
             self._partial = partial, torch.empty(shape[:3], dtype=torch.float32, device=pool.keys.device)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        pool = self.backend.pool
-        pool.keys[layer].index_copy_(0, self.written_slots, k)
-        pool.values[layer].index_copy_(0, self.written_slots, v)
+        self.backend.pool.write(layer, self.written_slots, k, v)
 
-    def written(self) -> tuple[Tensor, Tensor]:
-        pool = self.backend.pool
-        return pool.keys[:, self.written_slots], pool.values[:, self.written_slots]
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.backend.pool.read(layer, self.written_slots)
 
     def attend(self, heads: Heads, projected: Tensor, rotation: Rotation | None) -> Tensor:
         self._store(heads, projected, rotation)
@@ -121,6 +120,7 @@ class SplitKVPlan:
             projected.stride(0),
             keys.stride(0),
             eps,
+            *pool.scales[heads.layer],
             NUM_HEADS=heads.num_heads,
             NUM_KV_HEADS=heads.num_kv_heads,
             HALF=half,
@@ -128,6 +128,7 @@ class SplitKVPlan:
             NORMS=heads.norms is not None,
             PLUS_ONE=offset == 1.0,
             ROTATES=rotation is not None,
+            FP8=pool.is_fp8,
             num_warps=1,
         )
 
@@ -136,6 +137,7 @@ class SplitKVPlan:
 
         backend, pool, head_dim = self.backend, self.backend.pool, heads.head_dim
         keys, values = pool.keys[heads.layer], pool.values[heads.layer]
+        key_scale, value_scale = pool.scales[heads.layer]
         out = queries.new_empty(len(queries), heads.num_heads * head_dim)
         lse = torch.empty(len(queries), heads.num_heads, device=out.device) if self.wants_lse else None
         partial, partial_lse = (out, out) if self._partial is None else self._partial
@@ -164,7 +166,8 @@ class SplitKVPlan:
             self.depths,
             queries.stride(0),
             keys.stride(0),
-            head_dim**-0.5 if shape.scale is None else shape.scale,
+            (head_dim**-0.5 if shape.scale is None else shape.scale) * key_scale,
+            value_scale,
             shape.softcap or 0.0,
             window or 0,
             WINDOWED=bool(window),
@@ -193,19 +196,18 @@ class SplitKVBackend:
         self.num_bytes_sent = 0
         self._bucketed = bucketed
         _, _, num_kv_heads, head_dim = pool.keys.shape
-        row_bytes = block_size(head_dim) * pool.keys.element_size()
+        row_bytes = block_size(head_dim) * pool.dtype.itemsize  # FP8 is converted before it is multiplied
         self.block_n = 64 if row_bytes <= 512 else 32  # with the stages: up to 100 kB of shared memory
         self.num_stages = 3 if self.block_n * row_bytes <= 1 << 14 else 2
-        device, num_processors = pool.keys.device, _FEW_PROCESSORS
-        if device.type == "cuda":
-            num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._num_cuts = block_size(_PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads, 1)
-        """Items of a pass beyond one for each tile."""
+        self._num_cuts = _most_cuts(pool.keys.device, num_kv_heads)
 
     @staticmethod
     def runs(pool: KVPool) -> bool:
         """Whether this backend can serve the pool on this machine."""
-        return runs_on(pool.keys.device) and pool.keys.shape[3] % 2 == 0
+        device = pool.keys.device
+        if pool.is_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+            return False
+        return runs_on(device) and pool.keys.shape[3] % 2 == 0
 
     def plan(self, laid_out: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
         """Build the plan of a pass; `wanted` are the rows whose logits are asked for."""
@@ -309,6 +311,26 @@ class SplitKVBackend:
         group = self.shape.group
         block_m = block_size(group * min(block_size(num_rows, 1), max(1, _LARGEST_TILE // group)))
         return block_m // group, block_m
+
+
+def most_partial_bytes(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_rows: int, num_seqs: int, device: torch.device
+) -> int:
+    """An upper bound of what a pass takes for results that are still to be merged: every item one, of a whole tile."""
+    if not num_rows:
+        return 0
+    group = num_heads // num_kv_heads
+    tile = max(_LARGEST_TILE, block_size(group))
+    num_items = -(-num_rows * group // _LARGEST_TILE) + num_seqs + _most_cuts(device, num_kv_heads)
+    return num_items * num_kv_heads * tile * (head_dim + 1) * torch.float32.itemsize
+
+
+def _most_cuts(device: torch.device, num_kv_heads: int) -> int:
+    """Items of a pass beyond one for each tile."""
+    num_processors = _FEW_PROCESSORS
+    if device.type == "cuda" and torch.cuda.is_available():
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return block_size(_PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads, 1)
 
 
 _NOTHING = np.empty(0, dtype=np.int32)

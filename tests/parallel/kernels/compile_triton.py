@@ -23,13 +23,16 @@ TYPES = {
     "top_ps": "*fp64",
     **dict.fromkeys(("positions", "slots"), "*i64"),
     **dict.fromkeys(("query_stride", "slot_stride", "stride", "size", "window"), "i32"),
-    **dict.fromkeys(("scale", "softcap", "eps"), "fp32"),
+    **dict.fromkeys(("scale", "key_scale", "value_scale", "softcap", "eps"), "fp32"),
 }
 """Of the arguments that are neither constants nor pointers to numbers of the model's type."""
 
 
-def compile_kernel(kernel: triton.JITFunction, dtype: str, constants: dict[str, object], **options: int) -> None:
+def compile_kernel(
+    kernel: triton.JITFunction, dtype: str, constants: dict[str, object], *, fp8: bool = False, **options: int
+) -> None:
     types = {name: "constexpr" if name in constants else f"*{dtype}" for name in kernel.arg_names}
+    types |= {name: "*fp8e4nv" for name in ("keys", "values") if fp8 and name in types}
     types |= {name: kind for name, kind in TYPES.items() if name in types}
     aligned = [(i,) for i, kind in enumerate(types.values()) if kind.startswith("*") or kind == "i32"]
     attributes = {key: [["tt.divisibility", 16]] for key in aligned}  # as a launch finds of these sizes
@@ -40,7 +43,7 @@ def compile_kernel(kernel: triton.JITFunction, dtype: str, constants: dict[str, 
     assert compiled.asm["cubin"]
 
 
-def compile_attention(dtype: str, head_dim: int, block_m: int, *, masks: bool) -> None:
+def compile_attention(dtype: str, head_dim: int, block_m: int, *, masks: bool, fp8: bool = False) -> None:
     block_d = triton.next_power_of_2(head_dim)
     row_bytes = block_d * (4 if dtype == "fp32" else 2)
     block_n = 64 if row_bytes <= 512 else 32  # as SplitKVBackend chooses
@@ -50,13 +53,16 @@ def compile_attention(dtype: str, head_dim: int, block_m: int, *, masks: bool) -
     more = dict(BLOCK_N=block_n, WINDOWED=masks, CAPPED=masks, PRECISION=precision, WIDEN=False)
     num_warps = 8 if block_m * head_dim > 4096 else 4
     kernel = triton_attention.attend_items
-    compile_kernel(kernel, dtype, constants | more, num_warps=num_warps, num_stages=num_stages)
+    compile_kernel(kernel, dtype, constants | more, fp8=fp8, num_warps=num_warps, num_stages=num_stages)
     compile_kernel(triton_attention.merge_items, dtype, constants | dict(BLOCK_P=16))
 
 
 def main(which: str) -> None:
-    compile_attention("bf16", 64, 16, masks=True)
+    compile_attention("bf16", 64, 16, masks=True, fp8=True)
     if which == "all":
+        compile_attention("bf16", 64, 16, masks=True)
+        for head_dim in (64, 96, 128, 256):
+            compile_attention("bf16", head_dim, 64, masks=False, fp8=True)
         for dtype in ("bf16", "fp16", "fp32"):
             for head_dim in (64, 96, 128, 256):
                 for block_m in (16, 64):
@@ -67,8 +73,8 @@ def main(which: str) -> None:
         compile_kernel(triton_rows.normalize_rows, dtype, dict(ADDS=on, PLUS_ONE=on, BLOCK=4096), num_warps=8)
         compile_kernel(triton_rows.gate_rows, dtype, dict(BLOCK=1024))
         shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, BLOCK=64)
-        kinds = dict(NORMS=on, PLUS_ONE=on, ROTATES=on)
-        compile_kernel(triton_rows.store_heads, dtype, shape | kinds, num_warps=1)
+        kinds = dict(NORMS=on, PLUS_ONE=on, ROTATES=on, FP8=on)
+        compile_kernel(triton_rows.store_heads, dtype, shape | kinds, fp8=on, num_warps=1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import MutualRows, PendingRows, Span, SpanRows, lay_out
-from parallel.kv.pool import KVPool
+from parallel.kv.pool import FP8, KVPool
 from parallel.model.layers.attention import AttentionShape, Heads
 from parallel.model.layers.split_kv import SplitKVBackend
 
@@ -32,6 +32,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     mutual: bool = False
     bucketed: bool = False
+    fp8: bool = False
 
 
 def random_tree(seed: int, size: int) -> list[int]:
@@ -54,6 +55,7 @@ CASES = {
     "head of 12": Case([(9, 2)], head_dim=12, group=7),
     "bfloat16": Case([(70, random_tree(6, 5))], dtype=torch.bfloat16, head_dim=64),
     "float16": Case([(9, 3)], dtype=torch.float16),
+    "FP8 rows": Case([(70, random_tree(7, 5)), (3, 1)], dtype=torch.bfloat16, fp8=True),
 }
 SLOW = {
     f"{head_dim}, {dtype}": Case(
@@ -77,8 +79,10 @@ class Pass:
         torch.manual_seed(0)
         num_slots = sum(context + (rows if isinstance(rows, int) else len(rows)) for context, rows in case.sequences)
         self.case = case
-        self.pool = KVPool(2, num_slots + 40, case.kv_heads, case.head_dim, case.dtype)
-        self.pool.keys.normal_(), self.pool.values.normal_()
+        stored = dict(stored=FP8, scales=[(1.0, 1.0), (0.5, 2.0)]) if case.fp8 else {}
+        self.pool = KVPool(2, num_slots + 40, case.kv_heads, case.head_dim, case.dtype, **stored)
+        for rows in (self.pool.keys, self.pool.values):
+            rows.copy_(torch.randn(rows.shape))
         shape = AttentionShape(case.group, case.window, case.scale, case.softcap)
         self.backend = SplitKVBackend(self.pool, shape, bucketed=case.bucketed)
         forests: dict[object, PendingRows] = {}
@@ -123,7 +127,8 @@ class Pass:
         num_heads = case.group * case.kv_heads
         rows = self.projected.double().view(len(self.projected), -1, case.head_dim)
         for span in self.laid_out:
-            keys, values = (pool[layer, span.slots].double() for pool in (self.pool.keys, self.pool.values))
+            kept = zip((self.pool.keys, self.pool.values), self.pool.scales[layer], strict=True)
+            keys, values = (rows[layer, span.slots].double() * scale for rows, scale in kept)
             depths, positions = span.pending.depths, list(span.positions())
             for i in range(span.num_rows):
                 seen = list(range(span.context))

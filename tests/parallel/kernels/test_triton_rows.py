@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from parallel.kernels import triton_launch
 from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import PendingRows, Span, lay_out
-from parallel.kv.pool import KVPool
+from parallel.kv.pool import FP8, KVPool
 from parallel.model.layers.attention import AttentionShape, Heads
 from parallel.model.layers.norm import RMSNorm, RMSNormPlusOne
 from parallel.model.layers.split_kv import SplitKVBackend
@@ -65,6 +65,30 @@ def test_heads_are_normalised_rotated_and_stored(norms, rotates):
     torch.testing.assert_close(pool.keys[1, slots], k)
     torch.testing.assert_close(pool.values[1, slots], v)
     assert not pool.keys[0].any() and pool.keys[1].count_nonzero() == k.count_nonzero()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_fp8_rows_are_stored_as_pytorch_rounds_them(dtype):
+    """All numbers between two of e4m3 that round otherwise than their neighbours: ties, subnormals, the largest."""
+    exact = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    ties = (exact[1:] + exact[:-1]) / 2
+    positive = torch.cat((exact, ties, ties * 1.008, ties * 0.992, torch.tensor([449.0, 464.0, 1e4]), torch.randn(15)))
+    numbers = torch.cat((positive, -positive)).to(dtype)[:1040].view(65, 16)
+    pools = [KVPool(1, 70, 1, 8, dtype, stored=FP8, scales=[(1.0, 0.7)]) for _ in range(2)]
+    for pool in pools:
+        pool.open(0)
+    ours, theirs = (
+        SplitKVBackend(pool, AttentionShape(1)).plan(lay_out(pool, {0: PendingRows()}, [Span(0, 65)]), [0])
+        for pool in pools
+    )
+    heads, projected = Heads(0, 1, 1, 8, False, None), torch.cat((numbers[:, :8], numbers), 1)
+    ours.attention._store(heads, projected.contiguous(), None)
+    slots = theirs.attention.written_slots
+    theirs.attention.write(0, *heads.split(projected, None)[1:])
+    for stored, expected in zip(*(pool.read(0, slots) for pool in pools), strict=True):
+        assert torch.equal(stored, expected)
+    keys = projected.view(65, 3, 8)[:, 1:2].float().clamp(-448, 448).to(FP8)
+    assert torch.equal(pools[1].keys[0, slots].float(), keys.float())
 
 
 COMPILE = Path(__file__).with_name("compile_triton.py")

@@ -7,8 +7,11 @@ import torch
 
 from parallel.comm.group import SINGLE
 from parallel.kernels.products import has_products
+from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import Span
+from parallel.kv.slot_mirror import BYTES_PER_SLOT
 from parallel.model.families.registry import read_config
+from parallel.model.layers.split_kv import most_partial_bytes
 from parallel.runtime.graph_list import GraphList, graph_bytes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, choose_weights, fit_slots
 from parallel.runtime.runner import open_model
@@ -21,13 +24,53 @@ def test_the_pool_is_what_was_asked_or_what_the_sequences_need(llama):
     assert fit_slots(str(llama.path), SINGLE, "cpu", "bfloat16", max_num_seqs=3, num_slots=7).num_slots == 7
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bytes_counted_are_those_allocated(llama, dtype):
-    fit = fit_slots(str(llama.path), SINGLE, "cpu", dtype, max_num_seqs=1, stretch=2)
-    model = open_model(llama.path, dtype=fit.dtype, num_slots=fit.num_slots, stretch=2)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")])
+def test_the_bytes_counted_are_those_allocated(llama, dtype, kv_dtype):
+    fit = fit_slots(str(llama.path), SINGLE, "cpu", dtype, max_num_seqs=1, stretch=2, kv_dtype=kv_dtype)
+    model = open_model(llama.path, dtype=fit.dtype, num_slots=fit.num_slots, stretch=2, kv_dtype=fit.kv_dtype)
     assert fit.weight_bytes == model.decoder.nbytes()
-    rows = model.pool.keys[:, : fit.num_slots].numel() * 2
-    assert fit.kv_bytes == rows * fit.dtype.itemsize
+    assert fit.kv_bytes == sum(rows[:, : fit.num_slots].nbytes for rows in (model.pool.keys, model.pool.values))
+
+
+def test_fp8_rows_are_twice_as_many(llama, monkeypatch):
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**7)
+    fits = [
+        fit_slots(str(llama.path), SINGLE, "cpu", "bfloat16", max_num_seqs=10**6, kv_dtype=kv_dtype)
+        for kv_dtype in ("auto", "fp8")
+    ]
+    assert fits[1].num_slots // 2 == fits[0].num_slots and fits[1].facts()["kv_dtype"] == "float8_e4m3fn"
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
+def test_slot_tables_and_parts_of_attention_are_counted(llama, monkeypatch):
+    """On CUDA they take room beside the pool."""
+    model = open_model(llama.path, num_slots=500, backend="triton")
+    backend, pool = model._backend, model.pool
+    assert backend.mirror.tables.nbytes == BYTES_PER_SLOT * (pool.num_slots + 1)
+    config, rows = model.config, [90, 3, 1, 1]
+    for seq_id, context in enumerate((0, 100, 200, 10)):
+        model.open(seq_id)
+        pool.reserve(seq_id, context)
+        pool.commit(seq_id, range(context))
+    plan = model.plan([Span(seq_id, count) for seq_id, count in enumerate(rows)])
+    assert plan.attention.num_partials, "nothing was cut: the test shows nothing"
+    plan.attention.prepare()
+    taken = sum(part.nbytes for part in plan.attention._partial)
+    shape = config.num_heads, config.num_kv_heads, config.head_dim
+    most = most_partial_bytes(*shape, sum(rows), len(rows), torch.device("cpu"))
+    assert 0 < taken <= most
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**8)
+
+    def fit(num_rows):
+        asked = dict(max_num_seqs=len(rows), num_slots=1, max_num_batched_tokens=num_rows)
+        return fit_slots(str(llama.path), SINGLE, "cuda:0", "float32", **asked)
+
+    held = fit(95).weight_bytes + fit(95).kv_bytes + BYTES_PER_SLOT
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: held + most)
+    fit(95)
+    monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: held + most - 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        fit(95)
 
 
 def test_ranks_agree_on_the_pool(llama, on_ranks, monkeypatch):
@@ -59,7 +102,7 @@ def test_ranks_on_one_gpu_fit_in_it_in_whatever_order_they_allocate(llama, make_
         return [fit_slots(path, SINGLE, "cuda:0", "auto", max_num_seqs=10**6, **options) for path in paths]
 
     def held(fit):
-        return fit.weight_bytes + fit.kv_bytes
+        return fit.weight_bytes + fit.kv_bytes + fit.num_slots * BYTES_PER_SLOT
 
     weights = [fit.weight_bytes for fit in fits()]
     assert sum(map(held, fits())) > 1.5 * whole
@@ -76,7 +119,8 @@ def test_graphs_take_room_from_the_pool_on_cuda(llama, monkeypatch):
     monkeypatch.setattr("parallel.runtime.kv_sizing.free_bytes", lambda device: 10**8)
 
     def pool_bytes(device, graphs):
-        return fit_slots(str(llama.path), SINGLE, device, "bfloat16", max_num_seqs=10**6, graphs=graphs).kv_bytes
+        fit = fit_slots(str(llama.path), SINGLE, device, "bfloat16", max_num_seqs=10**6, graphs=graphs)
+        return fit.kv_bytes + (device != "cpu") * fit.num_slots * BYTES_PER_SLOT
 
     shapes = GraphList(graph_shapes(8, 4, 2048))
     taken = pool_bytes("cuda:0", GraphList()) - pool_bytes("cuda:0", shapes)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from parallel.comm.group import Group
 from parallel.kv.pass_plan import Span
+from parallel.kv.pool import FP8, KVPool
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot, weight_bytes
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
-from tests.parallel.backends import BACKENDS, EVERY_BACKEND
+from tests.parallel.backends import BACKENDS, EVERY_BACKEND, FP8_BACKENDS
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:
@@ -25,18 +29,18 @@ SPANS = [
 ]
 
 
-def open_runner(path, backend):
+def open_runner(path, backend, **options):
     """ "bucketed" is what padded attention does under CUDA graphs."""
     if backend != "bucketed":
-        return open_model(path, num_slots=128, backend=backend)
-    model = open_model(path, num_slots=128, backend="padded")
+        return open_model(path, num_slots=128, backend=backend, **options)
+    model = open_model(path, num_slots=128, backend="padded", **options)
     model._backend._bucketed = True
     return model
 
 
-def ragged(path, backend, *, together, fragmented=False):
+def ragged(path, backend, *, together, fragmented=False, **options):
     """Logits of SPANS behind CONTEXTS, in one pass or one by one, the sequences' slots in runs or in pieces."""
-    model = open_runner(path, backend)
+    model = open_runner(path, backend, **options)
     for seq_id, context in CONTEXTS.items():
         model.open(seq_id)
         if context and fragmented:
@@ -62,6 +66,41 @@ def test_a_ragged_batch_is_its_sequences_one_by_one(llama, backend, fragmented):
     assert together.shape == (7, 97)
     one_by_one = ragged(llama.path, "sdpa", together=False)
     torch.testing.assert_close(together, one_by_one, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", [*FP8_BACKENDS, "bucketed"])
+def test_fp8_rows_are_rounded_in_the_pass_that_writes_them(llama, backend, monkeypatch):
+    """A row of a draft reads its ancestors as later passes will, or verifying would not be plain decoding."""
+    fp8 = [ragged(llama.path, backend, together=True, fragmented=pieces, kv_dtype=FP8) for pieces in (False, True)]
+    plain, write = ragged(llama.path, "sdpa", together=False), KVPool.write
+
+    def rounded(pool, layer, slots, *rows):
+        write(pool, layer, slots, *(part.to(FP8).float() for part in rows))
+
+    monkeypatch.setattr(KVPool, "write", rounded)
+    expected = ragged(llama.path, "sdpa", together=False)
+    for logits in fp8:
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert (expected - plain).abs().max() > 1e-2, "rounding shows"
+
+
+def test_checkpoints_bring_their_scales(make_checkpoint, tmp_path):
+    """As compressed-tensors writes them; stretched layers have those of the last one."""
+    path = shutil.copytree(make_checkpoint("Llama").path, tmp_path / "scaled")
+    file, at = path / "model.safetensors", "model.layers.{}.self_attn.{}_scale"
+    scales = {at.format(0, "k"): torch.tensor([0.25]), at.format(0, "v"): torch.tensor(3.0, dtype=torch.bfloat16)}
+    scales[at.format(1, "v")] = torch.tensor(2.0)
+    save_file(load_file(file) | scales, file, {"format": "pt"})
+    runners = [open_model(path, num_slots=16, stretch=1, kv_dtype=kv_dtype) for kv_dtype in (FP8, None)]
+    assert runners[0].pool.scales == [(0.25, 3.0), (1.0, 2.0), (1.0, 2.0)]
+    for runner in runners:
+        runner.open(0)
+        runner.forward([Span(0, 5)], tokens(5, 0))
+    for stored, exact in zip(*(runner.pool.read(0, torch.arange(5)) for runner in runners), strict=True):
+        torch.testing.assert_close(stored, exact, atol=3 * 2**-10, rtol=2**-4)
+    save_file(load_file(file) | {at.format(0, "v"): torch.zeros(2)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.v_scale of shape \[2\] is no scale"):
+        open_model(path, num_slots=16, kv_dtype=FP8)
 
 
 def test_a_long_span_beside_short_ones(llama):
