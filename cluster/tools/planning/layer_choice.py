@@ -28,7 +28,7 @@ from actors.sampling.logits import choose_batch
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
-from parallel.runtime.kv_sizing import choose_dtype, choose_weights
+from parallel.runtime.kv_sizing import choose_dtype, choose_kv_dtype, choose_weights
 from parallel.runtime.runner import ModelRunner, open_model
 from parallel.self_speculation.replay import Replay
 
@@ -62,7 +62,8 @@ def open_target(config: TargetConfig, num_slots: int) -> ModelRunner:
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = choose_dtype(config.dtype, device)
     weights = choose_weights(config.weights, config.dtype, device, config.path)
-    return open_model(config.path, SINGLE, device, dtype, num_slots, config.stretch, weights=weights)
+    model = config.path, SINGLE, device, dtype, num_slots, config.stretch
+    return open_model(*model, weights=weights, kv_dtype=choose_kv_dtype(config.kv_dtype, dtype))
 
 
 def write_texts(
