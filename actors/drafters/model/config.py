@@ -164,8 +164,6 @@ class PassDrafterConfig(PlacedDrafterConfig):
     """CPU: the type in which matrices are stored, as `target.weights`."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
     """How attention is computed, as `target.attention`."""
-    kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
-    """In which keys and values are kept, as `target.kv_dtype`."""
 
     def check_fields(self, where: str) -> None:
         is_tree = self.strategy is Strategy.tree
@@ -254,6 +252,8 @@ class ModelDrafterConfig(PassDrafterConfig):
     """A checkpoint directory in Hugging Face format, a hub id, or a bundled one: `pocket` or `pocket-deep`."""
     ranks: Annotated[int, Range(1, cap=MAX_RANKS, remedy="for none write drafter=none")] = 1
     """Ranks that share the draft model."""
+    kv_dtype: Annotated[str, OneOf(KV_DTYPES)] = "auto"
+    """In which keys and values are kept, as `target.kv_dtype`."""
     num_threads: Annotated[int, Range(0, zero="one for every core of a rank")] = 0
     """CPU: threads of a rank, at most; 0 = one for every core that it has."""
     parallel: Parallel = Parallel.single

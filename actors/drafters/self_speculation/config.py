@@ -78,7 +78,7 @@ class SelfDrafterConfig(PassDrafterConfig):
         remedy = "there is nothing to calibrate: the rows of drafts are not kept; drop it and calibrate_every"
         require(is_usual, f"{where}.calibration_policy", self.calibration_policy, remedy)
         remedy = "is the target's own, target.{0}; drop it"
-        for key in ("kv_slots", "kv_dtype", "dtype", "weights", "attention"):
+        for key in ("kv_slots", "dtype", "weights", "attention"):
             value = getattr(self, key)
             require(value in (0, "auto"), f"{where}.{key}", value, remedy.format(key))
 

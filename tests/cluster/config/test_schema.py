@@ -53,7 +53,7 @@ PUBLIC_CHOICES = {
 }
 
 PUBLIC_KEYS = {
-    "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots",
+    "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots kv_dtype",
     **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams placement"},
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram placement",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
@@ -65,7 +65,7 @@ PUBLIC_KEYS = {
     "drafter=lookahead": "name num_draft_tokens window ngram guesses reads_text placement",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=auto": "name drafters path num_draft_tokens",
-    "drafter=model": "name path ranks num_threads parallel layer_group strategy num_draft_tokens depth width branching "
+    "drafter=model": "name path ranks kv_dtype num_threads parallel layer_group strategy num_draft_tokens depth width branching "
     "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
     "tokenizer length_rule rejection_threshold placement attention prefixes "
