@@ -18,7 +18,7 @@ from cluster.tools.certify.certificate import Check
 from cluster.tools.certify.draws import DraftScheme, VerifiedText, fit_draws
 from cluster.tools.certify.goodness import GoodnessOfFit, detectable_distance, rejected
 from cluster.tools.certify.identity import OutputPair, must_be_equal
-from cluster.tools.certify.scoring import EXPLAINED, LogitMovement, OutputScorer, TextReader
+from cluster.tools.certify.scoring import LogitMovement, OutputScorer, TextReader
 
 CONTEXT_SHOWN = 80
 """Characters of text before a divergence in the JSON; the page shows half of them."""
@@ -124,7 +124,7 @@ def check_rounding(
     """Whether logits move with the shape of a pass no more than rounding explains, and how many choices are ties."""
     gaps = [gap for output in outputs if scorer.has_ties(output) for gap in scorer.gaps(output)]
     num_ties = sum(gap <= movement.tie_below for gap in gaps)
-    dtype, allowed = str(reader.dtype).removeprefix("torch."), EXPLAINED[reader.dtype]
+    dtype, allowed = str(reader.dtype).removeprefix("torch."), reader.explained
     return Check(
         "rounding",
         movement.largest <= allowed,

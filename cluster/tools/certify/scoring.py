@@ -22,12 +22,13 @@ from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
 from cluster.tools.certify.goodness import GoodnessOfFit, fit_distribution
 from cluster.tools.certify.identity import OutputPair
 from parallel.comm.group import SINGLE
+from parallel.kv.pool import FP8
 from parallel.model.config import HeadRows
 from parallel.runtime.kv_sizing import choose_dtype, choose_kv_dtype, choose_weights
 from parallel.runtime.runner import Span, open_model
 
-EXPLAINED = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""Movement of a logit that rounding in this dtype can explain; more is a mistake."""
+EXPLAINED = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1, FP8: 0.1}
+"""Movement of a logit that rounding in this dtype, of numbers or of KV rows, can explain; more is a mistake."""
 NUM_CELLS = 20
 """Cells of equal probability for the ranks of sampled tokens."""
 _TEXT = 0
@@ -54,6 +55,7 @@ class TextReader:
         stored = choose_weights(weights, dtype, device, path)
         types: dict[str, Any] = {"weights": stored, "kv_dtype": choose_kv_dtype(kv_dtype, self.dtype)}
         self.runner = open_model(path, SINGLE, device, self.dtype, num_slots, stretch, head=head, **types)
+        self.explained = max(EXPLAINED[self.dtype], EXPLAINED[types["kv_dtype"]])
 
     @property
     def vocab_size(self) -> int:

@@ -65,8 +65,8 @@ PUBLIC_KEYS = {
     "drafter=lookahead": "name num_draft_tokens window ngram guesses reads_text placement",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
     "drafter=auto": "name drafters path num_draft_tokens",
-    "drafter=model": "name path ranks kv_dtype num_threads parallel layer_group strategy num_draft_tokens depth width branching "
-    "draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
+    "drafter=model": "name path ranks kv_dtype num_threads parallel layer_group strategy num_draft_tokens depth width "
+    "branching draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
     "tokenizer length_rule rejection_threshold placement attention prefixes "
     "prefix_confidence online online_rate online_strength online_budget "

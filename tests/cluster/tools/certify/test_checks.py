@@ -99,7 +99,7 @@ def test_a_divergence_shows_where_it_begins():
 @pytest.mark.parametrize("share", [0.99, 1.01])
 def test_rounding_is_what_the_dtype_explains(share):
     allowed = EXPLAINED[torch.bfloat16]
-    movement, reader = LogitMovement(40, allowed * share, 3), SimpleNamespace(dtype=torch.bfloat16)
+    movement, reader = LogitMovement(40, allowed * share, 3), SimpleNamespace(dtype=torch.bfloat16, explained=allowed)
     outputs = [pair((1, 20), ()), pair((9, 5), ()), pair((1, 1), (), prompt=9)]  # the last has no ties
     check = check_rounding(movement, outputs, Scorer(), reader)
     assert check.passed == (share < 1)
