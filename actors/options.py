@@ -19,7 +19,7 @@ CHECKPOINT = "give a directory with a Hugging Face checkpoint, or a hub id"
 MAX_RANKS = 1024
 """Ranks of a role: more are refused before a layout of them is computed."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("auto", "bfloat16", "int8")
+WEIGHTS = ("auto", "packed", "bfloat16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 ATTENTION = ("auto", "triton", "padded", "sdpa", "ragged")
@@ -60,9 +60,10 @@ class TargetConfig(Section):
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU."""
     weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
-    """CPU: the type in which matrices are stored beside float32 activations: bfloat16, int8 (a factor for every
-    output), or auto: bfloat16 if the checkpoint's are, which rounds nothing, else `dtype`. Fewer bytes are read faster;
-    the output is that of the rounded model."""
+    """How matrices are stored: fewer bytes are read faster. CPU: bfloat16 or int8 (a factor for every output) beside
+    float32 activations; the output is that of the rounded model. CUDA: packed, the codes of a quantised checkpoint,
+    which a kernel of ours multiplies by, or bfloat16, to dequantise them at the start. auto: packed if the checkpoint
+    is quantised, on CUDA; bfloat16 if its matrices are, on a CPU, which rounds nothing; else `dtype`."""
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
@@ -95,7 +96,8 @@ class TargetConfig(Section):
 
 def check_weights(where: str, weights: str, dtype: str, device: str) -> None:
     """ValueError if weights are to be stored in a type that cannot be multiplied by there."""
-    is_possible = weights == "auto" or (device != "cuda" and dtype in ("auto", "float32"))
+    is_possible = weights in ("auto", "packed", dtype) or (device != "cuda" and dtype in ("auto", "float32"))
+    is_possible |= weights == "bfloat16" and device == "cuda" and dtype == "auto"
     remedy = f"needs {where}.device=cpu and {where}.dtype=float32; set them or drop it"
     require(is_possible, f"{where}.weights", weights, remedy)
 

@@ -31,6 +31,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
             progress(f"timing passes of {name}")
             dtype = choose_dtype(drafter.dtype, device)
             weights = choose_weights(drafter.weights, drafter.dtype, device)
+            assert weights != "packed", "random weights are not quantised"
             task = PassTask(model, sharings(model, job), tuple(job.rows), job.context, job.repeats, dtype, weights)
             times = measure_passes(task, device)
             single = {one.num_rows: one for one in times if one.sharing == Sharing()}

@@ -71,7 +71,7 @@ def _footprint(model: _Model, place: RankPlacement, config: LaunchConfig) -> Foo
         length = shapes.max_positions
     dtype = dtype_name(model.dtype, place.device)
     width, stored = ITEM_BYTES[dtype], weights_name(model.weights, dtype, place.device, model.path)
-    weights = place.size * weight_bytes(shapes, parts, width, weights=stored)
+    weights = place.size * weight_bytes(shapes, parts, width, weights=stored, path=model.path)
     num_slots = model.kv_slots or max_num_seqs * length
     rows = kv_bytes_per_slot(shapes, parts, kv_item_bytes(model.kv_dtype, dtype))
     return Footprint(weights, place.size * num_slots * rows)

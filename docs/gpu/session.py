@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,25 +166,42 @@ def environment(machine: Machine) -> Iterator[Row]:
 
 
 def gemm(machine: Machine) -> Iterator[Row]:
-    """The products of an 8B layer, by rows; the share is of the copy rate, reading the weights once."""
+    """The products of an 8B layer, by rows, by PyTorch and by our kernel for the codes of quantised checkpoints; the
+    share is of the copy rate, reading the matrix as it is kept once."""
+    from parallel.kernels.packed_products import PackedMatrix, PackedRows, can_pack
+    from parallel.kernels.packing import Packing
+
     rate = machine.copy_rate()
     sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    packings = {"fp8": Packing("fp8", 128), "int4": Packing("int4", 128, has_zeros=True, scale_bytes=2)}
+    kept = {name: packing for name, packing in packings.items() if can_pack(packing, machine.device)}
     for name, (outputs, inputs) in sizes.items():
         if machine.tiny:
             outputs, inputs = outputs // 64, inputs // 64  # noqa: PLW2901
-        # several matrices in turn, since one of them would stay in the cache
-        weights = [torch.randn(outputs, inputs, dtype=machine.dtype, device=machine.device) for _ in range(8)]
-        for rows in GEMM_ROWS[:2] if machine.tiny else GEMM_ROWS:
-            x = torch.randn(rows, inputs, dtype=machine.dtype, device=machine.device)
+        for kind in (str(machine.dtype).removeprefix("torch."), *kept):
+            products, num_bytes = list[Callable[[torch.Tensor], torch.Tensor]](), 0
+            for _ in range(8):  # several matrices in turn, since one of them would stay in the cache
+                if kind in kept:
+                    scale_type = torch.float32 if kept[kind].scale_bytes == 4 else torch.float16
+                    matrix = PackedMatrix(outputs, inputs, kept[kind], scale_type, machine.device)
+                    PackedRows(matrix, slice(None)).normal_(std=0.02)
+                    products.append(matrix.multiply)
+                    num_bytes = kept[kind].num_bytes(outputs, inputs)
+                else:
+                    weight = torch.randn(outputs, inputs, dtype=machine.dtype, device=machine.device)
+                    products.append(partial(F.linear, weight=weight))
+                    num_bytes = weight.nbytes
+            for rows in GEMM_ROWS[:2] if machine.tiny else GEMM_ROWS:
+                x = torch.randn(rows, inputs, dtype=machine.dtype, device=machine.device)
 
-            def multiply(x: torch.Tensor = x, weights: list[torch.Tensor] = weights) -> None:
-                for weight in weights:
-                    F.linear(x, weight)
+                def multiply(x: torch.Tensor = x, products: list[Any] = products) -> None:
+                    for product in products:
+                        product(x)
 
-            work = machine.graph(multiply, 1) if machine.on_cuda else multiply
-            seconds = machine.seconds(work) / len(weights)
-            share = weights[0].nbytes / seconds / rate
-            yield {"matrix": name, "rows": rows, "us": round(1e6 * seconds, 1), "share of copy": round(share, 3)}
+                work = machine.graph(multiply, 1) if machine.on_cuda else multiply
+                seconds = machine.seconds(work) / len(products)
+                row = {"matrix": name, "kind": kind, "rows": rows, "us": round(1e6 * seconds, 1)}
+                yield row | {"share of copy": round(num_bytes / seconds / rate, 3)}
 
 
 def first_shapes(machine: Machine) -> Iterator[Row]:
@@ -435,7 +453,7 @@ STEPS: dict[str, tuple[int, Callable[[Machine], Iterator[Row]]]] = {
     "passes-70b-of-8": (120, lambda machine: passes(machine, "70b-of-8")),
     "ragged": (90, ragged),
     "kernels": (60, kernels),
-    "gemm": (90, gemm),
+    "gemm": (120, gemm),
     "first-shapes": (60, first_shapes),
     "sampling": (60, sampling),
     "loader": (60, loader),

@@ -189,7 +189,7 @@ class Block(Layer):
         """Zero what the block would add to the residual stream; before packing."""
         for part in self.walk():
             if isinstance(part, RowLinear):
-                part.weight.plain.zero_()
+                part.weight.clear()
                 if part.bias is not None:
                     part.bias.zero_()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -144,6 +145,17 @@ def quantization_of(directory: Path) -> Quantization | None:
     """How the checkpoint's matrices are quantised; None for plain numbers and for a directory without config.json."""
     file = directory / "config.json"
     return read_quantization(read_json(file)) if file.exists() else None
+
+
+def quantized_layers(directory: Path, config: DecoderConfig) -> Counter[str]:
+    """Matrix of a block, by its name within it -> the layers that have it quantised in the checkpoint."""
+    shapes = {name: shape for name, shape, _ in block_tensors(config) if len(shape) == 2}
+    last, found = config.num_layers - config.stretch - 1, Counter[str]()
+    for i in range(config.num_layers):
+        prefix = f"{config.names.blocks}.{min(i, last)}."
+        stored = stored_tensors(directory, {prefix + name: shape for name, shape in shapes.items()})
+        found.update(name.removeprefix(prefix) for name, parts in stored.items() if len(parts) > 1)
+    return found
 
 
 def tensor_headers(directory: Path) -> dict[str, Shape]:

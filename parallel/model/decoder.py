@@ -20,7 +20,7 @@ from parallel.model.layers.attention import AttentionShape, PassPlan
 from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.norm import NORMS
 from parallel.model.layers.rope import Rope, Rotation
-from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
+from parallel.model.layers.weight import Layer, Shard, Stored, TensorOptions, Weight
 from parallel.model.partition import LayerLayout
 
 
@@ -38,7 +38,7 @@ class Decoder(Layer):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         layout: LayerLayout | None = None,
-        weights: torch.dtype | None = None,
+        weights: Stored | None = None,
     ) -> None:
         if layout is None:
             config.check_ranks(group.size)
@@ -80,21 +80,17 @@ class Decoder(Layer):
             )
 
         block, kv_layer = BLOCKS[config.norm_placement], {layer: i for i, layer in enumerate(held)}
-        self.layers: list[Block] = [
-            block(config, i, kv_layer.get(i), attention_group, mlp_group, **options) for i in range(config.num_layers)
-        ]
-
+        self.layers: list[Block] = []
         self._whole = LayerPlan.whole(config.num_layers)
-        if weights not in (None, dtype):
-            self._store_as(weights)
-
-    def _store_as(self, stored: torch.dtype) -> None:
-        """All matrices but positions, which are only added, and routers, whose choices rounding would change."""
-        kept = [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, Experts)]
-        kept += [] if self.positions is None else [self.positions]
-        for part in self.walk():
-            if isinstance(part, Weight) and part not in [layer.weight for layer in kept]:
-                part.store_as(stored)
+        stored = None if weights == dtype else weights
+        if stored is not None and stored != "packed":  # checkpoints seldom quantise their tables, if ever
+            self.embedding.weight.store_as(stored)
+            if self.lm_head is not self.embedding:
+                self.lm_head.weight.store_as(stored)
+        for i in range(config.num_layers):
+            self.layers.append(block(config, i, kv_layer.get(i), attention_group, mlp_group, **options))
+            if stored is not None:  # one block after the other: room for all in `dtype` need not be there
+                _store_as(self.layers[-1], stored)
 
     def make_pool(
         self,
@@ -196,6 +192,14 @@ class Decoder(Layer):
         for layer in self.layers:
             pack_weights(layer)
         self.lm_head.weight.pack()
+
+
+def _store_as(block: Block, stored: Stored) -> None:
+    """All matrices but a router, whose choices rounding would change."""
+    router = block.mlp.router.weight if isinstance(block.mlp, Experts) else None
+    for part in block.walk():
+        if isinstance(part, Weight) and part is not router:
+            part.store_as(stored)
 
 
 def pack_weights(layer: Layer) -> None:

@@ -1,79 +1,126 @@
-"""The numbers of a quantised matrix: rows and columns of it in float32, from the tensors that hold them.
+"""Rows and columns of a quantised matrix as codes, scales and zero points, from the tensors that hold them.
 
 Only what a rank asks for is read and unpacked. Knows tensors; knows no files, ranks or layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from parallel.model.quantization import PER_WORD, Quantization, Shape
+from parallel.kernels.packed_products import Codes
+from parallel.kernels.packing import PER_WORD, Packing
+from parallel.model.quantization import Quantization, Shape
 
 _NIBBLE = 15
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ puts each of 8 neighbouring outputs in its word."""
-_SYMMETRIC_ZERO = 8
+_EIGHT_BITS: dict[str, Literal["int8", "fp8"]] = {"F8_E4M3": "fp8", "I8": "int8"}
+_SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_matrix(
-    quantization: Quantization,
-    name: str,
-    stored: Collection[str],
-    shape: Shape,
-    index: tuple[slice, slice],
-    get: Callable[[str], Any],
-) -> Tensor:
-    """`matrix[index]` in float32; `stored` are the tensors that hold it, `get` gives each as something to index."""
-    module = name.removesuffix(".weight")
-    (first, last, _), (start, stop, _) = (
-        part.indices(size) for part, size in zip(index, shape, strict=True)
-    )  # outputs, inputs
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """Some columns (inputs) of checkpoint matrix `name` [outputs, inputs], and the tensors that hold it."""
+
+    name: str
+    stored: Collection[str]
+    shape: Shape
+    columns: slice
+
+    def scales(self) -> str:
+        """The tensor of its scales."""
+        (found,) = (one for one in self.stored if one != self.name and "scale" in one.rpartition(".")[2])
+        return found
+
+    def order(self) -> str | None:
+        """The tensor with the group of every input, where there is one."""
+        return next((one for one in self.stored if one.endswith("g_idx")), None)
+
+
+def read_codes(quantization: Quantization, part: MatrixPart, rows: slice, get: Callable[[str], Any]) -> Codes:
+    """Rows of the part; `get` gives each tensor as something to index."""
+    module, shape = part.name.removesuffix(".weight"), part.shape
+    (first, last, _), (start, stop, _) = rows.indices(shape[0]), part.columns.indices(shape[1])
     if quantization.method == "scaled":
-        (scale_name,) = (one for one in stored if one != name)
-        scales = get(scale_name)[...]
+        scales = get(part.scales())[...]
         if not scales.is_floating_point():
             raise ValueError(
-                f"tensor {scale_name} holds {scales.dtype}, not numbers; use a checkpoint with float scales"
+                f"tensor {part.scales()} holds {scales.dtype}, not numbers; use a checkpoint with float scales"
             )
-        values = get(name)[first:last, start:stop].to(torch.float32)
-        return values.mul_(_scales(scales.float(), quantization.block, shape, (first, last), (start, stop)))
-    order = next((one for one in stored if one.endswith("g_idx")), None)
-    group = quantization.group or shape[1]
-    groups = torch.arange(start, stop) // group if order is None else get(order)[start:stop].to(torch.int64)
+        scales, width = _scales(scales, quantization.block, shape, (first, last))
+        groups = torch.arange(start, stop) // width
+        return Codes(get(part.name)[first:last, start:stop], scales, None, groups)
+    groups = torch.arange(start, stop) // (quantization.group or shape[1])
+    if order := part.order():
+        groups = get(order)[start:stop].to(torch.int64)
     if quantization.method == "packed":
         words = get(f"{module}.weight_packed")[first:last, start // PER_WORD : -(-stop // PER_WORD)]
         codes = _unpack(words)[:, start % PER_WORD :][:, : stop - start]
-        return (codes - _SYMMETRIC_ZERO) * get(f"{module}.weight_scale")[first:last].float()[:, groups]
+        return Codes(codes, get(part.scales())[first:last], None, groups)
     words_out = slice(first // PER_WORD, -(-last // PER_WORD))
-    order_of_word = _AWQ_NIBBLES if quantization.method == "awq" else tuple(range(PER_WORD))
+    order_of_word = _AWQ_NIBBLES if quantization.method == "awq" else None
     own = slice(first % PER_WORD, first % PER_WORD + last - first)
     zeros = _unpack(get(f"{module}.qzeros")[:, words_out], order_of_word)[:, own]
     zeros = (zeros + quantization.zero_offset) & _NIBBLE
     if quantization.method == "awq":
-        codes = _unpack(get(f"{module}.qweight")[start:stop, words_out], order_of_word)[:, own]
+        codes = _unpack(get(f"{module}.qweight")[start:stop, words_out], order_of_word)[:, own].T
     else:
         words = get(f"{module}.qweight")[start // PER_WORD : -(-stop // PER_WORD), first:last]
-        codes = _unpack(words.T.contiguous()).T[start % PER_WORD :][: stop - start]
-    scales = get(f"{module}.scales")[:, first:last].float()
-    return ((codes - zeros[groups]) * scales[groups]).T.contiguous()
+        codes = _unpack(words.T)[:, start % PER_WORD :][:, : stop - start]
+    return Codes(codes, get(part.scales())[:, first:last].T, zeros.T, groups)
 
 
-def _scales(
-    scales: Tensor, block: tuple[int, int], shape: Shape, rows: tuple[int, int], columns: tuple[int, int]
-) -> Tensor:
-    """The scales of some rows and columns: one for all, one for every row, or one for every block."""
+def common_packing(
+    quantization: Quantization, parts: Sequence[MatrixPart], get: Callable[[str], Any]
+) -> tuple[Packing, torch.dtype] | None:
+    """How parts of the same inputs can be kept as one matrix of codes, and the type of its scales; None if they are of
+    several kinds, or if their inputs are in an order of their own."""
+    group, kinds, types = 0, set[Literal["int4", "int8", "fp8"] | None](), set[str]()
+    for part in parts:
+        start, stop, _ = part.columns.indices(part.shape[1])
+        scales, own = get(part.scales()), quantization.group
+        types.add(scales.get_dtype())
+        if quantization.method == "scaled":
+            kinds.add(_EIGHT_BITS.get(get(part.name).get_dtype()))
+            own = quantization.block[1] if _is_of_blocks(scales.get_shape(), part.shape) else 0
+        else:
+            kinds.add("int4")
+            order = part.order()
+            plain = torch.arange(start, stop) // (own or part.shape[1])
+            if order and not torch.equal(get(order)[start:stop].to(torch.int64), plain):
+                return None
+        if own:
+            group = math.gcd(group, own, start)  # a share that begins within a group has parts of groups
+    kind = kinds.pop()
+    if kinds or kind is None:
+        return None
+    scale_type = _SCALE_TYPES.get(types.pop(), torch.float32) if len(types) == 1 else torch.float32
+    has_zeros = quantization.method in ("awq", "gptq")
+    return Packing(kind, group, has_zeros, scale_type.itemsize), scale_type
+
+
+def _is_of_blocks(scales: Sequence[int], shape: Shape) -> bool:
+    """Whether scales of this shape are of blocks, not of all or of every row."""
+    return math.prod(scales) != 1 and (math.prod(scales) != shape[0] or scales[0] != shape[0])
+
+
+def _scales(scales: Tensor, block: tuple[int, int], shape: Shape, rows: tuple[int, int]) -> tuple[Tensor, int]:
+    """The scales of some rows [n or 1, groups], and the inputs of a group: one for all, for every row or block."""
     if scales.numel() == 1:
-        return scales.reshape(1, 1)
-    if scales.numel() == shape[0] and scales.shape[0] == shape[0]:
-        return scales.reshape(-1, 1)[slice(*rows)]
-    return scales[torch.arange(*rows) // block[0]][:, torch.arange(*columns) // block[1]]
+        return scales.reshape(1, 1), shape[1]
+    if not _is_of_blocks(scales.shape, shape):
+        return scales.reshape(-1, 1)[slice(*rows)], shape[1]
+    return scales[torch.arange(*rows) // block[0]], block[1]
 
 
-def _unpack(words: Tensor, order: tuple[int, ...] = tuple(range(PER_WORD))) -> Tensor:
-    """int32 [n, m] -> their int4 numbers, unsigned, int32 [n, 8 m]; `order` is the place of each in its word."""
-    shifts = torch.tensor([4 * place for place in order], dtype=torch.int32)
-    return (words[:, :, None] >> shifts).bitwise_and_(_NIBBLE).flatten(1)
+def _unpack(words: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
+    """int32 [n, m] -> their int4 numbers, uint8 [n, 8 m]; `order` is the place of each in its word."""
+    pairs = words.contiguous().view(torch.uint8)  # the lowest bits first
+    codes = torch.stack((pairs & _NIBBLE, pairs >> 4), -1).flatten(1)
+    return codes if order is None else codes.unflatten(1, (-1, PER_WORD))[:, :, list(order)].flatten(1)

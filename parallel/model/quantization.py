@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parallel.kernels.packing import PER_WORD, Packing
+
 Shape = tuple[int, ...]
 Method = Literal["scaled", "packed", "awq", "gptq"]
 """FP8 or int8 numbers with scales; int4 of compressed-tensors; int4 of AutoAWQ (gemm); int4 of GPTQ."""
 
-PER_WORD = 8
-"""Int4 numbers in an int32."""
 SUPPORTED = (
     "FP8 (compressed-tensors or quant_method=fp8), symmetric int8 and int4 of compressed-tensors, int4 AWQ (gemm) and "
     "int4 GPTQ are"
@@ -55,6 +55,12 @@ class Quantization:
             order = self._order(f"{module}.g_idx", inputs, available) if self.method == "gptq" else {}
             return {f"{module}.{part}": (size,) for part, size in found.items()} | order
         return {name: (shape,)}
+
+    def packing(self, kind: Literal["int8", "fp8"] = "fp8") -> Packing:
+        """How the matrices are kept for kernels, of the most bytes: `scaled` ones as if every block had a scale."""
+        if self.method == "scaled":
+            return Packing(kind, self.block[1])
+        return Packing("int4", self.group, has_zeros=self.method != "packed", scale_bytes=2)
 
     @staticmethod
     def _order(name: str, inputs: int, available: Collection[str]) -> dict[str, tuple[Shape, ...]]:

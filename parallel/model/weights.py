@@ -6,8 +6,9 @@ shards, no layers.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from parallel.kernels.packed_products import PackedRows, can_pack
 from parallel.model.checkpoint import (
     find_tensors,
     quantization_of,
@@ -25,9 +27,9 @@ from parallel.model.checkpoint import (
     tensor_shapes,
 )
 from parallel.model.decoder import Decoder
-from parallel.model.dequantize import read_matrix
-from parallel.model.layers.weight import Shard
-from parallel.model.quantization import Shape
+from parallel.model.dequantize import MatrixPart, common_packing, read_codes
+from parallel.model.layers.weight import OpenRows, Shard, Weight
+from parallel.model.quantization import Quantization, Shape
 
 _CUDA_THREADS = 4
 """That read for one GPU: its bus takes more than one thread copies from the system's cache. Not measured."""
@@ -75,6 +77,8 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
     stored, files = stored_tensors(directory, wanted), find_tensors(directory, wanted)
     order = {file: i for i, file in enumerate(dict.fromkeys(files.values()))}
     shards.sort(key=lambda one: order[files[next(iter(stored[one.name]))]])
+    with ExitStack() as stack:
+        shards = _settled(shards, quantization, stored, shapes, _Tensors(files, stack))
     device = torch.cuda.current_device() if num_threads > 1 and torch.cuda.is_available() else None
 
     @torch.inference_mode()
@@ -82,26 +86,10 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread: pinned memory belongs to a device's context
         with ExitStack() as stack:
-            opened: dict[Path, Any] = {}
-
-            def get(name: str) -> Any:
-                file = files[name]
-                if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-                return opened[file].get_slice(name)
-
+            get = _Tensors(files, stack)
             for shard in own:
-                parts, shape = stored[shard.name], shapes[shard.name]
-                if len(parts) == 1:
-                    part = get(shard.name)[shard.index]
-                else:
-                    assert quantization is not None, "only quantised tensors are stored in several"
-                    rows, columns = shard.index
-                    part = read_matrix(quantization, shard.name, parts, shape, (rows, columns), get)
-                part = part if shard.picked is None else part[list(shard.picked)]
-                # from pageable memory a copy to a GPU runs at a fraction of the bus
-                shard.destination.copy_(part.pin_memory() if device is not None else part)
-                _check_finite(shard, files[next(iter(parts))])
+                _fill(shard, quantization, stored[shard.name], shapes[shard.name], get, pins=device is not None)
+                _check_finite(shard, files[next(iter(stored[shard.name]))])
 
     if num_threads == 1:
         load(shards)
@@ -111,9 +99,80 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
             part.result()
 
 
+class _Tensors:
+    """The tensors of a checkpoint, to be indexed; files are opened once, until the stack is closed."""
+
+    def __init__(self, files: Mapping[str, Path], stack: ExitStack) -> None:
+        self._files, self._stack = files, stack
+        self._opened: dict[Path, Any] = {}
+
+    def __call__(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file].get_slice(name)
+
+
+def _settled(
+    shards: Sequence[Shard],
+    quantization: Quantization | None,
+    stored: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, Shape],
+    get: Callable[[str], Any],
+) -> list[Shard]:
+    """The shards, with room for weights that are kept as the checkpoint has them: as codes if a kernel multiplies by
+    all that are fused in one, else as numbers."""
+    together: dict[Weight, list[Shard]] = {}
+    for shard in shards:
+        if isinstance(shard.destination, OpenRows):
+            together.setdefault(shard.destination.weight, []).append(shard)
+    num_unpacked = 0
+    for weight, own in together.items():
+        found = None
+        if quantization is not None and all(len(stored[shard.name]) > 1 for shard in own):
+            parts = [MatrixPart(shard.name, stored[shard.name], shapes[shard.name], shard.index[1]) for shard in own]
+            found = common_packing(quantization, parts, get)
+            if found is None or not can_pack(found[0], weight.plain.device):
+                found, num_unpacked = None, num_unpacked + 1
+        weight.settle(*found) if found else weight.settle(None)
+    if num_unpacked:
+        why = "inputs in an order of their own, groups of less than 16 inputs, or FP8 below compute capability 8.9"
+        facts = {"dequantised": num_unpacked, "of": len(together), "why": why}
+        logging.getLogger("specdec.weights").warning("weights-not-packed", extra={"facts": facts})
+    return [
+        shard.destination.weight.settled(shard) if isinstance(shard.destination, OpenRows) else shard
+        for shard in shards
+    ]
+
+
+def _fill(
+    shard: Shard,
+    quantization: Quantization | None,
+    stored: Mapping[str, Any],
+    shape: Shape,
+    get: Callable[[str], Any],
+    *,
+    pins: bool,
+) -> None:
+    """Copy the part to its place, from pinned memory: from pageable a copy to a GPU runs at a fraction of the bus."""
+    place = shard.place()
+    if len(stored) > 1:
+        assert quantization is not None, "only quantised tensors are stored in several"
+        codes = read_codes(quantization, MatrixPart(shard.name, stored, shape, shard.index[1]), shard.index[0], get)
+        if isinstance(place, PackedRows):
+            place.copy_(codes)
+            return
+        part = codes.numbers()
+    else:
+        part = get(shard.name)[shard.index]
+    assert not isinstance(place, PackedRows)
+    part = part if shard.picked is None else part[list(shard.picked)]
+    place.copy_(part.pin_memory() if pins else part)
+
+
 def _check_finite(shard: Shard, file: Path) -> None:
     """ValueError if a number is NaN or infinite: every token would be made of it."""
-    weights = shard.destination
+    weights = shard.place()
     if weights.numel() and not all(map(math.isfinite, torch.stack(weights.aminmax()).tolist())):
         remedy = "fetch the file again, or choose another dtype"
         raise ValueError(f"{file}: tensor {shard.name} holds NaN or infinity in {weights.dtype}; {remedy}")

@@ -12,12 +12,14 @@ import torch
 
 from parallel.comm.group import Group
 from parallel.kernels.products import has_products
+from parallel.kernels.triton_launch import runs_on
 from parallel.kv.pool import FP8
 from parallel.kv.slot_mirror import BYTES_PER_SLOT
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.layers.split_kv import most_partial_bytes
+from parallel.model.layers.weight import Stored
 from parallel.model.partition import LayerLayout
 from parallel.runtime.graph_list import GraphList, graph_bytes
 from parallel.runtime.model_bytes import dtype_name, kv_bytes_per_slot, weight_bytes, weights_name
@@ -40,7 +42,7 @@ class ModelMemory:
     num_slots: int
     weight_bytes: int
     kv_bytes: int
-    weights: torch.dtype
+    weights: Stored
     """In which matrices are stored."""
 
     def facts(self) -> dict[str, object]:
@@ -64,9 +66,12 @@ def choose_kv_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return FP8 if kv_dtype == "fp8" else dtype
 
 
-def choose_weights(weights: str, dtype: str, device: str, path: str = "") -> torch.dtype:
-    """The type in which the matrices of the checkpoint are stored."""
-    return getattr(torch, weights_name(weights, dtype_name(dtype, device), device, path, has_kernels=has_products()))
+def choose_weights(weights: str, dtype: str, device: str, path: str = "") -> Stored:
+    """How the matrices of the checkpoint are stored."""
+    is_packing = weights == "packed" or device.startswith("cuda")
+    has_kernels = runs_on(torch.device(device)) if is_packing else has_products()
+    name = weights_name(weights, dtype_name(dtype, device), device, path, has_kernels=has_kernels)
+    return "packed" if name == "packed" else getattr(torch, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ def fit_slots(
     chosen, stored = choose_dtype(dtype, device), choose_weights(weights, dtype, device, path)
     max_model_len = min(max_model_len or config.max_positions, config.max_positions)
     rows = choose_kv_dtype(kv_dtype, chosen)
-    held = weight_bytes(config, group.size, chosen.itemsize, layout, group.rank, weights=_name(stored))
+    held = weight_bytes(config, group.size, chosen.itemsize, layout, group.rank, weights=_name(stored), path=path)
     per_slot = kv_bytes_per_slot(config, group.size, rows.itemsize, layout, group.rank)
     reserved, tables = num_logit_rows * config.vocab_size * 8, 0
     if device.startswith("cuda"):
@@ -170,7 +175,7 @@ def affordable_slots(
     return num_slots
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: Stored) -> str:
     return str(dtype).removeprefix("torch.")
 
 

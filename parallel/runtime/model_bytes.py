@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import math
 
-from parallel.model.checkpoint import block_tensors, end_tensors, resolve_checkpoint, stores_bfloat16
+from parallel.model.checkpoint import (
+    block_tensors,
+    end_tensors,
+    quantization_of,
+    quantized_layers,
+    resolve_checkpoint,
+    stores_bfloat16,
+)
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout
@@ -30,14 +37,25 @@ def dtype_name(name: str, device: str) -> str:
 
 
 def weights_name(weights: str, dtype: str, device: str, path: str = "", *, has_kernels: bool = True) -> str:
-    """The type in which matrices are stored beside numbers of type `dtype`. `auto` is the same, or bfloat16 if the
-    checkpoint at `path` is, which on a CPU with kernels is read faster and rounds nothing."""
+    """The type in which matrices are stored beside numbers of type `dtype`. `auto` is the same, but "packed" on a GPU
+    if the checkpoint at `path` is quantised, and bfloat16 if it is, which on a CPU with kernels is read faster and
+    rounds nothing. `has_kernels`: whether the device has those for the matrices."""
+    on_cuda, directory = device.startswith("cuda"), resolve_checkpoint(path) if path else None
+    is_quantized = directory is not None and quantization_of(directory) is not None
+    if weights == "packed":
+        if not is_quantized:
+            raise ValueError("weights=packed: the checkpoint is not quantised; drop weights=packed")
+        if not has_kernels:
+            raise ValueError("weights=packed: needs a CUDA device, Triton and a C compiler; drop weights=packed")
+        return weights
     if weights == "auto":
-        if not path or dtype != "float32" or device != "cpu" or not has_kernels:
+        if directory is None or not has_kernels:
             return dtype
-        directory = resolve_checkpoint(path)
-        return "bfloat16" if stores_bfloat16(directory, read_config(directory)) else dtype
-    if device.startswith("cuda") or dtype != "float32":
+        if on_cuda:
+            return "packed" if is_quantized else dtype
+        keeps = device == "cpu" and dtype == "float32" and stores_bfloat16(directory, read_config(directory))
+        return "bfloat16" if keeps else dtype
+    if weights != dtype and (on_cuda or dtype != "float32"):
         raise ValueError(
             f"weights={weights}: needs a CPU and dtype=float32; write device=cpu or drop weights={weights}"
         )
@@ -57,9 +75,16 @@ def weight_bytes(
     rank: int = 0,
     *,
     weights: str | None = None,
+    path: str = "",
 ) -> int:
     """The weights of one of the `ranks` that share the model tensor-parallel, or by `layout`; `weights` is the type of
-    matrices, None for one of `item_bytes`."""
+    matrices, None for one of `item_bytes`. "packed" ones are those that the checkpoint at `path` has quantised; they
+    are counted with the scales of the finest groups that its format has."""
+    is_packed = weights == "packed"
+    if is_packed:
+        weights = None
+    quantization = quantization_of(resolve_checkpoint(path)) if is_packed and path else None
+    quantized = quantized_layers(resolve_checkpoint(path), config) if quantization is not None else {}
     attention, mlp, held = _shares(config, ranks, layout, rank)
     stored_bytes = item_bytes if weights is None else STORED_BYTES[weights]
     scale_bytes = SCALE_BYTES if weights == "int8" else 0
@@ -73,6 +98,12 @@ def weight_bytes(
         size = math.prod(shape) // parts[split] * (stored_bytes if is_stored else item_bytes)
         if is_stored:
             size += scale_bytes * (shape[0] if name.endswith(by_inputs) else shape[0] // parts[split])
+        if quantization is not None and (num_packed := min(quantized.get(name, 0), num_layers)):
+            outputs, inputs = shape
+            split_inputs = parts[split] if name.endswith(by_inputs) else 1
+            share = outputs * split_inputs // parts[split], inputs // split_inputs
+            count += num_packed * quantization.packing().num_bytes(*share)
+            num_layers -= num_packed
         count += num_layers * size
     is_shared = config.tied and attention == ranks and config.head is None  # embedding and head
     num_rows = -(-config.vocab_size // attention) + (0 if is_shared else -(-config.num_head_rows // ranks))

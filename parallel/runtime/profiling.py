@@ -133,7 +133,7 @@ def fill_at_random(decoder: Decoder) -> None:
 
 def _randomize(shards: Iterable[Shard]) -> None:
     for shard in shards:
-        shard.destination.normal_(std=0.02)
+        shard.place().normal_(std=0.02)
 
 
 @torch.inference_mode()

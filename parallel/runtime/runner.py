@@ -31,7 +31,7 @@ from parallel.model.layers.padded import PaddedBackend
 from parallel.model.layers.ragged import RaggedBackend
 from parallel.model.layers.sdpa import SdpaBackend
 from parallel.model.layers.split_kv import SplitKVBackend
-from parallel.model.layers.weight import Layer
+from parallel.model.layers.weight import Layer, Stored
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights, read_kv_scales
 from parallel.runtime.cuda_graphs import CapturedPasses, StepChoice, run_pass
@@ -318,16 +318,16 @@ def open_model(
     stretch: int = 0,
     *,
     layout: LayerLayout | None = None,
-    weights: torch.dtype | None = None,
+    weights: Stored | None = None,
     kv_dtype: torch.dtype | None = None,
     head: HeadRows | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Load this rank's part of a checkpoint and allocate a pool of `num_slots` rows; `options` are the runner's.
 
-    Matrices are stored as `weights`, KV rows as `kv_dtype`, None for `dtype`. The ranks share the model
-    tensor-parallel, or by `layout`; the runner is then a `LayerParallelRunner`. With `head`, logits are computed for
-    some tokens only.
+    Matrices are stored as `weights`, "packed" for codes where the checkpoint has them, and KV rows as `kv_dtype`, None
+    for `dtype`. The ranks share the model tensor-parallel, or by `layout`; the runner is then a `LayerParallelRunner`.
+    With `head`, logits are computed for some tokens only.
     """
     use_device(device)
     directory = resolve_checkpoint(str(path))

@@ -66,7 +66,7 @@ def _load_pickled(shards: Sequence[Shard], shapes: dict[str, Shape], file: Path)
         found = tuple(stored[shard.name].shape) if shard.name in stored else None
         if found != shapes[shard.name]:
             raise ValueError(f"{file}: tensor {shard.name} is {found}, config.json asks {shapes[shard.name]}")
-        shard.destination.copy_(stored[shard.name][shard.index])
+        shard.place().copy_(stored[shard.name][shard.index])
 
 
 # --- our own ----------------------------------------------------------------------------------------------------------

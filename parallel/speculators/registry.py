@@ -14,6 +14,7 @@ from parallel.model.checkpoint import read_json, resolve_checkpoint
 from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
+from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
 from parallel.runtime.runner import ModelRunner
 from parallel.speculators import block, chimera, exits, glide, head_layouts, streams
@@ -108,7 +109,7 @@ def open_tables(
     group: Group = SINGLE,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    weights: torch.dtype | None = None,
+    weights: Stored | None = None,
 ) -> Decoder:
     """The target's embedding, final norm and head alone: a decoder of no layers, for a speculator on other ranks."""
     directory = resolve_checkpoint(str(path))

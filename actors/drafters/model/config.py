@@ -161,7 +161,7 @@ class PassDrafterConfig(PlacedDrafterConfig):
     dtype: Annotated[str, OneOf(DTYPES)] = "auto"
     """float32, bfloat16, float16, or auto, as `target.dtype`."""
     weights: Annotated[str, OneOf(WEIGHTS)] = "auto"
-    """CPU: the type in which matrices are stored, as `target.weights`."""
+    """How matrices are stored, as `target.weights`."""
     attention: Annotated[str, OneOf(ATTENTION)] = "auto"
     """How attention is computed, as `target.attention`."""
 
@@ -341,6 +341,7 @@ class ModelDrafterConfig(PassDrafterConfig):
         require(self.placement is not Placement.attached, field, True, remedy)
         remedy = f"learns the target's own tokens; drop {where}.vocabulary and {where}.translate"
         require(not self.vocabulary and self.translate is Translation.auto, field, True, remedy)
+        require(self.weights != "packed", field, True, f"changes the weights; drop {where}.weights=packed")
 
     @property
     def target_top_k(self) -> int:

@@ -43,6 +43,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
 from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
+from parallel.runtime.model_bytes import dtype_name
 from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.profiling import faster_mlp
 from parallel.runtime.runner import ModelRunner, captured_facts, open_model
@@ -93,6 +94,9 @@ def open_draft_model(
     """This rank's part of the draft model, and the facts it reports."""
     layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
     head = head_rows(config)
+    weights = config.weights
+    if config.online and weights == "auto" and device.startswith("cuda"):
+        weights = dtype_name(config.dtype, device)  # learned matrices are no codes
     graphs = graph_list(config, scheduler, pipeline)
     fit = fit_slots(
         config.path,
@@ -102,7 +106,7 @@ def open_draft_model(
         max_num_seqs=scheduler.max_num_seqs,
         num_slots=config.kv_slots,
         layout=layout,
-        weights=config.weights,
+        weights=weights,
         kv_dtype=config.kv_dtype,
         head=head,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

@@ -119,6 +119,7 @@ def _types(config: SpeculatorDrafterConfig, device: str) -> tuple[torch.dtype, t
     """In which it computes, and in which its matrices are stored."""
     dtype = choose_dtype(config.dtype, device)
     weights = choose_weights(config.weights, config.dtype, device)
+    assert weights != "packed", "speculators are read unquantised"
     has_kernels = dtype == torch.float32 and device == "cpu" and has_products()
     if config.weights == "auto" and has_kernels and holds_bfloat16(Path(config.path)):
         weights = torch.bfloat16

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.kernels.packed_products import PackedMatrix, PackedRows
+from parallel.kernels.packing import Packing
 from parallel.kernels.products import Panels, has_products
 
+Stored = torch.dtype | Literal["packed"]
+"""In which matrices are kept: a type of numbers, or "packed": as codes where the checkpoint has them."""
 EVERY = slice(None)
 _LARGEST_CODE = 127
 
@@ -80,14 +84,27 @@ class QuantizedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenRows:
+    """Rows `own` of a weight whose checkpoint has still to say how they are kept."""
+
+    weight: Weight
+    own: slice
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """The part of a checkpoint tensor that this rank needs: `tensor[index]` is copied to `destination`; of its rows
     only `picked`, in that order, where they are given."""
 
     name: str
     index: tuple[slice, ...]
-    destination: Tensor | QuantizedRows
+    destination: Tensor | QuantizedRows | PackedRows | OpenRows
     picked: tuple[int, ...] | None = None
+
+    def place(self) -> Tensor | QuantizedRows | PackedRows:
+        """The destination, which is settled."""
+        assert not isinstance(self.destination, OpenRows)
+        return self.destination
 
 
 class Weight(Layer):
@@ -95,42 +112,80 @@ class Weight(Layer):
 
     `plain` holds it as the checkpoint does until `pack`, which on a CPU, where there is a compiler, puts it into the
     order of the kernel in `parallel/kernels/products.py` and leaves `plain` empty: nothing is kept twice. Elsewhere
-    PyTorch multiplies by `plain`. `store_as` chooses a smaller type than `dtype` for what is kept.
+    PyTorch multiplies by `plain`. `store_as` chooses a smaller type than `dtype` for what is kept; a weight that is
+    stored as "packed" gets its room by `settle`, as codes for `parallel/kernels/packed_products.py` or plainly.
     """
 
     def __init__(self, outputs: int, inputs: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         self.outputs = outputs
+        self.inputs = inputs
         self.dtype = dtype
         self.plain = torch.empty(outputs, inputs, dtype=dtype, device=device)
         self.scales: Tensor | None = None
+        self.zeros: Tensor | None = None
         self.packed: Tensor | None = None
         self._panels: Panels | None = None
+        self._codes: PackedMatrix | None = None
+        self._is_open = False
 
-    def store_as(self, stored: torch.dtype) -> None:
-        """Keep the weights as bfloat16, or as int8 with a factor for every output; call it before loading."""
-        self.plain = torch.zeros(self.plain.shape, dtype=stored, device=self.plain.device)
+    def store_as(self, stored: Stored) -> None:
+        """Keep the weights as bfloat16, as int8 with a factor for every output, or packed; call it before loading."""
+        device = self.plain.device
+        if stored == "packed":
+            self._is_open = True
+            self.plain = torch.empty(0, dtype=self.dtype, device=device)
+            return
+        self.plain = torch.zeros(self.plain.shape, dtype=stored, device=device)
         if stored == torch.int8:
-            self.scales = torch.zeros(self.outputs, device=self.plain.device)
+            self.scales = torch.zeros(self.outputs, device=device)
+
+    def settle(self, packing: Packing | None, scale_type: torch.dtype = torch.float32) -> None:
+        """Make room for a weight stored as "packed": for codes, or for numbers of type `dtype`."""
+        device, self._is_open = self.plain.device, False
+        if packing is None:
+            self.plain = torch.empty(self.outputs, self.inputs, dtype=self.dtype, device=device)
+            return
+        matrix = self._codes = PackedMatrix(self.outputs, self.inputs, packing, scale_type, device)
+        self.packed, self.scales, self.zeros = matrix.weights, matrix.scales, matrix.zeros
 
     def shard(self, name: str, rows: slice, columns: slice = EVERY, *, own: slice = EVERY) -> Shard:
         """Those rows and columns of a checkpoint's tensor, which are this weight's rows `own`."""
+        if self._is_open:
+            return Shard(name, (rows, columns), OpenRows(self, own))
+        if self._codes is not None:
+            return Shard(name, (rows, columns), PackedRows(self._codes, own))
         if self.scales is None:
             return Shard(name, (rows, columns), self.plain[own])
         return Shard(name, (rows, EVERY), QuantizedRows(self.plain[own], self.scales[own], columns))
 
+    def settled(self, shard: Shard) -> Shard:
+        """The shard of rows that were open."""
+        assert isinstance(shard.destination, OpenRows)
+        return self.shard(shard.name, *shard.index, own=shard.destination.own)
+
     def pack(self) -> None:
         """Change to the order of the kernel, if it can run; call it after loading."""
-        if self.dtype == torch.float32 and self.plain.device.type == "cpu" and has_products():
+        on_cpu = self._codes is None and self.plain.device.type == "cpu"
+        if on_cpu and self.dtype == torch.float32 and has_products():
             self._panels = Panels(self.plain, self.scales)
             self.packed = self._panels.weights
             self.plain = self.plain.new_empty(0)
 
+    def clear(self) -> None:
+        """Zero it, before it is packed or when it was loaded as codes."""
+        if self._codes is not None:
+            self._codes.clear()
+        else:
+            self.plain.zero_()
+
     @torch.inference_mode()
     def assign(self, matrix: Tensor) -> None:
-        """Replace the contents in place, before or after `pack`, rounded as a checkpoint's are; of an unsplit weight.
+        """Replace the contents in place, before or after `pack`, rounded as a checkpoint's are; of an unsplit weight
+        that is not kept as codes.
 
         Captured passes read the new contents too.
         """
+        assert self._codes is None, "codes of a checkpoint are not rounded again"
         plain = self.plain if self.packed is None else torch.empty(matrix.shape, dtype=self.packed.dtype)
         if self.scales is None:
             plain.copy_(matrix)
@@ -143,6 +198,8 @@ class Weight(Layer):
         """x [T, inputs] -> [T, outputs]."""
         if self._panels is not None:
             return self._panels.multiply(x, bias)
+        if self._codes is not None:
+            return self._codes.multiply(x, bias)
         return F.linear(x, self._widened(self.plain, self.scales), bias)
 
     def multiply_gated(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
@@ -88,7 +93,6 @@ def collect(completion: Completion, most: int | None = None):
 @pytest.fixture(scope="module")
 def expected_tokens(tiny_checkpoint):
     """What transformers decodes greedily for `PROMPTS`."""
-    import torch
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
@@ -115,12 +119,27 @@ def test_greedy_tokens_are_those_of_transformers_in_any_layout(open_layout, expe
     assert counters["num_stale"] == 0 or layout == "branches", "answers are late only where the target does not wait"
 
 
+def in_fp8(source: Path, path: Path) -> Path:
+    """A copy of a checkpoint with a scale for every output of its linear layers."""
+    shutil.copytree(source, path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 448
+        tensors[name.replace("weight", "weight_scale")] = scale
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    return path
+
+
 @pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
-def test_tokens_are_the_same_on_the_kernels_of_cuda(open_engine, tiny_checkpoint, half_agreeing_drafter):
-    """Which run in Triton's interpreter here; what they do not compute is PyTorch's."""
-    path, tokens = str(tiny_checkpoint("Llama")), []
-    for attention in ("sdpa", "triton"):
-        target = TargetConfig(path=path, device="cpu", attention=attention)
+def test_tokens_are_the_same_on_the_kernels_of_cuda(open_engine, tiny_checkpoint, half_agreeing_drafter, tmp_path):
+    """Which run in Triton's interpreter here; what they do not compute is PyTorch's. Of an FP8 target, dequantised at
+    the start or packed: in float32 the sums differ in their last bits only."""
+    path, tokens = str(in_fp8(tiny_checkpoint("Llama"), tmp_path / "fp8")), []
+    for attention, weights in (("sdpa", "auto"), ("triton", "packed")):
+        target = TargetConfig(path=path, device="cpu", attention=attention, weights=weights)
         drafter = ModelDrafterConfig(
             path=str(half_agreeing_drafter), num_draft_tokens=2, device="cpu", attention=attention
         )

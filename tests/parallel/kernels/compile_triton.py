@@ -1,18 +1,20 @@
 """Compile every Triton kernel for compute capability 9.0, as launched by the engine; run by `test_triton_rows.py`.
 
-Prints a line for each: name, bytes of shared memory, registers that spill. Needs neither a GPU nor PyTorch.
+Prints a line for each: name, bytes of shared memory, registers that spill. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from actors.sampling import truncation_kernels
-from parallel.kernels import triton_attention, triton_rows
+from actors.sampling import noise_kernels, truncation_kernels
+from parallel.kernels import triton_attention, triton_products, triton_rows
+from parallel.kernels.packing import Packing
 
 H100 = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024
@@ -23,17 +25,24 @@ TYPES = {
     "top_ps": "*fp64",
     **dict.fromkeys(("positions", "slots"), "*i64"),
     **dict.fromkeys(("query_stride", "slot_stride", "stride", "size", "window"), "i32"),
+    **dict.fromkeys(("num_rows", "outputs", "inputs", "num_words", "num_steps"), "i32"),
     **dict.fromkeys(("scale", "key_scale", "value_scale", "softcap", "eps"), "fp32"),
 }
 """Of the arguments that are neither constants nor pointers to numbers of the model's type."""
 
 
 def compile_kernel(
-    kernel: triton.JITFunction, dtype: str, constants: dict[str, object], *, fp8: bool = False, **options: int
+    kernel: triton.JITFunction,
+    dtype: str,
+    constants: dict[str, object],
+    others: Mapping[str, str] = TYPES,
+    *,
+    fp8: bool = False,
+    **options: int,
 ) -> None:
     types = {name: "constexpr" if name in constants else f"*{dtype}" for name in kernel.arg_names}
     types |= {name: "*fp8e4nv" for name in ("keys", "values") if fp8 and name in types}
-    types |= {name: kind for name, kind in TYPES.items() if name in types}
+    types |= {name: kind for name, kind in others.items() if name in types}
     aligned = [(i,) for i, kind in enumerate(types.values()) if kind.startswith("*") or kind == "i32"]
     attributes = {key: [["tt.divisibility", 16]] for key in aligned}  # as a launch finds of these sizes
     compiled = triton.compile(ASTSource(kernel, types, constants, attributes), target=H100, options=options)
@@ -57,8 +66,37 @@ def compile_attention(dtype: str, head_dim: int, block_m: int, *, masks: bool, f
     compile_kernel(triton_attention.merge_items, dtype, constants | dict(BLOCK_P=16))
 
 
+def compile_products(dtype: str, packing: Packing, block_m: int, *, is_cut: bool) -> None:
+    codes = {"int4": "*i32", "int8": "*i8", "fp8": "*fp8e4nv"}[packing.kind]
+    scales = f"*{dtype}" if packing.scale_bytes == 2 else "*fp32"
+    types = TYPES | {"codes": codes, "scales": scales, "zeros": "*u8" if packing.has_zeros else scales}
+    constants = dict(PER_WORD=packing.per_word, SPAN=packing.span, GROUP=packing.group, HAS_ZEROS=packing.has_zeros)
+    constants |= dict(BLOCK_N=64)
+    compile_kernel(triton_products.unpack_matrix, dtype, constants, types)
+    run = min(packing.per_word, (packing.group or 256) // packing.span)
+    constants |= dict(RUN=run, BLOCK_M=block_m, HAS_BIAS=not is_cut, WIDEN=False)
+    constants |= dict(PRECISION="ieee" if dtype == "fp32" else "tf32")
+    if is_cut:
+        types |= {"out": "*fp32"}
+        compile_kernel(triton_products.merge_parts, dtype, dict(PARTS=4, HAS_BIAS=True, BLOCK=1024))
+    stages = 4 if block_m < 64 else 3
+    compile_kernel(triton_products.multiply_packed, dtype, constants, types, num_warps=4, num_stages=stages)
+
+
+def compile_noise() -> None:
+    types = {**dict.fromkeys(("scores", "out", "best", "values"), "*fp32"), "keys": "*i32", "winners": "*i32"}
+    types |= {"token_ids": "*i64", "tokens": "*i64", "sampled": "*i1"}
+    types |= dict.fromkeys(("row_stride", "size", "first", "vocab_size", "num_blocks", "of_none"), "i32")
+    for kernel in (noise_kernels._fill_noise, noise_kernels._race_blocks):
+        compile_kernel(kernel, "fp32", dict(BLOCK=4096), types)
+    compile_kernel(noise_kernels._race_winners, "fp32", dict(WIDTH=32), types)
+
+
 def main(which: str) -> None:
     compile_attention("bf16", 64, 16, masks=True, fp8=True)
+    compile_products("bf16", Packing("int4", 128, has_zeros=True, scale_bytes=2), 16, is_cut=True)
+    compile_products("bf16", Packing("fp8", 128), 16, is_cut=False)
+    compile_noise()
     if which == "all":
         compile_attention("bf16", 64, 16, masks=True)
         for head_dim in (64, 96, 128, 256):
@@ -68,6 +106,9 @@ def main(which: str) -> None:
                 for block_m in (16, 64):
                     for masks in (False, True):
                         compile_attention(dtype, head_dim, block_m, masks=masks)
+            for packing in (Packing("int4", 32), Packing("int4"), Packing("int8"), Packing("fp8"), Packing("fp8", 64)):
+                for block_m in (16, 32, 64):
+                    compile_products(dtype, packing, block_m, is_cut=block_m == 32)
     compile_kernel(truncation_kernels.truncate_rows, "fp32", dict(BLOCK=4096), num_warps=16)
     for dtype, on in (("bf16", True), ("fp32", False)):
         compile_kernel(triton_rows.normalize_rows, dtype, dict(ADDS=on, PLUS_ONE=on, BLOCK=4096), num_warps=8)

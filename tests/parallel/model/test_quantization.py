@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import Span
 from parallel.model.checkpoint import find_tensors, stores_bfloat16, tensor_shapes
 from parallel.model.families.registry import read_config
+from parallel.runtime.model_bytes import weight_bytes
 from parallel.runtime.runner import open_model
 
 TOKENS = list(range(20))
@@ -210,19 +212,42 @@ def test_a_quantised_checkpoint_is_the_model_of_its_numbers(pair):
 
 
 def test_two_ranks_hold_the_parts_of_its_numbers(pair, on_ranks):
-    """Shares of 12 key rows and 24 inputs, which fill neither words of 8 nor groups and blocks of 16."""
-    _, ours, plain = pair
+    """Shares of 12 key rows and 24 inputs, which fill neither words of 8 nor groups and blocks of 16. Codes are kept
+    but of inputs in an order of their own, and of a share that begins within a group."""
+    name, ours, plain = pair
 
-    def parts(path):
+    def parts(path, weights=None):
         def of(group):
-            layers = open_model(path, num_slots=32, group=group, dtype=torch.bfloat16).decoder.layers
-            linears = [one for layer in layers for one in (layer.attention.qkv, layer.attention.o, layer.mlp.down)]
-            return [one.weight.plain for one in linears]
+            layer = open_model(path, num_slots=32, group=group, weights=weights).decoder.layers[0]
+            held = [one.weight for one in (layer.attention.qkv, layer.attention.o, layer.mlp.down)]
+            return [(one.multiply(torch.eye(one.inputs)).T, one.packed) for one in held]
 
         return on_ranks(2, of)
 
-    for split, expected in zip(parts(ours), parts(plain), strict=True):
-        assert all(map(torch.equal, split, expected))
+    is_grouped = "block" in name or name in ("int4 of compressed-tensors", "awq", "gptq", "gptq v2")
+    kept = [[True, not (is_grouped and rank)] for rank in (0, 1)] if name != "gptq, act order" else [[False] * 2] * 2
+    expected = parts(plain)
+    for weights in (None, "packed") if has_triton() else (None,):
+        for ours_, theirs, (of_qkv, of_rest) in zip(parts(ours, weights), expected, kept, strict=True):
+            assert all(torch.equal(one, other) for (one, _), (other, _) in zip(ours_, theirs, strict=True))
+            if weights:
+                assert [packed.dtype != torch.float32 for _, packed in ours_] == [of_qkv, of_rest, of_rest]
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
+def test_products_of_codes_give_the_same_tokens(pair):
+    """In float32, where only sums have another order; one layout of each kind."""
+    name, ours, _ = pair
+    if name not in ("fp8 per channel", "fp8 blocks", "int8", "awq"):
+        return
+    model = open_model(ours, num_slots=32, weights="packed")
+    model.open(0)
+    found, expected = model.forward([Span(0, 20, num_logits=20)], TOKENS).logits, logits(ours)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    counted = weight_bytes(model.config, 1, 4, weights="packed", path=str(ours))
+    excess = counted - model.decoder.nbytes()
+    assert excess > 0 if name == "fp8 per channel" else excess == 0, "scales in two bytes are counted as four"
 
 
 def test_a_damaged_part_is_named_before_a_process_starts(pair, tmp_path):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.split_kv import most_partial_bytes
 from parallel.runtime.graph_list import GraphList, graph_bytes, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, choose_weights, fit_slots
+from parallel.runtime.model_bytes import weights_name
 from parallel.runtime.runner import open_model
 
 
@@ -158,3 +161,17 @@ def test_smaller_weights_are_for_float32_on_cpu():
     for device, dtype in (("cuda:0", "auto"), ("cpu", "bfloat16")):
         with pytest.raises(ValueError, match="weights=int8: needs a CPU and dtype=float32"):
             choose_weights("int8", dtype, device)
+
+
+def test_weights_stay_packed_on_cuda_where_the_checkpoint_is_quantised(llama, tmp_path):
+    quantised = shutil.copytree(llama.path, tmp_path / "quantised")
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    for path, expected in ((quantised, "packed"), (llama.path, "bfloat16")):
+        assert weights_name("auto", "bfloat16", "cuda:0", str(path)) == expected
+        assert weights_name("bfloat16", "bfloat16", "cuda:0", str(path)) == "bfloat16"
+    assert weights_name("auto", "bfloat16", "cuda:0", str(quantised), has_kernels=False) == "bfloat16"
+    with pytest.raises(ValueError, match="weights=packed: the checkpoint is not quantised"):
+        weights_name("packed", "bfloat16", "cuda:0", str(llama.path))
+    with pytest.raises(ValueError, match="weights=packed: needs a CUDA device, Triton"):
+        weights_name("packed", "float32", "cpu", str(quantised), has_kernels=False)
