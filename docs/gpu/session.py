@@ -180,7 +180,9 @@ def gemm(machine: Machine) -> Iterator[Row]:
             outputs, inputs = outputs // 64, inputs // 64  # noqa: PLW2901
         for kind in (str(machine.dtype).removeprefix("torch."), *kept):
             products, num_bytes = list[Callable[[torch.Tensor], torch.Tensor]](), 0
-            for _ in range(8):  # several matrices in turn, since one of them would stay in the cache
+            for _ in range(
+                1 if machine.tiny else 8
+            ):  # several matrices in turn, since one of them would stay in the cache
                 if kind in kept:
                     scale_type = torch.float32 if kept[kind].scale_bytes == 4 else torch.float16
                     matrix = PackedMatrix(outputs, inputs, kept[kind], scale_type, machine.device)
@@ -191,7 +193,7 @@ def gemm(machine: Machine) -> Iterator[Row]:
                     weight = torch.randn(outputs, inputs, dtype=machine.dtype, device=machine.device)
                     products.append(partial(F.linear, weight=weight))
                     num_bytes = weight.nbytes
-            for rows in GEMM_ROWS[:2] if machine.tiny else GEMM_ROWS:
+            for rows in GEMM_ROWS[:1] if machine.tiny else GEMM_ROWS:
                 x = torch.randn(rows, inputs, dtype=machine.dtype, device=machine.device)
 
                 def multiply(x: torch.Tensor = x, products: list[Any] = products) -> None:

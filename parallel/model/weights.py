@@ -78,7 +78,7 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
     order = {file: i for i, file in enumerate(dict.fromkeys(files.values()))}
     shards.sort(key=lambda one: order[files[next(iter(stored[one.name]))]])
     with ExitStack() as stack:
-        shards = _settled(shards, quantization, stored, shapes, _Tensors(files, stack))
+        shards = _settled(shards, quantization, stored, shapes, _CheckpointFiles(files, stack))
     device = torch.cuda.current_device() if num_threads > 1 and torch.cuda.is_available() else None
 
     @torch.inference_mode()
@@ -86,7 +86,7 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread: pinned memory belongs to a device's context
         with ExitStack() as stack:
-            get = _Tensors(files, stack)
+            get = _CheckpointFiles(files, stack)
             for shard in own:
                 _fill(shard, quantization, stored[shard.name], shapes[shard.name], get, pins=device is not None)
                 _check_finite(shard, files[next(iter(stored[shard.name]))])
@@ -99,7 +99,7 @@ def load_shards(shards: Iterable[Shard], shapes: Mapping[str, Shape], directory:
             part.result()
 
 
-class _Tensors:
+class _CheckpointFiles:
     """The tensors of a checkpoint, to be indexed; files are opened once, until the stack is closed."""
 
     def __init__(self, files: Mapping[str, Path], stack: ExitStack) -> None:
