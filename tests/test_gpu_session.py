@@ -33,7 +33,7 @@ def test_every_step_measures_something_and_the_report_shows_it(session, tmp_path
     session.write_report(tmp_path)
     report = (tmp_path / "session.md").read_text()
     assert [name for name in session.STEPS if f"## {name}\n" in report] == steps
-    assert "| sequences | context | rows | kind |" in report
+    assert "| sequences | context | rows | attention | kind |" in report
 
 
 def test_a_step_that_fails_is_named_and_the_others_go_on(session, tmp_path, monkeypatch):

@@ -180,9 +180,8 @@ def gemm(machine: Machine) -> Iterator[Row]:
             outputs, inputs = outputs // 64, inputs // 64  # noqa: PLW2901
         for kind in (str(machine.dtype).removeprefix("torch."), *kept):
             products, num_bytes = list[Callable[[torch.Tensor], torch.Tensor]](), 0
-            for _ in range(
-                1 if machine.tiny else 8
-            ):  # several matrices in turn, since one of them would stay in the cache
+            # several matrices in turn, since one of them would stay in the cache
+            for _ in range(1 if machine.tiny else 8):
                 if kind in kept:
                     scale_type = torch.float32 if kept[kind].scale_bytes == 4 else torch.float16
                     matrix = PackedMatrix(outputs, inputs, kept[kind], scale_type, machine.device)
