@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -129,8 +130,7 @@ class SelfDraftRunner(ModelRunner):
         """What the open drafts' passes computed, by the sequence that they draft for."""
         tokens: dict[SeqId, list[int]] = {}
         states: dict[SeqId, list[Tensor]] = {}
-        for made in self._passes_made:
-            all_fed = made.token_ids.tolist() if isinstance(made.token_ids, Tensor) else made.token_ids
+        for made, all_fed in zip(self._passes_made, self._tokens_fed(), strict=True):
             first = 0
             for span in made.spans:
                 rows = slice(first, first + span.num_tokens)
@@ -148,6 +148,15 @@ class SelfDraftRunner(ModelRunner):
                 rows = fed, parents, slots, torch.cat(states[seq_id])
                 kept[seq_id] = KeptRows(context, stop, *rows)
         return kept
+
+    def _tokens_fed(self) -> list[Sequence[int]]:
+        """The tokens of each pass; those that are on the device are read together."""
+        chosen = [made.token_ids for made in self._passes_made if isinstance(made.token_ids, Tensor)]
+        read = iter(torch.cat(chosen).tolist() if chosen else ())
+        return [
+            list(islice(read, len(made.token_ids))) if isinstance(made.token_ids, Tensor) else made.token_ids
+            for made in self._passes_made
+        ]
 
     def _draft_of(self, seq_id: SeqId) -> RowsBehind:
         return RowsBehind(seq_id, id(self))

@@ -23,6 +23,7 @@ from parallel.runtime.graph_list import GraphList
 from parallel.runtime.runner import ModelRunner, PassOutput
 from parallel.speculators.config import STREAMS
 from parallel.speculators.stream_layers import StreamLayers
+from parallel.transfers import to_device, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,7 @@ class StreamingRunner(ModelRunner):
             return replace(output, features=(nothing,) * len(taps))
         assert tuple(taps) == (STREAMS,), "a drafter of streams reads nothing else"
         assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
-        if not isinstance(token_ids, Tensor):
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
-        token_ids = token_ids.to(self.decoder.device, non_blocking=True)
+        token_ids = upload(token_ids, self.decoder.device)
         decoder, wanted = self.decoder, logit_rows(spans)
         laid_out = lay_out(self.pool, self._pending, spans)
         plan = self._backend.plan(laid_out, wanted)
@@ -110,12 +109,12 @@ class StreamingRunner(ModelRunner):
         ]
         if not (edges and self._prune_below):
             return set()
-        above, below = torch.tensor(edges, device=hidden.device).unbind(1)
+        above, below = upload(np.array(edges).T, hidden.device)
         early, head = self.layers.early(hidden.index_select(0, above)), self.decoder.lm_head
         gathers, head.gathers = head.gathers, True  # every rank decides, whatever is asked of the pass's own logits
         logits = self.decoder.head(self.decoder.normalize(early))
         head.gathers = gathers
-        chances = logits.float().softmax(-1).gather(1, token_ids[below][:, None])[:, 0].tolist()
+        chances = logits.float().softmax(-1).gather(1, token_ids.index_select(0, below)[:, None])[:, 0].tolist()
         pruned: set[int] = set()
         for (parent, row), chance in zip(edges, chances, strict=True):
             if chance < self._prune_below or parent in pruned:
@@ -155,7 +154,7 @@ class StreamingRunner(ModelRunner):
             nodes += [own.first + i for i in speaking]
             first += total
         plan = self._backend.plan(rows, list(range(first)))
-        return _Grown(plan, *(torch.tensor(each, dtype=torch.int64, device=self.decoder.device) for each in places))
+        return _Grown(plan, *to_device([np.array(each, dtype=np.int64) for each in places], self.decoder.device))
 
     def _finish(self, hidden: Tensor, plan: PassPlan, grown: _Grown) -> tuple[Tensor, Tensor]:
         """The layers of the streams: final hidden states of the pass's rows [T, H], zero where they were pruned, and

@@ -27,6 +27,7 @@ from parallel.speculators.head_tensors import LoadedTensors
 from parallel.speculators.heads import HeadsRunner, RootRows
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.stream_layers import StreamLayers, StreamsConfig, open_stream_layers
+from parallel.transfers import upload
 
 METHODS = "streaming", "mask_lora", "s3d"
 
@@ -93,13 +94,12 @@ class StreamsDraftRunner(HeadsRunner):
         if not roots:
             return states
         plan = draft.plan([Span(text.seq_ids[i], count) for i in roots])
-        tokens = token_ids[torch.tensor([text.places[i] for i in roots], device=token_ids.device)]
+        tokens = token_ids.index_select(0, upload([text.places[i] for i in roots], token_ids.device))
         begun = self._layers.begin(decoder.embed(tokens, plan.positions[: len(roots)])).flatten(0, 1)
         rows = F.pad(begun, (0, 0, 0, len(plan.positions) - len(begun)))
         hidden = self._layers.run(rows, plan, torch.arange(len(begun), device=rows.device))[: len(begun)]
         draft.release_rows()
-        where = torch.tensor(roots, device=states.device)
-        return states.index_copy_(0, where, decoder.normalize(hidden).view(len(roots), -1))
+        return states.index_copy_(0, upload(roots, states.device), decoder.normalize(hidden).view(len(roots), -1))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
