@@ -67,30 +67,40 @@ def llama(make_checkpoint: Callable[..., Checkpoint]) -> Checkpoint:
     return make_checkpoint("Llama")
 
 
+def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns for each rank, in a thread of its own; raises what it raises."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
 @pytest.fixture
 def on_ranks() -> Callable[[int, Callable[[Group], Any]], list[Any]]:
     """Run a function once per rank of a group, each in a thread of its own; the results in rank order."""
 
     def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
         store = host_store()
-        results: list[Any] = [None] * size
 
-        def rank_main(rank: int) -> None:
-            try:
-                group = join(connect_store("127.0.0.1", store.port), "ranks", 0, rank, size, timeout_s=60)
-                results[rank] = work(group)
-                group.close()
-            except BaseException as error:
-                results[rank] = error
+        def rank_main(rank: int) -> Any:
+            group = join(connect_store("127.0.0.1", store.port), "ranks", 0, rank, size, timeout_s=60)
+            result = work(group)
+            group.close()
+            return result
 
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        return in_threads(size, rank_main)
 
     return run

@@ -33,6 +33,7 @@ def stage():
     for name in (OTHER, f"{OTHER}/out"):
         stage.links[name] = Link(stage.hub.address, name, SECRET)
     stage.send(OTHER, Hello())
+    assert receive(stage, OTHER, Alive), "records for a client that is not connected yet are dropped"
     yield stage
     stage.stop()
 

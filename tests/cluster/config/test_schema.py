@@ -360,14 +360,14 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             ["target.all_reduce=symmetric", "target.device=cpu"],
             "target.all_reduce=symmetric: needs GPUs; set target.device=cuda or drop it",
         ),
-        (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, bfloat16, int8"),
+        (["target.weights=int4"], "target.weights=int4: is unknown; choose one of auto, packed, bfloat16, int8"),
         (
             ["target.weights=int8", "target.device=cuda"],
             "target.weights=int8: needs target.device=cpu and target.dtype=float32; set them or drop it",
         ),
         (
-            ["drafter.weights=bfloat16", "drafter.dtype=bfloat16"],
-            "drafter.weights=bfloat16: needs drafter.device=cpu and drafter.dtype=float32",
+            ["drafter.weights=int8", "drafter.dtype=bfloat16"],
+            "drafter.weights=int8: needs drafter.device=cpu and drafter.dtype=float32",
         ),
         (["target.stretch=-1"], "target.stretch=-1: must be 0 (off) or above"),
         (["target.kv_slots=-1"], "target.kv_slots=-1: must be 0"),

@@ -21,6 +21,7 @@ from parallel.comm import symmetric
 from parallel.comm.group import NcclGroup, PeerLost
 from parallel.comm.rendezvous import connect_store, host_store
 from parallel.comm.symmetric import MOST_BYTES, SymmetricBuffer, meet
+from tests.parallel.conftest import in_threads
 from tests.parallel.cuda_twin import CudaTwin
 
 GARBAGE = 113
@@ -109,24 +110,13 @@ def on_buffers():
     """Run a function once per rank, in a thread of its own, with what the ranks' meeting gave."""
 
     def run(size, work):
-        store, results = host_store(), [None] * size
+        store = host_store()
 
-        def rank_main(rank) -> None:
-            try:
-                client = connect_store("127.0.0.1", store.port)
-                results[rank] = work(rank, meet(client, rank, size, torch.device("cpu", rank), "target-1"))
-            except BaseException as error:
-                results[rank] = error
+        def rank_main(rank):
+            client = connect_store("127.0.0.1", store.port)
+            return work(rank, meet(client, rank, size, torch.device("cpu", rank), "target-1"))
 
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        return in_threads(size, rank_main)
 
     return run
 

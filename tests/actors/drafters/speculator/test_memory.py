@@ -41,7 +41,7 @@ def test_the_bytes_counted_are_those_allocated(setup, speculator, recipe):
 
 
 def test_a_separate_one_takes_what_is_free(setup, speculator, monkeypatch):
-    config = SpeculatorDrafterConfig(path=str(speculator("eagle3")))
+    config = SpeculatorDrafterConfig(path=str(speculator("eagle3")), dtype="bfloat16")
     memory = config.memory(setup.target, 1, "cpu")
     assert runner_of(config, setup).pool.num_slots == 3 * memory.max_positions
     room = memory.weight_bytes + 400 * memory.bytes_per_slot
