@@ -16,6 +16,7 @@ from actors.drafters.cascade.config import CascadeDrafterConfig, LevelLengths
 from actors.drafters.config import DrafterConfig, PlacedDrafterConfig, Placement
 from actors.drafters.model.config import ModelDrafterConfig, Parallel, PassDrafterConfig, Strategy
 from actors.drafters.registry import DRAFTERS
+from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import PipelineConfig, PipelineName
 from cluster import pocket
@@ -127,10 +128,28 @@ def _title(drafter: DrafterConfig, *, by_path: bool) -> str:
         return drafter.name
     title = drafter.name
     if isinstance(drafter, SpeculatorDrafterConfig):
-        title = Path(drafter.path).name
+        title = _checkpoint_name(drafter.path)
+    elif isinstance(drafter, SelfDrafterConfig):
+        title = f"{title} {_layers_name(drafter)}".rstrip()
     elif by_path and isinstance(drafter, ModelDrafterConfig):
-        return _BUNDLED.get(drafter.path, Path(drafter.path).name)
+        return _BUNDLED.get(drafter.path, _checkpoint_name(drafter.path))
     return title if drafter.strategy is Strategy.chain else f"{title} {drafter.strategy}"
+
+
+def _checkpoint_name(path: str) -> str:
+    """`job=train` writes every drafter into the folder `drafter` of a run."""
+    folder = Path(path)
+    return folder.parent.name if folder.name == "drafter" else folder.name
+
+
+def _layers_name(drafter: SelfDrafterConfig) -> str:
+    """Which layers of the target draft."""
+    chosen = [f"exit={drafter.exit}"] if drafter.exit else []
+    if drafter.layers:
+        chosen.append(Path(drafter.layers).stem)
+    elif drafter.skip:
+        chosen.append(f"skip={'+'.join(map(str, drafter.skip))}")
+    return " ".join(chosen if drafter.search is Search.none else [*chosen, drafter.search])
 
 
 def _drafter(entry: Any, configured: DrafterConfig) -> DrafterConfig:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,19 @@ def test_placements_and_shapes_are_distinguished(bench_launch):
     config = bench_launch(drafters=["ngram", attached, tree])
     config = replace(config, target=replace(config.target, path=str(pocket.TARGET)))
     assert setting_names(expand(config)) == ["ngram k=5", "ngram attached k=5", "model best_first attached k=5"]
+
+
+def test_names_of_self_drafts_say_which_layers_and_those_of_modules_which_run(bench_launch, tmp_path):
+    trained = shutil.copytree(pocket.SPECULATOR, tmp_path / "mine" / "drafter")
+    chosen = [{"exit": 4}, {"skip": ["3m", 4]}, {"search": "swift"}]
+    drafters = [
+        *({"name": "self", "num_draft_tokens": 3} | one for one in chosen),
+        {"name": "speculator", "path": str(trained)},
+    ]
+    config = bench_launch(drafters=drafters)
+    config = replace(config, target=replace(config.target, path=str(pocket.TARGET)))
+    names = ["self exit=4 k=3", "self skip=3m+4 k=3", "self swift k=3"]
+    assert setting_names(expand(config)) == [*names, "mine k=5"]
 
 
 def test_workloads_share_the_engines(bench_launch):
