@@ -63,7 +63,9 @@ def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stag
     stage = open_stage(level_ranks=(1,))
     first = stage.join("draft2-0")
     stage.join("draft-0")
-    assert stage.receive("draft-0") == RoleBack("draft2", first)
+    while (record := stage.receive("draft-0")) == RoleLost("draft2"):
+        pass  # its `Ready` overtook that of the level
+    assert record == RoleBack("draft2", first)
     stage.send("draft-0", DraftBatch(1, epoch=first))
     assert stage.receive("draft2-0") == DraftBatch(1, epoch=first)
     stage.send_heartbeat("draft2-0", epoch=first)

@@ -136,8 +136,8 @@ def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkey
     def break_on_rank_1(runner, *arguments, **options):
         rank = runner.decoder.group.rank
         calls[rank] += 1
-        if rank == 1 and calls[rank] == 20:
-            raise RuntimeError("the 20th pass broke")
+        if rank == 1 and calls[rank] == 8:
+            raise RuntimeError("the 8th pass broke")
         return forward(runner, *arguments, **options)
 
     def remember(runner, seq_id):
@@ -153,7 +153,7 @@ def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkey
     assert tokens == expected
     assert [incident.identity for incident in engine.supervisor.incidents] == ["draft-1"]
     lead, _, successor, _ = sorted(rows, key=lambda runner: runner.decoder.group.rank)  # in order of appearance
-    assert 0 < len(successor.decoder.held) < len(lead.decoder.held) == 6 and len(rows[successor]) > 5
+    assert 0 < len(successor.decoder.held) < len(lead.decoder.held) == 6 and len(rows[successor]) > 2
     for at, held in rows[successor].items():
         for layer, keys in held.items():
             assert torch.equal(keys, rows[lead][at][layer]), (at, layer)
