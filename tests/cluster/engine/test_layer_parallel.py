@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,8 +128,9 @@ def test_tokens_are_those_of_plain_decoding_in_any_layout(complete, open_engine,
 
 def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkeypatch):
     """Under `broadcast` rank 0 alone reads the text again: its successor's rows are those of rank 0, to the bit."""
+    longer = replace(LONG, max_tokens=100)  # so that it is there before the end
     with open_engine("none", pipeline=PipelineConfig(PipelineName.plain)) as engine:
-        expected = [completion.token_ids for completion in engine.generate(PROMPTS, LONG)]
+        expected = [completion.token_ids for completion in engine.generate(PROMPTS, longer)]
     forward, drop_fuzzy = LayerParallelRunner.forward, LayerParallelRunner.drop_fuzzy
     rows: dict[LayerParallelRunner, dict[tuple[int, int], dict[int, torch.Tensor]]] = {}
     calls = Counter()
@@ -149,7 +151,7 @@ def test_a_rank_that_is_replaced_is_given_its_rows(complete, open_engine, monkey
 
     monkeypatch.setattr(LayerParallelRunner, "forward", break_on_rank_1)
     monkeypatch.setattr(LayerParallelRunner, "drop_fuzzy", remember)
-    tokens, engine = complete("sync-broadcast", LONG)
+    tokens, engine = complete("sync-broadcast", longer)
     assert tokens == expected
     assert [incident.identity for incident in engine.supervisor.incidents] == ["draft-1"]
     lead, _, successor, _ = sorted(rows, key=lambda runner: runner.decoder.group.rank)  # in order of appearance
