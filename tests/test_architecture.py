@@ -237,6 +237,13 @@ EXAMPLE_FILES = {"echo.py", "test_echo.py", "test_MODULE.py"}
 """Named in recipes, without being there."""
 
 
+def test_the_index_of_the_documentation_has_every_page_once():
+    index = ROOT / "docs" / "README.md"
+    links = re.findall(r"^\| \[[^]]*\]\(([^)#]+)\)", index.read_text(), re.MULTILINE)
+    pages = [path.relative_to(index.parent).as_posix() for path in (ROOT / "docs").rglob("*.md") if path != index]
+    assert sorted(links) == sorted(pages)
+
+
 def test_files_that_are_named_exist():
     """Paths from the root, links of a page, and names of modules, in code and documentation alike."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
