@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
+
+GRACE_S = 5.0
+"""In which a thread ends that was meeting a peer: it gets an error when the coordinator's store is gone."""
 
 
 @pytest.fixture
@@ -12,5 +16,8 @@ def no_thread_is_left():
     """Fails the test whose engine leaves a thread behind."""
     before = set(threading.enumerate())
     yield
+    deadline = time.monotonic() + GRACE_S
+    for thread in set(threading.enumerate()) - before:
+        thread.join(max(0.0, deadline - time.monotonic()))
     left = [thread.name for thread in threading.enumerate() if thread not in before]
     assert not left, f"threads left behind: {left}"
