@@ -67,8 +67,9 @@ def llama(make_checkpoint: Callable[..., Checkpoint]) -> Checkpoint:
     return make_checkpoint("Llama")
 
 
-def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns for each rank, in a thread of its own; raises what it raises."""
+def in_threads(size: int, work: Callable[[int], Any], wait_s: float | None = None) -> list[Any]:
+    """What `work` returns for each rank, in a thread of its own; raises what it raises, and where a rank takes longer
+    than `wait_s`."""
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -77,11 +78,12 @@ def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(wait_s)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -46,16 +46,7 @@ def check_outputs(
     eos_token_ids, tokenizer = read_eos_token_ids(checkpoint), load_tokenizer(checkpoint)
     longest = max(len(output.prompt_ids) + max(len(output.plain), len(output.speculative)) for output in outputs)
     num_slots = longest + config.verify.law_size + 1
-    model = config.target
-    target = TextReader(
-        model.path,
-        model.device,
-        model.dtype,
-        num_slots,
-        stretch=model.stretch,
-        weights=model.weights,
-        kv_dtype=model.kv_dtype,
-    )
+    target = TextReader.of(config.target, num_slots, stretch=config.target.stretch)
     bar.say("rounding")
     scorer = OutputScorer(target, rule, eos_token_ids)
     movement = scorer.movement([output for output in outputs if output.sampling == params[0]])
@@ -108,15 +99,7 @@ def _draft_reader(config: LaunchConfig, num_slots: int) -> TextReader | None:
         drafter = drafter.levels[-1]
     if not isinstance(drafter, ModelDrafterConfig) or drafter.tokenizer:  # whose own tokens are not the target's
         return None
-    return TextReader(
-        drafter.path,
-        drafter.device,
-        drafter.dtype,
-        num_slots,
-        weights=drafter.weights,
-        kv_dtype=drafter.kv_dtype,
-        head=head_rows(drafter),
-    )
+    return TextReader.of(drafter, num_slots, head=head_rows(drafter))
 
 
 def num_steps(config: LaunchConfig, params: Sequence[SamplingParams], num_prompts: int) -> int:

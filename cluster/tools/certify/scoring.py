@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.options import VerifyRule
+from actors.drafters.model.config import ModelDrafterConfig
+from actors.options import TargetConfig, VerifyRule
 from actors.protocol.messages import TokenTree
 from actors.sampling.logits import LogitRows, is_greedy, probabilities, process_logits
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, uniform
@@ -56,6 +57,12 @@ class TextReader:
         types: dict[str, Any] = {"weights": stored, "kv_dtype": choose_kv_dtype(kv_dtype, self.dtype)}
         self.runner = open_model(path, SINGLE, device, self.dtype, num_slots, stretch, head=head, **types)
         self.explained = max(EXPLAINED[self.dtype], EXPLAINED[types["kv_dtype"]])
+
+    @classmethod
+    def of(cls, model: TargetConfig | ModelDrafterConfig, num_slots: int, **options: Any) -> TextReader:
+        """The model that a launch configures; `options` are those of the reader that not both have."""
+        types = {"weights": model.weights, "kv_dtype": model.kv_dtype}
+        return cls(model.path, model.device, model.dtype, num_slots, **types, **options)
 
     @property
     def vocab_size(self) -> int:

@@ -14,6 +14,7 @@ from parallel.runtime.device import use_device
 from parallel.runtime.profiling import PassClock, watch
 from parallel.runtime.runner import open_model
 from tests.families import FAMILIES
+from tests.parallel.conftest import in_threads
 
 pytestmark = pytest.mark.gpu
 TOKENS = list(range(30))
@@ -97,26 +98,14 @@ def test_a_graph_of_the_second_device_is_its_eager_twin(llama):
 
 def on_devices(work):
     """`work(group)` on two devices, each in a thread of its own, in one NCCL group."""
-    store, results = host_store(), [None, None]
+    store = host_store()
 
-    def rank_main(rank: int) -> None:
-        try:
-            use_device(f"cuda:{rank}")
-            client = connect_store("127.0.0.1", store.port)
-            results[rank] = work(nccl_group(client, rank, 2, torch.device("cuda", rank), timeout_s=30))
-        except BaseException as error:
-            results[rank] = error
+    def rank_main(rank):
+        use_device(f"cuda:{rank}")
+        client = connect_store("127.0.0.1", store.port)
+        return work(nccl_group(client, rank, 2, torch.device("cuda", rank), timeout_s=30))
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return in_threads(2, rank_main, wait_s=90)
 
 
 @pytest.mark.multi_gpu
@@ -180,11 +169,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.mark.multi_gpu
 def test_sums_over_symmetric_memory_are_those_of_one_device(llama):
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("these two GPUs cannot map each other's memory")
     expected = walk(llama.path, device="cuda:0", graphs=False).numpy()
     ranks = [(rank, f"cuda:{rank}", llama.path) for rank in range(2)]
     for is_abortable, are_equal, eager, replayed in in_processes(sum_and_walk, *ranks):
-        if is_abortable:
-            pytest.skip("these two GPUs cannot map each other's memory; the log says why")
+        assert not is_abortable, "the ranks fell back to NCCL; the log says why"
         assert are_equal
         assert abs(eager - expected).max() < 1e-3 and abs(replayed - expected).max() < 1e-3
 

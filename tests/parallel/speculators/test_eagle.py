@@ -19,6 +19,7 @@ from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_speculator, open_tables
 from tests.parallel.backends import EVERY_BACKEND
 from tests.parallel.conftest import Checkpoint
+from tests.parallel.speculators.learning import check_it_learns, held_out_metrics
 from tests.parallel.speculators.nets import make_net, random_text, read_text
 from tests.parallel.speculators.rounds import check_rounds, check_tree, draft_chain
 
@@ -176,18 +177,8 @@ def test_masks_do_not_see_later_text(trained: Callable[..., Trained]) -> None:
 @pytest.mark.parametrize("method", ["eagle3", "p_eagle"])
 def test_several_rows_learn(trained: Callable[..., Trained], method: str) -> None:
     one = trained(method, layers=2)
-    net, generator = one.net.train(), torch.Generator().manual_seed(0)
-    stepper = torch.optim.Adam(net.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(12):
-        loss, metrics = net.loss(one.batch, generator)
-        stepper.zero_grad()
-        loss.backward()
-        stepper.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert all(parameter.grad is not None for parameter in net.parameters())
-    assert {f"accept_{depth}" for depth in range(1, 6)} | {"length"} == set(metrics)
+    check_it_learns(one.net, one.batch, num_steps=12)
+    assert held_out_metrics(one.net, one.batch) == {f"accept_{depth}" for depth in range(1, 6)} | {"length"}
 
 
 @pytest.mark.parametrize(
