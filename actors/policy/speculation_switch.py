@@ -279,7 +279,7 @@ class SpeculationSwitch:
         overdrawn = self.balance < 0
         if self.balance < -MAX_CREDIT and self._rounds > STALE_ROUNDS:
             # whatever the mean of many rounds says: machine or text have changed, both sides are measured anew
-            self.debt, self.balance, self.speculative = self.debt - self.balance, 0.0, {}
+            self.balance, self.speculative = 0.0, {}
             self._measure_anew()
             return
         is_known = found.num_rounds > (0 if overdrawn else MIN_TRIAL - 1)
