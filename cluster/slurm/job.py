@@ -117,7 +117,13 @@ def _config(overrides: Sequence[str]) -> LaunchConfig | None:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        raise ValueError(
+            f"{command[0]}: not found, as in a container without Slurm's commands; start the job outside, or add "
+            "cluster=local to use this node only"
+        ) from None
 
 
 def _address(node: str, facts: dict[str, NodeFacts], allocation: Allocation) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -244,18 +245,33 @@ def test_the_script_stays_on_one_machine_unless_it_is_a_job(overrides, environme
     assert shlex.split(done.stdout) == [f"{sys.prefix}/bin/python", "-P", "-m", "cluster.launch", *overrides]
 
 
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
+INTERACTIVE = {**JOB, "SLURM_STEP_ID": "4294967290"}
+
+
+@pytest.mark.skipif(shutil.which("scontrol") is None, reason="needs scontrol: apt-get install slurm-client")
+def test_the_shell_of_an_allocation_runs_the_job():
+    assert "ray start --head" in run_script("--dry-run", **INTERACTIVE).stdout
+
+
 def test_a_job_is_run_from_its_first_node():
     """`salloc` runs a command where it was called; its interactive step is on that node."""
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_ID": "4294967290"}
-    assert "ray start --head" in run_script("--dry-run", **job).stdout
-    done = run_script("drafter=ngram", **job, SLURMD_NODENAME="login")
+    done = run_script("drafter=ngram", **INTERACTIVE, SLURMD_NODENAME="login")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: this is login, and the job has to be run from its first node, localhost; use")
 
 
+def test_a_job_without_the_commands_of_slurm_is_one_line(tmp_path):
+    """As in a container of a job, which has the job's variables."""
+    for program in ("bash", "dirname", "realpath"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    done = run_script("--dry-run", **JOB, PATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: scontrol: not found") and "cluster=local" in done.stderr
+
+
 def test_a_mistake_in_a_job_is_one_line_before_anything_is_started():
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
     for override, line in (("target.tp=0", "target.tp=0: must be at least 1"), ("pipeline=x", "pipeline=x: no such")):
-        done = run_script(override, "--dry-run", **job)
+        done = run_script(override, "--dry-run", **JOB)
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {line}"), done.stderr
         assert done.stderr.count("\n") == 1
