@@ -259,3 +259,38 @@ def test_files_that_are_named_exist():
         missing += [name for name in re.findall(r"`(\w+\.py)`", text) if name not in modules]
         wrong += [f"{relative(path)}: {name}" for name in missing if name not in EXAMPLE_FILES]
     assert not wrong
+
+
+CLOCKS = {"monotonic", "perf_counter", "process_time", "time"}
+
+
+def is_clock(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CLOCKS
+
+
+def is_elapsed(node: ast.AST, names: frozenset[str] = frozenset()) -> bool:
+    """A reading of a clock minus something, or one of the names that stand for it."""
+    is_difference = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and any(map(is_clock, ast.walk(node)))
+    return is_difference or (isinstance(node, ast.Name) and node.id in names)
+
+
+def smaller_sides(comparison: ast.Compare) -> Iterator[ast.expr]:
+    for (left, right), order in zip(pairwise([comparison.left, *comparison.comparators]), comparison.ops, strict=True):
+        if isinstance(order, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+            yield left if isinstance(order, ast.Lt | ast.LtE) else right
+
+
+def test_no_test_bounds_a_time_from_above():
+    """A busy machine takes longer. What limits a hang is a deadline: `assert time.monotonic() < deadline`."""
+    wrong = []
+    for path in TESTS:
+        nodes = list(ast.walk(parse(path)))
+        kept = [node for node in nodes if isinstance(node, ast.Assign) and is_elapsed(node.value)]
+        names = frozenset(one.id for node in kept for one in node.targets if isinstance(one, ast.Name))
+        compared = [part for node in nodes if isinstance(node, ast.Assert) for part in ast.walk(node.test)]
+        wrong += [
+            f"{relative(path)}:{one.lineno}"
+            for one in compared
+            if isinstance(one, ast.Compare) and any(is_elapsed(side, names) for side in smaller_sides(one))
+        ]
+    assert not wrong

@@ -49,13 +49,11 @@ def test_a_silent_rank_is_reported_and_its_role_goes_on_without_it(open_stage):
     stage = open_stage(silence_s=1.0)
     stage.get_ready()
     started = time.monotonic()
-    heard = []
-    while len(heard) < 2 and time.monotonic() - started < WAIT_S:
+    stage.send_heartbeat("target-0", epoch=1, waiting=False)
+    while not isinstance(record := stage.receive(CLIENT, 0.1), Silent):
+        assert time.monotonic() < started + WAIT_S
         stage.send_heartbeat("target-0", epoch=1, waiting=False)
-        if isinstance(record := stage.receive(CLIENT, 0.1), Silent):
-            heard.append(record)
-            break
-    assert heard == [Silent("draft", 0, 0, 7)] and 0.7 < time.monotonic() - started < 5
+    assert record == Silent("draft", 0, 0, 7) and time.monotonic() - started > 0.7
 
 
 def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_reported_repeatedly(open_stage):

@@ -7,7 +7,6 @@ import json
 import shutil
 import socket
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -342,15 +341,16 @@ def test_two_engines_side_by_side(open_engine):
     assert tokens_of(engines[1].generate(PROMPTS, GREEDY)) == tokens_of(first)
 
 
-def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_engine):
-    """Well before the engine would ask for it again: while no process listens, the link keeps it."""
+def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_engine, monkeypatch):
+    """Without the engine asking for it again: while no process listens, the link keeps it."""
+    monkeypatch.setattr("cluster.client._RESUME_S", 10_000.0)
     engine = open_engine("none")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     engine._connection._sender.close()
     engine._connection._sender = Link(address, "client/out", engine._backend.secret)
-    completion, started = engine.submit("x", SamplingParams(max_tokens=4, ignore_eos=True)), time.monotonic()
+    completion = engine.submit("x", SamplingParams(max_tokens=4, ignore_eos=True))
     relay = Relay(engine._backend._hub.address, 0.0, address)
-    assert len(completion.result().token_ids) == 4 and time.monotonic() - started < 4.0
+    assert len(completion.result().token_ids) == 4
     engine.close()
     relay.close()

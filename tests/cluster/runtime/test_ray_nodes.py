@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -63,13 +62,11 @@ def test_nodes_that_are_enough_are_not_waited_for():
 def test_a_head_that_comes_late_is_waited_for_and_one_that_never_comes_is_named_soon():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        existing = ClusterConfig(ClusterName.existing, address=f"127.0.0.1:{port}")
+        existing = ClusterConfig(ClusterName.existing, address=f"127.0.0.1:{port}", wait_s=10_000)
         await_head(existing, print)
-    started = time.monotonic()
     line = rf"^cluster\.address=127\.0\.0\.1:{port}: no Ray listens there \(Connection refused\); gave up after 3 s$"
     with pytest.raises(ValueError, match=line):
         await_head(existing, print)
-    assert time.monotonic() - started < 10 < existing.wait_s
     late = threading.Timer(0.3, lambda: arrived.append(socket.create_server(("127.0.0.1", port))))
     arrived: list[socket.socket] = []
     late.start()

@@ -23,7 +23,7 @@ SINGLE, TENSOR, LAYER = Sharing(), Sharing(2), Sharing(2, 2, "tensor")
 @pytest.fixture(scope="module")
 def times():
     sharings = (SINGLE, TENSOR, LAYER, Sharing(1, 2))
-    task = PassTask(read_config(SHAPE), sharings, num_rows=(1, 3), context=8, repeats=3, weights=torch.int8)
+    task = PassTask(read_config(SHAPE), sharings, num_rows=(1, 3), context=8, repeats=1, weights=torch.int8)
     return measure_passes(task)
 
 
@@ -37,7 +37,7 @@ def test_every_sharing_is_measured_in_every_kind_of_pass(times):
 def test_the_parts_of_a_pass_add_up_to_it(times):
     for time in times:
         assert set(time.split) == {"attention", "mlp", "communication", "rest"}
-        assert 0.1 * time.seconds < sum(time.split.values()) < 10 * time.seconds  # medians of parts on a busy machine
+        assert sum(time.split.values()) == pytest.approx(time.seconds)  # of one pass: of several, these are medians
         assert (time.communication_share > 0) == (time.sharing.ranks > 1)
 
 
