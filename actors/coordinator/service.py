@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from actors.coordinator.bridging import Bridging
 from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.event_log import EventLog
+from actors.coordinator.loop_heartbeat import LoopHeartbeat
 from actors.coordinator.membership import RoleMembership
 from actors.coordinator.record_checks import RecordChecks
 from actors.coordinator.round_timeout import RoundTimeout
@@ -105,7 +106,7 @@ class CoordinatorService:
         self._watches = watches
         self._event_log = EventLog()
         self._store = store
-        self._published_at = self._heartbeat_sent_at = time.monotonic()
+        self._published_at = self._watched_at = time.monotonic()
         self._awake_s = 0.0  # seconds that this process ran; a suspension of it is not a silence of the ranks
         self._sent_at: dict[str, tuple[int, float]] = {}  # role -> round of the unanswered batch, and when it left
         first_epoch = spec.incarnation * EPOCHS_PER_INCARNATION + 1
@@ -118,16 +119,18 @@ class CoordinatorService:
 
     def run(self) -> str:
         """Serve until a `Stop` arrives; returns its reason. If this raises, the ranks wait for a successor."""
+        heartbeat = LoopHeartbeat(self._send_heartbeat)
         try:
-            stop = self._serve()
+            stop = self._serve(heartbeat)
             self._hub.send(self._clients.connected(), stop)
             for membership in self._memberships.values():
                 self._hub.send(membership.links(), stop)
             return stop.reason
         finally:
+            heartbeat.stop()
             self._publish_snapshot()
 
-    def _serve(self) -> Stop:
+    def _serve(self, heartbeat: LoopHeartbeat) -> Stop:
         while True:
             received = self._hub.receive(timeout_s=self._timeout_s())
             if received is None:
@@ -139,8 +142,8 @@ class CoordinatorService:
                     return received[1]
                 self._dispatch(*received)
             now = time.monotonic()
-            if now - self._heartbeat_sent_at >= HEARTBEAT_S:
-                self._send_heartbeat(now)
+            if heartbeat.beat(now):
+                self._watch_others(now)
             if now - self._published_at >= 1.0:
                 self._publish_snapshot()
 
@@ -160,13 +163,16 @@ class CoordinatorService:
         for watch in self._watches:
             watch(snapshot)
 
-    def _send_heartbeat(self, now: float) -> None:
-        """Send a heartbeat; abort the requests of absent clients; report ranks that hang."""
-        self._awake_s += min(now - self._heartbeat_sent_at, 2 * HEARTBEAT_S)
-        self._heartbeat_sent_at = now
+    def _send_heartbeat(self) -> None:
+        """To every client; from any thread."""
         is_waiting = self._coordinator is None
         alive = Alive("coordinator", 0, self._spec.incarnation, os.getpid(), waiting=is_waiting, off_schedule=False)
         self._hub.send(self._clients.connected(), alive)
+
+    def _watch_others(self, now: float) -> None:
+        """Abort the requests of absent clients; report ranks that hang."""
+        self._awake_s += min(now - self._watched_at, 2 * HEARTBEAT_S)
+        self._watched_at = now
         for request_id in self._clients.abandoned(now):
             self._apply_record(Abort(request_id))
         limit_s = self._spec.silence_s

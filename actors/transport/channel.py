@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import select
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -94,6 +95,7 @@ class _Endpoint:
         self._context = zmq.Context()
         self._watched: list[tuple[zmq.Socket[bytes], int]] = []
         self._descriptors: list[int] = []
+        self._in_use = threading.Lock()  # a socket may be used by one thread after another, not by two at a time
 
     def _open(self, context: zmq.Context, kind: int, longest: int) -> zmq.Socket[bytes]:
         socket = context.socket(kind)
@@ -128,10 +130,15 @@ class _Endpoint:
     def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[bytes]]]:
         """The parts of each message that arrives within `timeout_s`, and its socket."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (socket := self._wait(timeout_s)) is not None:
-            yield socket, socket.recv_multipart()
+        while (message := self._next_message(timeout_s)) is not None:
+            yield message
             if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
                 return
+
+    def _next_message(self, timeout_s: float | None) -> tuple[zmq.Socket[bytes], list[bytes]] | None:
+        with self._in_use:
+            socket = self._wait(timeout_s)
+            return None if socket is None else (socket, socket.recv_multipart())
 
     def refuse(self, sender: str, error: Exception) -> None:
         """Count a record that was dropped, and log it unless one was logged just now."""
@@ -143,7 +150,8 @@ class _Endpoint:
 
 
 class Hub(_Endpoint):
-    """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Use from one thread.
+    """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Receive in one thread; another
+    one may `send` as well, and waits while that one waits in `receive`.
 
     Raises ValueError if the address is still taken after `bind_wait_s`. Peers are read in turn, so that none that sends
     without pause delays the others. With `near`, links that this process makes to it with the same secret, while it is
@@ -198,8 +206,9 @@ class Hub(_Endpoint):
         It is lost for an identity that is not connected, or that has not read its last `MOST_QUEUED` records.
         """
         payload = CODEC.encode(record)
-        for identity in identities:
-            self._post(identity, payload)
+        with self._in_use:
+            for identity in identities:
+                self._post(identity, payload)
 
     def _post(self, identity: str, payload: bytes) -> None:
         socket = self._names.get(identity, self._socket)

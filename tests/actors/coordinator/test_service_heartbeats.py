@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+import pytest
+
+from actors.coordinator import loop_heartbeat
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.round_timeout import FACTOR, FLOOR_S
 from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Hello, RankLost, Recall, Silent
@@ -89,3 +93,38 @@ def test_the_client_hears_the_heart_of_the_coordinator(open_stage):
     stage.get_ready()
     beats = [stage.receive(CLIENT, heartbeats=True) for _ in range(3)]
     assert any(isinstance(beat, Alive) and not beat.waiting for beat in beats)
+
+
+@pytest.fixture
+def busy_stage(open_stage):
+    """A stage whose loop stands still in a watch, as in a long record, until its `goes_on` is set."""
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand(snapshot) -> None:
+        stands.set()
+        goes_on.wait(WAIT_S)
+
+    stage = open_stage(draft_ranks=0, watches=(stand,))
+    stage.goes_on = goes_on
+    stage.get_ready()
+    assert stands.wait(WAIT_S)
+    yield stage
+    goes_on.set()
+
+
+def drain(stage) -> None:
+    while stage.receive(CLIENT, 2 * HEARTBEAT_S, heartbeats=True) is not None:
+        pass
+
+
+def test_a_long_record_does_not_stop_the_heart(busy_stage):
+    busy_stage.send(CLIENT, Hello())
+    beats = [busy_stage.receive(CLIENT, heartbeats=True) for _ in range(5)]
+    assert all(isinstance(beat, Alive) and not beat.waiting for beat in beats), "the loop has not read the greeting"
+
+
+def test_the_heart_of_a_loop_that_hangs_stops_until_the_loop_goes_on(busy_stage, monkeypatch):
+    monkeypatch.setattr(loop_heartbeat, "HUNG_S", 0.0)
+    drain(busy_stage)
+    busy_stage.goes_on.set()
+    assert isinstance(busy_stage.receive(CLIENT, heartbeats=True), Alive)
