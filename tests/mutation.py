@@ -4,12 +4,13 @@
     python tests/mutation.py --num 30 actors/policy cluster/engine.py
     python tests/mutation.py --again build/mutation.json           # the same mistakes, after tests were added
 
-Needs `pip install -e '.[test,mutation]'`, and tests that pass: one that fails anyway finds every mistake. It works on a
-copy of the files that git does not ignore, with one process: a mutant is one line or expression changed by an operator
-of cosmic-ray, or by one of the two below. Each is run in a fork of a process that has imported the libraries already,
-against `tests/PACKAGE/test_MODULE.py` and then the rest of that folder, up to the first failure. A folder gets a share
-of the sample in proportion to the root of its size. Left out: annotations, messages of errors and logs, decorators.
-What survives is printed as a diff and written to `--out`.
+Needs `pip install -e '.[test,mutation]'`. It works on a copy of the files that git does not ignore, with one process: a
+mutant is one line or expression changed by an operator of cosmic-ray, by one of the two below, or, in C++, by
+`tests/cpp_mutants.py`; kernels that do not compile are left out. Each is run in a fork of a process that has imported
+the libraries already, against `tests/PACKAGE/test_MODULE.py`, the rest of that folder, and the tests elsewhere that are
+named after the module or import it, up to the first failure. A test that fails without the mistake as well is left out
+from then on. A folder gets a share of the sample in proportion to the root of its size. Left out: annotations, messages
+of errors and logs, decorators. What survives is printed as a diff and written to `--out`.
 """
 
 from __future__ import annotations
@@ -27,20 +28,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import cpp_mutants  # beside this script
 import parso
 from cosmic_ray.ast import ast_nodes
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
 
-DEFAULT = ["actors", "parallel", "cluster/engine.py", "cluster/runtime/supervisor.py"]
-DEFAULT += [f"cluster/tools/{name}" for name in ("planning", "simulation", "certify")]
+DEFAULT = [
+    "actors",
+    "parallel",
+    "cluster/config",
+    "cluster/jobs",
+    "cluster/observability",
+    "cluster/runtime/supervisor.py",
+]
+DEFAULT += [f"cluster/{name}.py" for name in ("engine", "client", "completion", "launch")]
+DEFAULT += [f"cluster/tools/{name}" for name in ("planning", "simulation", "certify", "training")]
 MARKS = "not slow and not ray and not multinode and not slurm and not gpu"
-TEST_S, TOTAL_S = 60, 150
-"""A test that takes longer found the mistake (it hangs); what all tests do not find in so long survives."""
+CPP = (".cpp", ".h")
+ELSEWHERE = {f"cluster/{name}.py": "tests/cluster/engine" for name in ("client", "completion")}
+"""Module -> folder whose tests use it without importing it."""
+NO_TESTS = 5
+"""Of pytest: all were left out."""
 
 _COMPARISONS = """Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is"""
 _ARITHMETIC = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv BitOr_BitAnd BitAnd_BitOr Pow_Mul"""
@@ -135,9 +149,12 @@ def _logs(node) -> bool:
     return re.match(r"(self\.)?_?(log|logger|logging|warnings)\.", node.get_code().strip()) is not None
 
 
-def mutants(path: str, rng: random.Random) -> list[tuple[str, str]]:
-    """One (before, after) for each place of the file: the lines that differ, with one line around them."""
+def mutants(path: str, rng: random.Random) -> list[tuple[str, Callable[[], str]]]:
+    """One mistake for each place of the file: its kind, and what makes the file's text with it."""
     source = Path(path).read_text()
+    if path.endswith(CPP):
+        chosen = cpp_mutants.chosen_places(source, rng)
+        return [(f"C++ {kind}", partial(cpp_mutants.planted, source, *place)) for kind, *place in chosen]
     places = collections.defaultdict(list)
     nodes = [(node, is_left_out(node)) for node in ast_nodes(parso.parse(source))]
     for operator in operators():
@@ -148,23 +165,23 @@ def mutants(path: str, rng: random.Random) -> list[tuple[str, str]]:
                     places[position].append((operator, occurrence))
                 occurrence += 1
     chosen = [rng.choice(options) for _, options in sorted(places.items())]
-    return [(source, operator, occurrence) for operator, occurrence in chosen]
+    return [(type(operator).__name__, partial(mutate_code, source, operator, number)) for operator, number in chosen]
 
 
 def sample(roots: list[str], num: int, rng: random.Random) -> list[dict[str, str]]:
     listed = subprocess.run(["git", "ls-files", "--", *roots], capture_output=True, text=True, check=True).stdout
     folders = collections.defaultdict(list)
     for path in listed.split():
-        if path.endswith(".py"):
+        if path.endswith((".py", *CPP)):
             folders[str(Path(path).parent)] += [(path, *mutant) for mutant in mutants(path, rng)]
     total = sum(len(all_) ** 0.5 for all_ in folders.values())
     taken = []
     for all_ in folders.values():
         share = num * len(all_) ** 0.5 / total
         count = int(share) + (rng.random() < share % 1)
-        for path, source, operator, occurrence in rng.sample(all_, min(count, len(all_))):
-            before, after = fragments(source, mutate_code(source, operator, occurrence))
-            taken.append({"path": path, "operator": type(operator).__name__, "before": before, "after": after})
+        for path, operator, mutated in rng.sample(all_, min(count, len(all_))):
+            before, after = fragments(Path(path).read_text(), mutated())
+            taken.append({"path": path, "operator": operator, "before": before, "after": after})
     rng.shuffle(taken)
     return taken
 
@@ -180,48 +197,107 @@ def fragments(old: str, new: str) -> tuple[str, str]:
 
 
 def tests_of(path: str) -> list[str]:
-    """The module's own test file first, then the nearest folder of tests that mirrors its place."""
+    """The module's own file first, then the nearest folder that mirrors its place, then what uses it elsewhere."""
     folder = Path("tests") / Path(path).parent
     if (folder / Path(path).stem).is_dir():
         folder = folder / Path(path).stem
     while not list(folder.glob("test_*.py")):
         folder = folder.parent
-    files = sorted(folder.glob("test_*.py"), key=lambda file: (file.stem != f"test_{Path(path).stem}", file.stem))
-    return [str(file) for file in files]
+    name, module = f"test_{Path(path).stem}", re.compile(re.escape(path.removesuffix(".py").replace("/", ".")) + r"\b")
+    here = sorted(folder.glob("test_*.py"), key=lambda file: (file.stem != name, file.stem))
+    used = [file for file in sorted(Path("tests/").glob("*/**/test_*.py")) if file not in here]
+    own = ELSEWHERE.get(path, name)
+    used = [file for file in used if own in str(file.with_suffix("")) or module.search(file.read_text())]
+    return [str(file) for file in [*here, *used]]
 
 
-def run_tests(tests: list[str]) -> tuple[str, float]:
-    """How a fork of this process fares with the tests: the one that failed, "" for none; and its seconds."""
+class Judge:
+    """Runs tests against a mistake; a test that fails without it as well is no witness, now and later."""
+
+    def __init__(self, test_s: float, total_s: float) -> None:
+        """A test of more than `test_s` found the mistake (it hangs); what none finds in `total_s` survives."""
+        self._limits = test_s, total_s
+        self._is_sound: dict[str, bool] = {}
+
+    def find(self, file: Path, source: str, mutated: str) -> tuple[str, float]:
+        """The test that noticed, "" for none; and the seconds."""
+        began = time.monotonic()
+        while True:
+            file.write_text(mutated)
+            unsound = [test for test, is_sound in self._is_sound.items() if not is_sound]
+            failed = run_tests(tests_of(str(file)), unsound, *self._limits)
+            file.write_text(source)
+            if self.is_witness(failed):
+                return failed, time.monotonic() - began
+
+    def is_witness(self, failed: str) -> bool:
+        if "::" not in failed:
+            return True
+        if failed not in self._is_sound:
+            self._is_sound[failed] = not run_tests([failed], [], *self._limits)
+            if not self._is_sound[failed]:
+                print(f"fails without a mistake: {failed}", flush=True)
+        return self._is_sound[failed]
+
+
+class _FirstFailure:
+    """A plugin of pytest that prints the node id of what fails, whole, on a line of its own."""
+
+    MARK = "first failure: "
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            print(f"\n{self.MARK}{report.nodeid}", flush=True)
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def run_tests(tests: list[str], left_out: list[str], test_s: float, total_s: float) -> str:
+    """How a fork of this process fares with the tests: the one that failed, or how it ended; "" for none."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         if not (pid := os.fork()):
             os.setsid()
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-            options = f"-x -q -p no:xdist -p no:cacheprovider --tb=no -o timeout={TEST_S} -o timeout_method=thread"
+            options = f"-x -q -s -p no:xdist -p no:cacheprovider --tb=no -o timeout={test_s} -o timeout_method=thread"
             import pytest
 
-            os._exit(pytest.main([*options.split(), "-m", MARKS, *tests]))
+            options = [*options.split(), *(f"--deselect={test}" for test in left_out)]
+            os._exit(pytest.main([*options, "-m", MARKS, *tests], plugins=[_FirstFailure()]))
         status = None
-        while status is None and time.monotonic() - began < TOTAL_S:
+        while status is None and time.monotonic() - began < total_s:
             time.sleep(0.05)
             ended, code = os.waitpid(pid, os.WNOHANG)
-            status = code if ended else None
+            status = os.waitstatus_to_exitcode(code) if ended else None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # also what the tests started
         if status is None:
             os.waitpid(pid, 0)
         output.seek(0)
         text = output.read()
-    if not status:
-        return "", time.monotonic() - began
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.M) or re.search(
-        r"^(E? ?\w*Error.*|.*Timeout.*)$", text, re.M
-    )
-    return failed[1] if failed else f"exit status {status}: {text[-200:]}", time.monotonic() - began
+    if status in (None, 0, NO_TESTS):
+        return ""
+    failed = re.search(rf"^{_FirstFailure.MARK}(.*)$", text, re.M)
+    return failed[1] if failed else f"exit status {status}: {text[-200:]}"
+
+
+def compiled(file: Path, source: str, mutated: str) -> bool:
+    file.write_text(mutated)
+    is_valid = compiles()
+    file.write_text(source)
+    return is_valid
+
+
+def compiles() -> bool:
+    """Whether the kernels of the working folder compile; the tests then find them in the cache."""
+    build = "from parallel.kernels import library as kernels; kernels.build(kernels.cache_folder())"
+    return not subprocess.run([sys.executable, "-c", build], capture_output=True, check=False).returncode
 
 
 def import_libraries() -> None:
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before its first import, as in tests/conftest.py
     import hypothesis
     import pytest  # noqa: F401
     import torch
@@ -241,6 +317,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, help="results of an earlier run")
     parser.add_argument("--survivors", action="store_true", help="with --again: only what survived")
+    parser.add_argument("--test-s", type=float, default=60, help="a test that takes longer hangs: it noticed")
+    parser.add_argument("--total-s", type=float, default=150, help="what no test noticed in this time survives")
     parser.add_argument("--out", type=Path, default=Path("build/mutation.json"))
     arguments = parser.parse_args()
     if arguments.again:
@@ -258,17 +336,21 @@ def main() -> None:
         )
         os.chdir(copy)
         os.environ["PYTHONPATH"] = sys.path[0] = copy
+        os.environ["XDG_CACHE_HOME"] = f"{copy}/.cache"  # of compiled kernels: none of a mutant outlives this
         import_libraries()
-        done = []
+        compiles()
+        judge, done = Judge(arguments.test_s, arguments.total_s), []
         for one in todo:
             file = Path(one["path"])
             source = file.read_text() if file.exists() else ""
             if source.count(one["before"]) != 1:
                 print(f"gone: {file}", flush=True)
                 continue
-            file.write_text(source.replace(one["before"], one["after"]))
-            one["failed"], one["seconds"] = run_tests(tests_of(one["path"]))
-            file.write_text(source)
+            mutated = source.replace(one["before"], one["after"])
+            if file.suffix in CPP and not compiled(file, source, mutated):
+                print(f"does not compile: {file}", flush=True)
+                continue
+            one["failed"], one["seconds"] = judge.find(file, source, mutated)
             done.append(one)
             out.write_text(json.dumps(done, indent=1))
             print(f"{one['seconds']:5.0f} s  {file}: {one['failed'] or 'SURVIVED'}", flush=True)

@@ -46,6 +46,23 @@ def test_ranks_that_start_together_compile_once(cache, monkeypatch):
     assert library.library() is not None
 
 
+@pytest.mark.parametrize("changed", ["one.cpp", "vectors.h", "compiler"])
+def test_a_changed_source_header_or_compiler_is_compiled_anew(cache, monkeypatch, changed):
+    compiler = cache / "compiler"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && cat "$0" || for file; do touch "$file"; done\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(library, "SOURCES", cache)
+    for name in ("one.cpp", "vectors.h"):
+        (cache / name).write_text("int one;\n")
+    folder = library.cache_folder()
+    first = library.build(folder)
+    assert library.build(folder) == first
+    with (cache / changed).open("a") as file:
+        file.write("\n")
+    assert library.build(folder) != first
+
+
 @pytest.mark.parametrize(
     ("compiler", "why"),
     [
