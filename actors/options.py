@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from actors.protocol.messages import SamplingParams
+from actors.protocol.sampling_params import ADDED_PENALTY, REPETITION_PENALTY, SEED, TEMPERATURE, SamplingParams
 from actors.ranges import OneOf, Range, Section, require
 
 CHECKPOINT = "give a directory with a Hugging Face checkpoint, or a hub id"
@@ -156,7 +156,7 @@ class SchedulerConfig(Section):
 class SamplingConfig(Section):
     """How the requests of this run are sampled; names and meaning are vLLM's."""
 
-    temperature: Annotated[float, Range(0, zero="greedy")] = 0.0
+    temperature: Annotated[float, TEMPERATURE] = 0.0
     """Divides the logits; 0 = greedy decoding."""
     top_k: Annotated[int, Range(0, zero="all")] = 0
     """Keep the k likeliest tokens; 0 = all."""
@@ -164,33 +164,32 @@ class SamplingConfig(Section):
     """Keep the likeliest tokens up to this probability mass; 1 = all."""
     min_p: Annotated[float, Range(0, 1)] = 0.0
     """Keep tokens whose probability is at least this share of the likeliest one's; 0 = all."""
-    repetition_penalty: Annotated[float, Range(above=0)] = 1.0
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
     """Divides the positive logits of tokens in prompt or output, multiplies the negative ones; 1 = off."""
-    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    presence_penalty: Annotated[float, ADDED_PENALTY] = 0.0
     """Subtracted once from the logits of tokens in the output; 0 = off."""
-    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, ADDED_PENALTY] = 0.0
     """Subtracted from the logits of tokens in the output, once per occurrence; 0 = off."""
     logit_bias: dict[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids, as `{42: -5.0}`."""
+    """Added to the logits of these token ids, as `{42: -5.0}`: at most 1024, each between -100 and 100."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that must not be generated."""
+    """Texts that must not be generated: at most 1024 words of tokens, 8192 tokens in all."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end the output; they are not part of it."""
+    """Texts that end the output; they are not part of it. At most 64, of 8192 characters in all."""
     stop_token_ids: Annotated[list[int], Range(0)] = field(default_factory=list)
-    """Token ids that end the output."""
+    """Token ids that end the output, at most 128."""
     min_tokens: Annotated[int, Range(0)] = 0
     """Tokens before which the output does not end; at most `sampling.max_tokens`."""
     max_tokens: Annotated[int, Range(1)] = 128
     """Tokens per request, at most."""
     ignore_eos: bool = False
     """Continue after the end-of-text token, for measurements of a fixed length."""
-    seed: Annotated[int, Range(-(2**63), 2**64 - 1)] = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of the noise; with prompt and settings it decides every sampled token."""
 
     def check_fields(self, where: str) -> None:
-        remedy = f"must be between 0 and {where}.max_tokens={self.max_tokens}"
-        require(self.min_tokens <= self.max_tokens, f"{where}.min_tokens", self.min_tokens, remedy)
-        require(all(self.stop), f"{where}.stop", self.stop, "must not hold an empty string")
+        self.params().check()
+        require(all(map(str.strip, self.bad_words)), f"{where}.bad_words", self.bad_words, "must not hold an empty text")
 
     def params(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
         """The record that travels with a request; `bad_words` are already tokenised."""

@@ -129,7 +129,7 @@ def bound_of(record: type, name: str) -> Range | OneOf | None:
     return _bounds(record).get(name)
 
 
-def check_ranges(record: Section, where: str, *, except_for: str = "") -> None:
+def check_ranges(record: object, where: str, *, except_for: str = "") -> None:
     """Raise ValueError, one line, for the first field that holds a value out of its range, but one field if named."""
     for name, bound in _bounds(type(record)).items():
         value = getattr(record, name)

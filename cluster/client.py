@@ -143,14 +143,17 @@ class Client:
     ) -> Completion:
         """Start one request. The completion is an async iterator of `Token`, and has a blocking `result()`.
 
-        Raises ValueError for an invalid prompt or sampling parameter, EngineError once the engine has failed.
+        Raises ValueError for an invalid token or sampling parameter, EngineError once the engine has failed. A prompt
+        that does not fit the target's context is not sent: its completion has failed.
         """
         token_ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
         request = Request(next(self._ids), tuple(token_ids), sampling or self._sampling, speculate)
-        vocab_size = self.ready[_LEAD].facts["vocab_size"]
-        assert isinstance(vocab_size, int)
-        request.check(vocab_size)
+        facts = self.ready[_LEAD].facts
         completion = Completion(request, prompt, self.tokenizer, self._abort)
+        if (misfit := request.misfit(int(facts["max_model_len"]))) is not None:
+            completion.fail(misfit)
+            return completion
+        request.check(int(facts["vocab_size"]))
         with self._changed:
             self._check_alive()
             self._live[completion.request_id] = completion

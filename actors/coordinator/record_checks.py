@@ -23,6 +23,7 @@ from actors.protocol.messages import (
     VerdictBatch,
     check_tokens,
 )
+from actors.ranges import LARGEST
 from actors.transport.channel import link_name
 
 MOST_IN_FLIGHT = 10_000
@@ -37,10 +38,11 @@ _TARGET_SIZES = ("kv_slots", "max_model_len", "vocab_size")
 
 
 class RecordChecks:
-    """For roles of these `sizes`; `vocab_size` and `coordinator` are set once the target is known."""
+    """For roles of these `sizes`; `vocab_size`, `max_model_len` and `coordinator` are set once the target is known."""
 
     def __init__(self, sizes: Mapping[str, int], num_draft_tokens: int, clients: Clients) -> None:
         self.vocab_size = 2**63
+        self.max_model_len = LARGEST
         self.coordinator: Coordinator | None = None
         self._sizes = sizes
         self._num_draft_tokens = num_draft_tokens
@@ -103,7 +105,7 @@ class RecordChecks:
         return _OF_TARGET if role == "target" else _OF_DRAFT
 
     def _check_request(self, client: str, request: Request) -> None:
-        request.check(self.vocab_size)
+        request.check(self.vocab_size, self.max_model_len)
         owner = self._clients.owner(request.request_id)
         if owner not in (None, client):
             raise ValueError(f"request_id: {request.request_id} is another client's")

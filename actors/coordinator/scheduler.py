@@ -59,13 +59,8 @@ class Scheduler:
     def refusal(self, sequence: Sequence) -> str | None:
         """One line why this request can never run, or None."""
         longest = min(sequence.prompt_len + sequence.request.sampling.max_tokens, self.capacity.max_model_len)
-        if sequence.prompt_len == 0:
-            return "prompt: is empty; give at least one token"
-        if sequence.prompt_len >= self.capacity.max_model_len:
-            return (
-                f"prompt: {sequence.prompt_len} tokens do not fit the context of {self.capacity.max_model_len}; "
-                "shorten it or raise target.max_model_len"
-            )
+        if (misfit := sequence.request.misfit(self.capacity.max_model_len)) is not None:
+            return misfit
         if longest > self.capacity.kv_slots:
             return (
                 f"prompt: {longest} tokens (prompt and sampling.max_tokens) do not fit {self.capacity.kv_slots} "

@@ -355,7 +355,7 @@ class CoordinatorService:
         if self._coordinator is not None or not self._has_client or not all(self._is_complete[role] for role in needed):
             return
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
-        self._checks.vocab_size = int(facts["vocab_size"])
+        self._checks.vocab_size, self._checks.max_model_len = int(facts["vocab_size"]), int(facts["max_model_len"])
         self._coordinator = self._checks.coordinator = Coordinator(
             Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
             make_policy(

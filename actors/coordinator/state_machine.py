@@ -337,6 +337,9 @@ class Coordinator:
             refusal = f"request_id: {request.request_id} is in use"
         if refusal is not None:
             return [Tokens(request.request_id, 0, (), "error", sequence.stats(), refusal)]
+        sequence.resume(self._eos_token_ids)
+        if sequence.finish_reason is not None:  # only the news of its end was lost
+            return [Tokens(request.request_id, len(request.generated), (), sequence.finish_reason, sequence.stats())]
         self._sequences[request.request_id] = sequence
         sequence.arrived_at = now
         self._scheduler.add(sequence)

@@ -33,6 +33,7 @@ from typing import Any
 
 from actors.protocol.sampling_params import SamplingParams
 from actors.protocol.token_tree import TokenTree
+from actors.ranges import LARGEST
 
 HASH_SEED = 0xCBF29CE484222325
 _HASH_PRIME = 0x100000001B3
@@ -160,9 +161,17 @@ class Request:
     speculate: bool = True
     generated: tuple[int, ...] = ()
 
-    def check(self, vocab_size: int) -> None:
-        """Raise ValueError naming the first field that is out of range, or names a token the target does not have."""
+    def check(self, vocab_size: int, max_model_len: int = LARGEST) -> None:
+        """Raise ValueError naming the first field that is out of range, or names a token the target does not have.
+        Sizes are compared before tokens are looked through."""
+        if not 0 <= self.request_id < 1 << 63:
+            raise ValueError(f"request_id: {self.request_id} must be 0 or above and fit 63 bits")
         self.sampling.check()
+        if len(self.generated) > self.sampling.max_tokens:
+            remedy = f"give at most sampling.max_tokens={self.sampling.max_tokens}"
+            raise ValueError(f"generated: has {len(self.generated)} tokens; {remedy}")
+        if (misfit := self.misfit(max_model_len)) is not None:
+            raise ValueError(misfit)
         named = (
             ("prompt", self.prompt),
             ("generated", self.generated),
@@ -172,6 +181,17 @@ class Request:
         )
         for name, token_ids in named:
             check_tokens(name, token_ids, vocab_size)
+
+    def misfit(self, max_model_len: int) -> str | None:
+        """One line why a context of so many tokens cannot hold its text, or None; looks at lengths only."""
+        size, remedy = len(self.prompt), "shorten it or raise target.max_model_len"
+        if not size:
+            return "prompt: is empty; give at least one token"
+        if size >= max_model_len:
+            return f"prompt: {size} tokens do not fit the context of {max_model_len}; {remedy}"
+        if (size := size + len(self.generated)) > max_model_len:
+            return f"generated: {size} tokens with the prompt do not fit the context of {max_model_len}; {remedy}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,47 +1,80 @@
-"""How the tokens of a request are sampled. Standard library only; `actors/sampling` carries it out."""
+"""How the tokens of a request are sampled, and the bounds of that. Standard library only; `actors/sampling` carries it
+out, and can carry out whatever `check` accepts, at a cost that the bounds limit.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite
+from typing import Annotated
+
+from actors.ranges import Range, check_ranges
+
+TEMPERATURE = Range(1e-5, 1000, zero="greedy")
+"""Less overflows when float32 logits are divided by it, more leaves nothing of them."""
+REPETITION_PENALTY = Range(0.01, 100)
+ADDED_PENALTY = Range(-2, 2)
+SEED = Range(-(2**63), 2**64 - 1)
+MOST_BIASES = 1024
+"""As vLLM; OpenAI takes 300."""
+LARGEST_BIAS = 100
+"""As OpenAI and vLLM: more than any model's logits differ by."""
+MOST_BAD_WORDS = 1024
+MOST_BAD_WORD_TOKENS = 8192
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 8192
+MOST_STOP_TOKENS = 128
+"""As vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Names and defaults are vLLM's. Everything is in token ids except `stop`, which the engine matches in the text."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Annotated[float, TEMPERATURE] = 0.0
+    top_k: Annotated[int, Range(0, zero="all")] = 0
+    top_p: Annotated[float, Range(above=0, high=1)] = 1.0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    presence_penalty: Annotated[float, ADDED_PENALTY] = 0.0
+    frequency_penalty: Annotated[float, ADDED_PENALTY] = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    max_tokens: int = 128
+    min_tokens: Annotated[int, Range(0)] = 0
+    max_tokens: Annotated[int, Range(1)] = 128
     ignore_eos: bool = False
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
 
     def check(self) -> None:
-        """Raise ValueError naming the first field that is out of range."""
-        bounds = (
-            ("temperature", 0 <= self.temperature < inf, "must be 0 (greedy) or above"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or above"),
-            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < inf, "must be above 0"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be in [-2, 2]"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be in [-2, 2]"),
-            ("logit_bias", all(isfinite(bias) for _, bias in self.logit_bias), "must be finite numbers"),
-            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be between 0 and max_tokens"),
-            ("stop", all(self.stop), "must not hold an empty string"),
-            ("seed", -(2**63) <= self.seed < 2**64, "must fit 64 bits"),
+        """Raise ValueError, one line, for the first field that is out of range, holds too much or makes no sense. Sizes
+        are compared before anything is looked through."""
+        check_ranges(self, "sampling")
+        if self.min_tokens > self.max_tokens:
+            remedy = f"must be between 0 and sampling.max_tokens={self.max_tokens}"
+            raise ValueError(f"sampling.min_tokens={self.min_tokens}: {remedy}")
+        self._check_sizes()
+        if not all(-LARGEST_BIAS <= bias <= LARGEST_BIAS for _, bias in self.logit_bias):
+            remedy = f"must all be between -{LARGEST_BIAS} and {LARGEST_BIAS}; to rule a token out use bad_words"
+            raise ValueError(f"sampling.logit_bias: {remedy}")
+        for name, entries, what in (("bad_words", self.bad_words, "word"), ("stop", self.stop, "string")):
+            if not all(entries):
+                raise ValueError(f"sampling.{name}: must not hold an empty {what}; drop it")
+
+    def _check_sizes(self) -> None:
+        counts = (
+            ("logit_bias", self.logit_bias, MOST_BIASES),
+            ("bad_words", self.bad_words, MOST_BAD_WORDS),
+            ("stop", self.stop, MOST_STOPS),
+            ("stop_token_ids", self.stop_token_ids, MOST_STOP_TOKENS),
         )
-        for name, good, rule in bounds:
-            if not good:
-                raise ValueError(f"sampling.{name}={getattr(self, name)!r} {rule}")
+        for name, entries, most in counts:
+            if len(entries) > most:
+                raise ValueError(f"sampling.{name}: has {len(entries)} entries; give at most {most}")
+        lengths = (
+            ("bad_words", self.bad_words, MOST_BAD_WORD_TOKENS, "tokens"),
+            ("stop", self.stop, MOST_STOP_CHARACTERS, "characters"),
+        )
+        for name, entries, most, unit in lengths:
+            if (size := sum(map(len, entries))) > most:
+                raise ValueError(f"sampling.{name}: has {size} {unit} in all; give at most {most}")

@@ -6,11 +6,12 @@ in `validation.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from actors.drafters.model.config import Parallel
 from actors.options import MAX_RANKS, PipelineName
+from actors.protocol.sampling_params import TEMPERATURE
 from actors.ranges import Choice, OneOf, Range, require
 
 STAGES = ("tokenizer", "target", "continuations", "drafter", "report")
@@ -81,7 +82,7 @@ class BenchConfig(PromptsJobConfig):
     `[ngram,model]`."""
     pipelines: list[str] = field(default_factory=list)
     """Axis: choices of `pipeline=`."""
-    temperatures: Annotated[list[float], Range(0)] = field(default_factory=list)
+    temperatures: Annotated[list[float], TEMPERATURE] = field(default_factory=list)
     """Axis: `sampling.temperature`."""
     batches: Annotated[list[int], Range(1)] = field(default_factory=list)
     """Axis: requests in flight; one if empty."""
@@ -106,7 +107,7 @@ class CertifyConfig(PromptsJobConfig):
     """Prompts to read from the start of the file; 0 = all."""
     concurrency: Annotated[int, Range(0, zero="all at once")] = 4
     """Requests in flight; 0 = all at once."""
-    temperatures: Annotated[list[float], Range(0, filled=True)] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: Annotated[list[float], replace(TEMPERATURE, filled=True)] = field(default_factory=lambda: [0.0, 1.0])
     """Temperatures to certify, in place of `sampling.temperature`; 0 = greedy."""
     seeds: Annotated[list[int], Range(-(2**63), 2**64 - 1, filled=True)] = field(default_factory=lambda: [0, 1])
     """Seeds of sampled outputs, in place of `sampling.seed`."""
@@ -303,7 +304,7 @@ class TrainConfig(JobConfig):
     """Text to train on: target = what the target writes after the prompts, fixed = the text that the prompts are cut
     from, on_policy = what the drafter itself writes after them, mixed = half of it the target's, half its own. The
     last two are for distill."""
-    temperatures: Annotated[list[float], Range(0, filled=True)] = field(default_factory=lambda: [0.0, 0.8])
+    temperatures: Annotated[list[float], replace(TEMPERATURE, filled=True)] = field(default_factory=lambda: [0.0, 0.8])
     """The target continues every prompt once at each; 0 = greedy. Held-out acceptance is measured at each."""
     text: str = ""
     """Text of your own to train on instead of the standard library: a text file, JSONL with a `prompt` or `text` field,

@@ -189,6 +189,12 @@ REFUSED = {
     "a generated token beyond the vocabulary": (OTHER, Request(2, (3,), generated=(97,))),
     "a bias that is no number": (OTHER, Request(2, (3,), SamplingParams(logit_bias=((3, nan),)))),
     "a temperature without end": (OTHER, Request(2, (3,), SamplingParams(temperature=inf))),
+    "an empty bad word": (OTHER, Request(2, (3,), SamplingParams(bad_words=((),)))),
+    "a bias beyond any logit": (OTHER, Request(2, (3,), SamplingParams(logit_bias=((3, 1e308),)))),
+    "a penalty next to zero": (OTHER, Request(2, (3,), SamplingParams(repetition_penalty=1e-300))),
+    "more tokens than it asked for": (OTHER, Request(2, (3,), SamplingParams(max_tokens=1), generated=(4, 5))),
+    "a prompt beyond the context": (OTHER, Request(2, (3,) * 50)),
+    "an empty prompt": (OTHER, Request(2, ())),
     "another client's request": (OTHER, REQUEST),
     "the end of another client's request": (OTHER, Abort(1)),
     "a phase of any length": (OTHER, ReportOrder(True, "x" * 100)),
@@ -223,8 +229,11 @@ REFUSED = {
 def test_what_the_sender_may_not_say_is_counted_and_changes_nothing(table, link, record):
     table.sent.clear()
     assert not table.receive(link, record) and table.hub.num_unreadable == 1
-    answers = [answer for answer in table.sent if not isinstance(record, Request)]
-    assert not answers
+    if isinstance(record, Request):
+        (answer,) = table.to(link)
+        assert answer.finish_reason == "error" and answer.error and "\n" not in answer.error
+    else:
+        assert not table.sent
     assert table.receive("target-0#0", verdicts(RIGHT))
     assert table.to(CLIENT) == [Tokens(1, 0, (7,))]
 

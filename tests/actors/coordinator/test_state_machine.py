@@ -218,6 +218,18 @@ def test_an_abort_ends_a_request_at_once_wherever_it_is():
         assert world.coordinator.num_requests == 0 and not world.drafter.knows.texts
 
 
+@pytest.mark.parametrize(
+    ("generated", "reason"), [((5,) * 12, "length"), ((5, 5, 1), "stop"), ((5, 5, 8), "stop")], ids=str
+)
+def test_a_request_that_is_complete_is_answered_and_takes_no_seat(generated, reason):
+    """Its client has all tokens but missed that they were the last ones."""
+    coordinator, sampling = World(random.Random(0)).coordinator, SamplingParams(max_tokens=12, stop_token_ids=(8,))
+    for request_id in range(80):
+        (answer,) = coordinator.on(Request(request_id, (3, 4), sampling, generated=generated), 0.0)
+        assert (answer.position, answer.token_ids, answer.finish_reason) == (len(generated), (), reason)
+    assert coordinator.num_requests == 0
+
+
 def test_refusals_reach_the_client_and_stop_no_other_request():
     world = World(random.Random(0))
     good = Request(1, (3, 4), SamplingParams(max_tokens=12))

@@ -85,18 +85,41 @@ def test_the_digest_tells_texts_apart(first, second):
         dict(min_tokens=200),
         dict(stop=("end", "")),
         dict(seed=2**64),
+        dict(temperature=1e-300),
+        dict(temperature=1e300),
+        dict(temperature=float("inf")),
+        dict(repetition_penalty=1e-300),
+        dict(repetition_penalty=1e300),
+        dict(repetition_penalty=float("nan")),
+        dict(frequency_penalty=float("nan")),
+        dict(top_k=2**40),
+        dict(max_tokens=2**40),
+        dict(logit_bias=((3, float("nan")),)),
+        dict(logit_bias=((3, 1e308),)),
+        dict(logit_bias=((3, float("-inf")),)),
+        dict(logit_bias=((3, 1.0),) * 1025),
+        dict(bad_words=((),)),
+        dict(bad_words=((3,), ())),
+        dict(bad_words=((3,),) * 1025),
+        dict(bad_words=((3,) * 8193,)),
+        dict(stop=("x",) * 65),
+        dict(stop=("x" * 8193,)),
+        dict(stop_token_ids=(3,) * 129),
     ],
-    ids=str,
+    ids=lambda wrong: str(wrong)[:40],
 )
 def test_sampling_that_makes_no_sense_is_refused_by_name(wrong):
     (field,) = wrong
-    with pytest.raises(ValueError, match=rf"^sampling\.{field}="):
+    with pytest.raises(ValueError, match=rf"^sampling\.{field}[=:]") as refused:
         SamplingParams(**wrong).check()
+    assert len(str(refused.value)) < 150 and "\n" not in str(refused.value), "a line, however much was given"
 
 
 def test_sampling_at_its_bounds_is_fine():
     SamplingParams().check()
     SamplingParams(temperature=0.0, top_p=1.0, min_p=1.0, min_tokens=128, seed=2**64 - 1, presence_penalty=-2).check()
+    words, biases = ((3,) * 8,) * 1024, ((3, -100.0), (4, 100.0)) * 512
+    SamplingParams(bad_words=words, logit_bias=biases, stop=("x" * 128,) * 64, stop_token_ids=(3,) * 128).check()
 
 
 @pytest.mark.parametrize(
@@ -108,11 +131,29 @@ def test_sampling_at_its_bounds_is_fine():
         ("sampling.bad_words", Request(1, (3,), SamplingParams(bad_words=((1,), (2, 11))))),
         ("sampling.stop_token_ids", Request(1, (3,), SamplingParams(stop_token_ids=(-2,)))),
         ("sampling.top_k", Request(1, (3,), SamplingParams(top_k=-1))),
+        ("request_id", Request(-1, (3,))),
+        ("request_id", Request(2**63, (3,))),
+        ("generated", Request(1, (3,), SamplingParams(max_tokens=2), generated=(3, 3, 3))),
+        ("generated", Request(1, (3,) * 30, generated=(3,) * 21)),
+        ("prompt", Request(1, ())),
+        ("prompt", Request(1, (3,) * 50)),
     ],
 )
 def test_a_request_that_names_no_token_of_the_target_is_refused(field, request_):
     with pytest.raises(ValueError, match=f"^{field}"):
-        request_.check(vocab_size=10)
+        request_.check(vocab_size=10, max_model_len=50)
+
+
+def test_what_is_too_long_is_refused_before_it_is_looked_through():
+    class Unread(tuple):
+        def __iter__(self):
+            raise AssertionError("looked through")
+
+    for request in (Request(1, Unread((3,) * 50)), Request(1, (3,), generated=Unread((3,) * 129))):
+        with pytest.raises(ValueError, match="tokens"):
+            request.check(vocab_size=10, max_model_len=50)
+    with pytest.raises(ValueError, match="at most 1024"):
+        SamplingParams(bad_words=Unread(((3,),) * 1025)).check()
 
 
 def test_a_request_within_the_vocabulary_is_fine():

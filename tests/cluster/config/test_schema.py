@@ -462,7 +462,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         (["cluster.num_cpus=0"], "cluster.num_cpus=0: must be at least 1"),
         (["cluster.startup_timeout_s=0"], "cluster.startup_timeout_s=0.0: must be above 0"),
         (["job.name=bench"], "job.name=bench: is set by job=generate; write job=bench"),
-        (["sampling.temperature=-1"], "sampling.temperature=-1.0: must be 0 (greedy) or above"),
+        (["sampling.temperature=-1"], "sampling.temperature=-1.0: must be 0 (greedy) or between 1e-05 and 1000"),
         (["sampling.top_p=0"], "sampling.top_p=0.0: must be above 0 and at most 1"),
         (
             ["sampling.min_tokens=9", "sampling.max_tokens=8"],

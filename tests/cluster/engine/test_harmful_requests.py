@@ -1,0 +1,73 @@
+"""Requests that no client of ours sends: each ends with a line, and the engine serves the others as before."""
+
+from __future__ import annotations
+
+import time
+from math import nan
+
+import pytest
+
+from actors.protocol.messages import Request, SamplingParams, Tokens
+from actors.transport.channel import Link
+
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
+HARMFUL = {
+    "an empty bad word": SamplingParams(bad_words=((),)),
+    "a bias that is no number": SamplingParams(logit_bias=((5, nan),)),
+    "a bias that overflows": SamplingParams(logit_bias=((5, 1e308),), top_p=0.9),
+    "a penalty next to zero": SamplingParams(repetition_penalty=1e-300),
+    "a temperature next to zero": SamplingParams(temperature=1e-300),
+    "a temperature without end": SamplingParams(temperature=1e300, bad_words=((5,),)),
+}
+
+
+@pytest.fixture
+def send():
+    """Send a record as another client of this engine, over the network, and get the answers of the next moments."""
+    links: list[Link] = []
+
+    def send_and_wait(engine, *records, wait_s=20.0):
+        link = Link(engine.address.replace("127.0.0.1", "localhost"), "client:bad", engine._backend.secret)
+        links.append(link)
+        for record in records:
+            link.send(record)
+        ends: dict[int, Tokens] = {}
+        deadline = time.monotonic() + wait_s
+        while len(ends) < len(records) and (left_s := deadline - time.monotonic()) > 0:
+            record = link.receive(left_s)
+            if isinstance(record, Tokens) and record.finish_reason is not None:
+                ends[record.request_id] = record
+        assert len(ends) == len(records), "a request got no answer"
+        return [ends[record.request_id] for record in records]
+
+    yield send_and_wait
+    for link in links:
+        link.close()
+
+
+def tokens_of(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def test_requests_that_cannot_be_carried_out_are_answered_with_a_line_and_harm_no_other(open_engine, send):
+    engine = open_engine("ngram")
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    answers = send(engine, *[Request(1000 + i, (5, 6), params) for i, params in enumerate(HARMFUL.values())])
+    assert {answer.finish_reason for answer in answers} == {"error"}
+    assert all(answer.error.startswith("sampling.") and "\n" not in answer.error for answer in answers)
+    assert tokens_of(completion.result(30) for completion in running) == plain
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
+    assert not engine.supervisor.incidents and not engine.report().counters["num_role_losses"]
+
+
+def test_requests_that_are_complete_take_no_seat(open_engine, send):
+    engine = open_engine("ngram")
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    complete = [Request(1000 + i, (5, 6), sampling, generated=(7,) * 4) for i in range(70)]
+    too_long = Request(2000, (5, 6), sampling, generated=(7,) * 5)
+    *ended, refused = send(engine, *complete, too_long)
+    assert {answer.finish_reason for answer in ended} == {"length"}
+    assert refused.error == "generated: has 5 tokens; give at most sampling.max_tokens=4"
+    assert engine.generate(["x"], GREEDY)[0].finish_reason == "length"
