@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk: the tensors that a decoder needs, and the files that hold them.
 
-Reads the headers of the safetensors files and no tensor, so that a damaged checkpoint is refused before a process is
-started for it. Loads no PyTorch; knows no ranks and no layers.
+Reads the headers of the files (`tensor_files.py`) and no tensor, so that a damaged checkpoint is refused before a
+process is started for it. Loads no PyTorch for safetensors; knows no ranks and no layers.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from parallel.model.config import DecoderConfig
 from parallel.model.quantization import Quantization, Shape, read_quantization
+from parallel.model.tensor_files import PICKLED, open_tensors
 
 Split = Literal["heads", "kv_heads", "mlp", "whole"]
 """What tensor-parallel ranks divide a tensor by."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "*.model", "*.jinja", "tokenizer*"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
+_PICKLED_FILES = ["pytorch_model*.bin", *(name for name in PICKLED if name.endswith(".pt"))]
 
 
 def resolve_checkpoint(path: str) -> Path:
@@ -37,7 +39,10 @@ def resolve_checkpoint(path: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_HUB_FILES))
+        directory = Path(huggingface_hub.snapshot_download(path, allow_patterns=_HUB_FILES))
+        if any(directory.glob("*.safetensors")):
+            return directory
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=[*_HUB_FILES, *_PICKLED_FILES]))
     except Exception as error:  # the hub's client raises types of its own, of requests, httpx and the OS
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path}: neither a directory nor available from the Hugging Face hub ({reason})") from None
@@ -175,7 +180,7 @@ def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
     for name, file in find_tensors(directory, wanted).items():
         names.setdefault(file, []).append(name)
     for file, within in names.items():
-        with safe_open(file, framework="np") as tensors:  # reads no tensor
+        with open_tensors(file, "np") as tensors:
             if any(tensors.get_slice(name).get_dtype() != "BF16" for name in within):
                 return False
     return True
@@ -184,7 +189,7 @@ def stores_bfloat16(directory: Path, config: DecoderConfig) -> bool:
 def holds_bfloat16(directory: Path) -> bool:
     """Whether all floating-point matrices of a checkpoint of any layout are bfloat16."""
     for file in set(_files(directory).values()):
-        with safe_open(file, framework="np") as tensors:  # reads no tensor
+        with open_tensors(file, "np") as tensors:
             slices = map(tensors.get_slice, tensors.keys())
             if any(len(one.get_shape()) == 2 and one.get_dtype() != "BF16" for one in slices):
                 return False
@@ -192,18 +197,25 @@ def holds_bfloat16(directory: Path) -> bool:
 
 
 def _files(directory: Path) -> Mapping[str, Path]:
-    """Tensor -> the file that should hold it."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.exists():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise ValueError(f"{index}: has no weight_map; fetch it again")
-        return {name: directory / file for name, file in names.items()}
-    others = [] if single.exists() else [*directory.glob("*.safetensors")]
-    if single.exists() or len(others) == 1:
-        file = others[0] if others else single
-        return dict.fromkeys(_read_header(file), file)
-    raise ValueError(f"{directory}: holds neither model.safetensors nor model.safetensors.index.json; fetch them")
+    """Tensor -> the file that should hold it. Pickled files are read where there are no others."""
+    plain = sorted(directory.glob("*.safetensors"))
+    pickled = [directory / name for name in PICKLED if (directory / name).exists()]
+    single = directory / "model.safetensors"
+    for name, is_used in (("model.safetensors", True), ("pytorch_model.bin", not plain)):
+        if is_used and (index := directory / f"{name}.index.json").exists():
+            return _indexed(index)
+    if single in plain or len(plain) == 1:
+        plain = [single if single in plain else plain[0]]
+    elif plain or not pickled:
+        raise ValueError(f"{directory}: holds neither model.safetensors nor model.safetensors.index.json; fetch them")
+    return {name: file for file in plain or pickled for name in _read_header(file)}
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ValueError(f"{index}: has no weight_map; fetch it again")
+    return {name: index.parent / file for name, file in names.items()}
 
 
 def _read_header(file: Path) -> dict[str, Shape]:
@@ -211,7 +223,7 @@ def _read_header(file: Path) -> dict[str, Shape]:
     if not file.exists():
         raise ValueError(f"{file}: no such file, though the index names it; fetch it")
     try:
-        with safe_open(file, framework="np") as tensors:  # reads no tensor
+        with open_tensors(file, "np") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error}); fetch it again") from None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from parallel.kernels.packed_products import PackedRows, can_pack
 from parallel.model.checkpoint import (
@@ -30,6 +29,7 @@ from parallel.model.decoder import Decoder
 from parallel.model.dequantize import MatrixPart, common_packing, read_codes
 from parallel.model.layers.weight import OpenRows, Shard, Weight
 from parallel.model.quantization import Quantization, Shape
+from parallel.model.tensor_files import open_tensors
 
 _CUDA_THREADS = 4
 """That read for one GPU: its bus takes more than one thread copies from the system's cache. Not measured."""
@@ -58,7 +58,7 @@ def read_kv_scales(decoder: Decoder, path: str | Path) -> list[tuple[float, floa
     ]
     wanted = {name: headers[name] for pair in names for name in pair if name in headers}
     for name, file in find_tensors(directory, wanted).items():
-        with safe_open(file, framework="pt") as tensors:
+        with open_tensors(file) as tensors:
             scale = tensors.get_tensor(name)
         if scale.numel() != 1 or not 0 < scale.item() < math.inf:
             remedy = "use kv_dtype=auto, or a checkpoint with one positive scale for each tensor"
@@ -109,7 +109,7 @@ class _CheckpointFiles:
     def __call__(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._opened:
-            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._opened[file] = self._stack.enter_context(open_tensors(file))
         return self._opened[file].get_slice(name)
 
 

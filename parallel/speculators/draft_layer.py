@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Unpack
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
@@ -22,6 +21,7 @@ from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.rope import Rope, Rotation
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
+from parallel.model.tensor_files import open_tensors
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 from parallel.speculators.fusing import TapFuser, WholeRowsLinear
 from parallel.transfers import upload
@@ -124,7 +124,7 @@ class DraftLayers(Layer):
         config = self.config
         if config.has_draft_vocab:
             (file,) = find_tensors(directory, {"d2t": (config.head_rows,)}).values()
-            with safe_open(file, framework="pt") as tensors:
+            with open_tensors(file) as tensors:
                 offsets = tensors.get_tensor("d2t").long()
             columns = offsets + torch.arange(config.head_rows)
             if (

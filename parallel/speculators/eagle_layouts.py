@@ -6,9 +6,12 @@ by their inputs, so tap = id, and its number of layers is the stream before the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from parallel.model.checkpoint import Shape, tensor_headers
 from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
@@ -20,12 +23,14 @@ _EAGLE3_NAMES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle
 _EAGLE_NAMES = {"EagleLlamaForCausalLM", "LlamaForCausalLM"}
 
 
-def is_specforge_eagle3(hf: HfConfig) -> bool:
-    return "draft_vocab_size" in hf and bool(_EAGLE3_NAMES & set(hf.get("architectures") or ()))
+def is_eagle3(hf: HfConfig) -> bool:
+    """Its authors' config.json is that of a Llama of one layer, as EAGLE-1's is, with `draft_vocab_size` in most."""
+    named = set(hf.get("architectures") or ())
+    return bool(_EAGLE3_NAMES & named) or (_is_llama_layer(hf) and ("draft_vocab_size" in hf or _norms_features(hf)))
 
 
-def read_specforge_eagle3(hf: HfConfig) -> DraftLayerConfig:
-    """EAGLE-3 and 3.1 as SpecForge, SGLang and the authors write them: one layer called `midlayer`."""
+def read_eagle3(hf: HfConfig) -> DraftLayerConfig:
+    """EAGLE-3 and 3.1 as SpecForge, SGLang and the authors write them: one layer, called `midlayer` or in a list."""
     nested: dict[str, Any] = hf.get("eagle_config") or {}
     ids = nested.get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(i + 1 for i in ids) if ids is not None else _usual_taps(hf)
@@ -34,7 +39,10 @@ def read_specforge_eagle3(hf: HfConfig) -> DraftLayerConfig:
             "config.json lacks eagle_config.eagle_aux_hidden_state_layer_ids, the layers that it reads; add it: for a "
             "target of L layers they are [1, L // 2 - 1, L - 4] unless it was trained on others"
         )
-    return _eagle3(hf, _block(hf, hf), taps, DraftLayerNames())
+    stored = _stored(hf)
+    head_rows = hf.get("draft_vocab_size") or stored.get("lm_head.weight", (hf["vocab_size"],))[0]
+    names = LISTED if "layers.0.hidden_norm.weight" in stored else DraftLayerNames()
+    return _eagle3({**hf, "draft_vocab_size": head_rows}, _block(hf, hf), taps, names)
 
 
 def is_vllm_eagle3(hf: HfConfig) -> bool:
@@ -54,9 +62,25 @@ def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
 
 
 def is_eagle(hf: HfConfig) -> bool:
-    """Its authors' config.json is that of a Llama of one layer."""
+    return _is_llama_layer(hf) and not is_eagle3(hf)
+
+
+def _is_llama_layer(hf: HfConfig) -> bool:
     marked = {"speculator", "speculators_model_type", "medusa_num_heads"} & set(hf)
     return not marked and bool(_EAGLE_NAMES & set(hf.get("architectures") or ())) and hf.get("num_hidden_layers") == 1
+
+
+def _norms_features(hf: HfConfig) -> bool:
+    """Whether the layer has a norm for what it reads of the target, which of the two EAGLE-3's alone has."""
+    return any(name.endswith("hidden_norm.weight") for name in _stored(hf))
+
+
+def _stored(hf: HfConfig) -> Mapping[str, Shape]:
+    """Tensors of the checkpoint; none where its files cannot be read, which is reported when they are loaded."""
+    try:
+        return tensor_headers(Path(hf["_name_or_path"]))
+    except ValueError:
+        return {}
 
 
 def read_eagle(hf: HfConfig) -> DraftLayerConfig:

@@ -7,16 +7,13 @@ Snowflake's MLP and LSTM ones (`ArcticMLPSpeculatorPreTrainedModel`, `ArcticLSTM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from parallel.model.checkpoint import Shape, tensor_headers
+from parallel.model.checkpoint import tensor_headers
 from parallel.model.families.fields import HfConfig, refuse, require
-from parallel.model.layers.weight import Shard
 from parallel.model.weights import load_shards
 from parallel.speculators.config import FINAL
 from parallel.speculators.head_cells import CELLS, HEAD_CHOICES, HeadsConfig
@@ -26,7 +23,6 @@ from parallel.speculators.place import SpeculatorPlace
 
 ANY_LENGTH = 2**20
 """Positions of a published module: it has none."""
-MEDUSA_FILE = "medusa_lm_head.pt"
 
 
 def open_own(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
@@ -46,27 +42,9 @@ def _opened(directory: Path, config: HeadsConfig, place: SpeculatorPlace, source
     tensors = LoadedTensors(cell, place, sources)
     shards, shapes = zip(*tensors.shards(), strict=True)
     asked = {shard.name: shape for shard, shape in zip(shards, shapes, strict=True)}
-    if _is_pickled(directory):
-        _load_pickled(shards, asked, directory / MEDUSA_FILE)
-    else:
-        load_shards(shards, asked, directory)
+    load_shards(shards, asked, directory)
     tensors.pack()
     return HeadsRunner(cell, tensors, place.tables)
-
-
-def _is_pickled(directory: Path) -> bool:
-    return (directory / MEDUSA_FILE).exists() and not any(directory.glob("*.safetensors"))
-
-
-@torch.inference_mode()
-def _load_pickled(shards: Sequence[Shard], shapes: dict[str, Shape], file: Path) -> None:
-    """From a state dictionary that `torch.save` wrote."""
-    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    for shard in shards:
-        found = tuple(stored[shard.name].shape) if shard.name in stored else None
-        if found != shapes[shard.name]:
-            raise ValueError(f"{file}: tensor {shard.name} is {found}, config.json asks {shapes[shard.name]}")
-        shard.place().copy_(stored[shard.name][shard.index])
 
 
 # --- our own ----------------------------------------------------------------------------------------------------------
@@ -111,7 +89,7 @@ def _read_medusa(hf: HfConfig) -> HeadsConfig:
     require(hf, "medusa_num_heads", "medusa_num_layers")
     blocks, directory = hf["medusa_num_layers"], Path(hf["_name_or_path"])
     name = f"0.{blocks}.weight"
-    shape = _stored_shapes(directory).get(name)
+    shape = tensor_headers(directory).get(name)
     if shape is None:
         raise ValueError(f"{directory}: tensor {name} is missing from the checkpoint; fetch it again")
     return _heads("medusa", shape[0], shape[1], hf["medusa_num_heads"], shape[1], num_blocks=blocks, head="own")
@@ -119,7 +97,7 @@ def _read_medusa(hf: HfConfig) -> HeadsConfig:
 
 def _open_medusa(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
     """The released code repeats one block `medusa_num_layers` times; a file may hold such a block once."""
-    stored = _stored_shapes(directory)
+    stored = tensor_headers(directory)
 
     def sources(name: str) -> list[str]:
         head, block, *linear = name.split(".")
@@ -195,7 +173,7 @@ def _read_lstm_speculator(hf: HfConfig) -> HeadsConfig:
 
 def _open_token_sums(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
     """IBM's and Snowflake's: a prefix, parts in sequences of one where they may be stacks, gates as four matrices."""
-    stored = _stored_shapes(directory)
+    stored = tensor_headers(directory)
     prefix = "speculator." if any(name.startswith("speculator.") for name in stored) else ""
     suffix = ".0" if f"{prefix}proj.0.0.weight" in stored else ""
 
@@ -237,11 +215,3 @@ def _architecture(hf: HfConfig) -> str:
     """A list in most files, a name in some."""
     named = hf.get("architectures") or [""]
     return named if isinstance(named, str) else named[0]
-
-
-def _stored_shapes(directory: Path) -> dict[str, Shape]:
-    """Every tensor of the checkpoint."""
-    if _is_pickled(directory):
-        stored = torch.load(directory / MEDUSA_FILE, map_location="cpu", weights_only=True, mmap=True)
-        return {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    return tensor_headers(directory)

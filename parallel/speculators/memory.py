@@ -27,9 +27,6 @@ def speculator_memory(path: str | Path, target_layers: int, ranks: int, dtype: s
     """Of numbers in `dtype` and matrices in `weights`; ValueError, one line, if no family knows the checkpoint."""
     config, directory = read_speculator(path, target_layers), resolve_checkpoint(str(path))
     per_slot = config.bytes_per_slot(ranks, ITEM_BYTES[dtype])
-    if not any(directory.glob("*.safetensors")):
-        size = sum(file.stat().st_size for file in directory.glob("*.pt"))  # of two bytes a number, at least
-        return SpeculatorMemory(size * STORED_BYTES[weights] // 2, per_slot, config.max_positions)
     sizes = (
         math.prod(shape) * (STORED_BYTES[weights] if len(shape) == 2 else ITEM_BYTES[dtype])
         for shape in tensor_headers(directory).values()

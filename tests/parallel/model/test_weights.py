@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -191,19 +192,43 @@ def test_a_directory_that_is_none(tmp_path):
         open_model(tmp_path / "file")
 
 
-def test_a_hub_id_goes_to_the_hub(monkeypatch, tmp_path):
+HUB = {
+    "org/both": ["config.json", "model.safetensors", "pytorch_model.bin", "README.md"],
+    "org/pickled": ["config.json", "pytorch_model.bin", "training_args.bin", "optimizer.pt"],
+    "org/heads": ["config.json", "medusa_lm_head.pt"],
+}
+
+
+@pytest.mark.parametrize(
+    ("repository", "fetched"),
+    [
+        ("org/both", ["config.json", "model.safetensors"]),
+        ("org/pickled", ["config.json", "pytorch_model.bin"]),
+        ("org/heads", ["config.json", "medusa_lm_head.pt"]),
+    ],
+)
+def test_of_the_hub_weights_are_fetched_pickled_only_where_there_are_no_others(
+    monkeypatch, tmp_path, repository, fetched
+):
     import huggingface_hub
 
-    asked = []
-
-    def snapshot(repo_id, **options):
-        asked.append(repo_id)
-        if repo_id == "org/gone":
-            raise OSError("offline\nsecond line")
+    def snapshot(repo_id, allow_patterns):
+        for file in HUB[repo_id]:
+            if any(fnmatch(file, pattern) for pattern in allow_patterns):
+                (tmp_path / file).touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert resolve_checkpoint("org/model") == tmp_path
+    assert resolve_checkpoint(repository) == tmp_path
+    assert sorted(file.name for file in tmp_path.iterdir()) == fetched
+
+
+def test_what_the_hub_does_not_give_is_said_in_a_line(monkeypatch):
+    import huggingface_hub
+
+    def snapshot(repo_id, **options):
+        raise OSError("offline\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ValueError, match=r"org/gone: neither a directory nor available .* \(offline\)$"):
         resolve_checkpoint("org/gone")
-    assert asked == ["org/model", "org/gone"]

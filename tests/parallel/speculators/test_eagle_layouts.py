@@ -145,9 +145,13 @@ def test_published_layouts_give_the_same_logits(llama: Checkpoint, tmp_path: Pat
     torch.testing.assert_close(drafted(one.open(), one, 6), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_bias_of_eagle_is_read(llama: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_said", [True, False])
+def test_the_bias_of_eagle_is_read(llama: Checkpoint, tmp_path: Path, is_said: bool) -> None:
+    """Also where config.json says nothing of it, as those of the first checkpoints."""
     one = Trained(llama, tmp_path / "own", "eagle")
     hf, tensors = eagle(load_file(tmp_path / "own" / "model.safetensors"))
+    if not is_said:
+        del hf["bias"]
     logits = []
     for bias in (0.0, 1.0):
         one.path = tmp_path / str(bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,9 @@ def rms(x: Tensor) -> Tensor:
     return x / (x.square().mean() + 1e-6).sqrt()
 
 
-def write_mlp_speculator(folder: Path, tied: bool) -> Expected:
-    """Tied tensors are saved once."""
+def write_mlp_speculator(folder: Path, tied: bool, stacked: bool = False) -> Expected:
+    """Tied tensors are saved once. Snowflake's `sum_rnn` has stacks of layers, here of one: a number more in the names
+    of embeddings, projections and norms, none in those of heads."""
     inner, count = 24, 1 if tied else DEPTHS
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(count):
@@ -166,8 +168,13 @@ def write_mlp_speculator(folder: Path, tied: bool) -> Expected:
         "tie_weights": tied,
         "scale_input": tied,
     }
+    saved = {f"speculator.{name}": value for name, value in tensors.items()}
+    if stacked:
+        config |= {"architectures": ["MLPVariantSpeculatorPreTrainedModel"], "input_hidden_dim": HIDDEN}
+        config |= {"method": "sum_rnn"} | dict.fromkeys(("inner_dim", "emb_dim", "proj_dim"), str(inner))
+        saved = {re.sub(r"^(emb|proj|ln)\.(\d)", r"\1.\2.0", name): value for name, value in tensors.items()}
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({f"speculator.{name}": value for name, value in tensors.items()}, folder / "model.safetensors")
+    save_file(saved, folder / "model.safetensors")
     state_weight = 0.5 ** (0.5 / DEPTHS)
     token_weight = math.sqrt((1 - state_weight**2) * inner / 2)
 
@@ -236,6 +243,8 @@ LAYOUTS: dict[str, Callable[[Path], Expected]] = {
     "ReDrafter": write_redrafter,
     "MLP speculator": lambda folder: write_mlp_speculator(folder, tied=False),
     "MLP speculator, tied": lambda folder: write_mlp_speculator(folder, tied=True),
+    "MLP speculator, stacks": lambda folder: write_mlp_speculator(folder, tied=False, stacked=True),
+    "MLP speculator, tied stacks": lambda folder: write_mlp_speculator(folder, tied=True, stacked=True),
     "LSTM speculator": write_lstm_speculator,
 }
 
