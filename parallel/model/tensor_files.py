@@ -104,7 +104,7 @@ def _check_archive(file: Path) -> None:
             parts = archive.infolist()
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error}); fetch it") from None
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, ValueError, RuntimeError) as error:
         remedy = "fetch it again, or save it as safetensors"
         raise ValueError(f"{file}: is not whole, or was saved before PyTorch 1.6 ({error}); {remedy}") from None
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
