@@ -10,7 +10,8 @@ from pathlib import Path
 
 from actors.drafters.vocabulary.token_pieces import has_same_tokens
 from cluster.pocket import described
-from parallel.model.checkpoint import find_tensors, read_json, tensor_shapes
+from parallel.model.checkpoint import find_tensors, tensor_shapes
+from parallel.model.config_fields import read_config_file
 from parallel.model.families.registry import read_config
 
 
@@ -31,7 +32,7 @@ def check_same_vocabulary(target: Path, drafter: Path) -> None:
 
     Model families pad their embeddings differently: with equal tokenizers the drafter's vocabulary may be the smaller.
     """
-    sizes = [read_json(path / "config.json").get("vocab_size", 0) for path in (target, drafter)]
+    sizes = [read_config_file(path).get("vocab_size") or 0 for path in (target, drafter)]
     same_tokens = has_same_tokens(target, drafter)
     names, remedy = (described(target), described(drafter)), "use a drafter of the same vocabulary or drafter=ngram"
     if sizes[0] != sizes[1] and not (same_tokens and sizes[1] < sizes[0]):

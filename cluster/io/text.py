@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from parallel.model.checkpoint import read_json
+from parallel.model.config_fields import read_config_file
 
 _PARTIAL = "\ufffd"
 """What bytes that do not make a character decode to."""
@@ -31,7 +31,7 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
 def read_eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
     """End-of-sequence ids, from generation_config.json or else config.json, as transformers reads them."""
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(checkpoint / name).get("eos_token_id") if (checkpoint / name).is_file() else None
+        eos = read_config_file(checkpoint / name).get("eos_token_id") if (checkpoint / name).is_file() else None
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     return ()

@@ -6,21 +6,27 @@ process is started for it. Loads no PyTorch for safetensors; knows no ranks and 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from safetensors import SafetensorError
 
 from parallel.model.config import DecoderConfig
+from parallel.model.config_fields import read_config_file
 from parallel.model.quantization import Quantization, Shape, read_quantization
 from parallel.model.tensor_files import PICKLED, open_tensors
+from parallel.typed_json import as_type, read_json
 
 Split = Literal["heads", "kv_heads", "mlp", "whole"]
 """What tensor-parallel ranks divide a tensor by."""
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*"]
@@ -46,19 +52,6 @@ def resolve_checkpoint(path: str) -> Path:
     except Exception as error:  # the hub's client raises types of its own, of requests, httpx and the OS
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path}: neither a directory nor available from the Hugging Face hub ({reason})") from None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in the file; ValueError, one line, if there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file}: no such file; save the checkpoint with it") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: is not JSON ({error}); save the checkpoint again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: holds no JSON object; save the checkpoint again")
-    return content
 
 
 # --- the tensors that a decoder needs ---------------------------------------------------------------------------------
@@ -148,8 +141,7 @@ def stored_tensors(directory: Path, wanted: Mapping[str, Shape]) -> dict[str, di
 
 def quantization_of(directory: Path) -> Quantization | None:
     """How the checkpoint's matrices are quantised; None for plain numbers and for a directory without config.json."""
-    file = directory / "config.json"
-    return read_quantization(read_json(file)) if file.exists() else None
+    return read_quantization(read_config_file(directory)) if (directory / "config.json").exists() else None
 
 
 def quantized_layers(directory: Path, config: DecoderConfig) -> Counter[str]:
@@ -212,9 +204,10 @@ def _files(directory: Path) -> Mapping[str, Path]:
 
 
 def _indexed(index: Path) -> dict[str, Path]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict):
-        raise ValueError(f"{index}: has no weight_map; fetch it again")
+    try:
+        names = as_type(read_json(index), _Index)["weight_map"]
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}; fetch it again") from None
     return {name: index.parent / file for name, file in names.items()}
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
-from parallel.model.checkpoint import read_json, resolve_checkpoint
+from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.config_fields import read_config_file
 from parallel.model.decoder import Decoder
 from parallel.runtime.runner import ModelRunner, PassOutput
 from parallel.transfers import upload
@@ -152,7 +153,7 @@ class PardRunner(ModelRunner):
 
 def filling_masks(runner: ModelRunner, path: str | Path) -> ModelRunner:
     """The runner of the checkpoint at `path`, as one that fills masks if its config.json says that it is trained to."""
-    hf = read_json(resolve_checkpoint(str(path)) / "config.json")
+    hf = read_config_file(resolve_checkpoint(str(path)))
     if MASK_FIELD not in hf:
         return runner
     return PardRunner(runner.decoder, runner.pool, int(hf[MASK_FIELD]), int(hf.get(DEPTH_FIELD, DEPTH)))

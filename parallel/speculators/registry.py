@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parallel.comm.group import SINGLE, Group
-from parallel.model.checkpoint import read_json, resolve_checkpoint
+from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
@@ -28,6 +28,7 @@ from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.speculators.stream_layers import StreamsConfig, open_stream_layers
 from parallel.speculators.streaming import StreamingRunner
+from parallel.typed_json import read_json
 
 
 @dataclass(frozen=True, slots=True)

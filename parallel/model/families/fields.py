@@ -7,19 +7,24 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from parallel.model.config import Activation, RopeScaling
+from parallel.model.config_fields import HfConfig
 
-HfConfig = Mapping[str, Any]
-"""The content of a checkpoint's config.json."""
-
+_ATTENTION_KINDS = ("full_attention", "sliding_attention")
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 """The scalings of rotary frequencies that `layers/rope.py` computes."""
+
+
+def architecture_of(hf: HfConfig) -> str:
+    """The first of the architectures, which are a list in most files and a name in some; empty if there is none."""
+    named = hf.get("architectures") or [""]
+    return named if isinstance(named, str) else named[0]
 
 
 def require(hf: HfConfig, *names: str) -> None:
     """ValueError unless all these fields are integers."""
     missing = [name for name in names if not isinstance(hf.get(name), int)]
     if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)}")
+        raise ValueError(f"config.json lacks {', '.join(missing)}; fetch the file again")
 
 
 def refuse(hf: HfConfig, name: str, *supported: object) -> None:
@@ -52,10 +57,18 @@ def read_rope(hf: HfConfig, given: Mapping[str, Any] | None) -> RopeScaling:
     elif rope_type in ("linear", "llama3") and rope.get("factor") is None:
         raise ValueError(f"rope_type={rope_type!r} needs a factor")
     known = {field.name for field in fields(RopeScaling)}
-    return RopeScaling(**{name: value for name, value in rope.items() if name in known and value is not None})
+    scaling = RopeScaling(**{name: value for name, value in rope.items() if name in known and value is not None})
+    if rope_type == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ValueError(f"high_freq_factor={scaling.high_freq_factor}: must be above low_freq_factor; correct it")
+    return scaling
 
 
 def sliding_layers(hf: HfConfig, default: Iterable[int]) -> Iterable[int]:
-    """The layers that `layer_types` calls sliding; `default` without that field."""
-    types = hf.get("layer_types")
+    """The layers that `layer_types` calls sliding; `default` without that field. It may name more layers than there
+    are, as that of a module cut out of its target does."""
+    types, num_layers = (hf.get("layer_types") or [])[: hf["num_hidden_layers"]], hf["num_hidden_layers"]
+    for kind in types:
+        refuse({"layer_types": kind}, "layer_types", *_ATTENTION_KINDS)
+    if types and len(types) < num_layers:
+        raise ValueError(f"layer_types: names {len(types)} layers, num_hidden_layers={num_layers}; correct one of them")
     return [i for i, kind in enumerate(types) if kind == "sliding_attention"] if types else default

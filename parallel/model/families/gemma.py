@@ -38,8 +38,8 @@ def gemma2(hf: HfConfig) -> DecoderConfig:
         norm_placement="around",
         embedding_scale=config.hidden_size**0.5,
         attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
-        attention_softcap=hf["attn_logit_softcapping"],
-        logit_softcap=hf["final_logit_softcapping"],
+        attention_softcap=hf["attn_logit_softcapping"] or None,
+        logit_softcap=hf["final_logit_softcapping"] or None,
         names=_NAMES,
     )
     return config.with_window(hf["sliding_window"], sliding_layers(hf, range(0, config.num_layers, 2)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from parallel.model.checkpoint import read_json
 from parallel.model.config import DecoderConfig
-from parallel.model.families.fields import HfConfig, refuse
+from parallel.model.config_fields import check_fields, read_config_file
+from parallel.model.families.fields import HfConfig, architecture_of, refuse
 from parallel.model.families.gemma import gemma2, gemma3
 from parallel.model.families.llama import llama
 from parallel.model.families.mistral import mistral, mixtral
@@ -27,20 +27,39 @@ FAMILIES: dict[str, Callable[[HfConfig], DecoderConfig]] = {
     "OPTForCausalLM": opt,
 }
 """Architecture, as config.json names it -> the function that reads that file."""
+MOST_EXPERTS = 2**17
+"""In all layers together, four times those of the largest published model."""
 
 
 def read_config(source: str | Path | HfConfig) -> DecoderConfig:
-    """Read a checkpoint directory, its config.json, or that file's content; ValueError if the engine cannot run it."""
+    """Read the config.json of a checkpoint directory, or that file's content; ValueError, one line, if it is damaged or
+    the engine cannot run it."""
     if isinstance(source, str | Path):
-        path = Path(source)
-        source = read_json(path / "config.json" if path.is_dir() else path)
-    hf: HfConfig = source
-    architecture = (hf.get("architectures") or [None])[0]
+        hf: HfConfig = read_config_file(Path(source))
+    else:
+        hf = source
+        check_fields(hf)
+    architecture = architecture_of(hf)
     if architecture not in FAMILIES:
-        raise ValueError(f"architecture {architecture!r} is not supported; use one of {', '.join(FAMILIES)}")
+        raise ValueError(f"architecture {architecture or None!r} is not supported; use one of {', '.join(FAMILIES)}")
     read_quantization(hf)  # refuses what cannot be read
     refuse(hf, "use_bidirectional_attention")
     config = FAMILIES[architecture](hf)
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(f"num_key_value_heads={config.num_kv_heads} must divide {config.num_heads} query heads")
+    _check_together(config)
     return config
+
+
+def _check_together(config: DecoderConfig) -> None:
+    """ValueError, one line, for sizes that are each in their range and make no decoder."""
+    heads, experts = config.num_heads, config.num_experts
+    rules = {
+        f"num_key_value_heads={config.num_kv_heads} must divide {heads} query heads": heads % config.num_kv_heads == 0,
+        f"num_attention_heads={heads}: is more than hidden_size={config.hidden_size}": config.head_dim > 0,
+        f"head_dim={config.head_dim}: must be even": config.rope is None or config.head_dim % 2 == 0,
+        f"num_experts_per_tok={config.experts_per_token}: is more than {experts}": config.experts_per_token <= experts,
+        f"num_hidden_layers={config.num_layers} of {experts} experts: is too many": config.num_layers * experts
+        <= MOST_EXPERTS,
+    }
+    for wrong, is_right in rules.items():
+        if not is_right:
+            raise ValueError(f"{wrong}; correct config.json, or fetch it again")

@@ -1,0 +1,70 @@
+"""JSON of files that others wrote, held against a type before it is used. What is wrong is a ValueError of one line.
+
+The type is an annotation: a TypedDict, a dataclass, a union, with ranges as `Annotated[int, Meta(ge=1)]`. Knows no
+format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_SHOWN = 40
+"""Characters of a wrong value in an error line."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text stands for; ValueError, one line, if it stands for none."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # a number of too many digits
+        raise ValueError(f"is not JSON ({error})") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in the file; ValueError, one line, if there is none."""
+    try:
+        content = parse_json(file.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file; save the checkpoint with it") from None
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror}); save the checkpoint again") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; save the checkpoint again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds no JSON object; save the checkpoint again")
+    return content
+
+
+def as_type(content: Any, kind: type[T]) -> T:
+    """A value of JSON as this type, without fields that the type does not have; ValueError, one line, that names the
+    first wrong field."""
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(_line(str(error), content)) from None
+
+
+def _line(message: str, content: Any) -> str:
+    """``FIELD=VALUE: must be int >= 1`` from msgspec's ``Expected `int` >= 1 - at `$.FIELD```."""
+    what, _, path = message.replace("`", "").partition(" - at $")
+    wanted, field = what.replace("Expected ", "must be ").replace(" | null", " or null"), path.removeprefix(".")
+    if not field:
+        return wanted
+    for key in re.findall(r"[^.\[\]]+", field):
+        inside = content[int(key)] if isinstance(content, list) and key.isdecimal() else None
+        content = content.get(key) if isinstance(content, dict) else inside
+    shown = f"={content!r}" if content is not None and len(repr(content)) <= _SHOWN else ""
+    return f"{field}{shown}: {wanted.partition(', got')[0] if shown else wanted}"
