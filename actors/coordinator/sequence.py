@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import (
     HASH_SEED,
+    NO_TOKEN,
     Commit,
     DraftPreview,
     Proposal,
@@ -165,12 +166,16 @@ class Sequence:
     def commit(self, verdict: Verdict, proposal: Proposal | None, eos_token_ids: frozenset[int]) -> Commit:
         """Append the verdict's tokens, cut at end-of-sequence, stop tokens and `max_tokens`.
 
+        `NO_TOKEN` is none: unless the path has ended the request, no token can follow, and it ends with an error.
         Returns the record to send to the roles; sets `finish_reason` if the request ends here.
         """
         assert self.is_prefix_of(verdict)
         assert self.finish_reason is None
         path_tokens = [proposal.tree.token_ids[node] for node in verdict.path] if proposal else []
-        emitted = self._cut([*path_tokens, verdict.next_token], eos_token_ids)
+        is_possible = verdict.next_token != NO_TOKEN
+        emitted = self._cut([*path_tokens, verdict.next_token] if is_possible else path_tokens, eos_token_ids)
+        if not is_possible and self.finish_reason is None:
+            self.finish_reason = "error"
         if proposal is not None and proposal.tree.num_draft_tokens:
             self.counts.add_verdict(proposal.tree, min(len(verdict.path), len(emitted)))
         record = Commit(self.request_id, self.epoch, self.prefix_len, verdict.path, tuple(emitted))

@@ -32,7 +32,6 @@ from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy
 from actors.protocol.membership import RoleBack, RoleLost
 from actors.protocol.messages import (
-    NO_TOKEN,
     Abort,
     DraftBatch,
     DraftPreviewBatch,
@@ -237,18 +236,16 @@ class Coordinator:
         round_, sequence = self._round, self._sequences[verdict.request_id]
         assert round_.verifying is not None
         proposal, position = round_.verifying[verdict.request_id], sequence.num_generated
-        if verdict.next_token == NO_TOKEN:
-            error = (
-                f"target: its logits after {sequence.prefix_len} tokens are NaN; use another target.dtype or checkpoint"
-            )
-            return self._end_early(sequence, "error", now, error)
         commit = sequence.commit(verdict, proposal, self._eos_token_ids)
-        round_.commit(commit, sequence.draft.num_ordered, proposal)
         self.stats.add_commit(proposal, commit)
+        if commit.token_ids and sequence.first_token_at is None:
+            sequence.first_token_at = now
+        if sequence.finish_reason == "error":
+            end = self._end_early(sequence, "error", now, _no_token_after(sequence.prefix_len))
+            return replace(end, position=position, token_ids=commit.token_ids)
+        round_.commit(commit, sequence.draft.num_ordered, proposal)
         self._target_outbox.commit(commit)
         self._drafter_session.commit(sequence, commit)
-        if sequence.first_token_at is None:
-            sequence.first_token_at = now
         stats = None
         if sequence.finish_reason is not None:
             self._end(sequence, now)
@@ -410,3 +407,10 @@ class Coordinator:
         if order.reset:
             self.stats = CoordinatorStats(since=now, phase=order.phase)
         return report
+
+
+def _no_token_after(num_tokens: int) -> str:
+    return (
+        f"target: no token can follow the first {num_tokens}: the request's sampling rules all of them out (loosen "
+        "bad_words, or min_tokens with stop_token_ids), or logits are not finite (use another target.dtype or checkpoint)"
+    )

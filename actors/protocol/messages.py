@@ -56,7 +56,8 @@ def retract_hash(digest: int, token_ids: tuple[int, ...] | list[int]) -> int:
 
 
 NO_TOKEN = -1
-"""The token of a verdict whose logits are NaN."""
+"""The token of a verdict that follows an impossible distribution: a logit is NaN or infinite, or every token is ruled
+out. It takes the place of every token there, so that rules stay exact; the coordinator ends the request."""
 
 
 def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -33,11 +33,15 @@ class DrawnChildren:
     scores: tuple[float, ...]
 
 
+_CHILDLESS = DrawnChildren((), SparseDistribution((), ()), (), ())
+
+
 def draw_without_replacement(
     scores: Tensor, params: Sequence[SamplingParams], steps: Sequence[int], nodes: Sequence[int], width: int, top_m: int
 ) -> list[DrawnChildren]:
     """Up to `width` different children per row of processed logits [n, V]: Gumbel-top-k, in decreasing order of
-    perturbed log-probability, which is sequential sampling without replacement (RSD-C, arXiv 2402.14160).
+    perturbed log-probability, which is sequential sampling without replacement (RSD-C, arXiv 2402.14160). A row that is
+    no distribution, because every token is ruled out or a number is NaN, has no children.
 
     Row i belongs to node `nodes[i]` of the proposal of step `steps[i]`. A distribution over fewer than `width` tokens
     yields all of them.
@@ -92,7 +96,8 @@ def draw_beam(
 
 
 def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:
-    """The distribution of one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised."""
+    """The distribution of one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised; where
+    it is impossible, one token has it all, as good a draft as any."""
     (log_weights,), (token_ids,) = to_host(scores.topk(min(top_m, scores.shape[-1]), dim=-1))
     return _distribution(log_weights.astype(np.float64), token_ids, is_greedy(params))
 
@@ -113,6 +118,9 @@ def _race(
     log_weights = log_weights.astype(np.float64)
     drawn = []
     for row, p in enumerate(params):
+        if not np.isfinite(log_weights[row, 0]):
+            drawn.append(_CHILDLESS)
+            continue
         distribution = _distribution(log_weights[row], token_ids[row], is_greedy(p))
         log_probs = np.log(distribution.probs)
         order, given = winners(log_probs + noise[row, :, : len(log_probs)], row)
@@ -123,9 +131,8 @@ def _race(
 
 
 def _distribution(log_weights: np.ndarray, token_ids: np.ndarray, greedy: bool) -> SparseDistribution:
-    """Softmax over the candidates that can occur at all; one-hot when greedy, and where none can, as after a ban of
-    every token of a trimmed vocabulary."""
-    if greedy or log_weights[0] == -np.inf:
+    """Softmax over the candidates that can occur at all; one-hot when greedy, and where none can."""
+    if greedy or not np.isfinite(log_weights[0]):
         return SparseDistribution((int(token_ids[0]),), (1.0,))
     probs = np.exp(log_weights - log_weights[0])
     support = int(np.count_nonzero(probs))

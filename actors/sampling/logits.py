@@ -199,7 +199,7 @@ def _divide(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def choose_batch(logits: Tensor, batch: Sequence[LogitRows], eos_token_ids: Sequence[int]) -> Tensor:
-    """The target's own token at every node, int64 [N], or `NO_TOKEN` where a logit is NaN."""
+    """The target's own token at every node, int64 [N], or `NO_TOKEN` where no distribution is possible."""
     return _race(process_batch(logits, batch, eos_token_ids), *_keyed(batch), NO_TOKEN)[1]
 
 
@@ -210,7 +210,8 @@ def choose_split(logits: Tensor, batch: Sequence[LogitRows], first: int, group: 
     if logits.shape[1]:
         values, token_ids = _race(_divide(logits, params), params, positions, NO_TOKEN, first)
     else:  # a rank without tokens
-        values, token_ids = logits.new_full((len(logits),), BANNED), logits.new_zeros(len(logits), dtype=torch.int64)
+        values = logits.new_full((len(logits),), BANNED)
+        token_ids = logits.new_full((len(logits),), NO_TOKEN, dtype=torch.int64)
     winners = torch.stack([values.to(torch.float64), token_ids.to(torch.float64)])  # which holds both exactly
     values, token_ids = group.all_gather(winners[None], 0).unbind(1)  # [ranks, N]
     return token_ids.gather(0, values.max(0, keepdim=True).indices)[0].to(torch.int64)
@@ -230,8 +231,8 @@ def choose(scores: Tensor, params: Sequence[SamplingParams], positions: Sequence
 def _race(
     scores: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], of_none: int, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The largest value in every row, with the noise of the sampled ones, and its token; NaN and `of_none` where a
-    logit is NaN. Column i is token `first + i`. Two launches on a GPU."""
+    """The largest value in every row, with the noise of the sampled ones, and its token; `of_none` where that value is
+    NaN, as with any NaN in the row, or infinite. Column i is token `first + i`. Two launches on a GPU."""
     if _has_kernels(scores):
         from actors.sampling import noise_kernels
 
@@ -245,7 +246,7 @@ def _race(
 def _winners(raced: Tensor, of_none: int, first: int = 0) -> tuple[Tensor, Tensor]:
     values, token_ids = raced.max(dim=-1)  # on CPU three times as fast as argmax
     token_ids = token_ids + first if first else token_ids
-    return values, token_ids.masked_fill(values.isnan(), of_none)  # NaN is the largest value of a row that has any
+    return values, token_ids.masked_fill(~values.isfinite(), of_none)  # NaN is the largest of a row that has any
 
 
 def _has_kernels(scores: Tensor) -> bool:

@@ -75,8 +75,9 @@ def _race_winners(best, winners, values, tokens, num_blocks, of_none, WIDTH: tl.
     value, index = tl.max(raced, 0, return_indices=True)
     is_broken = tl.max((raced != raced).to(tl.int32), 0) != 0
     token = tl.load(winners + row * num_blocks + tl.minimum(index, num_blocks - 1))
+    has_none = is_broken | (tl.abs(value) == float("inf"))
     tl.store(values + row, tl.where(is_broken, float("nan"), value))
-    tl.store(tokens + row, tl.where(is_broken, of_none, token).to(tl.int64))
+    tl.store(tokens + row, tl.where(has_none, of_none, token).to(tl.int64))
 
 
 def _kernel(function: Any) -> Any:
@@ -96,8 +97,8 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def race(scores: Tensor, keys: Tensor, sampled: Tensor, first: int, of_none: int) -> tuple[Tensor, Tensor]:
-    """The largest [n] of scores [n, V] plus the noise of the rows `sampled` [n], and its token int64 [n]; NaN and
-    `of_none` in a row with a NaN. Column i is token `first + i`. Two launches."""
+    """The largest [n] of scores [n, V] plus the noise of the rows `sampled` [n], and its token int64 [n]; `of_none` where
+    it is infinite, or NaN because the row has one. Column i is token `first + i`. Two launches."""
     num_rows, vocab_size = scores.shape
     num_blocks = -(-vocab_size // _BLOCK)
     best = torch.empty(num_rows, num_blocks, device=scores.device)

@@ -4,7 +4,8 @@ A rule changes the probabilities of named tokens only. So it computes with a few
 rows of the vocabulary stay on the device: tokens are renumbered node by node, the last number of a row is the sum over
 all tokens without a name, and the token that ends the path is drawn on the device from the row with the rule's numbers
 put in. On a GPU the numbers of all nodes of all sequences are one read and all draws are another; on a CPU, where a
-read costs nothing, only visited nodes are computed. Knows no rule.
+read costs nothing, only visited nodes are computed. At a node whose distribution is impossible all mass is on `NO_TOKEN`,
+which no draft names: to a rule it is a token like any other. Knows no rule.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.protocol.messages import SparseDistribution, TokenTree
+from actors.protocol.messages import NO_TOKEN, SparseDistribution, TokenTree
 from actors.verification.random_source import HashRandomSource
 from parallel.transfers import to_device
 
@@ -67,39 +68,42 @@ class DeferredDraw:
 
 
 class TargetRows:
-    """Processed logits [N, V] of the nodes of a pass and the `names` at each; `greedy` rows are one-hot."""
+    """Processed logits [N, V] of the nodes of a pass and the `names` at each; `greedy` rows are one-hot. On a GPU one
+    read brings the numbers of all rows."""
 
     def __init__(self, scores: Tensor, greedy: Sequence[bool], names: Sequence[np.ndarray]) -> None:
         self._scores = scores
         self._greedy = np.array(greedy, dtype=bool)
         self._names = names
         self._rows: dict[int, np.ndarray] = {}
-
-    def broken(self, logits: Tensor) -> np.ndarray:
-        """Which rows of the model's logits hold NaN, bool [N]; on a GPU the same read brings all rows."""
-        flags = logits.isnan().any(-1)
-        if not _reads_ahead(logits):
-            return flags.numpy()
-        rows = range(len(self._names))
+        largest = scores.amax(-1)  # NaN in a row that has any
+        if not _reads_ahead(scores):
+            self._is_possible = largest.isfinite().numpy()
+            return
+        rows = range(len(names))
         parts = [self._compute(rows[i : i + _ROWS_AT_ONCE]) for i in range(0, len(rows), _ROWS_AT_ONCE)]
-        numbers = torch.cat([flags.to(torch.float64), *parts]).cpu().numpy()
+        numbers = torch.cat([largest.to(torch.float64), *parts]).cpu().numpy()
+        self._is_possible = np.isfinite(numbers[: len(rows)])
         self._keep(rows, numbers[len(rows) :])
-        return numbers[: len(rows)] != 0
 
     def row(self, index: int) -> np.ndarray:
         """The probabilities of the names at a node and of all other tokens together."""
+        if not self._is_possible[index]:
+            return np.append(np.zeros(len(self._names[index])), 1.0)
         if index not in self._rows:
             self._keep([index], self._compute([index]).numpy())
         return self._rows[index]
 
     def draw(self, rows: Sequence[int], weights: Sequence[np.ndarray], marks: Sequence[float]) -> list[int]:
-        """A token per row in proportion to its probabilities with `weights` in place of those of its names."""
+        """A token per row in proportion to its probabilities with `weights` in place of those of its names, `NO_TOKEN`
+        where they are impossible."""
         places, columns = self._cells(rows)
         named = np.concatenate([own[:-1] for own in weights])
         arrays = [np.array(rows, dtype=np.int64), np.array(marks), places, columns, named]
         where, marked, row_cells, column_cells, values = to_device(arrays, self._scores.device)
         sums = self._probabilities(where, rows).index_put_((row_cells, column_cells), values).cumsum_(-1)
-        return torch.searchsorted(sums, marked[:, None] * sums[:, -1:], right=True)[:, 0].tolist()
+        drawn = torch.searchsorted(sums, marked[:, None] * sums[:, -1:], right=True)[:, 0].tolist()
+        return [token if self._is_possible[row] else NO_TOKEN for row, token in zip(rows, drawn, strict=True)]
 
     def _compute(self, rows: Sequence[int]) -> Tensor:
         """The names' probabilities of all these rows, then the rows' sums over all other tokens; float64, flat.

@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from actors.protocol.messages import NO_TOKEN, Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
+from actors.protocol.messages import Proposal, SamplingParams, SparseDistribution, TokenTree, TopTokens
 from actors.sampling.draft_sampling import truncate_distribution
 from actors.sampling.logits import (
     LogitRows,
@@ -54,7 +54,7 @@ class VerifyInput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The accepted `path` and the model's own `next_token`, `NO_TOKEN` if the target's logits are NaN.
+    """The accepted `path` and the model's own `next_token`, `NO_TOKEN` if its distribution there is impossible.
 
     `distributions` are those of all these tokens, where the model's distributions were cut.
     """
@@ -178,21 +178,15 @@ class Verifier:
         greedy = [is_greedy(own.params) for own in rows for _ in own.tree.parents]
         scores = process_batch(logits, rows, self._eos_token_ids)
         target = TargetRows(scores, greedy, [names for draft in drafts for names in draft.names])
-        broken = target.broken(logits)
-        paths, draws = dict[int, tuple[int, ...]](), dict[int, tuple[int, DeferredDraw]]()
-        for i, (one, draft, part) in enumerate(zip(inputs, drafts, parts, strict=True)):
-            if broken[part].any():
-                continue
+        paths, ends, draws = list[tuple[int, ...]](), list[int](), list[DeferredDraw]()
+        for one, draft, part in zip(inputs, drafts, parts, strict=True):
             kinds, draw = _drawn(one)[0], DeferredDraw(_random_source(one))
             row_of = partial(lambda start, node: target.row(start + node), part.start)
-            paths[i], _ = RULES[self._rule](draft.tree, kinds, draft.distributions, row_of, draw)
-            draws[i] = part.start + draw.node, draw
-        tokens = dict[int, int]()
-        if draws:
-            indices, ends = zip(*draws.values(), strict=True)
-            drawn = target.draw(indices, [draw.weights for draw in ends], [draw.mark() for draw in ends])
-            tokens = dict(zip(draws, drawn, strict=True))
-        return [VerifyResult(paths.get(i, ()), tokens.get(i, NO_TOKEN)) for i in range(len(inputs))]
+            paths.append(RULES[self._rule](draft.tree, kinds, draft.distributions, row_of, draw)[0])
+            ends.append(part.start + draw.node)
+            draws.append(draw)
+        tokens = target.draw(ends, [draw.weights for draw in draws], [draw.mark() for draw in draws])
+        return list(map(VerifyResult, paths, tokens))
 
     def _verify_by_cut_ratio(
         self, verified: VerifyInput, rows: LogitRows, logits: Tensor, law_size: int, random_source: RandomSource

@@ -516,6 +516,39 @@ def test_ratio_rules_are_greedy_at_zero_temperature(open_room, make_requests, ru
     assert room.tokens == plain.tokens
 
 
+DEAD = (17, 29, 54, 71, 83)
+"""After one of these no token is allowed."""
+DEAD_ENDS = dict(bad_words=tuple((token, other) for token in DEAD for other in range(VOCAB_SIZE)))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "pipeline"), list(every_drafter_in_turn([name for name in PIPELINES if name != "plain"]))
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_no_token_can_follow_ends_where_plain_decoding_ends_it(
+    open_room, make_requests, plain_tokens, drafter, pipeline, temperature
+):
+    requests = make_requests(6, max_tokens=40, temperature=temperature, **DEAD_ENDS)
+    if ("dead", temperature) not in plain_tokens:
+        plain = open_room(pipeline="plain").serve(requests)
+        assert "error" in plain.ends.values() and len({*plain.ends.values()}) > 1
+        plain_tokens["dead", temperature] = plain.tokens, plain.ends, plain.errors
+    room = open_room(DRAFTERS[drafter], pipeline=pipeline).serve(requests)
+    assert (room.tokens, room.ends, room.errors) == plain_tokens["dead", temperature]
+
+
+@pytest.mark.parametrize(("drafter", "rule"), list(exact_pairs()))
+def test_under_ratio_rules_nothing_follows_where_no_token_can(open_room, make_requests, rule, drafter):
+    requests = make_requests(6, max_tokens=30, temperature=1.0, **DEAD_ENDS)
+    room = open_room(DRAFTERS[drafter], rule=rule).serve(requests)
+    assert "error" in room.ends.values()
+    for request in requests:
+        tokens = room.tokens[request.request_id]
+        assert not {*tokens[:-1]} & {*DEAD}, "a banned token came out"
+        if room.ends[request.request_id] == "error":
+            assert [*request.prompt, *tokens][-1] in DEAD
+
+
 @pytest.mark.parametrize("drafter", [*DRAFTERS, *SELVES, "kangaroo"])
 def test_kv_after_every_commit_equals_a_fresh_prefill(open_room, make_requests, models, drafter):
     """After any round, the rows the target keeps are those of reading the committed text from scratch."""

@@ -288,7 +288,7 @@ class ModelDrafter:
             for tree, along in zip(trees, predicted, strict=True)
         ]
         goes_on = [
-            rule.continues(context.request_id, context.step, chain)
+            bool(chain) and rule.continues(context.request_id, context.step, chain)  # empty: no token can follow
             for context, chain in zip(contexts, chains, strict=True)
         ]
         return [nodes if longer else [] for nodes, longer in zip(frontier, goes_on, strict=True)]
@@ -350,7 +350,8 @@ class ModelDrafter:
         for row, ((i, node), (token_ids, log_probs)) in enumerate(zip(places, ranked, strict=True)):
             if row in drawn:
                 children = drawn[row]
-                distributions[i][node] = children.distribution
+                if children.token_ids:
+                    distributions[i][node] = children.distribution
                 fields = zip(children.token_ids, children.log_probs, children.scores, strict=True)
                 offered[i] += [Candidate(node, *child) for child in fields]
             else:

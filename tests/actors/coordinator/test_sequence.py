@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.coordinator.sequence import Sequence
-from actors.protocol.messages import HASH_SEED, Proposal, Request, SamplingParams, TokenTree, Verdict, extend_hash
+from actors.protocol.messages import HASH_SEED, NO_TOKEN, Proposal, Request, SamplingParams, TokenTree, Verdict, extend_hash
 
 EOS = frozenset({1})
 
@@ -42,6 +42,19 @@ def test_a_commit_appends_the_path_and_the_next_token():
     assert sequence.cached_len == 5 and sequence.uncached_len == 1, "all but the root is cached"
     assert sequence.prefix_hash == extend_hash(HASH_SEED, sequence.token_ids)
     assert sequence.finish_reason is None and sequence.num_generated == 3 and sequence.remaining == 17
+
+
+@pytest.mark.parametrize(
+    ("draft", "emitted", "reason"),
+    [([], (), "error"), ([10, 11], (10, 11), "error"), ([10, 1], (10, 1), "stop"), ([10] * 20, (10,) * 20, "length")],
+    ids=["at the root", "after a path", "after its end", "after its last token"],
+)
+def test_where_no_token_can_follow_the_path_stands_and_the_request_ends(draft, emitted, reason):
+    """As in plain decoding, which would not have asked for a token after the end."""
+    sequence = start()
+    record = commit(sequence, range(1, len(draft) + 1), NO_TOKEN, propose(sequence, draft))
+    assert (record.token_ids, sequence.finish_reason) == (emitted, reason)
+    assert NO_TOKEN not in sequence.token_ids
 
 
 def test_an_empty_proposal_commits_one_token_and_counts_no_speculation():

@@ -374,12 +374,28 @@ def test_probabilities_are_the_softmax_or_one_hot():
     assert torch.equal(greedy.sum(-1), torch.ones(3, dtype=torch.float64)) and greedy.max() == 1
 
 
+IMPOSSIBLE = {"NaN": (13, torch.nan), "infinite": (13, torch.inf), "all banned": (slice(None), -torch.inf)}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)])
-def test_a_row_with_a_number_that_is_none_has_no_token(params):
-    logits = torch.randn(len(TREE.parents), 97)
+def test_a_row_that_is_no_distribution_has_no_token(params, what):
+    logits, (places, value) = torch.randn(len(TREE.parents), 97), IMPOSSIBLE[what]
     rows = LogitRows(params, len(PROMPT), PROMPT + OUTPUT, TREE)
     right = choose_batch(logits, [rows], EOS).tolist()
     for node in range(len(right)):
         broken = logits.clone()
-        broken[node, 13] = float("nan")
+        broken[node, places] = value
         assert choose_batch(broken, [rows], EOS).tolist() == [*right[:node], NO_TOKEN, *right[node + 1 :]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_the_sampling_rules_every_token_out_none_is_chosen(temperature):
+    everything = tuple((token,) for token in range(97))
+    for ruled_out in (dict(bad_words=everything), dict(bad_words=((OUTPUT[-1], token) for token in range(97)))):
+        params = SamplingParams(temperature, bad_words=tuple(ruled_out["bad_words"]))
+        rows = LogitRows(params, len(PROMPT), PROMPT + OUTPUT, TokenTree.root(OUTPUT[-1]))
+        assert choose_batch(torch.randn(1, 97), [rows], EOS).tolist() == [NO_TOKEN]
+    params = SamplingParams(temperature, min_tokens=99, stop_token_ids=tuple(range(97)))
+    rows = LogitRows(params, len(PROMPT), PROMPT + OUTPUT, TREE)
+    assert {*choose_batch(torch.randn(len(TREE.parents), 97), [rows], EOS).tolist()} == {NO_TOKEN}

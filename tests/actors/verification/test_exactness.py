@@ -85,6 +85,24 @@ def test_zeros_and_disjoint_supports(random_law, rule, seed, target, draft):
             assert check(RULES[rule], p, q, scheme(kind, *widths), 3) < EXACT
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_end_where_no_token_can_follow_as_often_as_without_drafts(random_law, rule, seed):
+    """An impossible distribution is one whose mass is on a token that no draft names: here the last of four."""
+    possible, draft = random_law(3, seed), random_law(3, seed + 100)
+
+    def p(context):
+        is_impossible = 3 in context or (len(context) > 0 and context[-1] == seed % 3)
+        return np.eye(4)[3] if is_impossible else np.append(possible(context), 0.0)
+
+    def q(context):
+        return np.append(draft(context), 0.0)
+
+    for kind in (IID, WOR):
+        if is_exact(rule, {kind}):
+            assert check(RULES[rule], p, q, scheme(kind, *((1, 1) if rule == "block" else (2, 1))), 4) < EXACT
+
+
 @pytest.mark.parametrize("rule, widths", [(rule, widths) for rule in RULES for widths in [(1, 1, 1), (2, 1)]])
 def test_a_perfect_drafter_is_always_accepted(random_law, rule, widths):
     if rule == "block" and widths == (2, 1):

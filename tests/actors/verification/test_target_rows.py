@@ -50,13 +50,28 @@ def on_whole_rows(rule: str, one: VerifyInput, logits: torch.Tensor) -> tuple[tu
     scores = process_logits(logits, rows, EOS)
 
     def target_row(node: int) -> np.ndarray:
-        return probabilities(scores[node : node + 1], one.sampling)[0].numpy()
+        """With a column for what takes the place of every token where the row is impossible."""
+        if not scores[node].max().isfinite():
+            return np.eye(VOCAB + 1)[VOCAB]
+        return np.append(probabilities(scores[node : node + 1], one.sampling)[0].numpy(), 0.0)
 
     kinds, distributions = ((0,), (None,))
     if one.proposal is not None:
         kinds, distributions = one.proposal.sampling_kinds, one.proposal.distributions
     source = HashRandomSource(one.sampling.seed, len(one.token_ids))
-    return RULES[rule](one.tree, kinds, distributions, target_row, source)
+    path, token = RULES[rule](one.tree, kinds, distributions, target_row, source)
+    return path, token if token < VOCAB else NO_TOKEN
+
+
+def spoil(rng: random.Random, row: torch.Tensor) -> None:
+    """One row of six becomes impossible."""
+    match rng.randrange(18):
+        case 0:
+            row[rng.randrange(VOCAB)] = torch.nan
+        case 1:
+            row[rng.randrange(VOCAB)] = torch.inf
+        case 2:
+            row[:] = -torch.inf
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -71,11 +86,13 @@ def test_a_rule_on_named_tokens_decides_as_on_whole_rows(monkeypatch, rule, ahea
         parts = [torch.randn(len(one.tree.parents), VOCAB, generator=torch.manual_seed(seed)) for one in inputs]
         for logits in parts:
             logits[:, :8] += 3
+            for row in logits:
+                spoil(rng, row)
         results = Verifier(None, rule, EOS).verify(inputs, torch.cat(parts))
         for one, logits, result in zip(inputs, parts, results, strict=True):
             assert (result.path, result.next_token) == on_whole_rows(rule, one, logits)
-            lengths.add(len(result.path))
-    assert {0, 1, 2} <= lengths
+            lengths.add((len(result.path), result.next_token == NO_TOKEN))
+    assert {(0, False), (1, False), (2, False), (0, True), (1, True)} <= lengths
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -89,6 +106,17 @@ def test_a_row_that_is_no_distribution_has_no_token_and_leaves_the_others(monkey
     results = Verifier(None, "rejection", EOS).verify(inputs, logits)
     assert (results[1].path, results[1].next_token) == ((), NO_TOKEN)
     assert [results[0], *results[2:]] == [right[0], *right[2:]]
+
+
+def test_a_node_that_is_not_reached_may_be_impossible():
+    """A request ends only where plain decoding would end it."""
+    tree = TokenTree.chain(4, [5, 6])
+    inputs = [VerifyInput(1, [3, 4], 1, SamplingParams(), 1, Proposal.deterministic(1, 0, 2, 0, tree))]
+    logits = torch.zeros(3, VOCAB)
+    logits[0, 9], logits[1:] = 1.0, torch.nan
+    for rule in ("coupled", *RULES):
+        (result,) = Verifier(None, rule, EOS).verify(inputs, logits)
+        assert (result.path, result.next_token) == ((), 9), rule
 
 
 def test_a_round_of_a_ratio_rule_reads_the_device_twice():

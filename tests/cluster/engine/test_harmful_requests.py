@@ -7,8 +7,10 @@ from math import nan
 
 import pytest
 
+from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.messages import Request, SamplingParams, Tokens
 from actors.transport.channel import Link
+from cluster.engine import EngineError
 
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
@@ -60,6 +62,33 @@ def test_requests_that_cannot_be_carried_out_are_answered_with_a_line_and_harm_n
     assert tokens_of(completion.result(30) for completion in running) == plain
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
     assert not engine.supervisor.incidents and not engine.report().counters["num_role_losses"]
+
+
+EVERY_TOKEN = tuple((token,) for token in range(257))
+IMPOSSIBLE = {
+    "every token a bad word": dict(bad_words=EVERY_TOKEN),
+    "every token an end": dict(bad_words=EVERY_TOKEN[128:], stop_token_ids=tuple(range(128)), min_tokens=9),
+    "every token a bad word after some": dict(bad_words=tuple((5, token) for token in range(257))),
+}
+
+
+@pytest.mark.parametrize("rule", [rule for rule in VerifyRule if rule != "auto"])
+def test_where_no_token_can_follow_the_request_ends_and_no_role_is_lost(open_engine, rule):
+    engine = open_engine(verify=VerifyConfig(rule))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    for temperature in (0.0, 0.8):
+        for impossible in IMPOSSIBLE.values():
+            for speculate in (True, False):
+                sampling = SamplingParams(temperature, max_tokens=30, ignore_eos=True, top_p=0.9, **impossible)
+                ruled_out = engine.submit([6, 5], sampling, speculate=speculate)
+                with pytest.raises(EngineError, match=r"^target: no token can follow the first 2: .*bad_words.*"):
+                    ruled_out.result(30)
+                assert not ruled_out.token_ids, "a banned token came out"
+    assert tokens_of(completion.result(30) for completion in running) == plain
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
+    counters = engine.report().counters
+    assert not engine.supervisor.incidents and not counters["num_role_losses"] and not counters["num_unreadable"]
 
 
 def test_requests_that_are_complete_take_no_seat(open_engine, send):

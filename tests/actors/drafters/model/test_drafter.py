@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,41 @@ def test_greedy_and_plain_rows_of_one_batch_draft_as_they_do_alone(open_drafter)
     for context, draft in zip(contexts, together, strict=True):
         alone, _ = open_drafter()
         assert alone.propose(opened(alone, context), [4]) == [draft]
+
+
+IMPOSSIBLE = {
+    "all banned": dict(bad_words=tuple((token,) for token in range(VOCAB_SIZE))),
+    "no end allowed": dict(min_tokens=99, stop_token_ids=tuple(range(VOCAB_SIZE))),
+    "logits": dict(repetition_penalty=1.1),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "kseq"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_impossible_distribution_drafts_nothing_and_leaves_the_others(
+    open_drafter, monkeypatch, shape, rule, temperature, what
+):
+    drafter, runner = open_drafter(shape, rule=rule)
+    good = context_of(1, 9, temperature=temperature, top_k=5)
+    bad = context_of(2, 9, temperature=temperature, top_p=0.9, max_tokens=99, **IMPOSSIBLE[what])
+    forward = runner.forward
+
+    def poisoned(spans, tokens, **options):
+        output, start = forward(spans, tokens, **options), 0
+        logits = output.logits.clone()
+        for span in spans:
+            if span.seq_id == 2 and what == "logits":
+                logits[start : start + span.num_logits] = torch.nan
+            start += span.num_logits
+        return replace(output, logits=logits)
+
+    monkeypatch.setattr(runner, "forward", poisoned)
+    budget = budget_of(shape)
+    expected, nothing = drafter.propose(opened(drafter, good, bad), [budget] * 2)
+    assert nothing.tree.num_draft_tokens == 0 and expected.tree.num_draft_tokens > 0
+    assert all(distribution is None for distribution in nothing.distributions)
 
 
 def test_a_greedy_chain_is_the_models_own_continuation(open_drafter, models):
