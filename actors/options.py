@@ -189,7 +189,8 @@ class SamplingConfig(Section):
 
     def check_fields(self, where: str) -> None:
         self.params().check()
-        require(all(map(str.strip, self.bad_words)), f"{where}.bad_words", self.bad_words, "must not hold an empty text")
+        is_filled = all(map(str.strip, self.bad_words))
+        require(is_filled, f"{where}.bad_words", self.bad_words, "must not hold an empty text")
 
     def params(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
         """The record that travels with a request; `bad_words` are already tokenised."""

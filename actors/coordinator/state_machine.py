@@ -411,6 +411,6 @@ class Coordinator:
 
 def _no_token_after(num_tokens: int) -> str:
     return (
-        f"target: no token can follow the first {num_tokens}: the request's sampling rules all of them out (loosen "
-        "bad_words, or min_tokens with stop_token_ids), or logits are not finite (use another target.dtype or checkpoint)"
+        f"target: no token can follow the first {num_tokens}: the request's sampling rules all out (loosen bad_words, "
+        "or min_tokens with stop_token_ids), or logits are not finite (use another target.dtype or checkpoint)"
     )

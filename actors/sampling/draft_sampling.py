@@ -96,8 +96,8 @@ def draw_beam(
 
 
 def truncate_distribution(scores: Tensor, params: SamplingParams, top_m: int) -> SparseDistribution:
-    """The distribution of one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised; where
-    it is impossible, one token has it all, as good a draft as any."""
+    """The distribution of one row of processed logits [1, V], cut to its `top_m` likeliest tokens and renormalised;
+    where it is impossible, one token has it all, as good a draft as any."""
     (log_weights,), (token_ids,) = to_host(scores.topk(min(top_m, scores.shape[-1]), dim=-1))
     return _distribution(log_weights.astype(np.float64), token_ids, is_greedy(params))
 

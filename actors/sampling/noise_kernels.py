@@ -97,8 +97,8 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def race(scores: Tensor, keys: Tensor, sampled: Tensor, first: int, of_none: int) -> tuple[Tensor, Tensor]:
-    """The largest [n] of scores [n, V] plus the noise of the rows `sampled` [n], and its token int64 [n]; `of_none` where
-    it is infinite, or NaN because the row has one. Column i is token `first + i`. Two launches."""
+    """The largest [n] of scores [n, V] plus the noise of the rows `sampled` [n], and its token int64 [n]; `of_none`
+    where it is infinite, or NaN because the row has one. Column i is token `first + i`. Two launches."""
     num_rows, vocab_size = scores.shape
     num_blocks = -(-vocab_size // _BLOCK)
     best = torch.empty(num_rows, num_blocks, device=scores.device)

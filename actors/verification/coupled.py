@@ -16,8 +16,8 @@ def verify_coupled(
 ) -> tuple[tuple[int, ...], int]:
     """(path, next_token): from the root, follow the child that equals `choices[node]`, the target's draw at the node.
 
-    A draw is `NO_TOKEN` where it is impossible; no child equals that. Nodes that are `pruned` have no draw and are not followed. Of siblings with the same token the longest walk counts,
-    on a tie the first.
+    A draw is `NO_TOKEN` where none is possible; no child equals that. Nodes that are `pruned` have no draw and are not
+    followed. Of siblings with the same token the longest walk counts, on a tie the first.
     """
     best = 0
     depths = [0] * len(tree.parents)

@@ -4,8 +4,8 @@ A rule changes the probabilities of named tokens only. So it computes with a few
 rows of the vocabulary stay on the device: tokens are renumbered node by node, the last number of a row is the sum over
 all tokens without a name, and the token that ends the path is drawn on the device from the row with the rule's numbers
 put in. On a GPU the numbers of all nodes of all sequences are one read and all draws are another; on a CPU, where a
-read costs nothing, only visited nodes are computed. At a node whose distribution is impossible all mass is on `NO_TOKEN`,
-which no draft names: to a rule it is a token like any other. Knows no rule.
+read costs nothing, only visited nodes are computed. At a node whose distribution is impossible all mass is on
+`NO_TOKEN`, which no draft names: to a rule it is a token like any other. Knows no rule.
 """
 
 from __future__ import annotations

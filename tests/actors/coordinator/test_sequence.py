@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.coordinator.sequence import Sequence
-from actors.protocol.messages import HASH_SEED, NO_TOKEN, Proposal, Request, SamplingParams, TokenTree, Verdict, extend_hash
+from actors.protocol.messages import (
+    HASH_SEED,
+    NO_TOKEN,
+    Proposal,
+    Request,
+    SamplingParams,
+    TokenTree,
+    Verdict,
+    extend_hash,
+)
 
 EOS = frozenset({1})
 

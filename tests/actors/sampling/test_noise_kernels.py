@@ -54,7 +54,7 @@ def unscramble(word: int) -> int:
 
 
 def test_the_race_takes_the_tokens_of_the_definition(monkeypatch):
-    """Sampled and greedy rows, ties, banned tokens, impossible rows, more tokens than a block, rows that are not adjacent."""
+    """Sampled and greedy rows, ties, bans, impossible rows, more tokens than a block, rows that are not adjacent."""
     params = [SamplingParams(temperature=float(row % 3 > 0), seed=row) for row in range(12)]
     scores = torch.randn(12, 9000, generator=torch.Generator().manual_seed(1))[:, :8999] * 3
     scores[0] = 0.0
