@@ -29,6 +29,8 @@ from cluster.tools.training.losses import (
 )
 from cluster.tools.training.speculators.eagle import GatedMLP
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
+from parallel.model.config import DecoderConfig, RopeScaling
+from parallel.model.families.registry import read_config
 from parallel.speculators.config import FINAL
 
 CORRECTORS = ("none", "markov", "gated", "rnn", "gru", "selector")
@@ -139,10 +141,10 @@ class _BlockAttention(nn.Module):
 
 
 class _BlockLayer(nn.Module):
-    def __init__(self, shape: Any, options: BlockOptions) -> None:
+    def __init__(self, shape: DecoderConfig, options: BlockOptions) -> None:
         super().__init__()
-        hidden, eps, heads = shape.hidden_size, shape.rms_norm_eps, shape.num_attention_heads
-        self.self_attn = _BlockAttention(hidden, heads, shape.num_key_value_heads, _head_dim(shape), eps)
+        hidden, eps = shape.hidden_size, shape.norm_eps
+        self.self_attn = _BlockAttention(hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, eps)
         self.mlp = GatedMLP(hidden, options.intermediate_size)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden, eps=eps), RMSNorm(hidden, eps=eps)
         self.attention_conv: _BlockConvolutions | None = None
@@ -247,13 +249,13 @@ class BlockDrafter(Speculator):
 
     def __init__(self, options: BlockOptions, target: TargetShape) -> None:
         super().__init__()
-        shape: Any = target.config
+        shape = read_config(target.config.to_dict())
         hidden, vocab_size = shape.hidden_size, len(target.embedding)
         self.options, self.shape, self.vocab_size = options, shape, vocab_size
-        self.taps = _spaced_taps(options.taps, shape.num_hidden_layers)
+        self.taps = _spaced_taps(options.taps, shape.num_layers)
         self.num_draft_tokens = options.block_size - (not options.anchor_first)
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
-        self.hidden_norm, self.norm = (RMSNorm(hidden, eps=shape.rms_norm_eps) for _ in range(2))
+        self.hidden_norm, self.norm = (RMSNorm(hidden, eps=shape.norm_eps) for _ in range(2))
         self.layers = nn.ModuleList([_BlockLayer(shape, options) for _ in range(options.layers)])
         self.mask_embedding = nn.Parameter(target.embedding.float().mean(0, keepdim=True).clone())
         self.markov_head: _MarkovHead | None = None
@@ -372,7 +374,7 @@ class BlockDrafter(Speculator):
         return F.pad(batch.tokens, (0, self.num_draft_tokens + 1)).gather(1, places.flatten(1)).view_as(places)
 
     def _angles(self, places: Tensor) -> Tensor:
-        size = _head_dim(self.shape)
+        size = self.shape.head_dim
         rates = _rope_theta(self.shape) ** -(torch.arange(0, size, 2, device=places.device).float() / size)
         return (places[..., None].float() * rates)[..., None, :]
 
@@ -402,12 +404,12 @@ class BlockDrafter(Speculator):
             "vocab_size": self.vocab_size,
             "hidden_size": shape.hidden_size,
             "num_hidden_layers": options.layers,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "head_dim": _head_dim(shape),
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
             "intermediate_size": options.intermediate_size,
-            "rms_norm_eps": shape.rms_norm_eps,
-            "max_position_embeddings": shape.max_position_embeddings,
+            "rms_norm_eps": shape.norm_eps,
+            "max_position_embeddings": shape.max_positions,
             "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(shape)},
             "dtype": "bfloat16",
         }
@@ -449,9 +451,5 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def _head_dim(shape: Any) -> int:
-    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-
-
-def _rope_theta(shape: Any) -> float:
-    return float((getattr(shape, "rope_parameters", None) or {}).get("rope_theta") or getattr(shape, "rope_theta", 1e4))
+def _rope_theta(shape: DecoderConfig) -> float:
+    return (shape.rope or RopeScaling()).rope_theta

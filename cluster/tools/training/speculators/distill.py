@@ -19,6 +19,7 @@ from actors.ranges import OneOf, Range, Section, require
 from cluster import pocket
 from cluster.tools.training.losses import DIVERGENCES, cross_entropy, divergences, masked_mean
 from cluster.tools.training.models import continue_text, drafter_config, initialised, save_rounded
+from cluster.tools.training.parts import ModelParts, parts_of
 from cluster.tools.training.speculators.frozen_target import tapped
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
 from parallel.speculators.config import FINAL
@@ -57,7 +58,7 @@ class DistilledDrafter(Speculator):
 
     def __init__(self, model: LlamaForCausalLM, options: DistillOptions) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._parts = model, parts_of(model)
         self.num_draft_tokens = options.depth
         self._divergence = divergences(options.beta).get(options.divergence)
         self.depths = sorted({*options.prefixes, model.config.num_hidden_layers})
@@ -71,12 +72,12 @@ class DistilledDrafter(Speculator):
         tokens, labels, mask = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.loss_mask[:, 1:]
         p_hidden = batch.taps[FINAL][:, :-1]
         if self.training:  # the output layers are most of the work: only rows that count
-            read, p_logits = read_exits(self.model, tokens, self._trained), batch.head(p_hidden[mask])
-            losses = [self._loss(p_logits, self.model.lm_head(q[mask]), labels[mask]).mean() for q in read.values()]
+            read, p_logits = read_exits(self._parts, tokens, self._trained), batch.head(p_hidden[mask])
+            losses = [self._loss(p_logits, self._parts.head(q[mask]), labels[mask]).mean() for q in read.values()]
             return torch.stack(losses).sum(), {}
         p_logits, total, metrics = batch.head(p_hidden), p_hidden.new_zeros((), dtype=torch.float32), {}
-        for depth, q_hidden in read_exits(self.model, tokens, self.depths).items():
-            q_logits = self.model.lm_head(q_hidden)
+        for depth, q_hidden in read_exits(self._parts, tokens, self.depths).items():
+            q_logits = self._parts.head(q_hidden)
             total = total + masked_mean(self._loss(p_logits, q_logits, labels), mask)
             found = chain_metrics(p_logits, q_logits, mask, self.num_draft_tokens, batch.temperature)
             metrics |= found if depth == self.depths[-1] else {f"length_of_{depth}": found["length"]}
@@ -101,17 +102,17 @@ def num_parts(options: DistillOptions) -> int:
     return len(options.prefixes) + 1
 
 
-def read_exits(model: LlamaForCausalLM, tokens: Tensor, exits: Sequence[int]) -> dict[int, Tensor]:
+def read_exits(parts: ModelParts, tokens: Tensor, exits: Sequence[int]) -> dict[int, Tensor]:
     """What the head reads of tokens [B, T] after so many layers, [B, T, H] each; layers behind the deepest exit do not
     run."""
-    trunk, deepest, found = model.model, max(exits), {}
-    layers, trunk.layers = trunk.layers, trunk.layers[:deepest]
+    deepest, layers, found = max(exits), parts.layers, {}
+    parts.use_layers(layers[:deepest])
     try:
-        with tapped(model, [one for one in exits if one < deepest], found):
-            final = trunk(input_ids=tokens, use_cache=False).last_hidden_state
+        with tapped(parts, [one for one in exits if one < deepest], found):
+            final = parts.trunk(input_ids=tokens, use_cache=False).last_hidden_state
     finally:
-        trunk.layers = layers
-    return {one: trunk.norm(stream) for one, stream in found.items()} | {deepest: final}
+        parts.use_layers(layers)
+    return {one: parts.normalize(stream) for one, stream in found.items()} | {deepest: final}
 
 
 def start_model(options: DistillOptions, target: TargetShape) -> LlamaForCausalLM:

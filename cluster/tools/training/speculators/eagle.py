@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,25 +21,11 @@ from torch import Tensor, nn
 from actors.ranges import OneOf, Range, Section, require
 from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
-from parallel.model.config import DecoderConfig
+from parallel.model.config import DecoderConfig, RopeScaling
+from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
 from parallel.speculators.draft_layer_config import METHODS, DraftLayerConfig, read_own
-
-_SHARED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "head_dim",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "bos_token_id",
-    "eos_token_id",
-)
 
 
 @dataclass(frozen=True)
@@ -100,17 +86,34 @@ def build(options: DraftLayerOptions, target: TargetShape) -> Speculator:
 
 
 def llama_fields(target: TargetShape, num_layers: int, intermediate_size: int) -> dict[str, Any]:
-    """A config.json of layers as Llama's of the target's heads, with an MLP as wide if `intermediate_size` is 0."""
-    theirs = target.config.to_dict()
-    return {name: theirs[name] for name in _SHARED_FIELDS if theirs.get(name) is not None} | {
+    """A config.json of layers as Llama's of the target's heads, with an MLP as wide if `intermediate_size` is 0; rotary
+    positions as the target's, or Llama's first ones where it learns its positions."""
+    theirs = read_config(target.config.to_dict())
+    ends = {name: getattr(target.config, name, None) for name in ("bos_token_id", "eos_token_id")}
+    return {name: token for name, token in ends.items() if token is not None} | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": theirs.hidden_size,
         "num_hidden_layers": num_layers,
-        "intermediate_size": intermediate_size or theirs.get("intermediate_size") or 4 * theirs["hidden_size"],
+        "num_attention_heads": theirs.num_heads,
+        "num_key_value_heads": theirs.num_kv_heads,
+        "head_dim": theirs.head_dim,
+        "intermediate_size": intermediate_size or theirs.intermediate_size,
+        "max_position_embeddings": theirs.max_positions,
+        "rms_norm_eps": theirs.norm_eps,
+        "rope_parameters": rope_fields(theirs.rope or RopeScaling()),
         "hidden_act": "silu",
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
     }
+
+
+def rope_fields(rope: RopeScaling) -> dict[str, Any]:
+    """`rope_parameters` of a config.json: what is named here is what differs from a plain rotation."""
+    plain = asdict(RopeScaling())
+    always = ("rope_type", "rope_theta")
+    return {name: value for name, value in asdict(rope).items() if name in always or value != plain[name]}
 
 
 def _taps(options: DraftLayerOptions, num_layers: int) -> list[int]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 from cluster.tools.training.continuations import TextRows
+from cluster.tools.training.parts import ModelParts, parts_of
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from parallel.speculators.config import FINAL
 
@@ -25,8 +25,10 @@ ROWS_PER_PASS = 16
 
 
 def load_target(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Read a checkpoint, frozen, of any causal language model whose modules have Llama's names."""
-    found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    """Read a checkpoint of a family that the engine knows, frozen."""
+    is_capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None) is not None
+    attention = "eager" if is_capped else "sdpa"  # which would leave the soft cap out
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     model = cast(LlamaForCausalLM, found)
     nn.Module.to(model, device)
     return model.eval().requires_grad_(False)
@@ -34,19 +36,20 @@ def load_target(folder: Path, device: str, dtype: torch.dtype = torch.float32) -
 
 def shape_of(model: LlamaForCausalLM, rows: TextRows) -> TargetShape:
     """What a speculator for this target may be built from, given the text it will be trained on."""
-    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    counts = torch.bincount(rows.tokens[rows.mask()], minlength=len(embedding))
-    return TargetShape(model.config, embedding, head, counts, model)
+    parts = parts_of(model)
+    counts = torch.bincount(rows.tokens[rows.mask()], minlength=parts.config.vocab_size)
+    return TargetShape(model.config, parts.embedding.weight, parts.lm_head.weight, counts, model)
 
 
 @contextmanager
-def tapped(model: LlamaForCausalLM, taps: Sequence[int], into: dict[int, Tensor]) -> Iterator[None]:
-    """Within it a pass of the target leaves the residual streams of `taps` in `into`.
+def tapped(parts: ModelParts, taps: Sequence[int], into: dict[int, Tensor]) -> Iterator[None]:
+    """Within it a pass of the model leaves the residual streams of `taps` in `into`.
 
-    Streams are taken by hooks on the blocks: the last entry of `output_hidden_states` is behind the final norm.
+    Streams are taken by hooks on the blocks: the last entry of `output_hidden_states` is behind the final norm, and
+    between the embedding and the first block there may be a scale or positions.
     """
-    layers = model.model.layers
-    places = {0: model.model.embed_tokens} | {i: layers[i - 1] for i in taps if i > 0} | {FINAL: model.model.norm}
+    layers = parts.layers
+    places = {i: layers[i - 1] for i in taps if i > 0} | {FINAL: parts.norm or layers[-1]}
 
     hooks = []
     for tap in taps:
@@ -54,7 +57,13 @@ def tapped(model: LlamaForCausalLM, taps: Sequence[int], into: dict[int, Tensor]
         def hook(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...], tap: int = tap) -> None:
             into[tap] = output[0] if isinstance(output, tuple) else output
 
-        hooks.append(places[tap].register_forward_hook(hook))
+        def hook_before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            into[0] = inputs[0]
+
+        is_first = tap == 0
+        hooks.append(
+            layers[0].register_forward_pre_hook(hook_before) if is_first else places[tap].register_forward_hook(hook)
+        )
     try:
         yield
     finally:
@@ -78,7 +87,7 @@ class FrozenTarget:
         self._model = model
         self._taps = sorted({*taps, FINAL})
         self._kv_layers = tuple(kv_layers)
-        self._head, self._embedding = model.lm_head.weight, model.model.embed_tokens.weight
+        self._parts = parts_of(model)
         self._free = cache_bytes
         self._kept: dict[int, list[Tensor]] = {}
         self._mask = rows.mask()
@@ -102,24 +111,18 @@ class FrozenTarget:
         kv = states[len(self._taps) :]
         pairs = zip(self._kv_layers, zip(kv[::2], kv[1::2], strict=True), strict=True)
         tokens, mask = self.rows.tokens[chosen].to(device), self._mask[chosen].to(device)
-        return TargetBatch(tokens, taps, mask, self._project, self._embed, dict(pairs))
+        return TargetBatch(tokens, taps, mask, self._parts.head, self._parts.embed, dict(pairs))
 
     @torch.no_grad()
     def _states(self, tokens: Tensor) -> list[Tensor]:
         """The taps, then keys and values of each layer, bfloat16, `[rows, ...]` each."""
         device = self._model.device
         found: dict[int, Tensor] = {}
-        cache = DynamicCache(config=self._model.config) if self._kv_layers else None
-        with tapped(self._model, self._taps, found), torch.autocast(device.type, torch.bfloat16):
-            self._model.model(input_ids=tokens.to(device), past_key_values=cache, use_cache=cache is not None)
+        cache = DynamicCache() if self._kv_layers else None  # without the config: layers with a window keep all rows
+        with tapped(self._parts, self._taps, found), torch.autocast(device.type, torch.bfloat16):
+            self._parts.trunk(input_ids=tokens.to(device), past_key_values=cache, use_cache=cache is not None)
         states = [found[tap] for tap in self._taps]
         for layer in self._kv_layers:
             assert cache is not None
             states += [getattr(cache.layers[layer], name) for name in ("keys", "values")]
         return [state.to("cpu", torch.bfloat16) for state in states]
-
-    def _project(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._head.to(hidden.dtype))
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._embedding)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from actors.ranges import OneOf, Range, Section
+from actors.ranges import OneOf, Range, Section, require
 from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 from cluster.tools.training.models import save_rounded
+from cluster.tools.training.parts import ModelParts, parts_of
 from cluster.tools.training.speculators.distill import HARD_LABELS, read_exits
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
 from parallel.speculators.config import FINAL
@@ -67,14 +68,22 @@ def build(options: LayerSkipOptions, target: TargetShape) -> LayerSkipNet:
 def repeated(model: LlamaForCausalLM, times: int) -> LlamaForCausalLM:
     """A copy in which each layer stands `times` in a row, every one adding that share of what the layer added."""
     model = copy.deepcopy(model)
-    layers: list[Any] = [copy.deepcopy(layer) for layer in model.model.layers for _ in range(times)]
+    if times == 1:
+        return model
+    parts = parts_of(model)
+    names, has_layers = parts.config.names, parts.config.norm_placement == "before" and not parts.config.num_experts
+    remedy = "needs a target whose layers add what one matrix of attention and one of the MLP give; use 1"
+    require(has_layers, "job.options.repeat", times, remedy)
+    layers: list[Any] = [copy.deepcopy(layer) for layer in parts.layers for _ in range(times)]
     for i, layer in enumerate(layers):
         layer.self_attn.layer_idx = i
-        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            for parameter in last.parameters():
+        for last in (f"{names.attention}.{names.o}", names.down):
+            for parameter in layer.get_submodule(last).parameters():
                 parameter.div_(times)
-    model.model.layers = nn.ModuleList(layers)
+    parts.use_layers(nn.ModuleList(layers))
     model.config.num_hidden_layers = len(layers)
+    if types := getattr(model.config, "layer_types", None):
+        model.config.layer_types = [kind for kind in types for _ in range(times)]
     return model
 
 
@@ -85,7 +94,7 @@ class LayerSkipNet(Speculator):
 
     def __init__(self, model: LlamaForCausalLM, options: LayerSkipOptions) -> None:
         super().__init__()
-        self.model, self.options = model, options
+        self.model, self._parts, self.options = model, parts_of(model), options
         self.num_layers: int = model.config.num_hidden_layers
         self.num_draft_tokens = options.depth
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))  # a resumed run goes on from it
@@ -100,17 +109,17 @@ class LayerSkipNet(Speculator):
             exits = exits_at(int(self.num_steps), last, options.curriculum, options.interval)
             kept = [torch.rand(len(tokens), generator=generator) >= p for p in drop_rates(last, options.dropout)]
             self.num_steps += 1
-        with dropped(self.model, kept):
-            read = read_exits(self.model, tokens, exits)
+        with dropped(self._parts, kept):
+            read = read_exits(self._parts, tokens, exits)
         weights = exit_weights(exits, last, options.exit_scale)
         total = mask.new_zeros((), dtype=torch.float32)
         for exit_layer, weight in weights.items():
-            logits = self.model.lm_head(read[exit_layer][mask])
+            logits = self._parts.head(read[exit_layer][mask])
             by_row = of_text(logits, labels) if of_text else divergences()[options.divergence](labels, logits)
             total = total + weight * by_row.mean()
         if self.training:
             return total, {}
-        own, early = (self.model.lm_head(read[at]) for at in (last, options.exit))
+        own, early = (self._parts.head(read[at]) for at in (last, options.exit))
         metrics = chain_metrics(own, early, mask, self.num_draft_tokens, batch.temperature)
         untuned = batch.head(batch.taps[FINAL][:, :-1])
         return total, metrics | {"agreement": masked_mean(acceptance(untuned, own, batch.temperature), mask)}
@@ -144,18 +153,20 @@ def exit_weights(exits: Sequence[int], last: int, scale: float) -> dict[int, flo
 
 
 @contextmanager
-def dropped(model: LlamaForCausalLM, kept: Sequence[Tensor]) -> Iterator[None]:
+def dropped(parts: ModelParts, kept: Sequence[Tensor]) -> Iterator[None]:
     """Within it row b of a batch passes layer l only where `kept[l][b]`."""
 
     def hook_of(rows: Tensor) -> object:
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            return torch.where(rows.to(output.device)[:, None, None], output, inputs[0].to(output.dtype))
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> object:
+            stream = output[0] if isinstance(output, tuple) else output
+            stream = torch.where(rows.to(stream.device)[:, None, None], stream, inputs[0].to(stream.dtype))
+            return (stream, *output[1:]) if isinstance(output, tuple) else stream
 
         return hook
 
     hooks = [
         layer.register_forward_hook(hook_of(rows))  # pyright: ignore[reportArgumentType]
-        for layer, rows in zip(model.model.layers, kept, strict=False)
+        for layer, rows in zip(parts.layers, kept, strict=False)
     ]
     try:
         yield

@@ -84,7 +84,7 @@ class PardDrafter(DistilledDrafter):
         length = tokens.shape[1]
         masks = torch.full((len(tokens), len(rows.anchors)), self._options.mask_token, device=tokens.device)
         visible, positions = rows.visible(length).to(tokens.device), rows.positions(length).to(tokens.device)
-        output = self.model.model(
+        output = self._parts.trunk(
             input_ids=torch.cat((tokens, masks), dim=1),
             attention_mask=visible[None, None].expand(len(tokens), 1, -1, -1),
             position_ids=positions.expand(len(tokens), -1),
@@ -108,9 +108,9 @@ class PardDrafter(DistilledDrafter):
         q_hidden, p_hidden = self.hidden(batch.tokens, rows), batch.taps[FINAL][:, labelled - 1]
         labels = batch.tokens[:, labelled]
         if self.training:
-            p_logits, q_logits = batch.head(p_hidden[mask]), self.model.lm_head(q_hidden[mask])
+            p_logits, q_logits = batch.head(p_hidden[mask]), self._parts.head(q_hidden[mask])
             return self._loss(p_logits, q_logits, labels[mask]).mean(), {}
-        p_logits, q_logits = batch.head(p_hidden), self.model.lm_head(q_hidden)
+        p_logits, q_logits = batch.head(p_hidden), self._parts.head(q_hidden)
         rates = acceptance(p_logits, q_logits, batch.temperature)
         first = anchors.to(rates.device)
         chains, valid = (

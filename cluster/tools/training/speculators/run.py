@@ -36,6 +36,7 @@ from cluster.tools.training.continuations import (
 )
 from cluster.tools.training.corpus import load_corpus
 from cluster.tools.training.models import grouped
+from cluster.tools.training.parts import parts_of
 from cluster.tools.training.prompts import choose_prompts
 from cluster.tools.training.speculators.distill import DistilledDrafter
 from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target, shape_of
@@ -361,7 +362,7 @@ def _end_ids(model: LlamaForCausalLM) -> list[int]:
 
 def _weights_digest(model: LlamaForCausalLM) -> str:
     """Tells one target from another by its output layer."""
-    head = model.lm_head.weight.detach().cpu()
+    head = parts_of(model).lm_head.weight.detach().cpu()
     return hashlib.sha256(head.float().numpy().tobytes()).hexdigest()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cluster.tools.training.models import drafter_config, initialised
+from cluster.tools.training.parts import parts_of
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, read_exits
 from cluster.tools.training.speculators.interface import TargetBatch
 from cluster.tools.training.speculators.layerskip import drop_rates, dropped, exit_weights, exits_at, repeated
@@ -80,7 +81,7 @@ def test_a_dropped_layer_passes_its_input_on(model: Any):
     """Row 1 without layers 1 and 2 is the model without them; the other rows are as they were."""
     kept = [torch.ones(3, dtype=torch.bool) for _ in range(4)]
     kept[1][1] = kept[2][1] = False
-    with torch.no_grad(), dropped(model, kept):
+    with torch.no_grad(), dropped(parts_of(model), kept):
         found = model(TOKENS).logits
     with torch.no_grad():
         whole = model(TOKENS).logits
@@ -94,7 +95,7 @@ def test_a_dropped_layer_passes_its_input_on(model: Any):
 
 def test_exits_are_the_models_of_their_layers(model: Any):
     with torch.no_grad():
-        read = read_exits(model, TOKENS, [1, 3])
+        read = read_exits(parts_of(model), TOKENS, [1, 3])
         states = model(TOKENS, output_hidden_states=True).hidden_states
     assert set(read) == {1, 3} and len(model.model.layers) == 4
     for depth, hidden in read.items():
