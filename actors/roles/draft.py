@@ -98,7 +98,9 @@ class DraftRole:
         `features` are the target's hidden states at tokens of known requests, in order, for a drafter that reads them.
         """
         started, ahead = self.clock(), self._works_ahead
-        arrived = started if self._idle_time is None else self._idle_time.record_arrived(started, self._timing.due)
+        timing, arrived = self._timing, started
+        if self._idle_time is not None:
+            arrived = self._idle_time.record_arrived(started, timing.due, timing.interval_s)
         self._timing.record_arrival(arrived)
         if ahead is not None:
             ahead.may_work_ahead = batch.works_ahead

@@ -9,7 +9,7 @@ they influence speed only.
 
 from __future__ import annotations
 
-from actors.policy.estimators import Ewma
+from actors.policy.estimators import OUTLIER, Ewma
 
 _MEMORY = 0.8
 _LEAD_MEMORY = 0.95
@@ -23,7 +23,7 @@ class DraftAheadTiming:
 
     def __init__(self) -> None:
         self._answered_at: float | None = None  # None: no record is expected
-        self._interval = Ewma(_MEMORY)
+        self._interval = Ewma(_MEMORY, OUTLIER)  # a pause between requests says nothing of the target's pass
         self._pass_s = Ewma(_MEMORY)
         self._last_pass = (0.0, 0.0)
         self._lead_s = 0.0  # by how much earlier than before the last pass a preview leaves

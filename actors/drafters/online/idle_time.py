@@ -1,9 +1,11 @@
 """When a drafter may learn: while its rank waits for a record, for a share of that time, and so that no record waits.
 
-A step that runs when a record arrives delays the answer to it by at most that one step. So a step begins where it is
-expected to end well before the record, or where none is expected; one that does not fit begins at most once a wait.
-No step begins unless the delays so far are under `MOST_DELAYED` of all time. Times come from the caller; they
-influence speed only.
+A step that runs when a record arrives delays the answer to it by at most that one step. While a record is expected, a
+step begins where it should end well before; one that does not fit begins at most once a wait; and none begins unless
+the delays of such records so far are under `MOST_DELAYED` of all time. Where none is expected, as between requests, a
+step begins once the wait has lasted `LONG_WAIT` steps: it delays the next record by a small share of that wait, and
+does not count against the limit, which a few slow steps of a busy machine would use up for minutes. Times come from
+the caller; they influence speed only.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 from actors.policy.estimators import Ewma
 
 MOST_DELAYED = 0.005
-"""Share of the time by which answers may have been delayed."""
+"""Share of the time by which answers to expected records may have been delayed."""
+LONG_WAIT = 10.0
+"""Steps that a wait without an expected record lasts before one begins."""
 FITS = 0.6
 """Share of the time to the expected record that a step may take: rounds differ in length."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 0.5
@@ -31,14 +35,15 @@ class IdleTime:
         self.spent_s = 0.0
         self.delayed_s = 0.0
         """Estimate of the time that records waited for a step to end."""
+        self._limited_s = 0.0  # of it, that of records that were expected
 
     def answered(self, now: float) -> None:
         """The rank waits for the next record."""
         self._waits_since, self._last_step = now, None
 
-    def record_arrived(self, now: float, due: float | None) -> float:
-        """A record was read; returns when it arrived: if a step just ended, when it was `due`, or in the middle of that
-        step if it was due later."""
+    def record_arrived(self, now: float, due: float | None, interval_s: float) -> float:
+        """A record was read; returns when it arrived: if a step just ended, in the middle of that step, or when it was
+        `due` in its first half."""
         if self._waits_since is not None:
             self._idle_s += now - self._waits_since
             self._waits_since = None
@@ -46,8 +51,10 @@ class IdleTime:
         if self._last_step is None or now - finished > 0.1 * self._step.mean:
             return now
         middle = (started + finished) / 2
-        arrived = middle if due is None else min(max(due, started), middle)
+        arrived = middle if due is None or due < started else min(due, middle)
         self.delayed_s += finished - arrived
+        if _is_expected(started, due, interval_s):
+            self._limited_s += finished - arrived
         return arrived
 
     def learned(self, started: float, finished: float) -> None:
@@ -61,12 +68,21 @@ class IdleTime:
         no time), `interval_s` after the last answer."""
         waited = 0.0 if self._waits_since is None else now - self._waits_since
         if (owed := (self.spent_s + self._step.mean) / self._share - self._idle_s - waited) > 0:
-            return min(max(owed, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
-        if (calm_in := self.delayed_s / MOST_DELAYED - (now - self._began)) > 0:
-            return min(max(calm_in, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
-        left = None if due is None else due - now
-        if left is None or left < -interval_s or self._step.mean < FITS * left:
+            return _within_bounds(owed)
+        if due is None or not _is_expected(now, due, interval_s):
+            return _within_bounds(LONG_WAIT * self._step.mean - waited)
+        left, allowed_s = due - now, MOST_DELAYED * (now - self._began)
+        if self._limited_s <= allowed_s and self._step.mean < FITS * left:
             return 0.0
-        if self._last_step is None and self.delayed_s + self._step.mean < MOST_DELAYED * (now - self._began):
+        if self._last_step is None and self._limited_s + self._step.mean < allowed_s:
             return 0.0
-        return min(left + interval_s + SHORTEST_PAUSE_S, LONGEST_PAUSE_S)
+        return _within_bounds(left + interval_s + SHORTEST_PAUSE_S)
+
+
+def _is_expected(at: float, due: float | None, interval_s: float) -> bool:
+    """Whether a record may come that is due then; one that is late by a whole interval is none."""
+    return due is not None and at <= due + interval_s
+
+
+def _within_bounds(seconds: float) -> float:
+    return min(max(seconds, SHORTEST_PAUSE_S), LONGEST_PAUSE_S) if seconds > 0 else 0.0

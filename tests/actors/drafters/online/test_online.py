@@ -13,7 +13,7 @@ from actors.drafters.interface import Context
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.drafters.online import learner as learner_module
 from actors.drafters.online import windows as windows_module
-from actors.drafters.online.idle_time import MOST_DELAYED, IdleTime
+from actors.drafters.online.idle_time import IdleTime
 from actors.drafters.online.learner import OnlineLearner, law_loss
 from actors.drafters.online.windows import LawWindow, TextLaws, WindowMemory
 from actors.protocol.messages import Admit, Commit, SamplingParams, SparseDistribution, TopTokens
@@ -129,43 +129,6 @@ def test_the_loss_is_least_at_the_target_s_law():
         assert law_loss(right + 0.3 * torch.randn_like(right), likely, probs) > at_best
     beyond = law_loss(right[:, :4], likely, probs)
     assert torch.isfinite(beyond), "a token that the draft model lacks counts among the others"
-
-
-# --- when it learns ---------------------------------------------------------------------------------------------------
-
-
-def test_steps_take_their_share_of_idle_time_and_no_more():
-    times, now = IdleTime(0.25, 0.0), 0.0
-    times.answered(now)
-    while now < 10.0:
-        if pause := times.pause_s(now, None, 0.0):
-            now += pause
-        else:
-            times.learned(now, now + 0.01)
-            now += 0.01
-    assert 0.2 * now < times.spent_s <= 0.25 * now + 0.01
-
-
-@pytest.mark.parametrize("step_s", [0.002, 0.02])
-def test_steps_end_before_the_record_or_delay_it_by_a_bounded_share(step_s):
-    times, now, interval, late_s, num_steps = IdleTime(1.0, 0.0), 0.0, 0.01, 0.0, 0
-    for _ in range(2000):
-        times.answered(now)
-        due = now + interval
-        while now < due:
-            pause = times.pause_s(now, due, interval)
-            if pause:
-                now = min(due, now + pause)
-            else:
-                times.learned(now, now + step_s)
-                now, num_steps = now + step_s, num_steps + 1
-        late_s += now - due
-        times.record_arrived(now, due)
-        now += 0.002
-    assert num_steps > 0
-    assert late_s <= 2 * MOST_DELAYED * now + step_s
-    if step_s < interval / 4:
-        assert num_steps > 2000, "short steps fit into every wait"
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
