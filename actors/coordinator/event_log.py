@@ -11,7 +11,7 @@ from typing import Any
 from actors.coordinator.scheduler import Load
 from actors.coordinator.stats import CoordinatorStats
 from actors.logs import log_event, logger_of
-from actors.protocol.membership import RankLost, Ready, Stop
+from actors.protocol.membership import PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import Abort, ReportOrder, Request, Tokens
 
 PROGRESS_S = 5.0
@@ -49,6 +49,9 @@ class EventLog:
                     log_event(self._logger, "window", phase=record.phase)
             case Ready():
                 log_event(self._logger, "joined", role=record.role, rank=record.rank, rank_pid=record.facts.get("pid"))
+            case PassFailed():
+                facts = {"role": record.role, "rank": record.rank, "round": record.round, "why": record.error}
+                log_event(self._logger, "failed", level=logging.ERROR, **facts)
             case RankLost():
                 why = f"process {record.incarnation} of this rank has ended"
                 log_event(self._logger, "lost", level=logging.ERROR, role=record.role, rank=record.rank, why=why)

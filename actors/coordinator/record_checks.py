@@ -11,7 +11,7 @@ from math import isfinite
 
 from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.state_machine import Coordinator
-from actors.protocol.membership import Alive, Hello, RankLost, Ready, Stop
+from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import (
     NO_TOKEN,
     Abort,
@@ -30,8 +30,8 @@ MOST_IN_FLIGHT = 10_000
 """Requests that a client other than the engine's owner may have at a time."""
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
 _OF_OWNER = (*_OF_CLIENTS, RankLost, Stop)
-_OF_TARGET = (Alive, Ready, VerdictBatch)
-_OF_DRAFT = (Alive, Ready, ProposalBatch, DraftPreviewBatch, DraftBatch)
+_OF_TARGET = (Alive, Ready, PassFailed, VerdictBatch)
+_OF_DRAFT = (Alive, Ready, PassFailed, ProposalBatch, DraftPreviewBatch, DraftBatch)
 _MOST_NAMED = 64
 """Characters of a phase."""
 _TARGET_SIZES = ("kv_slots", "max_model_len", "vocab_size")
@@ -65,7 +65,9 @@ class RecordChecks:
                     raise ValueError(f"request_id: {record.request_id} is another client's")
             case RankLost() if not 0 <= record.rank < self._sizes.get(record.role, 0):
                 raise ValueError(f"there is no rank {record.rank} of {record.role}")
-            case Alive() | Ready() if link.partition("/")[0] != link_name(record.identity, record.incarnation):
+            case Alive() | Ready() | PassFailed() if link.partition("/")[0] != link_name(
+                record.identity, record.incarnation
+            ):
                 raise ValueError(f"{link} is not {record.identity}, process {record.incarnation}")
 
     def _check_content(self, record: object) -> None:

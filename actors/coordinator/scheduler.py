@@ -2,13 +2,14 @@
 
 A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between rounds,
 and long prompts are fed in chunks. When the KV pool runs short, the youngest sequences first lose their draft tokens,
-then their place: they return to the front of the queue and are recomputed later, with the same tokens.
+then their place: they return to the front of the queue and are recomputed later, with the same tokens. A request with
+which a pass raised is tested in passes of its own, so that the next failure shows whose it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from actors.coordinator.sequence import Sequence
@@ -96,9 +97,13 @@ class Scheduler:
         return Load(len(self.running), len(self.waiting), used, self.capacity.kv_slots)
 
     def _fill_batch(self, plan: RoundPlan) -> None:
-        """Move waiting sequences into the batch while seats, rows and slots last."""
-        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+        """Move waiting sequences into the batch while seats, rows and slots last, and none is on probation."""
+        is_tested = self.tested is not None
+        while self.waiting and len(self.running) < self.limits.max_num_seqs and not is_tested:
             sequence = self.waiting[0]
+            is_tested = sequence.probation > 0
+            if is_tested and plan.admitted:
+                return  # it is admitted by itself too
             promised = sum(other.prefix_len + 1 for other in self.running)
             if self.running and promised + sequence.prefix_len + 1 > self.capacity.kv_slots:
                 return
@@ -109,18 +114,27 @@ class Scheduler:
         """The rows of the next pass, with the proposals that the sequences hold; requests in `held` sit it out."""
         plan = RoundPlan()
         self._fill_batch(plan)
-        demands = self._demands(held)
+        if (tested := self.tested) is None:
+            demands = self._demands([sequence for sequence in self.running if sequence.request_id not in held])
+        else:
+            self.running.remove(tested)
+            self.running.insert(0, tested)  # of all it keeps its place
+            demands = self._demands([tested])
         self._fit(demands, plan)
         plan.rows = [demand for demand in demands if demand[1]]
         return plan
 
-    def _demands(self, held: Collection[int]) -> list[Demand]:
+    @property
+    def tested(self) -> Sequence | None:
+        """The running sequence on probation, which has the next passes for itself."""
+        return next((sequence for sequence in self.running if sequence.probation), None)
+
+    def _demands(self, sequences: Iterable[Sequence]) -> list[Demand]:
         budget = self.limits.max_num_batched_tokens
         # Sequences that only lack their root come first: neither a long prompt nor another's draft may delay them.
         roots, texts = [], []
-        for sequence in self.running:
-            if sequence.request_id not in held:
-                (texts if sequence.uncached_len > 1 else roots).append(sequence)
+        for sequence in sequences:
+            (texts if sequence.uncached_len > 1 else roots).append(sequence)
         demands = []
         for place, sequence in enumerate((*roots, *texts), start=1):
             uncached_len = sequence.uncached_len

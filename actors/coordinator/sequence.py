@@ -27,6 +27,9 @@ from actors.protocol.messages import (
 )
 from actors.protocol.token_tree import TokenTree
 
+PROBATION = 3
+"""Verdicts: the first passes after a failure read the text again, without a draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreviewTree:
@@ -106,6 +109,8 @@ class Sequence:
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     num_preemptions: int = 0
     num_admissions: int = 0  # `Admit` records sent to roles, so that each has a number of its own
+    num_failures: int = 0  # passes with it that raised
+    probation: int = 0  # verdicts that it has yet to get in passes of its own, after such a failure
     arrived_at: float = 0.0  # times are set by the coordinator, which has the clock
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -179,6 +184,7 @@ class Sequence:
         if proposal is not None and proposal.tree.num_draft_tokens:
             self.counts.add_verdict(proposal.tree, min(len(verdict.path), len(emitted)))
         record = Commit(self.request_id, self.epoch, self.prefix_len, verdict.path, tuple(emitted))
+        self.probation = max(0, self.probation - 1)
         self.cached_len = self.prefix_len + len(verdict.path)
         self.token_ids.extend(emitted)
         self.prefix_hash = extend_hash(self.prefix_hash, emitted)
@@ -194,6 +200,11 @@ class Sequence:
         self.epoch += 1
         self.cached_len, self.exported_len = 0, None
         self.num_preemptions += 1
+
+    def suspect(self) -> None:
+        """A pass with it raised."""
+        self.num_failures += 1
+        self.probation = PROBATION
 
     def stats(self) -> RequestStats:
         counts, histogram = self.counts, tuple(self.counts.acceptance_histogram)

@@ -25,7 +25,18 @@ from actors.coordinator.state_machine import Answer, Coordinator
 from actors.coordinator.stats import CoordinatorStats
 from actors.options import SchedulerConfig
 from actors.policy.policy import make_policy
-from actors.protocol.membership import HEARTBEAT_S, Alive, Hello, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
+from actors.protocol.membership import (
+    HEARTBEAT_S,
+    Alive,
+    Hello,
+    PassFailed,
+    RankLost,
+    Ready,
+    Recall,
+    RoleBack,
+    RoleLost,
+    Stop,
+)
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
@@ -216,6 +227,8 @@ class CoordinatorService:
             case Ready() if record.role in self._memberships:
                 self._memberships[record.role].record_ready(record)
                 self._follow(self._memberships[record.role])
+            case PassFailed("target"):  # one of a drafter costs speed only
+                self._apply_record(record)
             case RankLost() if record.role in self._memberships:
                 self._memberships[record.role].mark_lost(record.rank, record.incarnation, self._awake_s)
                 self._follow(self._memberships[record.role])

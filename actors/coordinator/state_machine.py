@@ -30,7 +30,7 @@ from actors.coordinator.scheduler import Load, RoundPlan, Scheduler
 from actors.coordinator.sequence import Sequence
 from actors.coordinator.stats import CoordinatorStats
 from actors.policy.policy import Policy
-from actors.protocol.membership import RoleBack, RoleLost
+from actors.protocol.membership import PassFailed, RoleBack, RoleLost
 from actors.protocol.messages import (
     Abort,
     DraftBatch,
@@ -47,6 +47,8 @@ from actors.protocol.messages import (
 )
 
 Answer = VerifyBatch | DraftBatch | Tokens | Report
+MOST_FAILURES = 3
+"""Passes that raise with one request, after which it ends: as many as an engine survives by default."""
 
 
 class Coordinator:
@@ -74,6 +76,7 @@ class Coordinator:
         self._sequences: dict[int, Sequence] = {}
         self._has_target = True
         self._target_outbox = Outbox()
+        self._fed: tuple[int, ...] = ()  # requests of the last pass, until it has failed
         self._verify_round = first_round  # of the last batch to the target; both batches of one round have one number
         read_chunk = scheduler.limits.prefill_chunk
         self._drafter_session = DrafterSession(
@@ -137,6 +140,8 @@ class Coordinator:
                 emitted = self._submit(record, now)
             case Abort():
                 emitted = self._abort(record, now)
+            case PassFailed():
+                emitted = self._suspect(record, now)
             case RoleLost():
                 self._lose(record.role, now)
             case RoleBack():
@@ -253,7 +258,9 @@ class Coordinator:
         return Tokens(sequence.request_id, position, commit.token_ids, sequence.finish_reason, stats)
 
     def _update_policy(self, batch: VerdictBatch, now: float) -> None:
-        """The policy learns from the round before the next drafts are ordered."""
+        """The policy learns from the round before the next drafts are ordered; not while requests are tested singly."""
+        if self._scheduler.tested is not None:
+            return
         policy, running, stats = self._policy, self._scheduler.running, self.stats
         num_may_speculate = (
             sum([sequence.request.speculate for sequence in running]) if self._drafter_session.is_present else 0
@@ -304,6 +311,7 @@ class Coordinator:
         may_draft = any(drafter.may_draft(sequence) for sequence, *_ in plan.rows)
         exports = drafter.exports
         bridge, num_received = exports.begin_pass(self._sequences.values()) if exports is not None else (0, 0)
+        self._fed = tuple([item.request_id for item in items])
         unsent, number = self._target_outbox.flush(), self._verify_round
         return [VerifyBatch(number, *unsent, tuple(items), after, may_draft, bridge, num_received)]
 
@@ -376,6 +384,20 @@ class Coordinator:
         self._drafter_session.release(sequence)
 
     # --- roles --------------------------------------------------------------------------------------------------------
+
+    def _suspect(self, failed: PassFailed, now: float) -> list[Tokens]:
+        """The target's last pass raised: its requests are tested one by one once the target is back. One that fails
+        again by itself ends, and at its third failure any."""
+        if failed.round != self._verify_round:
+            return []
+        fed, self._fed = self._fed, ()  # several ranks may report one pass
+        ended = []
+        for sequence in [self._sequences[request_id] for request_id in fed if request_id in self._sequences]:
+            sequence.suspect()
+            if sequence.num_failures >= (2 if len(fed) == 1 else MOST_FAILURES):
+                error = f"target: {sequence.num_failures} passes with this request failed ({failed.error}); see its log"
+                ended.append(self._end_early(sequence, "error", now, error))
+        return ended
 
     def _lose(self, role: str, now: float) -> None:
         """The role lost its state: none of its batches will be answered, and every request must be sent to it again."""

@@ -130,6 +130,24 @@ class Silent:
 
 
 @dataclass(frozen=True, slots=True)
+class PassFailed:
+    """A rank to the coordinator, right before it ends: its work on the batch of this round raised `error`, one line.
+
+    A process that is killed sends none: what ended it was not a request.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+    round: int
+    error: str
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.role, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
 class RoleLost:
     """To the state machine, and to the level above: this role and its state are lost, and it answers nothing."""
 

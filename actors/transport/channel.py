@@ -35,9 +35,10 @@ _REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportO
 _DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBatch)
 _VERDICTS = (messages.VerifyBatch, messages.VerdictBatch)
 _PROCESSES = (membership.Alive, membership.RankLost, membership.Silent, membership.Hello, membership.Stop)
+_FAILURES = (membership.PassFailed,)
 _EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
 _BRIDGES = (membership.Bridge,)
-CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES)
+CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES)
 SECRET_BYTES = 32
 """Length of the secret of an engine."""
 LINGER_MS = 200

@@ -19,7 +19,7 @@ import torch
 
 from actors.drafters.cascade.remote_child import Mailbox
 from actors.logs import log_event, logger_of
-from actors.protocol.membership import Alive, Bridge, Join, Ready, Recall, Stop
+from actors.protocol.membership import Alive, Bridge, Death, Join, PassFailed, Ready, Recall, Stop
 from actors.protocol.messages import DraftBatch, VerifyBatch
 from actors.roles.bridge import BridgeEnd, FeatureReceiver
 from actors.roles.draft import DraftRole
@@ -107,6 +107,7 @@ class RankLoop:
                 following = self._answer_batches(group, role)
             except Exception as error:
                 if not (isinstance(error, PeerLost) or self._is_interrupted()):
+                    self._report_failure(error)
                     raise  # else it comes from what a pass returned after its group was closed
                 log_event(self._logger, "peer-lost", level=logging.WARNING, epoch=join.epoch, why=str(error))
             finally:
@@ -174,6 +175,13 @@ class RankLoop:
     def _update(self, **changes: Any) -> None:
         """Change the status, which the heartbeat sends from its own thread."""
         self.status = replace(self.status, **changes)
+
+    def _report_failure(self, error: Exception) -> None:
+        """The requests of the batch that is worked on may be the reason."""
+        status = self.status
+        if status.busy:
+            why = Death.by(status.identity, error).text
+            self.link.send(PassFailed(status.role, status.rank, status.incarnation, status.round, why))
 
     def _send_ready(self) -> None:
         status = self.status

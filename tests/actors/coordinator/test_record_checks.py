@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.coordinator import record_checks
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
-from actors.protocol.membership import Alive, Hello, RankLost, Ready, Stop
+from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import (
     HASH_SEED,
     Abort,
@@ -173,6 +173,7 @@ REFUSED = {
     "a client's heartbeat": (OTHER, Alive("target", 0, 0, 7)),
     "the owner's verdict": (CLIENT, verdicts(RIGHT)),
     "a drafter's verdict": ("draft-0#0", verdicts(RIGHT)),
+    "a failure of another rank": ("draft-0#0", PassFailed("target", 0, 0, 1, "RuntimeError")),
     "a drafter's end": ("draft-0#0", Stop("foreign")),
     "the target's request": ("target-0#0", Request(2, (3,))),
     "an unknown sender": ("unknown", Hello()),

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from actors.protocol.membership import Alive, Bridge, Join, Ready, Recall, Stop
+from actors.protocol.membership import Alive, Bridge, Join, PassFailed, Ready, Recall, Stop
 from actors.protocol.messages import DraftBatch, FeatureExport, ProposalBatch, VerifyBatch
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
@@ -57,6 +57,8 @@ class Role:
         assert self.status().busy and self.status().round == batch.round
         if batch.items == ("loses its peer",):
             raise PeerLost("a peer is gone")
+        if batch.items == ("raises",):
+            raise RuntimeError("out of memory\nof a device")
         yield from ((batch.round, part) for part in range(2))
 
     def forget(self) -> None:
@@ -169,6 +171,22 @@ def test_records_are_obeyed_in_order_and_old_ones_change_nothing(seed):
     log, status = run(records, rank=rank)
     assert log == expected_log(records, rank)
     assert not status.busy
+
+
+def test_a_rank_that_raises_reports_the_batch_and_ends():
+    log: list[object] = []
+    loop = None
+
+    def build(*_):
+        return Role(log, lambda: loop.status), FACTS
+
+    spec = SimpleNamespace(role="target", rank=1, incarnation=3, identity="target-1", device="cpu")
+    link = Script([Join(1, 0), VerifyBatch(1, after=0), VerifyBatch(4, after=1, items=("raises",))], log)
+    loop = RankLoop(spec, link, lambda _, join: Group(log, join.epoch), build, lambda _: None, lambda: False)
+    with pytest.raises(RuntimeError):
+        loop.serve()
+    (report,) = [entry[1] for entry in log if entry[0] == "sent"]
+    assert report == PassFailed("target", 1, 3, 4, "RuntimeError: out of memory")
 
 
 def test_a_rank_that_was_cancelled_ends():

@@ -9,6 +9,7 @@ import pytest
 
 from actors.options import VerifyConfig, VerifyRule
 from actors.protocol.messages import Request, SamplingParams, Tokens
+from actors.roles.target import TargetRole
 from actors.transport.channel import Link
 from cluster.engine import EngineError
 
@@ -89,6 +90,29 @@ def test_where_no_token_can_follow_the_request_ends_and_no_role_is_lost(open_eng
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
     counters = engine.report().counters
     assert not engine.supervisor.incidents and not counters["num_role_losses"] and not counters["num_unreadable"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(open_engine, monkeypatch, tp):
+    """Whatever it is that the checks let through: one death in company, one alone."""
+    verify_input = TargetRole._verify_input
+
+    def raising(self, item, **options):
+        if self.contexts[item.request_id].sampling.seed == 666:
+            raise RuntimeError("index out of range")
+        return verify_input(self, item, **options)
+
+    monkeypatch.setattr(TargetRole, "_verify_input", raising)
+    engine = open_engine("ngram", tp=tp)
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    culprit = engine.submit("x", SamplingParams(seed=666))
+    with pytest.raises(EngineError, match=r"^target: 2 passes with this request failed \(RuntimeError: index out of"):
+        culprit.result(60)
+    assert tokens_of(completion.result(60) for completion in running) == plain
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
+    assert len({incident.identity for incident in engine.supervisor.incidents}) == tp
+    assert all(incident.incarnation < 2 for incident in engine.supervisor.incidents), "two deaths of a rank"
 
 
 def test_requests_that_are_complete_take_no_seat(open_engine, send):
