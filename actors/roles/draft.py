@@ -80,7 +80,7 @@ class DraftRole:
     def pause_s(self) -> float:
         """Seconds to wait for the next record before another step, which could delay the answer to it."""
         if self._idle_time is not None and not self._drafts_ahead:
-            return self._idle_time.pause_s(self.clock(), self._timing.due, self._timing.interval_s)
+            return self._idle_time.pause_s(self.clock())
         if self._works_ahead is not None and self._works_ahead.waits_for_child:
             return CHILD_WAIT_S
         return self._timing.pause_s(self.clock())
@@ -98,9 +98,7 @@ class DraftRole:
         `features` are the target's hidden states at tokens of known requests, in order, for a drafter that reads them.
         """
         started, ahead = self.clock(), self._works_ahead
-        timing, arrived = self._timing, started
-        if self._idle_time is not None:
-            arrived = self._idle_time.record_arrived(started, timing.due, timing.interval_s)
+        arrived = started if self._idle_time is None else self._idle_time.record_arrived(started)
         self._timing.record_arrival(arrived)
         if ahead is not None:
             ahead.may_work_ahead = batch.works_ahead

@@ -9,7 +9,7 @@ they influence speed only.
 
 from __future__ import annotations
 
-from actors.policy.estimators import OUTLIER, Ewma
+from actors.policy.estimators import Ewma
 
 _MEMORY = 0.8
 _LEAD_MEMORY = 0.95
@@ -23,7 +23,7 @@ class DraftAheadTiming:
 
     def __init__(self) -> None:
         self._answered_at: float | None = None  # None: no record is expected
-        self._interval = Ewma(_MEMORY, OUTLIER)  # a pause between requests says nothing of the target's pass
+        self._interval = Ewma(_MEMORY)
         self._pass_s = Ewma(_MEMORY)
         self._last_pass = (0.0, 0.0)
         self._lead_s = 0.0  # by how much earlier than before the last pass a preview leaves
@@ -32,11 +32,6 @@ class DraftAheadTiming:
     def interval_s(self) -> float:
         """Mean seconds from an answer to the next record; 0 until one came."""
         return self._interval.mean
-
-    @property
-    def due(self) -> float | None:
-        """When the next record is expected; None: at no time."""
-        return None if self._answered_at is None else self._answered_at + self._interval.mean
 
     def record_answer(self, now: float) -> None:
         self._answered_at = now

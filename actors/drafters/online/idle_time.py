@@ -10,7 +10,7 @@ the caller; they influence speed only.
 
 from __future__ import annotations
 
-from actors.policy.estimators import Ewma
+from actors.policy.estimators import OUTLIER, Ewma
 
 MOST_DELAYED = 0.005
 """Share of the time by which answers to expected records may have been delayed."""
@@ -29,6 +29,7 @@ class IdleTime:
         self._share = share
         self._began = now
         self._waits_since: float | None = now
+        self._interval = Ewma(0.8, OUTLIER)  # a pause between requests says nothing of the target's pass
         self._idle_s = 0.0
         self._step = Ewma(0.9, outlier=4.0)
         self._last_step: tuple[float, float] | None = None  # of this wait
@@ -41,19 +42,26 @@ class IdleTime:
         """The rank waits for the next record."""
         self._waits_since, self._last_step = now, None
 
-    def record_arrived(self, now: float, due: float | None, interval_s: float) -> float:
+    def record_arrived(self, now: float) -> float:
         """A record was read; returns when it arrived: if a step just ended, in the middle of that step, or when it was
-        `due` in its first half."""
-        if self._waits_since is not None:
-            self._idle_s += now - self._waits_since
-            self._waits_since = None
+        due in its first half."""
+        began = self._waits_since
+        if began is None:
+            return now
+        arrived = self._arrival(now, began + self._interval.mean)
+        self._idle_s += now - began
+        self._interval.update(arrived - began)
+        self._waits_since = None
+        return arrived
+
+    def _arrival(self, now: float, due: float) -> float:
         started, finished = self._last_step or (0.0, 0.0)
         if self._last_step is None or now - finished > 0.1 * self._step.mean:
             return now
         middle = (started + finished) / 2
-        arrived = middle if due is None or due < started else min(due, middle)
+        arrived = min(due, middle) if due > started else middle
         self.delayed_s += finished - arrived
-        if _is_expected(started, due, interval_s):
+        if self._is_expected(started):
             self._limited_s += finished - arrived
         return arrived
 
@@ -63,25 +71,23 @@ class IdleTime:
         self._last_step = started, finished
         self.spent_s += finished - started
 
-    def pause_s(self, now: float, due: float | None, interval_s: float) -> float:
-        """Seconds after which to ask again, 0 if a step may begin. `due` is when the next record is expected (None: at
-        no time), `interval_s` after the last answer."""
+    def pause_s(self, now: float) -> float:
+        """Seconds after which to ask again, 0 if a step may begin."""
         waited = 0.0 if self._waits_since is None else now - self._waits_since
         if (owed := (self.spent_s + self._step.mean) / self._share - self._idle_s - waited) > 0:
             return _within_bounds(owed)
-        if due is None or not _is_expected(now, due, interval_s):
+        if not self._is_expected(now):
             return _within_bounds(LONG_WAIT * self._step.mean - waited)
-        left, allowed_s = due - now, MOST_DELAYED * (now - self._began)
+        left, allowed_s = self._interval.mean - waited, MOST_DELAYED * (now - self._began)
         if self._limited_s <= allowed_s and self._step.mean < FITS * left:
             return 0.0
         if self._last_step is None and self._limited_s + self._step.mean < allowed_s:
             return 0.0
-        return _within_bounds(left + interval_s + SHORTEST_PAUSE_S)
+        return _within_bounds(left + self._interval.mean + SHORTEST_PAUSE_S)
 
-
-def _is_expected(at: float, due: float | None, interval_s: float) -> bool:
-    """Whether a record may come that is due then; one that is late by a whole interval is none."""
-    return due is not None and at <= due + interval_s
+    def _is_expected(self, at: float) -> bool:
+        """Whether a record may come then as they came before; one that is late by a whole interval is not expected."""
+        return self._waits_since is not None and at - self._waits_since <= 2 * self._interval.mean
 
 
 def _within_bounds(seconds: float) -> float:

@@ -16,7 +16,7 @@ def test_steps_take_their_share_of_idle_time_and_no_more():
     times, now = IdleTime(0.25, 0.0), 0.0
     times.answered(now)
     while now < 10.0:
-        if pause := times.pause_s(now, None, 0.0):
+        if pause := times.pause_s(now):
             now += pause
         else:
             times.learned(now, now + 0.01)
@@ -31,14 +31,14 @@ def test_steps_end_before_the_record_or_delay_it_by_a_bounded_share(step_s):
         times.answered(now)
         due = now + interval
         while now < due:
-            pause = times.pause_s(now, due, interval)
+            pause = times.pause_s(now)
             if pause:
                 now = min(due, now + pause)
             else:
                 times.learned(now, now + step_s)
                 now, num_steps = now + step_s, num_steps + 1
         late_s += now - due
-        times.record_arrived(now, due, interval)
+        times.record_arrived(now)
         now += 0.002
     assert num_steps > 0
     assert late_s <= 2 * MOST_DELAYED * now + step_s
@@ -126,22 +126,49 @@ def test_a_busy_machine_learns_in_the_pauses_and_its_rounds_go_on():
     assert reported is not None and reported.delayed_s == pytest.approx(of_request + of_rounds, rel=0.5)
 
 
+def waited(intervals: list[float]) -> IdleTime:
+    """After records that came so long after the answers before them, all of them without delay; now is 100."""
+    times, now = IdleTime(1.0, 0.0), 100.0 - sum(intervals)
+    for interval in intervals:
+        times.answered(now)
+        now += interval
+        times.record_arrived(now)
+    times.answered(now)
+    return times
+
+
 def test_where_nothing_is_expected_a_step_waits_for_a_long_wait():
-    times = IdleTime(1.0, 0.0)
-    times.answered(0.0)
-    times.learned(0.0, 0.02)
-    times.record_arrived(1.0, None, 0.0)
-    times.answered(1.0)
-    assert times.pause_s(1.0, None, 0.0) == pytest.approx(LONG_WAIT * 0.02)
-    assert times.pause_s(1.001 + LONG_WAIT * 0.02, None, 0.0) == 0.0
-    assert times.pause_s(1.05, 1.02, 0.02) > 0.0, "late by an interval, and the wait is short"
+    times = waited([0.01] * 10)
+    times.learned(99.0, 99.02)
+    assert times.pause_s(100.021) == pytest.approx(LONG_WAIT * 0.02 - 0.021), (
+        "late by an interval, and the wait is short"
+    )
+    assert times.pause_s(100.001 + LONG_WAIT * 0.02) == 0.0
+
+
+def test_a_pause_between_requests_is_not_when_the_next_record_is_expected():
+    times = waited([0.01] * 10 + [20.0])
+    times.learned(50.0, 50.1)
+    assert times.pause_s(100.05) > 0.0, "a step of 0.1 s would run into a round"
 
 
 def test_a_late_first_record_of_a_request_takes_no_time_from_later_rounds():
-    times = IdleTime(1.0, 0.0)
-    times.answered(0.0)
-    times.learned(9.0, 10.0)  # a step that hung
-    assert times.record_arrived(10.0, 1.0, 0.5) == 9.5
-    assert times.delayed_s == 0.5
-    times.answered(10.0)
-    assert times.pause_s(10.0, 100.0, 90.0) == 0.0
+    times = waited([1.0] * 10)
+    times.learned(108.0, 110.0)  # a step that hung
+    assert times.record_arrived(110.0) == 109.0
+    assert times.delayed_s == 1.0
+    times.answered(110.0)
+    times._step.mean = 0.01
+    assert times.pause_s(110.0) == 0.0
+
+
+def test_delays_of_rounds_stop_learning_until_they_are_a_small_share_of_the_time():
+    times = waited([1.0] * 10)
+    times.learned(100.0, 102.0)
+    assert times.record_arrived(102.0) == 101.0
+    times._step.mean = 0.01
+    times.answered(102.0)
+    assert times.pause_s(102.0) > 0.0
+    times.record_arrived(103.0)
+    times.answered(103.0 + 1.0 / MOST_DELAYED)
+    assert times.pause_s(103.0 + 1.0 / MOST_DELAYED) == 0.0
