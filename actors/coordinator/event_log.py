@@ -58,6 +58,10 @@ class EventLog:
             case Stop():
                 log_event(self._logger, "stop", why=record.reason)
 
+    def refused(self, role: str, rank: int, why: str) -> None:
+        """A rank sent a record that was refused."""
+        log_event(self._logger, "refused", level=logging.ERROR, role=role, rank=rank, why=why)
+
     def sent(self, record: object) -> None:
         if not isinstance(record, Tokens) or record.finish_reason is None:
             return

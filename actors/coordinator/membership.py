@@ -161,6 +161,13 @@ class RoleMembership:
         busy = [i for i, rank in enumerate(self._ranks) if rank.heartbeat is not None and not rank.heartbeat.waiting]
         return [(busy, Recall(self.epoch))] if busy else []
 
+    def distrust(self, number: int, why: str, now: float) -> Silent:
+        """Mark a rank that has a process lost; returns the report of it."""
+        last = self._ranks[number].heartbeat
+        assert last is not None
+        self.mark_lost(number, last.incarnation, now)
+        return Silent(self.role, number, last.incarnation, last.pid, why)
+
     def find_hanging(self, limit_s: float, now: float, round_limit_s: float = math.inf) -> list[Silent]:
         """Find ranks that hang, and mark them lost. A rank without a process is reported again every `limit_s` seconds.
 
@@ -175,8 +182,7 @@ class RoleMembership:
                 hanging.append(Silent(self.role, number))
                 rank.last_event_s = now
             elif rank.heartbeat is not None and (is_silent or self._is_stuck(rank, now, round_limit_s)):
-                hanging.append(Silent(self.role, number, rank.heartbeat.incarnation, rank.heartbeat.pid))
-                self.mark_lost(number, rank.heartbeat.incarnation, now)
+                hanging.append(self.distrust(number, "hung", now))
         return hanging
 
     def _is_stuck(self, rank: _Rank, now: float, round_limit_s: float) -> bool:

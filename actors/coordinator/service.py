@@ -201,6 +201,7 @@ class CoordinatorService:
             self._checks.check(link, record)
         except ValueError as error:
             self._hub.refuse(link, error)
+            self._distrust(link, record, error)
             if isinstance(record, Request):
                 self._hub.send([link.removesuffix(OUT)], Tokens(record.request_id, 0, (), "error", None, str(error)))
             return False
@@ -298,6 +299,27 @@ class CoordinatorService:
                 self._hub.send([self._clients.client_of(record)], record)
 
     # --- roles that are lost and return -------------------------------------------------------------------------------
+
+    def _distrust(self, link: str, record: object, error: ValueError) -> None:
+        """A record was refused: of a rank whatever else it says may be wrong, so its process is replaced. Where none
+        can be ended, because it is a thread or `silence_s` is 0, the role starts anew. Requests may be the reason."""
+        name = link.partition("/")[0]
+        role, _, rank = name.partition("#")[0].rpartition("-")
+        membership = self._memberships.get(role)
+        if membership is None or name not in membership.links():
+            return
+        why = f"sent a record that was refused ({error})"
+        self._event_log.refused(role, int(rank), why)
+        if self._coordinator is not None:
+            counts = self._coordinator.stats.num_refused
+            counts[role] = counts.get(role, 0) + 1
+        if role == "target" and isinstance(record, VerdictBatch):
+            self._apply_record(PassFailed(role, int(rank), 0, record.round, why))
+        if self._spec.silence_s:
+            self._hub.send([CLIENT], membership.distrust(int(rank), why, self._awake_s))
+        else:
+            membership.start_new_epoch(self._awake_s)
+        self._follow(membership)
 
     def _follow(self, membership: RoleMembership) -> None:
         """Send the orders that are due, and notify the neighbours if the role became complete or incomplete."""

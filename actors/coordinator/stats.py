@@ -144,6 +144,8 @@ class LossCounters:
     num_lost_records: int = 0
     num_unreadable: int = 0
     num_role_losses: dict[str, int] = field(default_factory=dict)
+    num_refused: dict[str, int] = field(default_factory=dict)
+    """Invalid records of ranks, by role; of all senders together they are `num_unreadable`."""
     resume_s: dict[str, list[float]] = field(default_factory=dict)
     fallback_s: float = 0.0
 

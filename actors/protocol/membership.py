@@ -117,7 +117,7 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Coordinator to supervisor: this process hangs.
+    """Coordinator to supervisor: this process hangs, or does otherwise what its rank must not (`why`).
 
     Without an `incarnation`: no process of this rank has sent a heartbeat since the coordinator started, or since the
     last one was lost. Repeated while that lasts; the supervisor knows which processes are still starting.
@@ -127,6 +127,7 @@ class Silent:
     rank: int
     incarnation: int | None = None
     pid: int = 0
+    why: str = "hung"
 
 
 @dataclass(frozen=True, slots=True)

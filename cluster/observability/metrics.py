@@ -120,6 +120,7 @@ COUNTERS = (
     _by_level("level_accepted_tokens_total", "Draft tokens a level of a cascade accepted", "num_accepted_tokens"),
     _total("stale_messages_total", "Records discarded as stale", "num_stale"),
     _by_role("role_losses_total", "Times a role died or stopped answering", lambda stats: stats.num_role_losses),
+    _by_role("refused_records_total", "Invalid records of ranks, which were replaced", lambda stats: stats.num_refused),
     _by_role(
         "role_restarts_total",
         "Times a lost role answered again",

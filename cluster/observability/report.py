@@ -74,6 +74,8 @@ class RunFigures(TypedDict):
     stale: int | None
     lost_records: int | None
     role_losses: dict[str, int] | None
+    refused_records: dict[str, int] | None
+    """Invalid records of ranks, by role; each cost its rank the place."""
     resume_s: dict[str, list[float]] | None
     draft_lengths: list[int]
     """How often each draft length was ordered, from 0 on."""
@@ -153,6 +155,7 @@ def figures(run: Run, plain: Run | None = None) -> RunFigures:
         "stale": counters.get("num_stale"),
         "lost_records": counters.get("num_lost_records"),
         "role_losses": counters.get("num_role_losses"),
+        "refused_records": counters.get("num_refused"),
         "resume_s": counters.get("resume_s"),
         "draft_lengths": list(counters.get("orders_by_length", ())),
         "fallback_s": seconds.get("rest", 0.0) + seconds.get("catch_up", 0.0) + counters.get("fallback_s", 0.0),

@@ -56,7 +56,7 @@ class ProcessState:
 
     incarnation: int = 0
     pid: int | None = None
-    was_killed: bool = False
+    killed_for: str = ""
     pending: PendingStart | None = None
     is_left_out: bool = False
     replaced_at: list[float] = field(default_factory=list)
@@ -131,16 +131,16 @@ class Supervisor:
                     state.pid, state.pending = record.facts["pid"], None
             case Silent(role, rank, None):
                 self._kill_silent(identity_of(role, rank))
-            case Silent(role, rank, int(incarnation), pid):
-                self._kill(identity_of(role, rank), incarnation, pid)
+            case Silent(role, rank, int(incarnation), pid, why):
+                self._kill(identity_of(role, rank), incarnation, pid, why)
 
     # --- processes that hang ------------------------------------------------------------------------------------------
 
-    def _kill(self, identity: str, incarnation: int, pid: int | None) -> None:
+    def _kill(self, identity: str, incarnation: int, pid: int | None, why: str = "hung") -> None:
         """End a process that does not answer, unless its successor has taken its place already."""
         state = self._processes[identity]
         if self._backend.can_kill and state.incarnation == incarnation:
-            state.was_killed = True
+            state.killed_for = why
             self._backend.kill(identity, pid)
 
     def _kill_silent(self, identity: str) -> None:
@@ -187,7 +187,7 @@ class Supervisor:
         if self._facts is None or self._is_ending or not limit:
             self._on_final(str(death), death.trace)
             return
-        cause = "hung and was ended" if state.was_killed else death.text
+        cause = f"{state.killed_for} and was ended" if state.killed_for else death.text
         state.replaced_at = [at for at in state.replaced_at if now - at < WINDOW_S]
         count = len(state.replaced_at)
         if count >= limit:
@@ -223,7 +223,7 @@ class Supervisor:
         state = self._processes[identity]
         lost = state.incarnation
         pending = state.pending = PendingStart(time.monotonic())
-        state.incarnation, state.was_killed = lost + 1, False
+        state.incarnation, state.killed_for = lost + 1, ""
         self._report_lost(identity, lost)
         self._start_successor(identity, pending, reason, trace)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.coordinator import record_checks
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
-from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Stop
+from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Recall, Stop
 from actors.protocol.messages import (
     HASH_SEED,
     Abort,
@@ -80,6 +80,12 @@ class Table:
         if accepted and not isinstance(record, Stop):
             self.service._dispatch(link, record)
         return accepted
+
+    def rejoin(self, role, epoch) -> None:
+        link = f"{role}-0#0"
+        self.receive(link, Alive(role, 0, 0, 7, epoch - 1))
+        assert self.to(link)[-1].epoch == epoch
+        self.receive(link, Ready(role, 0, FACTS, epoch))
 
     def to(self, name) -> list[object]:
         return [record for receiver, record in self.sent if receiver == name]
@@ -230,13 +236,38 @@ REFUSED = {
 def test_what_the_sender_may_not_say_is_counted_and_changes_nothing(table, link, record):
     table.sent.clear()
     assert not table.receive(link, record) and table.hub.num_unreadable == 1
-    if isinstance(record, Request):
+    if link in ("target-0#0", "draft-0#0"):
+        assert not table.to(CLIENT) and table.service._coordinator.stats.num_refused == {link[:-4]: 1}
+        table.rejoin(link[:-4], epoch=2)
+    elif isinstance(record, Request):
         (answer,) = table.to(link)
         assert answer.finish_reason == "error" and answer.error and "\n" not in answer.error
     else:
         assert not table.sent
-    assert table.receive("target-0#0", verdicts(RIGHT))
-    assert table.to(CLIENT) == [Tokens(1, 0, (7,))]
+    last = table.service._coordinator.last_round("target")
+    assert table.receive("target-0#0", verdicts(replace(RIGHT, epoch=link == "target-0#0"), round=last))
+    assert table.to(CLIENT)[-1] == Tokens(1, 0, (7,))
+
+
+def test_a_rank_whose_record_was_refused_starts_anew_and_its_answer_comes_too_late(table):
+    """What it says from then on is of an epoch that has ended."""
+    table.receive("target-0#0", verdicts(replace(RIGHT, next_token=97)))
+    assert table.to("target-0#0")[-1] == Recall(2)
+    assert table.receive("target-0#0", verdicts(RIGHT)) and not table.to(CLIENT)
+
+
+def test_a_request_on_which_every_answer_is_refused_ends(table):
+    """The first refusal came in company, for all that is known; the second does not."""
+    for epoch in (0, 1):
+        last = table.service._coordinator.last_round("target")
+        wrong = replace(RIGHT, epoch=epoch, next_token=97)
+        assert not table.receive("target-0#0", verdicts(wrong, round=last))
+        table.rejoin("target", epoch=epoch + 2)
+    (end,) = [answer for answer in table.to(CLIENT) if isinstance(answer, Tokens)]
+    assert end.finish_reason == "error"
+    assert end.error.startswith(
+        "target: 2 passes with this request failed (sent a record that was refused (next_token:"
+    )
 
 
 def test_a_client_learns_why_its_request_is_refused(table):

@@ -10,10 +10,10 @@ import pytest
 from actors.coordinator import loop_heartbeat
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.round_timeout import FACTOR, FLOOR_S
-from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Hello, RankLost, Recall, Silent
+from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Hello, RankLost, Ready, Recall, Silent
 from actors.protocol.messages import Request, SamplingParams, Verdict, VerdictBatch
 from actors.transport.channel import Link, heart_of
-from tests.actors.service_harness import SECRET, WAIT_S
+from tests.actors.service_harness import FACTS, SECRET, WAIT_S
 
 
 def test_a_lost_order_is_noticed_by_heartbeats_and_a_long_pass_is_not_mistaken_for_one(open_stage):
@@ -68,6 +68,22 @@ def test_a_rank_that_froze_before_the_coordinator_was_replaced_is_reported_repea
         record = stage.receive(CLIENT, 0.1)
         heard += [record] if isinstance(record, Silent) else []
     assert heard == [Silent("draft", 0)] * 2
+
+
+def test_a_rank_whose_record_was_refused_is_reported_and_its_successor_gets_the_text(open_stage):
+    stage = open_stage(draft_ranks=0, silence_s=1000.0)
+    stage.get_ready()
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    first = stage.receive("target-0")
+    stage.send("target-0", VerdictBatch(first.round, (Verdict(1, 0, 2, (), 97),), 0.0, 0.1, 2))
+    why = "sent a record that was refused (next_token: names token 97, but the target has 97 tokens)"
+    assert stage.receive(CLIENT) == Silent("target", 0, 0, 7, why)
+    stage.links["target-0"].close()
+    stage.links["target-0"] = Link(stage.hub.address, "target-0#1", SECRET)
+    stage.send_heartbeat("target-0", incarnation=1)
+    order = stage.receive("target-0")
+    stage.send("target-0", Ready("target", 0, FACTS, order.epoch, 1))
+    assert stage.receive("target-0").admits[0].token_ids == (3, 4)
 
 
 def test_a_rank_whose_pass_never_ends_is_reported(open_stage):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from math import nan
 
 import pytest
@@ -113,6 +114,26 @@ def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(o
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
     assert len({incident.identity for incident in engine.supervisor.incidents}) == tp
     assert all(incident.incarnation < 2 for incident in engine.supervisor.incidents), "two deaths of a rank"
+
+
+def test_a_request_on_which_the_verdicts_are_refused_ends_and_its_neighbours_do_not(open_engine, monkeypatch):
+    """The coordinator does not believe its own target everything."""
+    verify = TargetRole._verify
+
+    def lying(self, inputs, logits):
+        culprits = {one.seq_id for one in inputs if one.sampling.seed == 666}
+        verdicts = verify(self, inputs, logits)
+        return tuple(replace(one, next_token=10**6) if one.request_id in culprits else one for one in verdicts)
+
+    monkeypatch.setattr(TargetRole, "_verify", lying)
+    engine = open_engine("ngram")
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    with pytest.raises(EngineError, match=r"^target: 2 passes with this request failed \(sent a record that was"):
+        engine.submit("x", SamplingParams(seed=666)).result(60)
+    assert tokens_of(completion.result(60) for completion in running) == plain
+    counters = engine.report().counters
+    assert counters["num_refused"] == counters["num_role_losses"] == {"target": 2}
 
 
 def test_requests_that_are_complete_take_no_seat(open_engine, send):

@@ -107,13 +107,14 @@ def test_what_is_derived(registry, show):
 
 
 def test_losses_are_counted_by_role(registry, show):
-    stats = CoordinatorStats(num_role_losses={"draft": 2, "target": 1})
+    stats = CoordinatorStats(num_role_losses={"draft": 2, "target": 1}, num_refused={"draft": 3})
     stats.add_outage("draft", 0.5)
     stats.add_outage("target", 2.0)
     show(stats)
     show(stats)
     found = {key[0]: value for key, value in registry.values.items() if key[1:] == ("", "draft")}
-    assert found == {"role_losses_total": 2, "role_restarts_total": 1, "role_outage_seconds_total": 0.5}
+    losses = {"role_losses_total": 2, "refused_records_total": 3}
+    assert found == losses | {"role_restarts_total": 1, "role_outage_seconds_total": 0.5}
     assert registry.values["fallback_seconds_total", "", "no_drafter"] == 0.5, (
         "without a target there is nothing to fall back to"
     )
