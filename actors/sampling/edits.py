@@ -7,7 +7,9 @@ sequences together. Knows tokens and trees; knows no truncation and no noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -43,35 +45,72 @@ def _penalises(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Edits:
+    """What the parameters of a request say of single tokens, as arrays: made once, however many its rows."""
+
+    biased: np.ndarray
+    """Tokens int64, in the order of their `biases` float32."""
+    biases: np.ndarray
+    banned: np.ndarray
+    """In every row: bad words of one token."""
+    banned_early: np.ndarray
+    """Before the output has `min_tokens`: the tokens that would end it."""
+    words: Mapping[int, Sequence[tuple[tuple[int, ...], int]]]
+    """Longer bad words, as beginning and last token, by the last token of the beginning."""
+
+    @staticmethod
+    @lru_cache(maxsize=512)  # a few times the sequences of a batch; the longest lists take 30 us to look up
+    def of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> _Edits:
+        words: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        for *beginning, last in params.bad_words:
+            if beginning:
+                words.setdefault(beginning[-1], []).append((tuple(beginning), last))
+        single = [word[0] for word in params.bad_words if len(word) == 1]
+        return _Edits(
+            np.array([token for token, _ in params.logit_bias], dtype=np.int64),
+            np.array([bias for _, bias in params.logit_bias], dtype=np.float32),
+            np.array(single, dtype=np.int64),
+            np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64),
+            words,
+        )
+
+    def banned_after(self, token_ids: Sequence[int], path: Sequence[int]) -> list[int]:
+        """The last token of each longer bad word after a history that ends with the rest of it."""
+        following = self.words.get(path[-1] if path else token_ids[-1], ())
+        if not following:
+            return []
+        reach = max(len(beginning) for beginning, _ in following)
+        history = (*token_ids[max(0, len(token_ids) - reach) :], *path)
+        return [last for beginning, last in following if history[max(0, len(history) - len(beginning)) :] == beginning]
+
+
 class _Cells:
-    """What changes in a batch, gathered sequence by sequence."""
+    """What changes in a batch, gathered sequence by sequence: arrays of rows and tokens, and of amounts."""
 
     def __init__(self) -> None:
-        self.biased: list[tuple[int, int, float]] = []
-        self.banned: list[tuple[int, int]] = []
+        self.biased: list[tuple[np.ndarray, ...]] = []
+        self.banned: list[tuple[np.ndarray, ...]] = []
         self.seen: list[tuple[np.ndarray, ...]] = []
 
-    def add(self, rows: EditedRows, start: int, eos_token_ids: Sequence[int]) -> None:
+    def add(self, rows: EditedRows, start: int, eos_token_ids: tuple[int, ...]) -> None:
         """The edits of one sequence, whose first row is `start`."""
-        params, tree = rows.params, rows.tree
+        params, tree, own = rows.params, rows.tree, _Edits.of(rows.params, eos_token_ids)
         paths = [[tree.token_ids[i] for i in tree.path_to(node)] for node in rows.row_nodes()]
-        for row, path in enumerate(paths, start):
-            self.biased += [(row, token, bias) for token, bias in params.logit_bias]
-            self._ban_words(params.bad_words, row, rows.token_ids, path)
-            if len(rows.token_ids) - rows.prompt_len + len(path) < params.min_tokens:
-                self.banned += [(row, token) for token in {*eos_token_ids, *params.stop_token_ids}]
+        places, num_rows = np.arange(start, start + len(paths)), len(paths)
+        if len(own.biased):
+            cells = np.repeat(places, len(own.biased)), np.tile(own.biased, num_rows), np.tile(own.biases, num_rows)
+            self.biased.append(cells)
+        num_generated = len(rows.token_ids) - rows.prompt_len
+        early = places[[num_generated + len(path) < params.min_tokens for path in paths]]
+        for banning, tokens in ((places, own.banned), (early, own.banned_early)):
+            self.banned.append((np.repeat(banning, len(tokens)), np.tile(tokens, len(banning))))
+        if own.words:
+            for row, path in enumerate(paths, start):
+                if tokens := own.banned_after(rows.token_ids, path):
+                    self.banned.append((np.full(len(tokens), row), np.array(tokens, dtype=np.int64)))
         if _penalises(params):
             self._penalise(params, start, rows.token_ids, rows.prompt_len, paths)
-
-    def _ban_words(
-        self, bad_words: Sequence[Sequence[int]], row: int, token_ids: Sequence[int], path: list[int]
-    ) -> None:
-        """Ban the last token of each bad word after a history that ends with the rest of it."""
-        reach = max(map(len, bad_words), default=1) - 1
-        history = (*token_ids[max(0, len(token_ids) - reach) :], *path)
-        for *beginning, last in bad_words:
-            if history[len(history) - len(beginning) :] == tuple(beginning):
-                self.banned.append((row, last))
 
     def _penalise(
         self, params: SamplingParams, start: int, token_ids: Sequence[int], prompt_len: int, paths: list[list[int]]
@@ -97,22 +136,17 @@ class _Cells:
     def arrays(self) -> list[np.ndarray]:
         """Rows, columns and amounts of biases; rows and columns of bans; of seen tokens rows, columns and the factor
         and the two amounts of their penalties."""
-        biased = np.array([cell[:2] for cell in self.biased], dtype=np.int64).reshape(-1, 2).T
-        banned = np.array(self.banned, dtype=np.int64).reshape(-1, 2).T
-        amounts = np.array([cell[2] for cell in self.biased], dtype=np.float32)
-        seen = [np.concatenate(parts) for parts in zip(*self.seen, strict=True)] if self.seen else _NONE_SEEN
-        return [*biased, amounts, *banned, *seen]
-
-
-_NONE_SEEN = [np.empty(0, dtype=np.int64)] * 2 + [np.empty(0, dtype=np.float32)] * 3
+        empty = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), *[np.empty(0, dtype=np.float32)] * 3
+        parts = (self.biased, empty[:3]), (self.banned, empty[:2]), (self.seen, empty)
+        return [np.concatenate(arrays) for own, none in parts for arrays in zip(none, *own, strict=True)]
 
 
 def edited(logits: Tensor, batch: Sequence[EditedRows], eos_token_ids: Sequence[int]) -> Tensor:
     """Logits [N, V], flat, after the edits of every sequence; a tensor of its own."""
-    cells, start = _Cells(), 0
+    cells, start, ends = _Cells(), 0, tuple(eos_token_ids)
     for rows in batch:
         if edits(rows.params):
-            cells.add(rows, start, eos_token_ids)
+            cells.add(rows, start, ends)
         start += len(rows.row_nodes())
     moved = to_device(cells.arrays(), logits.device)
     (bias_rows, bias_columns, biases), (ban_rows, ban_columns) = moved[:3], moved[3:5]

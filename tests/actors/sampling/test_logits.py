@@ -374,6 +374,24 @@ def test_probabilities_are_the_softmax_or_one_hot():
     assert torch.equal(greedy.sum(-1), torch.ones(3, dtype=torch.float64)) and greedy.max() == 1
 
 
+def test_the_lists_of_a_request_are_walked_once_however_many_rows_and_passes():
+    class Counted(tuple):
+        walks = 0
+
+        def __iter__(self):
+            Counted.walks += 1
+            return super().__iter__()
+
+    biases, words = [(token, 0.5) for token in range(90)], [(token, token + 1) for token in range(90)]
+    params = SamplingParams(logit_bias=Counted(biases), bad_words=Counted(words), stop_token_ids=Counted(range(9)))
+    rows = LogitRows(params, len(PROMPT), PROMPT + OUTPUT, TREE)
+    walks = set()
+    for _ in range(3):
+        process_logits(torch.randn(len(TREE.parents), 97), rows, EOS)
+        walks.add(Counted.walks)
+    assert len(walks) == 1 and Counted.walks < 9
+
+
 IMPOSSIBLE = {"NaN": (13, torch.nan), "infinite": (13, torch.inf), "all banned": (slice(None), -torch.inf)}
 
 
