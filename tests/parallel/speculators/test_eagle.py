@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.tools.training.losses import forward_kl
 from cluster.tools.training.speculators.eagle import DraftLayerNet, DraftLayerOptions, ParallelNet, build
+from cluster.tools.training.speculators.interface import TargetShape
 from parallel.comm.group import SINGLE, Group
 from parallel.kv.pass_plan import Span
 from parallel.speculators.eagle import DraftLayerRunner
@@ -94,6 +97,37 @@ def test_own_head_proposes_only_its_tokens(trained: Callable[..., Trained], head
     for step, expected in enumerate(one.expected()):
         torch.testing.assert_close(logits[step], expected[5], atol=1e-4, rtol=0)
     assert logits[0].isfinite().nonzero().flatten().tolist() == one.net.tokens.tolist()
+
+
+def test_the_draft_vocabulary_is_that_of_the_most_frequent_tokens(trained: Callable[..., Trained]) -> None:
+    one = trained("eagle3", draft_vocab=11)
+    counts = torch.arange(97).flip(0) % 17  # as `Trained` counts them: 16 is the most, and five tokens occur so often
+    kept = counts[one.net.tokens]
+    left_out = counts[[token for token in range(97) if token not in one.net.tokens.tolist()]]
+    assert kept.min() >= left_out.max() and kept.max() == 16
+    head = one.target.model.get_output_embeddings().weight.detach()  # pyright: ignore
+    net = build(DraftLayerOptions("eagle3", draft_vocab=11), TargetShape(one.target.model.config, head, head, counts))  # pyright: ignore
+    assert net.lm_head is not None and torch.equal(net.lm_head.weight, head[net.tokens])
+
+
+def test_only_anchors_whose_likeliest_token_is_in_the_draft_vocabulary_count(trained: Callable[..., Trained]) -> None:
+    """One step over a text: the divergence within the draft vocabulary, at rows whose goal it has."""
+    one = trained("eagle3", draft_vocab=40, depths=1)
+    with torch.no_grad():
+        loss, _ = one.net.eval().loss(one.batch, torch.Generator())
+        goals, drafts = one.batch.target_logits()[0, 1:-1], one.expected()[0][:-2]
+        known = torch.isin(goals.argmax(-1), one.net.tokens)
+        assert 0 < known.sum() < len(known), "all rows count: the test shows nothing"
+        each = forward_kl(goals[:, one.net.tokens], drafts[:, one.net.tokens])
+    assert float(loss) == pytest.approx(float(each[known].mean()), rel=1e-4)
+
+
+def test_noise_is_of_training_alone(trained: Callable[..., Trained]) -> None:
+    one = trained("eagle", noise=3.0, steps=1, depths=1, anchors=0)
+    losses = [float(one.net.train(mode).loss(one.batch, torch.Generator())[0]) for mode in (True, False)]
+    one.net.options = replace(one.net.options, noise=0.0)
+    without = [float(one.net.train(mode).loss(one.batch, torch.Generator())[0]) for mode in (True, False)]
+    assert losses[1] == without[0] == without[1] != losses[0]
 
 
 def test_rows_of_training_do_not_see_later_text(trained: Callable[..., Trained]) -> None:

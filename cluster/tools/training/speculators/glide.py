@@ -78,7 +78,7 @@ class GlideNet(Speculator):
         rates = (logits.detach().argmax(-1) == goal.argmax(-1)).float()
         end = first + (length - first) // size * size
         rates, valid = (rows[:, first:end].unflatten(1, (-1, size)).flatten(0, 1) for rows in (rates, valid))
-        return loss, depth_metrics(rates, valid.cumprod(-1, dtype=torch.int8).bool())
+        return loss, depth_metrics(rates, valid)
 
     def rows(self, batch: TargetBatch, first: int) -> Tensor:
         """What the head reads, [B, T, H]; blocks begin at row `first` and every `depths` rows after it."""

@@ -154,7 +154,7 @@ class HeadsNet(Speculator):
             rates.append(acceptance(goals, logits, batch.temperature))
             valid.append(is_label)
         weights = sum(options.decay**depth for depth in range(depths))
-        return total / weights, depth_metrics(torch.stack(rates, 1), torch.stack(valid, 1).cummin(1).values)
+        return total / weights, depth_metrics(torch.stack(rates, 1), torch.stack(valid, 1))
 
     def unroll(self, batch: TargetBatch, rows: Tensor, anchors: Tensor) -> list[Tensor]:
         """Logits [N, V] of every depth after the tokens at these places, int64 [N] each, and those that follow."""

@@ -88,10 +88,11 @@ def depth_metrics(rates: Tensor, valid: Tensor) -> dict[str, Tensor]:
     """`accept_1`.. by depth, and `length`, the expected tokens per round.
 
     `rates[n, k]` is the probability that the token drafted at depth k + 1 from anchor n is accepted when those before
-    it were (0 or 1 for a greedy draft), `valid[n, k]` whether the text has a label there; the valid depths of an anchor
-    come first. `accept_k` is that of the drafts whose earlier tokens were accepted. The length counts anchors whose
-    depths are all valid.
+    it were (0 or 1 for a greedy draft), `valid[n, k]` whether the text has a label there; depths behind one
+    without do not count. `accept_k` is that of the drafts whose earlier tokens were accepted. The length counts anchors
+    whose depths are all valid.
     """
+    valid = valid.cummin(1).values
     survival = rates.detach().float().cumprod(1)
     before = torch.cat((torch.ones_like(survival[:, :1]), survival[:, :-1]), dim=1)
     means = (survival * valid).sum(0) / (before * valid).sum(0).clamp(min=1e-6)

@@ -101,6 +101,25 @@ def test_rows_of_another_text_are_dropped_and_a_gap_starts_a_new_window(short_wi
     assert not laws._verified, "rows of requests without a drafter would pile up"
 
 
+def test_requests_of_a_pass_have_their_own_rows_and_others_none(short_windows):
+    """A request that has no drafter stands between two that have; all are of one length and begin alike."""
+    laws, contexts, windows = TextLaws(), {one: context_of([1, 2, 3], one) for one in (7, 9)}, {}
+    for step in range(4):
+        rows, spans = [], []
+        for request, mark in ((7, 10), (8, 20), (9, 30)):
+            own = 3 if step == 0 else mark + step - 1
+            rows.append((own, (mark + step, 99)))
+            spans.append((request, 3 + step, 1))
+        laws.read(TopTokens(2, *law_of(rows), tuple(spans)), contexts)
+        for request, context in contexts.items():
+            token = {7: 10, 9: 30}[request] + step
+            windows[request] = laws.observe(context, verdict(context, (), (token,)))
+            context.extend((token,))
+    for request, first in ((7, 10), (9, 30)):
+        assert windows[request].likely[:, 0].tolist() == [first, first + 1, first + 2, first + 3]
+        assert windows[request].token_ids.tolist() == [1, 2, 3, first, first + 1, first + 2]
+
+
 def window_of(length, tag):
     return LawWindow(
         torch.full((length,), tag), torch.zeros(length, 2, dtype=torch.int64), torch.zeros(length, 2), True
@@ -279,6 +298,33 @@ def test_it_serves_the_average_and_strength_zero_the_shipped_model(models, makes
         off.learn()
     assert off.num_steps > 0
     assert off.take_weights() is None
+
+
+def test_what_is_served_is_the_running_average_of_what_is_trained(models, makes_steps, monkeypatch):
+    """After n steps the average moves to the trained adapters by 9 / (10 + n)."""
+    learner, expected, seen = learner_of(models), None, []
+    step = learner._step
+
+    def stepping():
+        nonlocal expected
+        before = expected or [[part.clone() for part in pair] for pair in learner._average]
+        step()
+        share = 9 / (10 + len(seen))
+        seen.append(share)
+        expected = [
+            [mean + share * (now.detach() - mean) for mean, now in zip(means, live, strict=True)]
+            for means, live in zip(before, learner._live, strict=True)
+        ]
+
+    monkeypatch.setattr(learner, "_step", stepping)
+    for window in windows_from(models, count=2):
+        learner.memory.add(window)
+    while learner.wants_step:
+        learner.learn()
+    assert len(seen) > 3 and expected is not None
+    for pair, found in zip(expected, learner._average, strict=True):
+        for one, other in zip(pair, found, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_it_falls_back_to_the_shipped_weights_where_it_drafts_worse(models, makes_steps):

@@ -49,6 +49,15 @@ def test_a_killed_run_writes_only_what_is_missing(tmp_path: Path, monkeypatch: p
     assert load_rows(tmp_path / "killed" / "2.pt").tokens.tolist() == whole[4:5].tolist()
 
 
+def test_every_group_of_prompts_is_continued_by_draws_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(continuations, "BATCH", 1)
+    model = initialised(drafter_config(64), 0, "cpu")
+    rows = write_rows(model, [[1, 2, 3]] * 4, 16, 1.0, [0], 0, tmp_path, lambda _: None).tokens
+    assert len({tuple(row) for row in rows.tolist()}) == 4
+    other = write_rows(model, [[1, 2, 3]] * 4, 16, 1.0, [0], 1, tmp_path / "other", lambda _: None).tokens
+    assert not torch.equal(rows, other)
+
+
 def test_prompts_of_the_users_own_text(tmp_path: Path, tokenizer: Tokenizer):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "def f():"}) + "\n\n")
     (tmp_path / "notes.txt").write_text("a quiet line of prose\n" * 60)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from cluster.tools.training.losses import forward_kl
 from cluster.tools.training.models import drafter_config, initialised
 from cluster.tools.training.parts import parts_of
+from cluster.tools.training.speculators import layerskip
 from cluster.tools.training.speculators.distill import DistilledDrafter, DistillOptions, read_exits
 from cluster.tools.training.speculators.interface import TargetBatch
-from cluster.tools.training.speculators.layerskip import drop_rates, dropped, exit_weights, exits_at, repeated
+from cluster.tools.training.speculators.layerskip import (
+    LayerSkipNet,
+    LayerSkipOptions,
+    drop_rates,
+    dropped,
+    exit_weights,
+    exits_at,
+    repeated,
+)
 from cluster.tools.training.trainer import average_over_participants
 from parallel.comm.group import Group
 from parallel.speculators.config import FINAL
@@ -28,6 +39,13 @@ def model() -> Any:
     config = drafter_config(97, 4)
     config.hidden_size, config.intermediate_size, config.initializer_range = 32, 48, 0.3
     return initialised(config, 0, "cpu").eval()
+
+
+def batch_of(model: Any) -> TargetBatch:
+    """Of a target of the model's head whose states are random; every token is a label."""
+    states = torch.randn(3, 10, 32, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(TOKENS, dtype=torch.bool)
+    return TargetBatch(TOKENS, {FINAL: states}, mask, model.lm_head, model.get_input_embeddings())
 
 
 def test_later_layers_are_dropped_more_often():
@@ -46,6 +64,55 @@ def test_curricula():
         [1, 2, 3, 4],
         [1, 2, 3, 4],
     ]
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "expected"), [("rotational", [[1, 3], [2], [1, 3]]), ("gradual", [[3], [2, 3]])]
+)
+def test_the_curriculum_moves_on_with_every_step_of_training(
+    model: Any, monkeypatch: pytest.MonkeyPatch, curriculum: str, expected: list[list[int]]
+):
+    """Which exits a step reads besides the last; an evaluation is none, and a resumed run goes on from its step."""
+    interval = 2 if curriculum == "rotational" else 1
+    net = LayerSkipNet(copy.deepcopy(model), LayerSkipOptions(curriculum=curriculum, interval=interval, dropout=0.0))
+    seen: list[list[int]] = []
+    read = layerskip.read_exits
+    monkeypatch.setattr(layerskip, "read_exits", lambda *a: (seen.append(sorted(a[2])[:-1]), read(*a))[1])
+    batch = batch_of(model)
+    for _ in expected:
+        net.train().loss(batch, torch.Generator())
+        net.eval().loss(batch, torch.Generator())
+    assert seen[::2] == expected
+    assert all(exits == [1, 2, 3] for exits in seen[1::2])
+    again = LayerSkipNet(copy.deepcopy(model), net.options)
+    again.load_state_dict(net.state_dict())
+    assert int(again.num_steps) == len(expected)
+
+
+def test_exits_learn_at_the_labels_by_their_weights(model: Any):
+    net = LayerSkipNet(copy.deepcopy(model), LayerSkipOptions(interval=1, dropout=0.0)).train()
+    batch = replace(batch_of(model), loss_mask=torch.arange(10).expand(3, -1) >= 4)
+    with torch.no_grad():
+        loss, _ = net.loss(batch, torch.Generator())
+        read = read_exits(parts_of(model), TOKENS, [2, 3, 4])
+        goals = batch.target_logits()[:, 3:-1].flatten(0, 1)
+        means = {
+            one: forward_kl(goals, model.lm_head(hidden[:, 3:-1].flatten(0, 1))).mean() for one, hidden in read.items()
+        }
+    assert float(loss) == pytest.approx(
+        sum(w * float(means[one]) for one, w in {2: 0.1, 3: 0.3, 4: 0.6}.items()), rel=1e-4
+    )
+
+
+def test_every_prefix_learns_by_its_own_divergence(model: Any):
+    net = DistilledDrafter(copy.deepcopy(model), DistillOptions(prefixes=(1, 2))).train()
+    batch = replace(batch_of(model), loss_mask=torch.arange(10).expand(3, -1) >= 4)
+    with torch.no_grad():
+        loss, _ = net.loss(batch, torch.Generator())
+        goals = batch.target_logits()[:, 3:-1].flatten(0, 1)
+        read = read_exits(parts_of(model), TOKENS, [1, 2, 4])
+        each = [forward_kl(goals, model.lm_head(hidden[:, 3:-1].flatten(0, 1))).mean() for hidden in read.values()]
+    assert float(loss) == pytest.approx(float(sum(each)), rel=1e-4)
 
 
 def test_weights_of_exits_grow_with_depth():
@@ -107,14 +174,7 @@ def test_each_layer_is_averaged_over_the_ranks_that_trained_it(
     on_ranks: Callable[[int, Callable[[Group], Any]], list[Any]],  # noqa: F811
 ):
     """Against the gradients of each rank's own loss, of prefixes of 4 layers, 2 and 1."""
-    depths = 4, 2, 1
-    batch = TargetBatch(
-        TOKENS,
-        {FINAL: torch.randn(3, 10, 32, generator=torch.Generator().manual_seed(1))},
-        torch.ones_like(TOKENS, dtype=torch.bool),
-        model.lm_head,
-        model.get_input_embeddings(),
-    )
+    depths, batch = (4, 2, 1), batch_of(model)
 
     def gradients(rank: int) -> DistilledDrafter:
         net = DistilledDrafter(copy.deepcopy(model), DistillOptions(prefixes=(1, 2))).train()

@@ -21,9 +21,11 @@ from cluster.tools.training.continuations import TextRows, written_rows
 from cluster.tools.training.models import drafter_config, initialised, save_model
 from cluster.tools.training.speculators import run as training
 from cluster.tools.training.speculators.distill import DistilledDrafter
-from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target
+from cluster.tools.training.speculators.frozen_target import FrozenTarget, load_target, shape_of
+from cluster.tools.training.speculators.recipes import RECIPES
 from cluster.tools.training.speculators.recipes_page import page
-from cluster.tools.training.trainer import Recipe
+from cluster.tools.training.tokenizer import load_tokenizer
+from cluster.tools.training.trainer import Ranks, Recipe
 from parallel.speculators.config import FINAL
 
 TOKENS = torch.randint(1, 4096, (6, 24), generator=torch.Generator().manual_seed(0))
@@ -97,6 +99,77 @@ def test_what_was_computed_is_kept_up_to_a_bound(target: Path, monkeypatch: pyte
     first, second = bounded.batch(every), bounded.batch(every.flip(0))
     assert computed == [6, 4]
     assert torch.equal(first.taps[1], second.taps[1].flip(0))
+
+
+def source_of(target: Path, text: Path, num_rows: int, ranks: Ranks) -> Any:
+    """The batches of two rows of a rank."""
+    config = replace(small(target, text).job, batch_tokens=2 * 24 * ranks.count, continuation_length=24)
+    course = training.Course(config, str(target), "", "")
+    rows = written_rows(torch.randint(1, 4096, (num_rows, 24), generator=torch.Generator().manual_seed(0)), 4, [])
+    model = load_target(target, "cpu")
+    net = RECIPES["medusa"].build(RECIPES["medusa"].options, shape_of(model, rows))
+    return training._Source(course, training.Texts(rows, {}, [[1, 2]]), model, net, ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_epoch_gives_every_row_to_one_rank_and_the_next_one_in_another_order(
+    target: Path, text: Path, num_ranks: int
+):
+    sources = [source_of(target, text, 8, Ranks(rank, num_ranks)) for rank in range(num_ranks)]
+    steps = 8 // (2 * num_ranks)
+    epochs = [
+        [
+            row
+            for step in range(epoch * steps, (epoch + 1) * steps)
+            for one in sources
+            for row in one._shuffled(step).tolist()
+        ]
+        for epoch in range(3)
+    ]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_held_out_text_is_not_trained_on(target: Path, text: Path):
+    """Where no held-out prompts are given, and where the bundled ones are."""
+    tokenizer = load_tokenizer(target)
+    for words in ({}, {"text": "''", "continuation_prompts": 40}):
+        config = small(target, **{"text": text} | words).job
+        course = training.Course(config, str(target), "", "")
+        prompts, held_out = training._prompts(course, tokenizer)
+        assert prompts and held_out
+        assert not {tuple(prompt) for prompt in prompts} & {tuple(prompt) for prompt in held_out}
+    assert len(prompts) == 40
+
+
+def test_the_rates_of_a_run_are_scaled(target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(training, "fit", lambda *a, **_: seen.append(a[2]) or (_ for _ in ()).throw(Killed))
+    recipe = RECIPES["layerskip"]
+    with pytest.raises(Killed):
+        train.make_drafter(small(small_target(tmp_path / "three", 3), text, recipe="layerskip", rate=3), tmp_path)
+    assert seen[0].matrix_learning_rate == pytest.approx(3 * recipe.matrix_learning_rate)
+    assert seen[0].other_learning_rate == pytest.approx(3 * recipe.other_learning_rate)
+
+
+def test_the_judge_weighs_rows_alike_and_names_temperatures(target: Path, text: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ten rows in passes of eight and two, of a net whose loss is the first token of the pass's first row."""
+    tokens = torch.arange(1, 11)[:, None].expand(-1, 24).contiguous()
+    rows, heats = written_rows(tokens, 4, []), []
+
+    class Net:
+        taps, kv_layers = (FINAL,), ()
+
+        def loss(self, batch: Any, _: Any) -> Any:
+            heats.append(batch.temperature)
+            return batch.tokens[0, 0].float(), {"accept_1": batch.tokens[0, 0].float() / 10}
+
+    judge = training._Judge(load_target(target, "cpu"), Net(), {0.0: rows, 0.8: rows}, small(target, text).job)  # pyright: ignore
+    mean = (8 * 1 + 2 * 9) / 10
+    assert judge() == pytest.approx(
+        {"loss": mean, "accept_1": mean / 10, "loss_at_0.8": mean, "accept_1_at_0.8": mean / 10}, abs=1e-4
+    )
+    assert heats == [0.0, 0.0, 0.8, 0.8]
 
 
 class Killed(BaseException):
