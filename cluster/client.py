@@ -135,7 +135,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Of the coordinator's hub; other clients `connect` to it."""
+        """Of the coordinator's hub."""
         return self._connection.address
 
     def submit(

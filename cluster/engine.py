@@ -81,15 +81,15 @@ class Engine(Client):
             self._startup_s = config.cluster.startup_timeout_s + load_allowance_s(places, sizes)
             progress(describe_layout(config, places, sizes))
             progress("starting " + ", ".join(place.identity for place in places))
-            address = self._backend.start(coordinator_spec(config, places, eos_token_ids), places)
+            self._backend.start(coordinator_spec(config, places, eos_token_ids), places)
         except BaseException:
             self._backend.close()
             raise
         self.startup.mark("processes")
         if log_dir is not None:
             self._secret_file = _write_secret(log_dir, self.secret)
-            progress(f"listening at {address}, secret in {self._secret_file}")
-        connection = Connection(address, CLIENT, self._backend.secret)
+            progress(f"listening at {self.address}, secret in {self._secret_file}")
+        connection = Connection(self._backend.address, CLIENT, self._backend.secret)
         limits = replace(config.cluster, startup_timeout_s=self._startup_s)
         self.supervisor = Supervisor(
             self._backend, limits, on_lost=connection.send, on_moved=connection.move, on_final=self._fail
@@ -103,6 +103,11 @@ class Engine(Client):
             raise
         self.startup.mark("loading")
         self.supervisor.begin_replacing({identity: ready.facts for identity, ready in self.ready.items()})
+
+    @property
+    def address(self) -> str:
+        """Where other clients `connect`."""
+        return self._backend.client_address
 
     @property
     def secret(self) -> str:

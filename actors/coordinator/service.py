@@ -57,6 +57,10 @@ EPOCHS_PER_INCARNATION = 10**6
 """The same for epochs."""
 IDLE_S = 2e-4
 """A drafter that starts an order this long after its last pass was idle when the order arrived."""
+LONGEST_FIELDS = 1 << 17
+"""Bytes of a request beside its text: at the bounds of `SamplingParams` about 100,000."""
+TOKEN_BYTES = 5
+"""Of a token id in a record, at most."""
 LEAD_ROLES = ("target", "draft")
 """Roles that the state machine works with; levels of a cascade below the drafter work for it."""
 
@@ -391,6 +395,7 @@ class CoordinatorService:
             return
         (facts,) = [ready.facts for ready in self._memberships["target"].ready() if ready.rank == 0]
         self._checks.vocab_size, self._checks.max_model_len = int(facts["vocab_size"]), int(facts["max_model_len"])
+        self._hub.limit_clients(LONGEST_FIELDS + TOKEN_BYTES * int(facts["max_model_len"]))
         self._coordinator = self._checks.coordinator = Coordinator(
             Scheduler(spec.limits, Capacity(int(facts["kv_slots"]), int(facts["max_model_len"]))),
             make_policy(

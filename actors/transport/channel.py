@@ -1,6 +1,7 @@
 """The control line: records over ZeroMQ between the coordinator and every rank and client.
 
-The coordinator listens with a `Hub`; every rank and client connects with a `Link`. Four one-way records make a round; a
+The coordinator listens with a `Hub`, which has one port for ranks and the owner of the engine and one for its other
+clients, who share nothing with ranks and may cost only so much; each connects with a `Link`. Four one-way records make a round; a
 role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code connects
 threads, processes and hosts; between threads of one process records pass through memory (`Hub(near=True)`). Carries no
 tensors and decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
@@ -19,7 +20,6 @@ import os
 import select
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Any, cast
@@ -29,6 +29,8 @@ from zmq.utils import z85
 
 from actors.logs import log_event, logger_of
 from actors.protocol import membership, messages
+from actors.transport import client_limits
+from actors.transport.client_limits import ConnectionGuard, TokenBucket
 from actors.transport.codec import Codec, CodecError
 
 _REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportOrder, messages.Report)
@@ -54,13 +56,13 @@ BEAT_MS = 1000
 GIVE_UP_MS = 3000
 """Both ends close a connection without traffic for so long: a host that is cut off sends no FIN."""
 LONGEST_TO_HUB = 1 << 24
-"""Bytes of a frame. Proposals with distributions for a large batch have about a third of it."""
+"""Bytes of a record. Proposals with distributions for a large batch have about a third of it."""
+LONGEST_OF_CLIENT = 1 << 20
+"""Bytes of a client's record, until `limit_clients` says what the longest request takes."""
 LONGEST_TO_LINK = 1 << 28
 """A report with as many spans as are kept has a few millions."""
 MOST_QUEUED = 20_000
 """Records that wait for a peer that does not read; further ones are lost, as for a peer that is gone."""
-MOST_REFUSED = 100
-"""Invalid records after which a peer is ignored: ZeroMQ does not close the connection of a single peer."""
 _SELECT_BELOW_S = 0.01
 """ZeroMQ polls in milliseconds; below this timeout that is too coarse, so `select` waits on its descriptor."""
 _FD_SETSIZE = 1024
@@ -81,13 +83,22 @@ def _hub_keys(secret: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
+def is_client(link: str) -> bool:
+    """Whether this is the name of a link of a client, other than the owner of the engine."""
+    return link.startswith("client:")
+
+
 def heart_of(link: str) -> str:
     """The name of the link of the same process over which its heartbeats go, and recalls come."""
     return f"{link}/heart"
 
 
+class _TooMuchError(ValueError):
+    """A client sends more than it may; what it sends later is read again."""
+
+
 class _Endpoint:
-    """What both ends share: sockets, of which those that use a network are in a context of this endpoint alone, so that
+    """What both ends share: sockets, of which those that use a network are in contexts of this endpoint alone, so that
     `close` waits for what is on its way."""
 
     def __init__(self) -> None:
@@ -128,18 +139,18 @@ class _Endpoint:
             elif ready := zmq.zmq_poll(self._watched, -1 if left_s is None else ceil(left_s * 1e3)):
                 return cast("zmq.Socket[bytes]", ready[0][0])
 
-    def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[bytes]]]:
-        """The parts of each message that arrives within `timeout_s`, and its socket."""
+    def _messages(self, timeout_s: float | None) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Frame]]]:
+        """The frames of each message that arrives within `timeout_s`, and its socket."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._next_message(timeout_s)) is not None:
             yield message
             if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
                 return
 
-    def _next_message(self, timeout_s: float | None) -> tuple[zmq.Socket[bytes], list[bytes]] | None:
+    def _next_message(self, timeout_s: float | None) -> tuple[zmq.Socket[bytes], list[zmq.Frame]] | None:
         with self._in_use:
             socket = self._wait(timeout_s)
-            return None if socket is None else (socket, socket.recv_multipart())
+            return None if socket is None else (socket, socket.recv_multipart(copy=False))
 
     def refuse(self, sender: str, error: Exception) -> None:
         """Count a record that was dropped, and log it unless one was logged just now."""
@@ -151,41 +162,41 @@ class _Endpoint:
 
 
 class Hub(_Endpoint):
-    """The coordinator's end. `address` is tcp://host:port, port 0 or * for any free one. Receive in one thread; another
-    one may `send` as well, and waits while that one waits in `receive`.
+    """The coordinator's end. Ranks and the owner of the engine connect to `address`, its other clients to
+    `client_address`; both are tcp://host:port, port 0 or * for any free one. Receive in one thread; another one may
+    `send` as well, and waits while that one waits in `receive`.
 
-    Raises ValueError if the address is still taken after `bind_wait_s`. Peers are read in turn, so that none that sends
-    without pause delays the others. With `near`, links that this process makes to it with the same secret, while it is
-    there, pass records through memory: no network, no encryption, no thread of ZeroMQ in between; they are read before
-    those of other processes. Only for a hub that lives as long as they do, since such a link finds no successor of it
-    in another process.
+    Raises ValueError if an address is still taken after `bind_wait_s`. Peers are read in turn, and clients when no rank
+    has sent anything, through a thread of ZeroMQ of their own: none that sends without pause delays the others. With
+    `near`, links that this process makes to either address with the same secret, while the hub is there, pass records
+    through memory: no network, no encryption, no thread of ZeroMQ in between; they are read before those of other
+    processes. Only for a hub that lives as long as they do, since such a link finds no successor of it in another
+    process.
     """
 
-    def __init__(self, address: str, secret: bytes, bind_wait_s: float = 0.0, *, near: bool = False) -> None:
+    def __init__(
+        self, address: str, secret: bytes, bind_wait_s: float = 0.0, *, client_address: str = "", near: bool = False
+    ) -> None:
         super().__init__()
+        self._client_context = zmq.Context()
+        self._client_socket = self._open_router(self._client_context)
+        self._client_socket.rcvhwm = client_limits.MOST_WAITING
+        self._client_socket.rcvbuf = client_limits.RECEIVE_BUFFER
+        self._guard = ConnectionGuard(self._client_socket)
+        self._buckets: dict[str, TokenBucket] = {}
+        self.limit_clients(LONGEST_OF_CLIENT)
         self._socket = self._open_router(self._context)
-        self._socket.curve_publickey, self._socket.curve_secretkey = _hub_keys(secret)
-        self._socket.curve_server = True
-        self._socket.ipv6 = "[" in address
         self._names: dict[str, zmq.Socket[bytes]] = {}
-        self._near_key = (os.getpid(), "", secret)
-        self._num_refused: Counter[str] = Counter()
+        self._near_keys: list[tuple[int, str, bytes]] = []
         deadline = time.monotonic() + bind_wait_s
-        while True:
-            try:
-                self._socket.bind(address)
-                break
-            except zmq.ZMQError as error:
-                if time.monotonic() >= deadline:
-                    self.close()
-                    raise ValueError(f"cannot listen on {address}: {error.strerror}; choose a free port") from error
-            time.sleep(RECONNECT_MS / 1e3)
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._near_key = (os.getpid(), self.address, secret)
+        self.address = self._bind(self._socket, address, secret, deadline)
+        client_address = client_address or f"{self.address.rpartition(':')[0]}:*"
+        self.client_address = self._bind(self._client_socket, client_address, secret, deadline)
         if near:
             context, endpoint = zmq.Context.instance(), f"inproc://{self.address}"
             self._open_router(context).bind(endpoint)
-            _NEAR_HUBS[self._near_key] = context, endpoint
+            self._near_keys = [(os.getpid(), place, secret) for place in (self.address, self.client_address)]
+            _NEAR_HUBS.update(dict.fromkeys(self._near_keys, (context, endpoint)))
 
     def _open_router(self, context: zmq.Context) -> zmq.Socket[bytes]:
         router = self._open(context, zmq.ROUTER, LONGEST_TO_HUB)
@@ -193,9 +204,32 @@ class Hub(_Endpoint):
         router.router_mandatory = True  # report that a peer is gone
         return router
 
+    def _bind(self, socket: zmq.Socket[bytes], address: str, secret: bytes, deadline: float) -> str:
+        socket.curve_publickey, socket.curve_secretkey = _hub_keys(secret)
+        socket.curve_server = True
+        socket.ipv6 = "[" in address
+        while True:
+            try:
+                socket.bind(address)
+                return socket.get_string(zmq.LAST_ENDPOINT)
+            except zmq.ZMQError as error:
+                if time.monotonic() >= deadline:
+                    self.close()
+                    raise ValueError(f"cannot listen on {address}: {error.strerror}; choose a free port") from error
+            time.sleep(RECONNECT_MS / 1e3)
+
     def close(self) -> None:
-        _NEAR_HUBS.pop(self._near_key, None)
+        for key in self._near_keys:
+            _NEAR_HUBS.pop(key, None)
+        self._guard.close()
         super().close()
+        self._client_context.destroy(LINGER_MS)
+
+    def limit_clients(self, longest: int) -> None:
+        """The longest record of a client has so many bytes."""
+        self._longest_of_client = longest
+        ahead = (client_limits.MOST_WAITING + 2) * longest + 4 * client_limits.RECEIVE_BUFFER
+        self._guard.most_waiting = ahead
 
     def identities(self) -> list[str]:
         """Of the links that have sent a record and were connected when they were last sent one."""
@@ -204,7 +238,8 @@ class Hub(_Endpoint):
     def send(self, identities: Sequence[str], record: Any) -> None:
         """Multicast one record, encoded once. Never blocks.
 
-        It is lost for an identity that is not connected, or that has not read its last `MOST_QUEUED` records.
+        It is lost for an identity that is not connected, or that has not read its last `MOST_QUEUED` records, a client
+        also with `client_limits.MOST_QUEUED_BYTES` waiting for it.
         """
         payload = CODEC.encode(record)
         with self._in_use:
@@ -213,6 +248,8 @@ class Hub(_Endpoint):
 
     def _post(self, identity: str, payload: bytes) -> None:
         socket = self._names.get(identity, self._socket)
+        if socket is self._client_socket and not self._guard.takes(identity, len(payload)):
+            return
         try:
             socket.send(identity.encode(), zmq.SNDMORE | zmq.NOBLOCK)
             socket.send(payload, zmq.NOBLOCK)
@@ -226,21 +263,47 @@ class Hub(_Endpoint):
     def receive(self, timeout_s: float | None = None) -> tuple[str, Any] | None:
         """The next (identity, record), or None after `timeout_s`. Unreadable records are counted and skipped."""
         for socket, (name, *payload) in self._messages(timeout_s):
-            identity = name.decode(errors="replace")
-            if self._num_refused[identity] >= MOST_REFUSED:
-                continue
+            identity = name.bytes.decode(errors="replace")
             try:
-                record = CODEC.decode(b"".join(payload))
+                record = self._read(socket, identity, payload)
             except CodecError as error:
                 self.refuse(identity, error)
+                continue
+            except _TooMuchError as error:
+                super().refuse(identity, error)
                 continue
             self._names[identity] = socket
             return identity, record
         return None
 
+    def _read(self, socket: zmq.Socket[bytes], identity: str, payload: list[zmq.Frame]) -> Any:
+        """The record of a message, whose size is looked at first."""
+        if socket is self._client_socket:
+            self._guard.count_read(identity, payload)
+            if not is_client(identity):
+                raise CodecError("only clients may send to this address")
+        elif socket is self._socket and is_client(identity):
+            raise CodecError("clients may not send to this address")
+        if is_client(identity):
+            self._check_cost(identity, sum(map(len, payload)))
+        if len(payload) != 1:
+            raise CodecError(f"a record has one frame, not {len(payload)}")
+        return CODEC.decode(payload[0].buffer)
+
+    def _check_cost(self, client: str, size: int) -> None:
+        if not self._bucket(client).takes(size + client_limits.RECORD_COST, time.monotonic()):
+            raise _TooMuchError(f"more than {client_limits.BYTES_PER_S} bytes a second")
+        if size > self._longest_of_client:
+            raise CodecError(f"{size} bytes are more than the {self._longest_of_client} of the longest request")
+
+    def _bucket(self, client: str) -> TokenBucket:
+        name = client.partition("/")[0]
+        return self._buckets.get(name) or self._buckets.setdefault(name, TokenBucket(time.monotonic()))
+
     def refuse(self, sender: str, error: Exception) -> None:
-        """Also drop whatever `sender` sends from its `MOST_REFUSED`th such record on, unread."""
-        self._num_refused[sender] += 1
+        """Also count its cost, if `sender` is a client."""
+        if is_client(sender):
+            self._bucket(sender).spend(client_limits.REFUSED_COST)
         super().refuse(sender, error)
 
 
@@ -296,7 +359,7 @@ class Link(_Endpoint):
         """The next record, or None after `timeout_s`. Unreadable ones are counted and skipped."""
         for _, message in self._messages(timeout_s):
             try:
-                return CODEC.decode(b"".join(message))
+                return CODEC.decode(b"".join([frame.bytes for frame in message]))
             except CodecError as error:
                 self.refuse("the hub", error)
         self._reopen_if_broken()

@@ -27,7 +27,7 @@ class Codec:
         payload = msgpack.Packer().pack(msgspec.to_builtins(record, builtin_types=(bytes,)))
         return self._tags[type(record)] + payload
 
-    def decode(self, payload: bytes) -> Any:
+    def decode(self, payload: bytes | memoryview) -> Any:
         """Raises CodecError for anything but a whole record of a known type."""
         try:
             fields = msgpack.unpackb(memoryview(payload)[1:])

@@ -103,20 +103,28 @@ class CoordinatorWorker:
         return self._title
 
     def bind(
-        self, host: str, port: int, secret: bytes, needs_store: bool, interface: str = "", bind_wait_s: float = 0.0
-    ) -> str:
-        """Listen on `port` (0 for any free one) of `host` ("" for this node's address); returns the hub's address.
+        self,
+        host: str,
+        ports: tuple[int, int],
+        secret: bytes,
+        needs_store: bool,
+        interface: str = "",
+        bind_wait_s: float = 0.0,
+    ) -> tuple[str, str]:
+        """Listen on these ports (0 for any free one) of `host` ("" for this node's address), on the first for ranks and
+        the engine, on the second for other clients; returns the hub's addresses.
 
-        The port of a predecessor may stay taken for a moment: a successor waits for it up to `bind_wait_s`.
+        The ports of a predecessor may stay taken for a moment: a successor waits for them up to `bind_wait_s`.
         """
         host = host or _own_address(interface)
-        self._hub = Hub(f"tcp://{host}:{port or '*'}", secret, bind_wait_s)
+        address, client_address = [f"tcp://{host}:{port or '*'}" for port in ports]
+        self._hub = Hub(address, secret, bind_wait_s, client_address=client_address)
         if needs_store:
             from parallel.comm.rendezvous import host_store
 
             self._store_server = host_store(host)
             self._store = (host, self._store_server.port)
-        return self._hub.address
+        return self._hub.address, self._hub.client_address
 
     def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
         """Serve until `Stop`; returns its reason."""

@@ -1,6 +1,6 @@
 """Where the coordinator and the ranks run: as threads of this process, or as Ray actors.
 
-A backend starts them, gives the address of the coordinator's hub, reports deaths, starts successors, and ends what it
+A backend starts them, gives the addresses of the coordinator's hub, reports deaths, starts successors, and ends what it
 started. Whether a process is replaced is decided by the supervisor.
 """
 
@@ -41,7 +41,10 @@ class Backend(ABC):
         self.secret = secrets.token_bytes(SECRET_BYTES)
         """Needed to connect to the hub: ranks receive it in their specification, clients from the user."""
         self.address = ""
-        """Of the coordinator's hub, from `start` on; it changes when the coordinator is replaced on another node."""
+        """Of the coordinator's hub for ranks and the engine, from `start` on; another one after the coordinator was
+        replaced on another node, as `client_address`."""
+        self.client_address = ""
+        """Of its hub for other clients."""
 
     @property
     def _needs_store(self) -> bool:
@@ -59,8 +62,8 @@ class Backend(ABC):
         """Which rank goes where; connects to the cluster if need be, and waits for what is missing."""
 
     @abstractmethod
-    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> str:
-        """Start coordinator and ranks without waiting for them; returns the hub's address."""
+    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> None:
+        """Start coordinator and ranks without waiting for them; the addresses are known then."""
 
     @abstractmethod
     def deaths(self, timeout_s: float) -> list[Death]:

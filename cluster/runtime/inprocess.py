@@ -50,16 +50,15 @@ class InprocessBackend(Backend):
         cores = sorted(os.sched_getaffinity(0))[: self._config.cluster.num_cpus]
         return lay_out(self._config, Devices(tuple(cores), torch.cuda.device_count()))
 
-    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> str:
+    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> None:
         self._coordinator = coordinator if self.can_kill else replace(coordinator, silence_s=0.0)
         self._placements = {place.identity: place for place in places}
-        self.address = self._hub.address
+        self.address, self.client_address = self._hub.address, self._hub.client_address
         self._store = host_store(LOOPBACK) if self._needs_store else None
         self._start_coordinator(self._coordinator)
         self._open_relay()
         for place in places:
             self._start_rank(self._specify(place, LOOPBACK, coordinator.eos_token_ids))
-        return self.address
 
     def deaths(self, timeout_s: float) -> list[Death]:
         try:

@@ -122,18 +122,18 @@ class RayBackend(Backend):
         cores = sorted(os.sched_getaffinity(0))[: int(resources.get("CPU", 0))]
         return lay_out(self._config, Devices(tuple(cores), int(resources.get("GPU", 0))))
 
-    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> str:
+    def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> None:
         self._coordinator = coordinator
         self._homes = {place.identity: place for place in places}
         self._placements = dict(self._homes)
         cluster = self._config.cluster
         actor = self._create_coordinator(0)
-        bound = actor.bind.remote(self._host, cluster.port, self.secret, self._needs_store, cluster.interface)
+        bound = actor.bind.remote(self._host, (0, cluster.port), self.secret, self._needs_store, cluster.interface)
         self._reservation.reserve(places, cluster.startup_timeout_s, self._progress)
         for place in places:
             self._create_rank(place.identity, 0)
         try:
-            self.address = str(ray.get(bound, timeout=cluster.startup_timeout_s))
+            self.address, self.client_address = ray.get(bound, timeout=cluster.startup_timeout_s)
         except RayTaskError as error:
             field = "" if "cluster.interface" in str(error.cause) else f"cluster.port={cluster.port}: "
             raise ValueError(f"{field}{error.cause}") from error
@@ -142,7 +142,6 @@ class RayBackend(Backend):
         for place in places:
             spec = self._specify(place, self._host, coordinator.eos_token_ids)
             self._actors.run(place.identity, spec, cluster.interface)
-        return self.address
 
     def deaths(self, timeout_s: float) -> list[Death]:
         return self._actors.deaths(timeout_s)
@@ -203,15 +202,16 @@ class RayBackend(Backend):
         return self._create("coordinator", incarnation, CoordinatorActor, title, self._logs, resources=on_node(lead))
 
     def _replace_coordinator(self, incarnation: int) -> None:
-        """At the same address, unless its node, which is that of the target's lead, is gone."""
+        """At the same addresses, unless its node, which is that of the target's lead, is gone."""
         cluster, seat = self._config.cluster, self._coordinator_host
         actor = self._create_coordinator(incarnation)
         if self._coordinator_host == seat:
-            host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-            actor.bind.remote(host, int(port), self.secret, self._needs_store, cluster.interface, _PORT_PATIENCE_S)
+            ports = tuple([int(address.rpartition(":")[2]) for address in (self.address, self.client_address)])
+            host = self.address.removeprefix("tcp://").rpartition(":")[0]
+            actor.bind.remote(host, ports, self.secret, self._needs_store, cluster.interface, _PORT_PATIENCE_S)
         else:
-            bound = actor.bind.remote(self._host, cluster.port, self.secret, self._needs_store, cluster.interface)
-            self.address = str(ray.get(bound, timeout=cluster.startup_timeout_s))
+            bound = actor.bind.remote(self._host, (0, cluster.port), self.secret, self._needs_store, cluster.interface)
+            self.address, self.client_address = ray.get(bound, timeout=cluster.startup_timeout_s)
         self._actors.run("coordinator", replace(self._coordinator, incarnation=incarnation), self._watches)
 
     def _leave_lost_node(self, identity: str) -> None:

@@ -27,7 +27,7 @@ from actors.roles.attached import AttachedDrafter
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
-from actors.transport.channel import Hub, Link
+from actors.transport.channel import Hub, Link, is_client
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.worker.spec import RankSpec
@@ -341,7 +341,7 @@ def open_link(hub):
     links = []
 
     def open_(identity):
-        links.append(Link(hub.address, identity, SECRET))
+        links.append(Link(hub.client_address if is_client(identity) else hub.address, identity, SECRET))
         return links[-1]
 
     yield open_

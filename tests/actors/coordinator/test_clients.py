@@ -31,7 +31,7 @@ def stage():
     stage = Stage(draft_ranks=0)
     stage.get_ready()
     for name in (OTHER, f"{OTHER}/out"):
-        stage.links[name] = Link(stage.hub.address, name, SECRET)
+        stage.links[name] = Link(stage.hub.client_address, name, SECRET)
     stage.send(OTHER, Hello())
     assert receive(stage, OTHER, Alive), "records for a client that is not connected yet are dropped"
     yield stage

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.scheduler import Load
+from actors.coordinator.service import LONGEST_FIELDS
 from actors.coordinator.state_machine import Coordinator
 from actors.protocol.membership import Alive, Hello, Join, RankLost, Ready, Recall, RoleBack, RoleLost, Stop
 from actors.protocol.messages import (
@@ -23,7 +25,7 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.transport.channel import Link
+from actors.transport.channel import CODEC, Link
 from tests.actors.service_harness import FACTS, SECRET, WAIT_S
 
 
@@ -248,3 +250,23 @@ def test_an_order_that_waited_for_a_pass_does_not_measure_the_line(open_stage, i
         stage.send(CLIENT, ReportOrder())
         counters = stage.receive(CLIENT).counters
     assert counters["num_link_trips"] == trips
+
+
+def test_the_longest_request_fits_the_limit_of_clients_and_a_longer_record_does_not(open_stage):
+    stage = open_stage(draft_ranks=0)
+    stage.get_ready()
+    name = "client:other"
+    stage.links[name] = Link(stage.hub.client_address, name, SECRET)
+    widest = 2**32 - 1
+    sampling = SamplingParams(
+        logit_bias=tuple((widest, 0.01 * number) for number in range(1024)),
+        bad_words=((widest,) * 8,) * 1024,
+        stop=("\U0001f40d" * 128,) * 64,
+        stop_token_ids=(widest,) * 128,
+    )
+    longest = Request(1, (widest,) * (FACTS["max_model_len"] - 1), sampling, True, (widest,))
+    assert LONGEST_FIELDS < 2 * len(CODEC.encode(longest))
+    stage.send(name, longest)
+    assert "token" in stage.receive(name).error, "it is read, and has tokens that the target lacks"
+    stage.send(name, replace(longest, prompt=(widest,) * 40_000))
+    assert stage.receive(name, 0.5) is None and stage.hub.num_unreadable == 2

@@ -219,7 +219,7 @@ def test_a_bit_that_flips_on_the_way_ends_a_connection_and_changes_no_token(open
 def test_the_owner_of_the_secret_can_end_the_engine(open_engine):
     """The control: what the others send would end it, were it read."""
     engine = open_engine("none")
-    owner = Link(engine.address, "client/out", engine._backend.secret)
+    owner = Link(engine._backend.address, "client/out", engine._backend.secret)
     owner.send(Stop("by its name"))
     with pytest.raises(EngineError, match="by its name"):
         engine.submit("x", SamplingParams(max_tokens=400, ignore_eos=True)).result(20)

@@ -1,0 +1,156 @@
+"""What a client may cost the hub: bytes that wait on either side of its connections, and bytes and records a second.
+
+ZeroMQ's limits count whole messages: frames of a message that never ends, and long records for a client that reads
+nothing, would fill the memory below them. The kernel counts the bytes that passed each connection in either direction
+(TCP_INFO, Linux), the hub those of the messages that it read and wrote; what they differ by is waiting. Knows no record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+
+import zmq
+
+MOST_QUEUED_BYTES = 1 << 24
+"""Bytes that wait for a client that does not read; further records for it are lost, as for a client that is gone."""
+MOST_WAITING = 16
+"""Records of one connection that ZeroMQ reads ahead of the hub; what follows waits at the client."""
+RECEIVE_BUFFER = 1 << 18
+"""Bytes of one connection that the kernel reads ahead of ZeroMQ; it takes twice as many."""
+BYTES_PER_S = 1 << 20
+"""Of each client: a Mebibyte of the worst bytes keeps the coordinator busy for a quarter of a second."""
+BURST = 1 << 22
+"""Bytes that a client may send at once, after a pause."""
+RECORD_COST = 256
+"""Bytes that a record counts beside its own."""
+REFUSED_COST = 1 << 14
+"""The same of a record that was refused, which is logged."""
+_LOOK_S = 0.05
+_CONNECTED_BYTES = 1000
+"""Bytes that a connection may receive outside of messages: greeting and handshake,"""
+_BEAT_BYTES_PER_S = 100
+"""and the heartbeats of ZMTP."""
+_TCP_BYTES = struct.Struct("120xQQ")
+"""`tcpi_bytes_acked`, `tcpi_bytes_received` of Linux' struct tcp_info."""
+_EVENT = struct.Struct("=Hi")
+"""An event of a socket, and the descriptor it is about."""
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+
+
+def wire_size(payload_len: int) -> int:
+    """Bytes of a frame on its way: ZMTP's header, and the command, nonce, flags and authenticator of CurveZMQ."""
+    sealed = payload_len + 33
+    return sealed + (2 if sealed <= 255 else 9)
+
+
+class TokenBucket:
+    """Refilled with `BYTES_PER_S`, up to `BURST`. Times are of a monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._left = float(BURST)
+        self._at = now
+
+    def takes(self, cost: int, now: float) -> bool:
+        """Whether anything is left; then so much is spent, be it more than is left."""
+        self._left = min(BURST, self._left + (now - self._at) * BYTES_PER_S)
+        self._at = now
+        if self._left < 0:
+            return False
+        self.spend(cost)
+        return True
+
+    def spend(self, cost: int) -> None:
+        self._left -= cost
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """Bytes of one connection. Read and posted ones are counted by the hub's thread, acked ones by the guard's."""
+
+    wire: socket.socket
+    opened_at: float = field(default_factory=time.monotonic)
+    num_read: int = _CONNECTED_BYTES
+    num_posted: int = 0
+    num_acked: int = 0
+    link: str = ""
+
+    def num_waiting(self, now: float) -> int:
+        """Received bytes that are in no message which the hub has read."""
+        self.num_acked, num_received = _TCP_BYTES.unpack(
+            self.wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_BYTES.size)
+        )
+        return int(num_received - self.num_read - _BEAT_BYTES_PER_S * (now - self.opened_at))
+
+
+class ConnectionGuard:
+    """Counts the bytes of all connections to a bound socket, and closes those with more than `most_waiting` bytes that
+    wait for the hub.
+
+    A thread from construction, before the socket is bound, to `close`, before the socket is closed.
+    """
+
+    def __init__(self, listener: zmq.Socket[bytes]) -> None:
+        self.most_waiting = 1 << 25
+        self._listener = listener
+        self._monitor = listener.get_monitor_socket(_EVENTS)
+        self._connections: dict[int, _Connection] = {}
+        self._of_link: dict[str, _Connection] = {}
+        self._thread = threading.Thread(target=self._run, name="client-guard", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if not self._listener.closed:
+            self._listener.disable_monitor()
+        self._thread.join()
+
+    def count_read(self, link: str, message: list[zmq.Frame]) -> None:
+        """A message of this link was read."""
+        connection = self._connections.get(int(message[0].get(zmq.SRCFD)))
+        if connection is not None:
+            connection.num_read += sum([wire_size(len(frame)) for frame in message])
+            connection.link, self._of_link[link] = link, connection
+
+    def takes(self, link: str, payload_len: int) -> bool:
+        """Whether there is room for a record to this link, which is then counted."""
+        if (connection := self._of_link.get(link)) is None:
+            return True
+        connection.num_posted = max(connection.num_posted, connection.num_acked)
+        if connection.num_posted - connection.num_acked > MOST_QUEUED_BYTES:
+            return False
+        connection.num_posted += wire_size(payload_len)
+        return True
+
+    # --- the guard's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            if self._monitor.poll(_LOOK_S * 1e3 if self._connections else None):
+                event, descriptor = _EVENT.unpack(self._monitor.recv_multipart()[0])
+                if event == zmq.EVENT_MONITOR_STOPPED:
+                    break
+                self._follow(event, descriptor)
+            self._close_the_overfull(time.monotonic())
+        self._monitor.close()
+        for connection in self._connections.values():
+            connection.wire.close()
+
+    def _follow(self, event: int, descriptor: int) -> None:
+        """A connection came or went. The copy of its descriptor is closed here alone, so it names no other one."""
+        if (before := self._connections.pop(descriptor, None)) is not None:
+            before.wire.close()
+            if self._of_link.get(before.link) is before:
+                del self._of_link[before.link]
+        if event == zmq.EVENT_ACCEPTED:
+            with contextlib.suppress(OSError):  # it has gone already
+                self._connections[descriptor] = _Connection(socket.socket(fileno=socket.dup(descriptor)))
+
+    def _close_the_overfull(self, now: float) -> None:
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                if connection.num_waiting(now) > self.most_waiting:
+                    connection.wire.shutdown(socket.SHUT_RDWR)

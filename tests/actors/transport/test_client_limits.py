@@ -1,0 +1,185 @@
+"""A client costs the hub so many bytes and no more, in either direction; it is served again once it keeps to that."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import zmq
+
+from actors.protocol.membership import Hello, Stop
+from actors.protocol.messages import Abort, Report, Request
+from actors.transport import client_limits
+from actors.transport.channel import CODEC, Link
+from actors.transport.client_limits import TokenBucket, wire_size
+from tests.actors.service_harness import SECRET
+from tests.actors.transport.test_channel import greet
+
+
+def drained(hub) -> list:
+    return [record for _, record in iter(lambda: hub.receive(0.3), None)]
+
+
+# --- towards the hub -------------------------------------------------------------------------------------------------
+
+
+def test_a_record_that_is_longer_than_any_request_is_refused_unread(hub, open_link, monkeypatch):
+    hub.limit_clients(1000)
+    client, rank = open_link("client:1"), open_link("target-0")
+    decoded: list[int] = []
+    decode = CODEC.decode
+    monkeypatch.setattr(CODEC, "decode", lambda payload: decoded.append(len(payload)) or decode(payload))
+    long = Request(1, tuple(range(1000)))
+    for link in (client, rank):
+        link.send(long)
+        link.send(Hello())
+    arrived = [hub.receive(5.0) for _ in range(3)]
+    assert ("client:1", long) not in arrived and ("target-0", long) in arrived and hub.num_unreadable == 1
+    assert sum(size > 1000 for size in decoded) == 1
+
+
+def test_a_message_of_several_frames_is_refused_however_small(hub, open_link):
+    link = open_link("client:1")
+    greet(hub, link)
+    link._socket.send_multipart([CODEC.encode(Hello()), b""])
+    greet(hub, link)
+    assert hub.num_unreadable == 1
+
+
+def test_the_connection_of_a_message_of_ever_more_frames_is_closed(hub, open_link):
+    """Until the last one there is no message, so the hub cannot read them: they would be kept until memory is full."""
+    hub.limit_clients(10_000)
+    link, other = open_link("client:1"), open_link("client:2")
+    greet(hub, link, other)
+    with link._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        link._socket.send_multipart([bytes(1 << 20)] * 300, copy=False)
+        assert monitor.poll(60_000), "300 MiB were taken"
+        link._socket.disable_monitor()
+    greet(hub, other)
+    assert hub.num_unreadable == 0
+
+
+def test_a_connection_with_all_that_may_wait_is_not_closed(hub, open_link):
+    """Its long records wait while the hub does something else; none is lost."""
+    hub.limit_clients(60_000)
+    link = open_link("client:1")
+    greet(hub, link)
+    requests = [Request(number, tuple([70_000] * 9000)) for number in range(60)]
+    with link._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        for request in requests:
+            link.send(request)
+        assert not monitor.poll(500)
+        link._socket.disable_monitor()
+    assert drained(hub) == requests
+
+
+def test_what_messages_take_on_their_way_is_counted_to_the_byte(hub, open_link):
+    """Else connections that last would be closed, or be allowed ever more."""
+    link = open_link("client:1")
+    greet(hub, link)
+    (connection,) = hub._guard._connections.values()
+    client_limits_left = client_limits._CONNECTED_BYTES
+    for number in range(2000):
+        link.send(Request(number, tuple([70_000] * (number % 100))))
+        if number % 20 == 0:
+            hub.receive(5.0)
+    drained(hub)
+    assert -client_limits_left <= connection.num_waiting(connection.opened_at) < client_limits_left
+    for number in range(2000):
+        hub.send(["client:1"], Request(number, tuple([70_000] * (number % 100))))
+    while link.receive(0.3) is not None:
+        pass
+    connection.num_waiting(0.0)
+    assert 0 <= connection.num_acked - connection.num_posted < client_limits_left
+
+
+def test_a_client_that_sends_too_much_is_not_read_until_it_sends_less(hub, open_link, monkeypatch):
+    monkeypatch.setattr(client_limits, "BURST", 100 * client_limits.RECORD_COST)
+    monkeypatch.setattr(client_limits, "BYTES_PER_S", 0)
+    flood, other = open_link("client:1"), open_link("client:2")
+    greet(hub, other)
+    for number in range(1000):
+        flood.send(Abort(number))
+    assert 50 < len(drained(hub)) < 100 and hub.num_unreadable > 900
+    greet(hub, other)
+    monkeypatch.setattr(client_limits, "BYTES_PER_S", 1 << 30)
+    greet(hub, flood)
+
+
+def test_both_links_of_a_client_share_what_it_may_send(hub, open_link, monkeypatch):
+    monkeypatch.setattr(client_limits, "BURST", 1)
+    monkeypatch.setattr(client_limits, "BYTES_PER_S", 0)
+    greet(hub, open_link("client:1"))
+    open_link("client:1/out").send(Hello())
+    assert hub.receive(0.3) is None and hub.num_unreadable == 1
+
+
+def test_a_refused_record_costs_more_and_ranks_may_send_anything(hub, open_link, monkeypatch):
+    monkeypatch.setattr(client_limits, "BURST", 10 * client_limits.REFUSED_COST)
+    monkeypatch.setattr(client_limits, "BYTES_PER_S", 0)
+    client, rank = open_link("client:1"), open_link("target-0")
+    for link in (client, rank):
+        for _ in range(30):
+            link._post(b"torn")
+        link.send(Hello())
+    assert [hub.receive(5.0), hub.receive(0.3)] == [("target-0", Hello()), None]
+
+
+def test_a_bucket_is_filled_again_up_to_its_burst():
+    bucket, now = TokenBucket(0.0), 0.0
+    assert bucket.takes(client_limits.BURST + 100, now), "a long record passes a full bucket"
+    assert not bucket.takes(1, now)
+    assert bucket.takes(1, now + 200 / client_limits.BYTES_PER_S)
+    later = now + 1000.0
+    assert bucket.takes(client_limits.BURST, later) and bucket.takes(1, later) and not bucket.takes(1, later)
+
+
+# --- names and turns --------------------------------------------------------------------------------------------------
+
+
+def test_a_client_has_its_own_address_where_no_other_name_is_accepted(hub):
+    wrong = [Link(hub.client_address, name, SECRET) for name in ("target-0#0", "client", "draft-0#0/heart")]
+    wrong.append(Link(hub.address, "client:1", SECRET))
+    for link in wrong:
+        link.send(Hello())
+    assert hub.receive(0.5) is None and hub.num_unreadable == len(wrong)
+    assert hub.identities() == []
+    for link in wrong:
+        link.close()
+
+
+def test_ranks_are_read_before_clients(hub, open_link):
+    flood, rank = open_link("client:1"), open_link("target-0")
+    greet(hub, flood, rank)
+    for number in range(2000):
+        flood.send(Abort(number))
+    rank.send(Hello())
+    time.sleep(0.2)  # let what is read ahead arrive
+    assert hub.receive(5.0) == ("target-0", Hello())
+
+
+# --- towards the client ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["client:1", "client"])
+def test_bytes_wait_for_a_client_that_reads_nothing_only_up_to_a_limit(hub, open_link, monkeypatch, name):
+    """The owner of the engine is the control."""
+    monkeypatch.setattr(client_limits, "MOST_QUEUED_BYTES", 1 << 20)
+    stopped, other = open_link(name), open_link("client:2")
+    greet(hub, stopped, other)
+    stopped._socket.rcvhwm = 1
+    count, record = 300, Report({"x": "y" * 200_000}, ())
+    for _ in range(count):
+        hub.send([name], record)
+    hub.send(["client:2"], Stop("arrived"))
+    assert other.receive(5.0) == Stop("arrived")
+    received = len(list(iter(lambda: stopped.receive(0.5), None)))
+    assert received < count if name == "client:1" else received == count
+    deadline = time.monotonic() + 10
+    while (answer := stopped.receive(0.1)) is None and time.monotonic() < deadline:
+        hub.send([name], Stop("again"))
+    assert answer == Stop("again")
+
+
+def test_the_size_of_a_frame_on_its_way_has_two_lengths_of_header():
+    assert [wire_size(size) - size for size in (0, 222, 223, 10**6)] == [35, 35, 42, 42]
