@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,15 @@ def _missing(item: pytest.Item) -> str | None:
         if found < wanted:
             return f"needs {wanted} CUDA device{'s' * (wanted > 1)}, found {found}"
     return None
+
+
+@pytest.fixture
+def device() -> Iterator[Any]:
+    """Where Triton's kernels run on this machine."""
+    from tests.parallel.triton_device import triton_device
+
+    with triton_device() as where:
+        yield where
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.kernels.packing import PER_WORD, Packing
-from parallel.kernels.triton_launch import block_size, launch, runs_on
+from parallel.kernels.triton_launch import INTERPRETS, block_size, launch, runs_on
 
 MOST_ROWS = 256
 """Above this a product writes the numbers out for PyTorch's: then it is limited by arithmetic, and a second copy of the
@@ -118,7 +118,7 @@ class PackedMatrix:
             BLOCK_M=block_m,
             HAS_BIAS=bias is not None and not is_cut,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            WIDEN=x.device.type == "cpu" and x.dtype == torch.bfloat16,  # the interpreter has no such products
+            WIDEN=INTERPRETS and x.dtype == torch.bfloat16,  # the interpreter has no such products
             num_warps=4,
             num_stages=4 if block_m < _LARGEST_BLOCK_M else 3,
         )

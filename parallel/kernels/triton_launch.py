@@ -18,7 +18,8 @@ from torch import Tensor
 
 from parallel.kernels.library import SWITCH
 
-_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run in Triton's interpreter, which takes tensors of any device."""
 _interpreter = threading.Lock()  # it replaces functions of Triton's while a kernel runs; ranks may be threads
 _LARGEST_BLOCK = 1024
 
@@ -28,12 +29,12 @@ def has_triton() -> bool:
     """Whether Triton is installed, can build its launchers, and is not switched off by SPECDEC_KERNELS=0."""
     if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
         return False
-    return _INTERPRETS or any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "cc", "clang") if name)
+    return INTERPRETS or any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "cc", "clang") if name)
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether Triton's kernels take tensors of this device. On `meta` they compute nothing, as PyTorch's."""
-    return has_triton() and (device.type in ("cuda", "meta") or _INTERPRETS)
+    return has_triton() and (device.type in ("cuda", "meta") or INTERPRETS)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: Any) -> None:
@@ -42,7 +43,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: An
     assert isinstance(first, Tensor)
     if first.is_meta or 0 in grid:
         return
-    if _INTERPRETS:
+    if INTERPRETS:
         with _interpreter:
             kernel[grid](*arguments, **options)
     else:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kernels.triton_launch import block_size, launch, runs_on
+from parallel.kernels.triton_launch import INTERPRETS, block_size, launch, runs_on
 from parallel.kv.pass_plan import SpanRows, rounded_logit_rows
 from parallel.kv.pool import KVPool
 from parallel.kv.slot_mirror import SlotMirror
@@ -174,7 +174,7 @@ class SplitKVPlan:
             CAPPED=shape.softcap is not None,
             BLOCK_N=backend.block_n,
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",  # without effect on 16-bit products
-            WIDEN=out.device.type == "cpu" and out.dtype == torch.bfloat16,  # the interpreter has no such products
+            WIDEN=INTERPRETS and out.dtype == torch.bfloat16,  # the interpreter has no such products
             **options,
             num_warps=8 if self.block_m * head_dim > 4096 else 4,
             num_stages=backend.num_stages,

@@ -1,4 +1,4 @@
-"""The Triton kernels of noise, race and truncation against their definition in PyTorch; without a GPU, in Triton's
+"""The Triton kernels of noise, race and truncation against their definition in PyTorch, on the GPU or in Triton's
 interpreter."""
 
 from __future__ import annotations
@@ -12,32 +12,27 @@ from actors.sampling.logits import LogitRows, choose, choose_batch, process_batc
 from actors.sampling.noise import NoiseStream, gumbel, noise_key, spread_keys
 
 kernels = pytest.importorskip("actors.sampling.noise_kernels", reason="needs triton", exc_type=ImportError)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def keys_of(num: int) -> list[int]:
     return [noise_key(seed, NoiseStream.COUPLED, 3 * seed) for seed in range(num)]
 
 
-def on_device(keys: list[int]) -> torch.Tensor:
-    return torch.from_numpy(spread_keys(keys)).to(DEVICE)
-
-
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_noise_is_that_of_the_definition(shared):
+def test_the_noise_is_that_of_the_definition(shared, device):
     keys, token_ids = keys_of(5), torch.arange(9001)
     if not shared:
         token_ids = torch.randint(0, 200_000, (5, 700), generator=torch.Generator().manual_seed(0))
-    noise = kernels.gumbel(on_device(keys), token_ids.to(DEVICE)).cpu()
+    noise = kernels.gumbel(torch.from_numpy(spread_keys(keys)).to(device), token_ids.to(device)).cpu()
     torch.testing.assert_close(noise, gumbel(keys, token_ids), rtol=2e-6, atol=2e-7)
 
 
-def test_the_noise_is_finite_at_both_ends_of_the_uniform():
+def test_the_noise_is_finite_at_both_ends_of_the_uniform(device):
     """Of a key, tokens whose bits are 0 and 2^32 - 1: found by inverting the mixer, which is a bijection."""
     low, high = 0x1234567, 0x89ABCDE
-    keys = torch.tensor([[high, low]] * 2, dtype=torch.int32, device=DEVICE)
+    keys = torch.tensor([[high, low]] * 2, dtype=torch.int32).to(device)
     tokens = torch.tensor([[unscramble(unscramble(bits) ^ low) ^ high] for bits in (0, (1 << 32) - 1)])
-    noise = kernels.gumbel(keys, tokens.to(DEVICE)).flatten().tolist()
+    noise = kernels.gumbel(keys, tokens.to(device)).cpu().flatten().tolist()
     expected = gumbel([high << 32 | low], tokens.flatten()).flatten().tolist()
     assert noise == pytest.approx(expected, rel=1e-6)
     assert noise[0] > 22 and -3 < noise[1] < -2
@@ -53,7 +48,7 @@ def unscramble(word: int) -> int:
     return word ^ word >> 16
 
 
-def test_the_race_takes_the_tokens_of_the_definition(monkeypatch):
+def test_the_race_takes_the_tokens_of_the_definition(monkeypatch, device):
     """Sampled and greedy rows, ties, bans, impossible rows, more tokens than a block, rows that are not adjacent."""
     params = [SamplingParams(temperature=float(row % 3 > 0), seed=row) for row in range(12)]
     scores = torch.randn(12, 9000, generator=torch.Generator().manual_seed(1))[:, :8999] * 3
@@ -66,15 +61,15 @@ def test_the_race_takes_the_tokens_of_the_definition(monkeypatch):
     expected = choose(scores, params, range(12)).tolist()
     assert expected[0] == 0 and expected[3] == 40
     monkeypatch.setattr(sampling, "_has_kernels", lambda _: True)
-    assert choose(scores.to(DEVICE), params, range(12)).tolist() == expected
+    assert choose(scores.to(device), params, range(12)).tolist() == expected
     batch = [LogitRows(one, 1, [1] * row, TokenTree.root(1)) for row, one in enumerate(params, 1)]
-    chosen = choose_batch(scores.to(DEVICE), batch, ()).tolist()
+    chosen = choose_batch(scores.to(device), batch, ()).tolist()
     assert [row for row in range(12) if chosen[row] == NO_TOKEN] == [4, 6, 8]
     monkeypatch.undo()
-    assert DEVICE == "cuda" or chosen == choose_batch(scores, batch, ()).tolist()
+    assert device.type == "cuda" or chosen == choose_batch(scores, batch, ()).tolist()
 
 
-def test_the_rows_keep_the_tokens_of_the_definition(monkeypatch):
+def test_the_rows_keep_the_tokens_of_the_definition(monkeypatch, device):
     """Every combination of the three; logits with many ties, with bans, of both zeros, all banned, with a NaN."""
     limits = [(top_k, top_p, min_p) for top_k in (0, 1, 40) for top_p in (1.0, 0.7, 1e-3) for min_p in (0.0, 0.05)]
     made = torch.randn(len(limits), 4500, generator=torch.Generator().manual_seed(2))[:, :4400]
@@ -90,7 +85,7 @@ def test_the_rows_keep_the_tokens_of_the_definition(monkeypatch):
         batch = [LogitRows(one, 1, [1], TokenTree.root(1)) for one in params]
         expected = process_batch(scores, batch, ())
         monkeypatch.setattr(sampling, "_has_kernels", lambda _: True)
-        kept = process_batch(scores.to(DEVICE), batch, ()).cpu()
+        kept = process_batch(scores.to(device), batch, ()).cpu()
         monkeypatch.undo()
         assert kept[11, 4390].isnan(), "the race finds it; what else stays in its row does not matter"
         kept[11] = expected[11] = 0.0

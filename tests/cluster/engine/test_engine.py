@@ -23,7 +23,7 @@ from cluster.completion import Completion
 from cluster.config.jobs import GenerateConfig
 from cluster.engine import Engine, EngineError
 from cluster.runtime.delay_proxy import Relay
-from parallel.kernels.triton_launch import has_triton
+from parallel.kernels.triton_launch import INTERPRETS, runs_on
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push", "for i in range(10): é😀"]
 GREEDY = SamplingParams(max_tokens=24)
@@ -132,15 +132,17 @@ def in_fp8(source: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
 def test_tokens_are_the_same_on_the_kernels_of_cuda(open_engine, tiny_checkpoint, half_agreeing_drafter, tmp_path):
-    """Which run in Triton's interpreter here; what they do not compute is PyTorch's. Of an FP8 target, dequantised at
-    the start or packed: in float32 the sums differ in their last bits only."""
+    """Which run in Triton's interpreter without a GPU; what they do not compute is PyTorch's. Of an FP8 target,
+    dequantised at the start or packed: in float32 the sums differ in their last bits only."""
+    device = "cpu" if INTERPRETS or not torch.cuda.is_available() else "cuda"
+    if not runs_on(torch.device(device)):
+        pytest.skip("needs triton (pip install triton), and its interpreter (TRITON_INTERPRET=1) or a CUDA device")
     path, tokens = str(in_fp8(tiny_checkpoint("Llama"), tmp_path / "fp8")), []
     for attention, weights in (("sdpa", "auto"), ("triton", "packed")):
-        target = TargetConfig(path=path, device="cpu", attention=attention, weights=weights)
+        target = TargetConfig(path=path, device=device, attention=attention, weights=weights)
         drafter = ModelDrafterConfig(
-            path=str(half_agreeing_drafter), num_draft_tokens=2, device="cpu", attention=attention
+            path=str(half_agreeing_drafter), num_draft_tokens=2, device=device, attention=attention
         )
         engine = open_engine(drafter, target=target)
         tokens.append(tokens_of(engine.generate(["x", "ab"], SamplingParams(max_tokens=6))))

@@ -1,4 +1,5 @@
-"""Attention by Triton's kernels, in its interpreter, against sums in float64 that look at one key after the other."""
+"""Attention by Triton's kernels, on the GPU or in its interpreter, against sums in float64 that look at one key at a
+time."""
 
 from __future__ import annotations
 
@@ -9,13 +10,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from parallel.kernels.triton_launch import has_triton
 from parallel.kv.pass_plan import MutualRows, PendingRows, Span, SpanRows, lay_out
 from parallel.kv.pool import FP8, KVPool
 from parallel.model.layers.attention import AttentionShape, Heads
 from parallel.model.layers.split_kv import SplitKVBackend
-
-pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton (pip install triton)")
 
 
 @dataclass
@@ -75,12 +73,12 @@ SLOW = {
 class Pass:
     """A pool of random rows and a planned pass over it."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
         num_slots = sum(context + (rows if isinstance(rows, int) else len(rows)) for context, rows in case.sequences)
         self.case = case
         stored = dict(stored=FP8, scales=[(1.0, 1.0), (0.5, 2.0)]) if case.fp8 else {}
-        self.pool = KVPool(2, num_slots + 40, case.kv_heads, case.head_dim, case.dtype, **stored)
+        self.pool = KVPool(2, num_slots + 40, case.kv_heads, case.head_dim, case.dtype, device, **stored)
         for rows in (self.pool.keys, self.pool.values):
             rows.copy_(torch.randn(rows.shape))
         shape = AttentionShape(case.group, case.window, case.scale, case.softcap)
@@ -113,22 +111,22 @@ class Pass:
         self.attention = self.plan.attention
         self.attention.wants_lse = True
         width = (case.group + 2) * case.kv_heads * case.head_dim
-        self.projected = torch.randn(len(self.plan.positions), width, dtype=case.dtype)
+        self.projected = torch.randn(len(self.plan.positions), width, dtype=case.dtype).to(device)
 
     def run(self, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         case = self.case
         heads = Heads(layer, case.group * case.kv_heads, case.kv_heads, case.head_dim, case.window is not None, None)
         self.attention.prepare()
-        return self.attention.attend(heads, self.projected, None), self.attention.lse
+        return self.attention.attend(heads, self.projected, None).cpu(), self.attention.lse.cpu()
 
     def expected(self, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, heads, head_dim] and [T, heads]."""
         case, outs, sums = self.case, [], []
         num_heads = case.group * case.kv_heads
-        rows = self.projected.double().view(len(self.projected), -1, case.head_dim)
+        rows = self.projected.cpu().double().view(len(self.projected), -1, case.head_dim)
         for span in self.laid_out:
             kept = zip((self.pool.keys, self.pool.values), self.pool.scales[layer], strict=True)
-            keys, values = (rows[layer, span.slots].double() * scale for rows, scale in kept)
+            keys, values = (rows[layer].cpu()[span.slots].double() * scale for rows, scale in kept)
             depths, positions = span.pending.depths, list(span.positions())
             for i in range(span.num_rows):
                 seen = list(range(span.context))
@@ -155,8 +153,8 @@ class Pass:
     [*CASES.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW.values())],
     ids=[*CASES, *SLOW],
 )
-def test_rows_read_what_they_see(case):
-    planned = Pass(case)
+def test_rows_read_what_they_see(case, device):
+    planned = Pass(case, device)
     out, lse = planned.run()
     expected, sums = planned.expected()
     exact = case.dtype == torch.float32
@@ -165,31 +163,32 @@ def test_rows_read_what_they_see(case):
     torch.testing.assert_close(out[:num_rows].double(), expected.flatten(1), atol=atol, rtol=0)
     torch.testing.assert_close(lse[:num_rows].double(), sums, atol=1e-5 if exact else 1e-3, rtol=0)
     assert not out[num_rows:].any(), "rows that only round a pass up are zero"
-    assert not planned.pool.keys[0].isnan().any()
+    assert not planned.pool.keys[0].cpu().isnan().any()
 
 
-def test_long_sequences_are_cut_and_short_ones_are_not():
-    planned = Pass(Case([(1500, 1), (20, 1), (30, 1)]))
-    items = planned.attention.items
+def test_long_sequences_are_cut_and_short_ones_are_not(device):
+    planned = Pass(Case([(1500, 1), (20, 1), (30, 1)]), device)
+    items = planned.attention.items.cpu()
     assert [int((items[:, 0] == row).sum()) for row in range(3)] == [len(items) - 2, 1, 1]
     lengths = (items[:, 3] - items[:, 2]).tolist()
     assert max(lengths) < 1501 / 3 and sum(lengths) == 1501 + 21 + 31
     assert planned.attention.num_partials == len(items) - 2
 
 
-def test_rounded_up_passes_of_the_same_rows_have_the_same_shapes_whatever_their_contexts():
+def test_rounded_up_passes_of_the_same_rows_have_the_same_shapes_whatever_their_contexts(device):
     """A tree of them, too."""
     rows = [3, [-1, 0, 0]]
     contexts = (1, 70, 900, 3000)
     keys = {
-        Pass(Case([(n, r), (10, 1)], bucketed=True)).attention.key() for n, r in zip(contexts, rows * 2, strict=True)
+        Pass(Case([(n, r), (10, 1)], bucketed=True), device).attention.key()
+        for n, r in zip(contexts, rows * 2, strict=True)
     }
     assert len(keys) == 1
-    assert math.prod(Pass(Case([(3000, 3)], bucketed=True)).attention.items.shape) < 1000
+    assert math.prod(Pass(Case([(3000, 3)], bucketed=True), device).attention.items.shape) < 1000
 
 
-def test_a_plan_sends_new_rows_only():
-    backend = Pass(Case([(1000, 1), (500, 1)])).backend
+def test_a_plan_sends_new_rows_only(device):
+    backend = Pass(Case([(1000, 1), (500, 1)]), device).backend
     pool, forests = backend.pool, {i: PendingRows() for i in range(2)}
     first = backend.num_bytes_sent
     for i in range(2):
@@ -199,10 +198,10 @@ def test_a_plan_sends_new_rows_only():
     assert first > 12 * 1500 and second < 12 * 200
 
 
-def test_the_mirror_is_the_tables_over_random_edits():
+def test_the_mirror_is_the_tables_over_random_edits(device):
     """Sequences grow, are cut, keep paths of trees, end and begin again; more often than a half of the mirror holds."""
     draw = random.Random(0)
-    pool = KVPool(1, 60, 1, 2)
+    pool = KVPool(1, 60, 1, 2, device=device)
     backend = SplitKVBackend(pool, AttentionShape(1))
     forests: dict[object, PendingRows] = {}
     halves, ended = set(), [0] * 4
@@ -223,10 +222,11 @@ def test_the_mirror_is_the_tables_over_random_edits():
         if spans:
             laid_out = lay_out(pool, forests, spans)
             plan = backend.plan(laid_out, [0]).attention
-            halves.add(plan.items[0, 7].item() >= len(backend.mirror.tables) // 2)
+            items, tables = plan.items.cpu(), backend.mirror.tables.cpu()
+            halves.add(items[0, 7].item() >= len(tables) // 2)
             for rows in laid_out:
-                table = plan.items[plan.items[:, 0] == rows.first][0, 7]
-                assert backend.mirror.tables[table : table + len(rows.slots)].tolist() == rows.slots.tolist()
+                table = items[items[:, 0] == rows.first][0, 7]
+                assert tables[table : table + len(rows.slots)].tolist() == rows.slots.tolist()
             for rows in laid_out:
                 node, keep = draw.randrange(rows.num_pending), []
                 while node >= 0:

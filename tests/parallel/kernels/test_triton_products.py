@@ -1,4 +1,5 @@
-"""Products with codes, in Triton's interpreter, against float64; `compile_triton.py` compiles them for a GPU."""
+"""Products with codes against float64, on the GPU or in Triton's interpreter; `compile_triton.py` compiles them for a
+GPU."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ def random_codes(packing: Packing, outputs: int, inputs: int) -> Codes:
     return Codes(values, scales, zeros, groups)
 
 
-def packed(codes: Codes, packing: Packing, cut: int) -> PackedMatrix:
+def packed(codes: Codes, packing: Packing, cut: int, device: torch.device) -> PackedMatrix:
     """Filled in two parts, as fused layers are."""
     outputs, inputs = codes.values.shape
-    matrix = PackedMatrix(outputs, inputs, packing, codes.scales.dtype, "cpu")
+    matrix = PackedMatrix(outputs, inputs, packing, codes.scales.dtype, device)
     for own in (slice(cut), slice(cut, None)):
         zeros = None if codes.zeros is None else codes.zeros[own]
         PackedRows(matrix, own).copy_(Codes(codes.values[own], codes.scales[own], zeros, codes.groups))
@@ -51,19 +52,20 @@ def packed(codes: Codes, packing: Packing, cut: int) -> PackedMatrix:
 
 
 @pytest.mark.parametrize("packing", KINDS, ids=str)
-def test_products_are_those_of_the_numbers(packing):
+def test_products_are_those_of_the_numbers(packing, device):
     """Of any shape, type and number of rows, with their inputs split over programs or not."""
     draw = random.Random(str(packing))
     torch.manual_seed(draw.randrange(1000))
     for dtype, epsilon in EPSILON.items():
         outputs, inputs = draw.randrange(20, 90), draw.choice([96, 7 * 48 + 5, 1100])
         codes = random_codes(packing, outputs, inputs)
-        matrix = packed(codes, packing, draw.randrange(outputs))
+        matrix = packed(codes, packing, draw.randrange(outputs), device)
         x, bias = torch.randn(draw.choice([1, 3, 20]), inputs).to(dtype), torch.randn(outputs).to(dtype)
         expected = x.double() @ codes.numbers().double().T + bias.double()
-        error = (matrix.multiply(x, bias).double() - expected).abs().max() / expected.abs().max()
+        found = matrix.multiply(x.to(device), bias.to(device)).cpu().double()
+        error = (found - expected).abs().max() / expected.abs().max()
         assert error < epsilon, (outputs, inputs, len(x), dtype)
-    assert torch.equal(matrix.unpacked(torch.float32), codes.numbers())
+    assert torch.equal(matrix.unpacked(torch.float32).cpu(), codes.numbers())
     assert matrix.num_parts > 1 or inputs < 1100
 
 
@@ -85,9 +87,9 @@ def test_many_rows_are_multiplied_by_the_numbers_and_few_by_the_codes(monkeypatc
     assert launches(4096, MOST_ROWS + 1) == ["unpack_matrix"]
 
 
-def test_random_codes_are_finite():
+def test_random_codes_are_finite(device):
     for packing in (Packing("int4", 32, has_zeros=True), Packing("int8"), Packing("fp8", 128)):
-        rows = PackedRows(matrix := PackedMatrix(64, 128, packing, torch.float32, "cpu"), slice(None))
+        rows = PackedRows(matrix := PackedMatrix(64, 128, packing, torch.float32, device), slice(None))
         rows.normal_(std=0.02)
-        numbers = matrix.unpacked(torch.float32)
+        numbers = matrix.unpacked(torch.float32).cpu()
         assert 0.005 < numbers.std() < 0.04 and torch.isfinite(torch.stack(rows.aminmax())).all()

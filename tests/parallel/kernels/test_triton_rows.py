@@ -1,4 +1,5 @@
-"""Triton's kernels for rows, in its interpreter, against PyTorch's operators; and all kernels compiled for a GPU."""
+"""Triton's kernels for rows against PyTorch's operators, on the GPU or in its interpreter; and all kernels compiled for
+a GPU."""
 
 from __future__ import annotations
 
@@ -26,55 +27,56 @@ TOLERANCE = {torch.float32: {}, torch.bfloat16: {"atol": 0, "rtol": 0.04}}  # th
 
 @pytest.mark.parametrize("kind", [RMSNorm, RMSNormPlusOne])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_norms(kind, dtype):
-    norm = kind(40, 1e-5, dtype=dtype, device="cpu")
+def test_norms(kind, dtype, device):
+    norm = kind(40, 1e-5, dtype=dtype, device=device)
     norm.weight.normal_(mean=1 - kind.offset)
-    x, added = torch.randn(2, 3, 40, dtype=dtype).unbind(0)
+    x, added = torch.randn(2, 3, 40, dtype=dtype).to(device).unbind(0)
     expected = norm(x), *norm.after_sum(x, added)
     norm.uses_triton = True
     for ours, theirs in zip((norm(x), *norm.after_sum(x, added)), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_gates(dtype):
+def test_gates(dtype, device):
     x = torch.randn(3, 2 * 1100, dtype=dtype)
     gate, up = x.chunk(2, -1)
-    torch.testing.assert_close(triton_launch.gated(x), F.silu(gate) * up, **TOLERANCE[dtype])
+    torch.testing.assert_close(triton_launch.gated(x.to(device)).cpu(), F.silu(gate) * up, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("norms", [None, RMSNorm, RMSNormPlusOne])
 @pytest.mark.parametrize("rotates", [False, True])
-def test_heads_are_normalised_rotated_and_stored(norms, rotates):
+def test_heads_are_normalised_rotated_and_stored(norms, rotates, device):
     num_heads, kv_heads, head_dim = 3, 1, 12
-    pool = KVPool(2, 9, kv_heads, head_dim)
+    pool = KVPool(2, 9, kv_heads, head_dim, device=device)
     pool.open(0)
     plan = SplitKVBackend(pool, AttentionShape(3)).plan(lay_out(pool, {0: PendingRows()}, [Span(0, 2)]), [0])
-    kinds = norms and tuple(norms(head_dim, 1e-6, dtype=torch.float32, device="cpu") for _ in range(2))
+    kinds = norms and tuple(norms(head_dim, 1e-6, dtype=torch.float32, device=device) for _ in range(2))
     for norm in kinds or ():
         norm.weight.normal_()
     heads = Heads(1, num_heads, kv_heads, head_dim, False, kinds)
-    angles = torch.randn(2, 1, head_dim)
+    angles = torch.randn(2, 1, head_dim).to(device)
     rotation = (angles.cos(), angles.sin()) if rotates else None
-    projected = torch.randn(2, (num_heads + 2 * kv_heads) * head_dim)
+    projected = torch.randn(2, (num_heads + 2 * kv_heads) * head_dim).to(device)
     q, k, v = heads.split(projected, rotation)
     queries = projected.clone()
     plan.attention._store(heads, queries, rotation)
     slots = pool.slots(0).tolist()
-    torch.testing.assert_close(queries[:, : num_heads * head_dim], q.flatten(1))
-    torch.testing.assert_close(pool.keys[1, slots], k)
-    torch.testing.assert_close(pool.values[1, slots], v)
-    assert not pool.keys[0].any() and pool.keys[1].count_nonzero() == k.count_nonzero()
+    keys, values = pool.keys.cpu(), pool.values.cpu()
+    torch.testing.assert_close(queries[:, : num_heads * head_dim].cpu(), q.flatten(1).cpu())
+    torch.testing.assert_close(keys[1, slots], k.cpu())
+    torch.testing.assert_close(values[1, slots], v.cpu())
+    assert not keys[0].any() and keys[1].count_nonzero() == k.cpu().count_nonzero()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_fp8_rows_are_stored_as_pytorch_rounds_them(dtype):
+def test_fp8_rows_are_stored_as_pytorch_rounds_them(dtype, device):
     """All numbers between two of e4m3 that round otherwise than their neighbours: ties, subnormals, the largest."""
     exact = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     ties = (exact[1:] + exact[:-1]) / 2
     positive = torch.cat((exact, ties, ties * 1.008, ties * 0.992, torch.tensor([449.0, 464.0, 1e4]), torch.randn(15)))
-    numbers = torch.cat((positive, -positive)).to(dtype)[:1040].view(65, 16)
-    pools = [KVPool(1, 70, 1, 8, dtype, stored=FP8, scales=[(1.0, 0.7)]) for _ in range(2)]
+    numbers = torch.cat((positive, -positive)).to(dtype)[:1040].view(65, 16).to(device)
+    pools = [KVPool(1, 70, 1, 8, dtype, device, stored=FP8, scales=[(1.0, 0.7)]) for _ in range(2)]
     for pool in pools:
         pool.open(0)
     ours, theirs = (
@@ -86,15 +88,15 @@ def test_fp8_rows_are_stored_as_pytorch_rounds_them(dtype):
     slots = theirs.attention.written_slots
     theirs.attention.write(0, *heads.split(projected, None)[1:])
     for stored, expected in zip(*(pool.read(0, slots) for pool in pools), strict=True):
-        assert torch.equal(stored, expected)
+        assert torch.equal(stored.cpu(), expected.cpu())
     keys = projected.view(65, 3, 8)[:, 1:2].float().clamp(-448, 448).to(FP8)
-    assert torch.equal(pools[1].keys[0, slots].float(), keys.float())
+    assert torch.equal(pools[1].keys[0, slots].float().cpu(), keys.float().cpu())
 
 
 COMPILE = Path(__file__).with_name("compile_triton.py")
 
 
-@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_kernels_compile_for_a_gpu(which):
     """The interpreter accepts what the compiler refuses; compiling for an H100 needs none."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

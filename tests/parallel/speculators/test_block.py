@@ -13,7 +13,7 @@ from cluster.tools.training.speculators.block import BlockDrafter, BlockOptions,
 from cluster.tools.training.speculators.interface import TargetBatch, TargetShape
 from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.comm.group import SINGLE
-from parallel.kernels.triton_launch import has_triton
+from parallel.kernels.triton_launch import runs_on
 from parallel.runtime.runner import Span, open_model
 from parallel.speculators.block import BlockRunner
 from parallel.speculators.config import FINAL
@@ -322,7 +322,7 @@ def test_the_rows_of_blocks_are_those_of_cuda_in_one_rectangle(pair, tmp_path):
     """The backend of CUDA, here on a CPU, with texts of different lengths in one pass."""
     net = pair.net(FLAGS["dflash2"])
     logits = []
-    for backend in ("sdpa", "padded", *(["triton"] if has_triton() else [])):
+    for backend in ("sdpa", "padded", *(["triton"] if runs_on(torch.device("cpu")) else [])):
         runner = opened(pair, net, tmp_path)
         assert isinstance(runner, BlockRunner)
         place = SpeculatorPlace(pair.runner.decoder, SINGLE, "cpu", torch.float32, 512)
