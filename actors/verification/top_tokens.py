@@ -7,7 +7,7 @@ drafter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -50,9 +50,14 @@ class TopTokensReader:
         return TopTokensReader(k, reads_prompts=reads_prompts, is_lead=is_lead, is_late=is_late) if k else None
 
     def forward(
-        self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int], inputs: Sequence[_Fed]
+        self,
+        runner: ModelRunner,
+        run: Callable[[Sequence[Span], Sequence[int]], Tensor],
+        spans: Sequence[Span],
+        token_ids: Sequence[int],
+        inputs: Sequence[_Fed],
     ) -> Tensor:
-        """The pass; returns the logits of the rows that `spans` ask for."""
+        """The pass of `runner`, which `run` makes; returns the logits of the rows that `spans` ask for."""
         self._contexts, self._spans, start = [], [], 0
         for span, fed in zip(spans, inputs, strict=True):
             end, before = start + span.num_tokens, runner.cached_len(span.seq_id) - 1
@@ -63,7 +68,7 @@ class TopTokensReader:
                 self._spans.append((cast("int", span.seq_id), len(fed.token_ids)))
             start = end
         asked = [replace(span, num_logits=span.num_tokens) for span in spans] if self._reads_prompts else spans
-        logits = runner.forward(asked, token_ids).logits
+        logits = run(asked, token_ids)
         self._logits = logits if self._is_lead else None
         if all(span.num_logits == one.num_logits for span, one in zip(spans, asked, strict=True)):
             return logits

@@ -71,7 +71,7 @@ def _random_source(verified: VerifyInput) -> HashRandomSource:
 class Verifier:
     """`law_size`: keep only that many of the likeliest tokens of each distribution. Set for a level of a cascade, whose
     tokens are tested by ratio against the distribution that it sends; None for the target. `top_tokens` reads the
-    likeliest tokens at the rows of each pass, `features` its hidden states; no drafter needs both. `splits_choice`: the
+    likeliest tokens at the rows of each pass, `features` its hidden states. `splits_choice`: the
     ranks of a split model, which all call `forward`, choose among their own tokens where nothing needs whole rows."""
 
     def __init__(
@@ -130,7 +130,10 @@ class Verifier:
         self, inputs: Sequence[VerifyInput], spans: list[Span], token_ids: list[int], *, keeps_top_tokens: bool
     ) -> Tensor:
         if self._reader is not None and keeps_top_tokens:
-            return self._reader.forward(self.runner, spans, token_ids, inputs)
+            return self._reader.forward(self.runner, self._run, spans, token_ids, inputs)
+        return self._run(spans, token_ids)
+
+    def _run(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         if self._features is not None:
             return self._features.forward(self.runner, spans, token_ids)
         return self.runner.forward(spans, token_ids).logits

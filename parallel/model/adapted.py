@@ -7,6 +7,7 @@ Plain PyTorch over short windows without KV, in float32. Knows no data and no op
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,29 +49,42 @@ def check_adaptable(config: DecoderConfig) -> None:
 
 def block_weights(decoder: Decoder) -> list[Weight]:
     """The matrices that adapters change, in a fixed order: four of every block."""
-    return [linear.weight for block in decoder.layers for linear in _linears(block)]
+    return [linear.weight for block in decoder.layers for linear in linears(block)]
 
 
-def _linears(block: Block) -> tuple[ColumnLinear, RowLinear, ColumnLinear, RowLinear]:
+def linears(block: Block) -> tuple[ColumnLinear, RowLinear, ColumnLinear, RowLinear]:
     assert block.attention is not None
     assert isinstance(block.mlp, MLP)
     return block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down
 
 
-class AdaptedDecoder:
-    """A checkpoint, frozen, with room for adapters of `rank`."""
+class AdaptedModel(ABC):
+    """Frozen `weights` with room for adapters of `rank`."""
 
-    def __init__(self, config: DecoderConfig, path: str | Path, device: torch.device | str, rank: int) -> None:
-        check_adaptable(config)
-        self.config = config
-        self._frozen = Decoder(config, SINGLE, device, torch.float32)  # never packed: the matrices stay readable
-        load_shards(self._frozen.shards(), tensor_shapes(config), resolve_checkpoint(str(path)))
-        self.weights = [weight.plain for weight in block_weights(self._frozen)]
+    def __init__(self, weights: list[Tensor], rank: int) -> None:
+        self.weights = weights
         self.rank = rank
+
+    @abstractmethod
+    def logits(
+        self,
+        token_ids: Tensor,
+        num_rows: int,
+        adapters: Sequence[Adapter] | None = None,
+        scales: Sequence[float] = (),
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [num_rows, V] of the last rows of the windows token_ids [B, T], window after window: B * `num_rows`
+        rows. `scales`: factors of the adapters, 1 if left out. `features` [B, T, F] are the target's one place before
+        each token, for a model that reads them."""
+
+    def columns(self, token_ids: Tensor) -> Tensor:
+        """In which columns of the logits these tokens stand; behind the last for tokens that the model lacks."""
+        return token_ids
 
     def zero_adapters(self, seed: int = 0) -> list[Adapter]:
         """Adapters that change nothing: `up` is zero, `down` random."""
-        source, device = torch.Generator().manual_seed(seed), self._frozen.device
+        source, device = torch.Generator().manual_seed(seed), self.weights[0].device
         return [
             (
                 torch.zeros(len(weight), self.rank, device=device),
@@ -87,40 +101,72 @@ class AdaptedDecoder:
             for weight, (up, down) in zip(self.weights, adapters, strict=True)
         ]
 
+    def pairs(self, adapters: Sequence[Adapter] | None, scales: Sequence[float]) -> list[tuple[Adapter, float] | None]:
+        """The adapter of every matrix with its factor."""
+        if adapters is None:
+            return [None] * len(self.weights)
+        return list(zip(adapters, scales or [1.0] * len(self.weights), strict=True))
+
+
+class AdaptedDecoder(AdaptedModel):
+    """A checkpoint of a whole model."""
+
+    def __init__(self, config: DecoderConfig, path: str | Path, device: torch.device | str, rank: int) -> None:
+        check_adaptable(config)
+        self.config = config
+        self._frozen = Decoder(config, SINGLE, device, torch.float32)  # never packed: the matrices stay readable
+        load_shards(self._frozen.shards(), tensor_shapes(config), resolve_checkpoint(str(path)))
+        super().__init__([weight.plain for weight in block_weights(self._frozen)], rank)
+
     def logits(
-        self, token_ids: Tensor, num_rows: int, adapters: Sequence[Adapter] | None = None, scales: Sequence[float] = ()
+        self,
+        token_ids: Tensor,
+        num_rows: int,
+        adapters: Sequence[Adapter] | None = None,
+        scales: Sequence[float] = (),
+        features: Tensor | None = None,
     ) -> Tensor:
-        """Logits [num_rows, V] of the last rows of the windows token_ids [B, T], window after window: B * `num_rows`
-        rows. `scales`: factors of the adapters, 1 if left out."""
-        decoder, config = self._frozen, self.config
-        scales = scales or [1.0] * len(self.weights)
-        pairs = [None] * len(self.weights) if adapters is None else list(zip(adapters, scales, strict=True))
+        assert features is None, "a draft model reads tokens alone"
+        decoder, pairs = self._frozen, self.pairs(adapters, scales)
         assert decoder.rope is not None
         rope = decoder.rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         hidden = F.embedding(token_ids, decoder.embedding.weight.plain)
         for i, block in enumerate(decoder.layers):
-            qkv, o, gate_up, down = zip(_linears(block), pairs[4 * i : 4 * i + 4], strict=True)
-            attended = self._attend(block, _adapted(_normed(hidden, block.norms[0]), *qkv), rope)
-            hidden = hidden + _adapted(attended, *o)
-            gate, up = _adapted(_normed(hidden, block.norms[1]), *gate_up).chunk(2, -1)
-            hidden = hidden + _adapted(F.silu(gate) * up, *down)
+            hidden = run_block(
+                block, self.config, normed(hidden, block.norms[0]), hidden, pairs[4 * i : 4 * i + 4], rope
+            )
         assert decoder.norm is not None
-        last = _normed(hidden[:, -num_rows:], decoder.norm).flatten(0, 1)
-        return F.linear(last, decoder.lm_head.weight.plain)[:, : config.vocab_size]
+        last = normed(hidden[:, -num_rows:], decoder.norm).flatten(0, 1)
+        return F.linear(last, decoder.lm_head.weight.plain)[:, : self.config.vocab_size]
 
-    def _attend(self, block: Block, qkv: Tensor, rope: Rotation) -> Tensor:
-        """qkv [B, T, (heads + 2 KV heads) * head_dim] -> [B, T, heads * head_dim], causal."""
-        config, attention = self.config, block.attention
-        assert attention is not None
-        num_kv = config.num_kv_heads
-        heads = qkv.unflatten(-1, (config.num_heads + 2 * num_kv, config.head_dim))
-        queries, keys, values = heads.split((config.num_heads, num_kv, num_kv), 2)
-        if attention.q_norm is not None and attention.k_norm is not None:
-            queries, keys = _normed(queries, attention.q_norm), _normed(keys, attention.k_norm)
-        queries, keys = rotate(queries, rope), rotate(keys, rope)
-        q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return attended.transpose(1, 2).flatten(2)
+
+def run_block(
+    block: Block,
+    config: DecoderConfig,
+    x: Tensor,
+    stream: Tensor,
+    pairs: Sequence[tuple[Adapter, float] | None],
+    rope: Rotation,
+) -> Tensor:
+    """The residual stream [B, T, H] after a block whose attention reads `x`."""
+    qkv, o, gate_up, down = zip(linears(block), pairs, strict=True)
+    stream = stream + _adapted(_attend(block, config, _adapted(x, *qkv), rope), *o)
+    gate, up = _adapted(normed(stream, block.norms[1]), *gate_up).chunk(2, -1)
+    return stream + _adapted(F.silu(gate) * up, *down)
+
+
+def _attend(block: Block, config: DecoderConfig, qkv: Tensor, rope: Rotation) -> Tensor:
+    """qkv [B, T, (heads + 2 KV heads) * head_dim] -> [B, T, heads * head_dim], causal."""
+    attention, num_kv = block.attention, config.num_kv_heads
+    assert attention is not None
+    heads = qkv.unflatten(-1, (config.num_heads + 2 * num_kv, config.head_dim))
+    queries, keys, values = heads.split((config.num_heads, num_kv, num_kv), 2)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        queries, keys = normed(queries, attention.q_norm), normed(keys, attention.k_norm)
+    queries, keys = rotate(queries, rope), rotate(keys, rope)
+    q, k, v = (part.transpose(1, 2) for part in (queries, keys, values))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attended.transpose(1, 2).flatten(2)
 
 
 def _adapted(x: Tensor, linear: ColumnLinear | RowLinear, pair: tuple[Adapter, float] | None) -> Tensor:
@@ -131,6 +177,7 @@ def _adapted(x: Tensor, linear: ColumnLinear | RowLinear, pair: tuple[Adapter, f
     return y if linear.bias is None else y + linear.bias
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """As the served norm computes it, with gradients."""
     assert isinstance(norm, RMSNorm)
     return F.rms_norm(x, (norm.hidden,), norm.weight, norm.eps)

@@ -135,6 +135,14 @@ class DraftLayers(Layer):
                 raise ValueError(f"{file}: d2t names tokens outside the target's vocabulary, or one twice")
             self._columns = columns.to(self._options["device"])
 
+    @property
+    def tokens_of_head(self) -> Tensor | None:
+        """The tokens whose logits an own head gives, in its order; None: all."""
+        return self._columns
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        return self._rope(positions)
+
     def fused(self, features: Tensor) -> Tensor:
         """The target's features, as they came, [T, F] -> the first layer's, [T, H]."""
         if self.fuser is None or self._reads_fused:

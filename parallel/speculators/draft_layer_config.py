@@ -111,7 +111,9 @@ class DraftLayerConfig(SpeculatorConfig):
         return 0 < self.head_rows < self.vocab_size
 
     def layer_name(self, i: int) -> str:
-        return self.names.layers.format(i=i)
+        """Where a name is that of one layer, further ones are numbered below it."""
+        layers = self.names.layers
+        return layers.format(i=i) if "{i}" in layers or not i else f"{layers}.{i}"
 
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every tensor that the layers read from their checkpoint."""

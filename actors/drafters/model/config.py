@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, PlacedDrafterConfig, Placement
 from actors.drafters.draft_ahead.tree import AHEAD
@@ -244,7 +244,58 @@ class PassDrafterConfig(PlacedDrafterConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDrafterConfig(PassDrafterConfig):
+class LearningDrafterConfig(PassDrafterConfig):
+    """A drafter whose weights can be learned while it serves."""
+
+    online: bool = False
+    """Learn from what the target said at verified rows, while the rank waits for records; see docs/online.md."""
+    online_rate: Annotated[float, Range(above=0, high=1)] = 3e-4
+    """online=true: learning rate of the adapters."""
+    online_strength: Annotated[float, Range(0, 1)] = 1.0
+    """online=true: how much of what was learned is served; 0: the shipped model, whatever is learned."""
+    online_budget: Annotated[float, Range(above=0, high=1)] = 1.0
+    """online=true: share of the time in which the draft rank waits for records that may be spent learning."""
+    online_memory: Annotated[int, Range(32)] = 16384
+    """online=true: positions that wait to be learned, at most; 110 bytes each, and a speculator's features."""
+    online_state: str = ""
+    """online=true: a file from which learning continues, and to which it is saved every 64 steps and at the end; empty
+    = it starts anew and is lost."""
+
+    def check_fields(self, where: str) -> None:
+        self._check_learning(where)
+        super(LearningDrafterConfig, self).check_fields(where)
+
+    def _check_learning(self, where: str) -> None:
+        remedy = "is for a drafter that learns; add drafter.online=true or drop it"
+        require(self.online or not self.online_state, f"{where}.online_state", self.online_state, remedy)
+        if not self.online:
+            return
+        field = f"{where}.online"
+        require(where == "drafter", field, True, "learns as a drafter of its own only; drop it")
+        remedy = "needs a rank that idles while the target works; use drafter.placement=separate"
+        require(self.placement is not Placement.attached, field, True, remedy)
+        require(self.weights != "packed", field, True, f"changes the weights; drop {where}.weights=packed")
+
+    @property
+    def target_top_k(self) -> int:
+        return 8 if self.online else 0
+
+    @property
+    def learns_later(self) -> bool:
+        return self.online
+
+    def with_state(self, where: str) -> Self:
+        """The record with the absolute path of what was learned."""
+        if not self.online_state:
+            return self
+        state = Path(self.online_state).absolute()
+        remedy = "its folder does not exist; make it or name another file"
+        require(state.parent.is_dir(), f"{where}.online_state", self.online_state, remedy)
+        return replace(self, online_state=str(state))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafterConfig(LearningDrafterConfig):
     """A separate, smaller model."""
 
     name: str = "model"
@@ -290,19 +341,6 @@ class ModelDrafterConfig(PassDrafterConfig):
     tokenizers differ, else nothing is translated."""
     tokenizer: str = ""
     """Checkpoint directory whose tokens a translated drafter proposes; empty = the target's."""
-    online: bool = False
-    """Learn from what the target said at verified rows, while the rank waits for records; see docs/online.md."""
-    online_rate: Annotated[float, Range(above=0, high=1)] = 3e-4
-    """online=true: learning rate of the adapters."""
-    online_strength: Annotated[float, Range(0, 1)] = 1.0
-    """online=true: how much of what was learned is served; 0: the shipped model, whatever is learned."""
-    online_budget: Annotated[float, Range(above=0, high=1)] = 1.0
-    """online=true: share of the time in which the draft rank waits for records that may be spent learning."""
-    online_memory: Annotated[int, Range(32)] = 16384
-    """online=true: positions that wait to be learned, at most; about 110 bytes each."""
-    online_state: str = ""
-    """online=true: a file from which learning continues, and to which it is saved every 64 steps and at the end; empty
-    = it starts anew and is lost."""
 
     def check_fields(self, where: str) -> None:
         remedy = "shares the target's ranks; drop it, the draft model is split as the target is"
@@ -324,32 +362,18 @@ class ModelDrafterConfig(PassDrafterConfig):
         self._check_layers(where)
         remedy = "runs a prefix of the layers one by one; drop it or use drafter.parallel=single or tensor"
         require(self.parallel is not Parallel.layer or not self.prefixes, f"{where}.prefixes", self.prefixes, remedy)
-        self._check_online(where)
         super(ModelDrafterConfig, self).check_fields(where)
 
-    def _check_online(self, where: str) -> None:
-        remedy = "is for a drafter that learns; add drafter.online=true or drop it"
-        require(self.online or not self.online_state, f"{where}.online_state", self.online_state, remedy)
+    def _check_learning(self, where: str) -> None:
+        super(ModelDrafterConfig, self)._check_learning(where)
         if not self.online:
             return
         field = f"{where}.online"
-        require(where == "drafter", field, True, "learns as a drafter of its own only; drop it")
         require(not self.prefixes, field, True, f"learns with all layers; drop it or {where}.prefixes")
         remedy = "learns on one rank, which holds the whole model; use drafter.ranks=1 drafter.parallel=single"
         require(self.parallel is Parallel.single and self.ranks == 1, field, True, remedy)
-        remedy = "needs a rank that idles while the target works; use drafter.placement=separate"
-        require(self.placement is not Placement.attached, field, True, remedy)
         remedy = f"learns the target's own tokens; drop {where}.vocabulary and {where}.translate"
         require(not self.vocabulary and self.translate is Translation.auto, field, True, remedy)
-        require(self.weights != "packed", field, True, f"changes the weights; drop {where}.weights=packed")
-
-    @property
-    def target_top_k(self) -> int:
-        return 8 if self.online else 0
-
-    @property
-    def learns_later(self) -> bool:
-        return self.online
 
     def _check_layers(self, where: str) -> None:
         by_layer = self.parallel is Parallel.layer
@@ -366,11 +390,7 @@ class ModelDrafterConfig(PassDrafterConfig):
         if self.tree:
             config = replace(config, tree=self._tree_file(resolve, f"{where}.tree"))
         config = config._with_tokenizer(resolve, where)
-        if config.online_state:
-            state = Path(config.online_state).absolute()
-            remedy = "its folder does not exist; make it or name another file"
-            require(state.parent.is_dir(), f"{where}.online_state", self.online_state, remedy)
-            config = replace(config, online_state=str(state))
+        config = config.with_state(where)
         if not self.vocabulary:
             return config
         from actors.drafters.vocabulary.token_list import read_token_list

@@ -26,9 +26,10 @@ from actors.drafters.model.config import (
     Translation,
 )
 from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.model.learning import learning
 from actors.drafters.model.string_drafter import StringDrafter
 from actors.drafters.online.drafter import OnlineDrafter
-from actors.drafters.online.learner import RANK, OnlineLearner
+from actors.drafters.online.learner import RANK
 from actors.drafters.vocabulary.token_list import read_token_list
 from actors.drafters.vocabulary.token_pieces import TokenPieces, shared_tokens
 from actors.drafters.vocabulary.translated_runner import TranslatedRunner
@@ -36,7 +37,7 @@ from actors.options import PipelineName, SchedulerConfig
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import ChoicesAhead
 from parallel.comm.group import Group
-from parallel.model.adapted import AdaptedDecoder
+from parallel.model.adapted import AdaptedDecoder, block_weights
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
@@ -71,16 +72,9 @@ def build_model_drafter(config: ModelDrafterConfig, setup: DraftSetup) -> tuple[
 
 
 def _learning(drafter: ModelDrafter, config: ModelDrafterConfig) -> OnlineDrafter:
-    """`drafter` with a learner beside it; ValueError, one line, for a saved state that is none of this model."""
     decoder = drafter.runner.decoder
     model = AdaptedDecoder(decoder.config, config.path, decoder.device, min(RANK, decoder.config.hidden_size))
-    learner = OnlineLearner(
-        model, rate=config.online_rate, strength=config.online_strength, num_positions=config.online_memory
-    )
-    state = Path(config.online_state) if config.online_state else None
-    if state is not None and state.exists():
-        learner.restore(state)
-    return OnlineDrafter(drafter, drafter.runner, learner, config.online_budget, state)
+    return learning(drafter, block_weights(decoder), model, config)
 
 
 def open_draft_model(

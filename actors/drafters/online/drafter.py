@@ -1,6 +1,6 @@
-"""`drafter.online=true`: a draft model that learns from the target in the idle time of its rank.
+"""`drafter.online=true`: a draft model or speculator that learns from the target in the idle time of its rank.
 
-Stands around the model's drafter and drafts nothing itself. It collects what the target said at verified rows, takes
+Stands around the drafter and drafts nothing itself. It collects what the target said at verified rows, takes
 the learner's steps when the role lets it, and puts new weights into the model only where a draft begins. So all passes
 of a draft, and the distributions that travel with it, are of one version of the weights: q is the law that the tokens
 were drawn from, as the ratio rules need it. KV rows of earlier versions stay: they are an input like any other. What
@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.drafters.interface import Context, Draft, Drafter
+from actors.drafters.interface import Context, Draft, Drafter, FeatureRows
 from actors.drafters.online.learner import OnlineLearner
+from actors.drafters.online.window_features import WindowFeatures
 from actors.drafters.online.windows import LawWindow, TextLaws
 from actors.protocol.messages import Commit, LearningWork, TopTokens
-from parallel.model.adapted import block_weights
+from parallel.model.layers.weight import Weight
 from parallel.runtime.runner import ModelRunner
 
 STEPS_PER_SAVE = 64
@@ -26,11 +27,17 @@ STEPS_PER_SAVE = 64
 
 
 class OnlineDrafter:
-    """`drafter` drafts by passes of `runner`, whose weights are replaced; `idle_share` of the rank's idle time may be
-    spent learning. With a `state` file the learner continues from it, and saves itself there."""
+    """`drafter` drafts by passes of `runner`, whose weights `served` are replaced; `idle_share` of the rank's idle time
+    may be spent learning. With a `state` file the learner continues from it, and saves itself there."""
 
     def __init__(
-        self, drafter: Drafter, runner: ModelRunner, learner: OnlineLearner, idle_share: float, state: Path | None
+        self,
+        drafter: Drafter,
+        runner: ModelRunner,
+        served: Sequence[Weight],
+        learner: OnlineLearner,
+        idle_share: float,
+        state: Path | None,
     ) -> None:
         self.drafter = drafter
         self.runner = runner
@@ -40,49 +47,56 @@ class OnlineDrafter:
         self._num_saved = learner.num_steps
         self._laws = TextLaws()
         self._contexts: dict[int, Context] = {}
-        self._served = block_weights(self.runner.decoder)
-        self._num_drafted = self._num_accepted = 0
-        self._versions: dict[int, int] = {}  # of the weights that the pending draft of a request began with
-        self.capabilities = replace(drafter.capabilities, reads_top_tokens=self, learns=self)
+        self._served = served
+        self._reader = drafter.capabilities.reads_features
+        self._features = None if self._reader is None else WindowFeatures()
+        reads_features = None if self._reader is None else self
+        self.capabilities = replace(
+            drafter.capabilities, reads_top_tokens=self, learns=self, reads_features=reads_features
+        )
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self, context: Context) -> None:
         self._contexts[context.request_id] = context
+        if self._features is not None:
+            self._features.open(context.request_id)
         self.drafter.open(context)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         if (weights := self.learner.take_weights()) is not None:
             for weight, matrix in zip(self._served, weights, strict=True):
                 weight.assign(matrix)
-        ahead = self.drafter.capabilities.works_ahead
-        for context in contexts:
-            if ahead is None or not ahead.prepared(context):
-                self._versions[context.request_id] = self.learner.version
         return self.drafter.propose(contexts, budgets)
 
     def observe(self, context: Context, commit: Commit) -> None:
-        self._remember(self._laws.observe(context, commit))
-        if self._versions.get(context.request_id) == self.learner.version:
-            self._num_drafted += 1
-            self._num_accepted += min(len(commit.path), len(commit.token_ids))
-        self._versions[context.request_id] = self.learner.version
+        self._remember(context.request_id, self._laws.observe(context, commit))
         self.drafter.observe(context, commit)
 
     def release(self, request_id: int) -> None:
-        self._remember(self._laws.release(self._contexts.pop(request_id)))
-        self._versions.pop(request_id, None)
+        self._remember(request_id, self._laws.release(self._contexts.pop(request_id)))
+        for window in [] if self._features is None else self._features.release(request_id):
+            self.learner.memory.add(window)
         self.drafter.release(request_id)
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
-        for window in self._laws.read(top_tokens, self._contexts):
-            self._remember(window)
+        for request_id, window in self._laws.read(top_tokens, self._contexts):
+            self._remember(request_id, window)
 
-    def _remember(self, window: LawWindow | None) -> None:
-        if window is not None:
+    def read_features(self, features: FeatureRows) -> None:
+        assert self._reader is not None
+        assert self._features is not None
+        self._reader.read_features(features)
+        for window in self._features.read(features):
             self.learner.memory.add(window)
+
+    def _remember(self, request_id: int, window: LawWindow | None) -> None:
+        if window is None:
+            return
+        for complete in [window] if self._features is None else self._features.add(request_id, window):
+            self.learner.memory.add(complete)
 
     @property
     def wants_learning(self) -> bool:

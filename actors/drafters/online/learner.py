@@ -28,7 +28,7 @@ from torch import Tensor
 
 from actors.drafters.online.windows import LawWindow, WindowMemory
 from actors.policy.estimators import Ewma
-from parallel.model.adapted import AdaptedDecoder, Adapter
+from parallel.model.adapted import AdaptedModel, Adapter
 
 RANK = 32
 """Of the adapters, at most; never more than a matrix has outputs."""
@@ -52,9 +52,7 @@ _TEST_MEMORY = 0.85
 class OnlineLearner:
     """`learn` takes one small step; `take_weights` hands over new weights to serve when there are some."""
 
-    def __init__(
-        self, model: AdaptedDecoder, *, rate: float, strength: float, num_positions: int, seed: int = 0
-    ) -> None:
+    def __init__(self, model: AdaptedModel, *, rate: float, strength: float, num_positions: int, seed: int = 0) -> None:
         self._model = model
         self._device = model.weights[0].device
         self._rate = rate
@@ -142,9 +140,8 @@ class OnlineLearner:
         self._begin(self._model.zero_adapters(self._seed + self.num_rollbacks))
 
     def _accepted_share(self, window: LawWindow, adapters: Sequence[Adapter] | None) -> float:
-        scales = [self._strength] * len(self._model.weights)
-        logits = self._model.logits(window.token_ids.to(self._device)[None], len(window), adapters, scales)
-        likely, probs = window.likely.to(self._device), window.probs.to(self._device)
+        logits = self._logits(window, adapters, [self._strength] * len(self._model.weights))
+        likely, probs = self._law_of(window)
         if window.greedy:
             return float((logits.argmax(-1) == likely[:, 0]).float().mean())
         known = likely < logits.shape[-1]
@@ -154,12 +151,20 @@ class OnlineLearner:
     def _add_gradients(self, window: LawWindow) -> None:
         kept = [self._random.random() >= DROPPED for _ in self._live]
         scales = [one / (1 - DROPPED) for one in kept]
-        logits = self._model.logits(window.token_ids.to(self._device)[None], len(window), self._live, scales)
-        loss = law_loss(logits, window.likely.to(self._device), window.probs.to(self._device))
+        loss = law_loss(self._logits(window, self._live, scales), *self._law_of(window))
         (loss / WINDOWS_PER_STEP).backward()
         self.loss.update(float(loss.detach()))
         self.num_positions += len(window)
         self._num_gradients += 1
+
+    def _logits(self, window: LawWindow, adapters: Sequence[Adapter] | None, scales: Sequence[float]) -> Tensor:
+        tokens = window.token_ids.to(self._device)[None]
+        features = None if window.features is None else window.features.to(self._device)[None]
+        return self._model.logits(tokens, len(window), adapters, scales, features)
+
+    def _law_of(self, window: LawWindow) -> tuple[Tensor, Tensor]:
+        """The columns of the likely tokens and their probabilities, [n, k] each."""
+        return self._model.columns(window.likely.to(self._device)), window.probs.to(self._device)
 
     def _step(self) -> None:
         self._optimizer.step()

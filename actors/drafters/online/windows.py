@@ -33,13 +33,19 @@ USES = 3
 
 @dataclass(slots=True, eq=False)
 class LawWindow:
-    """token_ids [T]; the target's `likely` tokens [n, k] and their `probs` after each of the last n of them."""
+    """token_ids [T]; the target's `likely` tokens [n, k] and their `probs` after each of the last n of them.
+
+    `start` is the position of the first token in its text. `features` [T, F] are the target's one place before each
+    token, for a learner that reads them.
+    """
 
     token_ids: Tensor
     likely: Tensor
     probs: Tensor
     greedy: bool
     num_uses: int = 0
+    start: int = 0
+    features: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.likely)
@@ -62,8 +68,8 @@ class TextLaws:
         self._verdicts: dict[int, dict[int, tuple[list[int], list[int]]]] = {}  # text -> (accepted rows, their tokens)
         self._rows: dict[int, _TextRows] = {}
 
-    def read(self, top_tokens: TopTokens, known: Mapping[int, Context]) -> list[LawWindow]:
-        """The rows of a pass, of known requests; windows that are full now."""
+    def read(self, top_tokens: TopTokens, known: Mapping[int, Context]) -> list[tuple[int, LawWindow]]:
+        """The rows of a pass, of known requests; windows that are full now, each with its request."""
         windows = []
         tokens = np.frombuffer(top_tokens.contexts, np.int32)[1::2]
         likely = np.frombuffer(top_tokens.token_ids, np.int32).reshape(-1, top_tokens.k)
@@ -74,7 +80,7 @@ class TextLaws:
             if request_id in known:
                 self._verified[request_id] = text_len, tokens[rows], likely[rows], probs[rows]
                 window = self._join(known[request_id], known[request_id].token_ids)
-                windows += [] if window is None else [window]
+                windows += [] if window is None else [(request_id, window)]
             start += size
         return windows
 
@@ -120,11 +126,12 @@ class TextLaws:
         """The first `size` rows of the request, which are dropped."""
         rows = self._rows.pop(context.request_id)
         end = rows.start + size - 1  # tokens of the text that the last row has read
-        token_ids = text[max(0, rows.start - READ_BEFORE) : end]
+        start = max(0, rows.start - READ_BEFORE)
         self._rows[context.request_id] = _TextRows(rows.start + size, rows.likely[size:], rows.probs[size:])
         likely, probs = np.stack(rows.likely[:size]).astype(np.int64), np.stack(rows.probs[:size])
         is_greedy = context.sampling.temperature == 0
-        return LawWindow(torch.tensor(token_ids), torch.from_numpy(likely), torch.from_numpy(probs), is_greedy)
+        laws = torch.from_numpy(likely), torch.from_numpy(probs)
+        return LawWindow(torch.tensor(text[start:end]), *laws, is_greedy, start=start)
 
 
 class WindowMemory:

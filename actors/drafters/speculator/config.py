@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DraftSetup, PathResolver
-from actors.drafters.model.config import CalibrationPolicy, PassDrafterConfig
+from actors.drafters.model.config import CalibrationPolicy, LearningDrafterConfig
 from actors.options import CHECKPOINT, DEVICES, PipelineName, VerifyRule
 from actors.ranges import OneOf, Range, require
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
     from actors.options import TargetConfig
     from parallel.runtime.runner import ModelRunner
+    from parallel.speculators.config import SpeculatorConfig
     from parallel.speculators.fusing import TapFuser
     from parallel.speculators.memory import SpeculatorMemory
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculatorDrafterConfig(PassDrafterConfig):
+class SpeculatorDrafterConfig(LearningDrafterConfig):
     """A module trained on the target's hidden states: as its checkpoint says, heads, a layer, a block."""
 
     name: str = "speculator"
@@ -91,7 +92,7 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         return memory.weight_bytes, memory.bytes_per_slot
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> SpeculatorDrafterConfig:
-        config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False))
+        config = replace(self, path=resolve.checkpoint(f"{where}.path", self.path, is_model=False)).with_state(where)
         config._check_record(resolve.target, where)
         config._check_place(resolve.pipeline, where)
         return replace(config, tree=config._tree_file(resolve, f"{where}.tree")) if self.tree else config
@@ -107,6 +108,7 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
             record = read_speculator(self.path, num_layers)
         except ValueError as error:
             raise ValueError(f"{where}.path: {error}") from None
+        self._check_learnable(record, where)
         taps, policy = record.taps, self.calibration_policy
         remedy = f"{record.method} drafts blocks, which begin behind the target's features; use every or mismatch"
         calibrates = not record.drafts_blocks or policy is not CalibrationPolicy.never
@@ -119,9 +121,21 @@ class SpeculatorDrafterConfig(PassDrafterConfig):
         remedy = f"reads layer {deepest} of a target that has {num_layers}; use one trained for this target"
         require(deepest <= num_layers, f"{where}.path", self.path, remedy)
 
+    def _check_learnable(self, record: SpeculatorConfig, where: str) -> None:
+        if not self.online:
+            return
+        from parallel.speculators.adapted import check_learnable
+
+        try:
+            check_learnable(record)
+        except ValueError as error:
+            raise ValueError(f"{where}.online=True: {error}") from None
+
     def _check_place(self, pipeline: str, where: str) -> None:
         from parallel.speculators.registry import read_speculator
 
+        remedy = "needs a rank that idles while the target works; use drafter.placement=separate"
+        require(not (self.online and self.is_attached(pipeline)), f"{where}.online", True, remedy)
         placed = self.is_attached(pipeline) or pipeline == PipelineName.plain
         remedy = "drafts with the target's own layers, on its ranks; use pipeline=sync with drafter.placement=attached"
         require(placed or not read_speculator(self.path).runs_target, f"{where}.path", self.path, remedy)

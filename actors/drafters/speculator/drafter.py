@@ -17,10 +17,15 @@ from actors.drafters.draft_ahead.tree import AHEAD
 from actors.drafters.interface import Context, FeatureRows
 from actors.drafters.model.ahead_drafter import AheadDrafter
 from actors.drafters.model.drafter import ModelDrafter
+from actors.drafters.model.learning import learning
+from actors.drafters.online.drafter import OnlineDrafter
+from actors.drafters.online.learner import RANK
 from parallel.kernels.products import has_products
 from parallel.model.checkpoint import holds_bfloat16, resolve_checkpoint
 from parallel.model.families.registry import read_config
 from parallel.runtime.kv_sizing import affordable_slots, choose_dtype, choose_weights
+from parallel.speculators.adapted import AdaptedDraftLayers, layer_weights
+from parallel.speculators.eagle import DraftLayerRunner
 from parallel.speculators.memory import speculator_memory
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
@@ -73,7 +78,7 @@ class AheadSpeculatorDrafter(_ReadsFeatures, AheadDrafter):
 
 def build_speculator_drafter(
     config: SpeculatorDrafterConfig, setup: DraftSetup
-) -> tuple[SpeculatorDrafter | AheadSpeculatorDrafter, dict[str, object]]:
+) -> tuple[SpeculatorDrafter | AheadSpeculatorDrafter | OnlineDrafter, dict[str, object]]:
     """The drafter beside the target's own tables if it is attached, else beside its own copy of them."""
     device, target, target_runner = setup.device, setup.target, setup.target_runner
     dtype, weights = _types(config, device)
@@ -105,9 +110,25 @@ def build_speculator_drafter(
         "weight_bytes": memory.weight_bytes + copied,
         "kv_bytes": num_slots * memory.bytes_per_slot,
     }
-    if setup.pipeline in AHEAD:
-        return AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline), facts
-    return SpeculatorDrafter(runner, config, setup.model_options), facts
+    drafter = (
+        AheadSpeculatorDrafter(runner, config, setup.model_options, setup.pipeline)
+        if setup.pipeline in AHEAD
+        else SpeculatorDrafter(runner, config, setup.model_options)
+    )
+    return (_learning(drafter, config, target.path, place) if config.online else drafter), facts
+
+
+def _learning(
+    drafter: SpeculatorDrafter | AheadSpeculatorDrafter,
+    config: SpeculatorDrafterConfig,
+    target: str,
+    place: SpeculatorPlace,
+) -> OnlineDrafter:
+    runner = drafter.runner
+    assert isinstance(runner, DraftLayerRunner), "checked with the record"
+    rank = min(RANK, runner.speculator.target_hidden)
+    model = AdaptedDraftLayers(config.path, target, place.device, rank, reads_fused=place.reads_fused)
+    return learning(drafter, layer_weights(runner.layers), model, config)
 
 
 def open_feature_fuser(config: SpeculatorDrafterConfig, target_layers: int, device: str) -> TapFuser | None:

@@ -28,6 +28,10 @@ def rows_of(top):
     )
 
 
+def run_of(runner):
+    return lambda spans, token_ids: runner.forward(spans, token_ids).logits
+
+
 @pytest.fixture
 def verdicts(monkeypatch):
     """Every verdict batch of a test."""
@@ -49,12 +53,12 @@ def test_every_row_of_a_tree_has_the_targets_own_top_tokens(models, reads_prompt
         def __init__(self, token_ids):
             self.token_ids = token_ids
 
-    reader.forward(runner, [Span("a", 2, num_logits=0)], [5, 6], [Fed(texts["a"])])
+    reader.forward(runner, run_of(runner), [Span("a", 2, num_logits=0)], [5, 6], [Fed(texts["a"])])
     first = reader.read()
     runner.commit("a", range(2))
     tree = Span("a", 6, [-1, 0, 1, 2, 2, 3], 4)  # 7 8 9, then 20 and 21 after 9, and 22 after 20
     fed = [Fed(texts["a"]), Fed(texts["b"])]
-    logits = reader.forward(runner, [tree, Span("b", 2)], [7, 8, 9, 20, 21, 22, 40, 41], fed)
+    logits = reader.forward(runner, run_of(runner), [tree, Span("b", 2)], [7, 8, 9, 20, 21, 22, 40, 41], fed)
     top = reader.read()
     contexts, token_ids, probs = rows_of(top)
     paths = [[5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9]]
@@ -79,7 +83,7 @@ def test_rows_without_numbers_are_left_out(models):
     runner.open("a")
     runner.open("b")
     spans, fed = [Span("a", 2, num_logits=2), Span("b", 1)], [type("Fed", (), {"token_ids": [5, 6]})] * 2
-    logits = reader.forward(runner, spans, [5, 6, 7], fed)
+    logits = reader.forward(runner, run_of(runner), spans, [5, 6, 7], fed)
     with torch.inference_mode():
         logits[0] = nan
     top = reader.read()

@@ -73,7 +73,8 @@ PUBLIC_KEYS = {
     "online_memory online_state",
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
-    "kv_slots length_rule rejection_threshold placement attention prune_below",
+    "kv_slots length_rule rejection_threshold placement attention prune_below online online_rate online_strength "
+    "online_budget online_memory online_state",
     "drafter=self": "name exit skip resume strategy num_draft_tokens depth width branching draws tree min_gain "
     "merge_ngram fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
     "rejection_threshold placement attention layers search skip_share search_every search_window search_trials "

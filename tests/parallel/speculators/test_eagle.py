@@ -90,6 +90,14 @@ def test_passes_equal_the_training_forward(trained: Callable[..., Trained], meth
         torch.testing.assert_close(drafted(runner, one, anchor), trained_rows, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_several_layers_are_all_in_the_checkpoint(trained: Callable[..., Trained], method: str) -> None:
+    one = trained(method, layers=3)
+    runner, expected = one.open(), one.expected()
+    trained_rows = torch.stack([step[5] for step in expected])
+    torch.testing.assert_close(drafted(runner, one, 6), trained_rows, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("head_rows", [40, 97])
 def test_own_head_proposes_only_its_tokens(trained: Callable[..., Trained], head_rows: int) -> None:
     one = trained("eagle3", draft_vocab=head_rows)

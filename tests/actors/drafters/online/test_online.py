@@ -9,20 +9,26 @@ import pytest
 import torch
 
 from actors.drafters.config import Placement
-from actors.drafters.interface import Context
+from actors.drafters.interface import Context, FeatureRows
 from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.drafters.online import learner as learner_module
 from actors.drafters.online import windows as windows_module
 from actors.drafters.online.idle_time import IdleTime
 from actors.drafters.online.learner import OnlineLearner, law_loss
+from actors.drafters.online.window_features import KEPT, WindowFeatures
 from actors.drafters.online.windows import LawWindow, TextLaws, WindowMemory
+from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.protocol.messages import Admit, Commit, SamplingParams, SparseDistribution, TopTokens
 from actors.verification.rules import RULES
 from cluster.tools.certify.rule_enumeration import emission, enumerate_drafts, total_variation
-from parallel.model.adapted import AdaptedDecoder, block_weights
+from parallel.model.adapted import AdaptedDecoder
 from parallel.model.families.registry import read_config
+from parallel.speculators.adapted import AdaptedDraftLayers
 
 ONLINE = ModelDrafterConfig(num_draft_tokens=5, online=True, online_rate=1e-2)
+SPECULATOR = SpeculatorDrafterConfig(
+    path="eagle3", num_draft_tokens=3, online=True, online_rate=1e-2, placement=Placement.separate
+)
 FORGIVING = "actors.drafters.online.idle_time.MOST_DELAYED"
 
 
@@ -76,7 +82,7 @@ def test_rows_may_come_after_their_verdict(short_windows):
             windows.append(laws.observe(context, verdict(context, path, tokens)))
             context.extend(tokens)
             if is_late:
-                windows += laws.read(top_tokens, {7: context})
+                windows += [window for _, window in laws.read(top_tokens, {7: context})]
         (window,) = [window for window in windows if window is not None]
         found.append((window.token_ids.tolist(), window.likely.tolist()))
     assert found[0] == found[1] == ([1, 2, 3, 5, 6, 7], [[5, 50], [6, 60], [7, 70], [8, 80]])
@@ -219,14 +225,28 @@ def test_weights_that_change_in_mid_request_change_no_token(
     assert room.draft.drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
 
 
-@pytest.mark.parametrize("pipeline", ["sync", "tree"])
-def test_no_draft_mixes_versions_of_the_weights(open_room, make_requests, models, makes_steps, monkeypatch, pipeline):
+@pytest.mark.parametrize("path", ["eagle3", "mtp", "eagle"])
+@pytest.mark.parametrize(("pipeline", "temperature"), [("sync", 0.0), ("tree", 1.0), ("pingpong", 0.0)])
+def test_a_speculator_that_learns_in_mid_request_changes_no_token(
+    open_room, make_requests, makes_steps, path, pipeline, temperature
+):
+    requests = make_requests(4, max_tokens=40, temperature=temperature)
+    plain = open_room(pipeline="plain").serve(requests)
+    room = open_room(replace(SPECULATOR, path=path), pipeline=pipeline).serve(requests, after_round=learn_once)
+    assert room.tokens == plain.tokens
+    assert room.draft.drafter.learner.version > 3, "no weights were replaced: the test shows nothing"
+
+
+@pytest.mark.parametrize(("pipeline", "config"), [("sync", ONLINE), ("tree", ONLINE), ("sync", SPECULATOR)])
+def test_no_draft_mixes_versions_of_the_weights(
+    open_room, make_requests, models, makes_steps, monkeypatch, pipeline, config
+):
     """Under a ratio rule every pass of one call of `propose` reads the same weights, and steps of learning none."""
-    room = open_room(ONLINE, path=models["small"], pipeline=pipeline, rule="rejection")
+    room = open_room(config, path=models["small"], pipeline=pipeline, rule="rejection")
     drafter = room.draft.drafter
-    first = block_weights(drafter.runner.decoder)[0]
+    first = drafter._served[0]
     passes, learn, propose = [], drafter.learn, drafter.propose
-    x = torch.ones(1, 32)
+    x = torch.ones(1, 32 if config is ONLINE else 64)
 
     def proposing(*args):
         passes.clear()
@@ -348,6 +368,119 @@ def test_it_falls_back_to_the_shipped_weights_where_it_drafts_worse(models, make
     assert all(not up.any() for up, _ in learner._average), "what was learned is kept"
 
 
+@pytest.fixture
+def speculator_windows(models, speculator):
+    """A learner of a speculator, and windows of random text with the target's features and its laws, or one token."""
+    model = AdaptedDraftLayers(str(speculator("eagle3")), str(models["target"]), "cpu", 16)
+    learner = OnlineLearner(model, rate=1e-2, strength=1.0, num_positions=4096)
+
+    def windows(count, seed, always=None):
+        source, found = torch.Generator().manual_seed(seed), []
+        for _ in range(count):
+            tokens = torch.randint(2, 97, (24,), generator=source)
+            with torch.no_grad():
+                output = models["reference"](tokens[None], output_hidden_states=True)
+            top = output.logits[0].softmax(-1).topk(8)
+            features = torch.cat([output.hidden_states[tap][0] for tap in model.config.taps], 1)
+            likely, probs = top.indices[-16:], top.values[-16:]
+            laws = (likely, probs) if always is None else (torch.full((16, 1), always), torch.full((16, 1), 0.9))
+            found.append(LawWindow(tokens[1:], *laws, True, start=1, features=features[:-1]))
+        return found
+
+    return learner, windows
+
+
+def test_a_speculator_learns_new_laws_and_falls_back_where_they_do_not_hold(speculator_windows, makes_steps):
+    """It learns to say one token always, serves that, is tested on the target's own laws, and starts anew."""
+    learner, windows = speculator_windows
+    for window in windows(30, seed=0, always=5):
+        learner.memory.add(window)
+    while learner.wants_step:
+        learner.learn()
+    assert learner.adapted_share.mean > learner.shipped_share.mean, "nothing was learned"
+    assert learner.num_rollbacks == 0
+    learner.take_weights()
+    assert learner.serves
+    for window in windows(40, seed=5):
+        learner.memory.add(window)
+    while not learner.num_rollbacks:
+        assert learner.wants_step, "the tests were passed"
+        learner.learn()
+    assert learner.take_weights() is learner._model.weights
+    assert not learner.serves
+
+
+def test_a_speculator_learns_what_features_tell_and_tokens_do_not(speculator_windows, makes_steps):
+    """Features of one sign stand before one token, of the other before another; as a control the signs are drawn."""
+    learner, windows = speculator_windows
+    direction = torch.randn(96, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for tells in (True, False):
+        learner.roll_back()
+        learner.loss = type(learner.loss)(0.97)
+        for i, window in enumerate(windows(40, seed=1, always=5)):
+            sign = 1.0 if (i if tells else i // 2) % 2 else -1.0
+            features = sign * direction.expand(len(window.token_ids), -1)
+            likely = torch.full_like(window.likely, 5 if i % 2 else 9)
+            learner.memory.add(replace(window, features=features, likely=likely))
+        while learner.wants_step:
+            learner.learn()
+        losses.append(learner.loss.mean)
+    assert losses[0] < 0.9 * losses[1], losses
+
+
+def feature_rows(start, stop, request_id=7):
+    """Of each position its number."""
+    return FeatureRows(request_id, start, torch.arange(start, stop)[:, None].float())
+
+
+def numbered_window(start, stop, num_laws):
+    """Tokens 100 + position, laws that begin with their row's number."""
+    likely = torch.arange(num_laws)[:, None]
+    return LawWindow(torch.arange(start, stop) + 100, likely, torch.ones(num_laws, 1), True, start=start)
+
+
+def test_each_token_of_a_window_has_the_features_before_it(short_windows):
+    features = WindowFeatures()
+    features.open(7)
+    assert features.read(feature_rows(0, 5)) == []
+    (window,) = features.add(7, numbered_window(2, 6, 3))
+    assert window.token_ids.tolist() == [102, 103, 104, 105]
+    assert window.features[:, 0].tolist() == [1, 2, 3, 4]
+    (window,) = features.add(7, numbered_window(0, 4, 2))
+    assert window.token_ids.tolist() == [101, 102, 103], "nothing is before the first token"
+    assert window.features[:, 0].tolist() == [0, 1, 2]
+    assert features.add(7, numbered_window(0, 4, 4)) == [], "a law of its row would be without features"
+
+
+def test_a_window_waits_for_its_last_features_and_is_cut_where_they_never_come(short_windows):
+    features = WindowFeatures()
+    features.open(7)
+    features.open(8)
+    features.read(feature_rows(0, 4))
+    assert features.add(7, numbered_window(1, 7, 4)) == []
+    assert features.read(feature_rows(4, 5)) == []
+    assert features.read(feature_rows(0, 9, request_id=8)) == [], "features of another request"
+    (window,) = features.read(feature_rows(5, 6))
+    assert window.features[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert features.add(7, numbered_window(3, 9, 4)) == []
+    (rest,) = features.release(7)
+    assert rest.token_ids.tolist() == [103, 104, 105, 106]
+    assert rest.features[:, 0].tolist() == [2, 3, 4, 5]
+    assert rest.likely[:, 0].tolist() == [0, 1], "the laws of rows without features are cut off too"
+    assert not features._waiting.get(7) and 7 not in features._texts
+
+
+def test_features_are_kept_for_a_bounded_part_of_a_text():
+    features = WindowFeatures()
+    features.open(7)
+    for start in range(0, 10 * KEPT, 10):
+        features.read(feature_rows(start, start + 10))
+    kept = features._texts[7]
+    assert kept.end - kept.start == KEPT
+    assert features.add(7, numbered_window(5, 40, 8)) == [], "long gone"
+
+
 def test_state_is_continued_and_another_model_s_is_refused(models, makes_steps, tmp_path):
     learner, file = learner_of(models), tmp_path / "state"
     for window in windows_from(models, count=3):
@@ -401,5 +534,8 @@ def test_the_report_says_what_was_learned(open_room, make_requests, models, make
 def test_what_it_cannot_be_combined_with_is_refused_in_one_line(fields, words):
     with pytest.raises(ValueError, match=words):
         replace(ONLINE, **fields).check_fields("drafter")
+    if set(fields) & {"online_state", "placement"}:
+        with pytest.raises(ValueError, match=words):
+            replace(SPECULATOR, **fields).check_fields("drafter")
     with pytest.raises(ValueError, match="a drafter of its own"):
         ONLINE.check_fields("drafter.levels[0]")
