@@ -176,3 +176,15 @@ def test_a_row_is_found_by_the_tokens_of_its_path():
     kept = KeptRows(3, 2, [5, 6, 7, 6, 8], [-1, 0, 0, 2, 1], torch.zeros(5).numpy(), torch.zeros(5, 1))
     assert kept.sources([5, 7, 6, 6, 8, 8], [-1, 0, 1, 0, 3, 2]) == [0, 2, 3, 1, 4, -1]
     assert kept.sources([4, 6], [-1, 0]) == [-1, -1], "another root, nothing below it"
+
+
+def test_rows_behind_pending_ones_are_computed_from_the_start(checkpoint):
+    """Draft rows hang on the text, the pass's rows on a row that is pending already: the same tokens, other rows."""
+    rounds = [Round(checkpoint.path, PLANS["exit"], 3, exact=exact) for exact in (True, False)]
+    outputs = []
+    for one in rounds:
+        one.run_draft()
+        tokens = one.fed["a"][0]
+        one.target.forward([Span("a", 1)], [5])
+        outputs.append(one.resuming.forward([Span("a", 2, [0, 1], 2)], tokens[:2]))
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, atol=2e-4, rtol=1e-4)

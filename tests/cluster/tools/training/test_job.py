@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,25 @@ def test_same_seed_and_steps_give_the_same_weights(tiny_corpus: Corpus, tmp_path
     torch.set_num_threads(threads)
     first, second = (tmp_path / attempt / "target/model.safetensors" for attempt in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_neither_stage_trains_on_held_out_text(finished: Path, tiny_corpus: Corpus, tmp_path: Path, monkeypatch):
+    """What the target continues and what the drafter is distilled on come from the training sources."""
+    cut, packed = [], []
+    choose, pack = stages.choose_prompts, stages.pack
+    monkeypatch.setattr(stages, "choose_prompts", lambda of, *a: (cut.extend(of), choose(of, *a))[1])
+    monkeypatch.setattr(stages, "pack", lambda tokenizer, of: (packed.extend(of), pack(tokenizer, of))[1])
+    monkeypatch.setattr(stages, "RECIPE", Recipe(warmup_steps=2, log_steps=1))
+    threads = torch.get_num_threads()
+    out = tmp_path / "out"
+    shutil.copytree(finished / "target", out / "target")
+    place = stages.Workplace(replace(SMALL, drafter_steps=1, target_steps=1), tiny_corpus, out, tmp_path)
+    stages.make_target(place)
+    stages.make_continuations(place)
+    stages.make_drafter(place)
+    torch.set_num_threads(threads)
+    assert {source.path for source in cut} == {source.path for source in packed}
+    assert {source.path for source in cut} == {source.path for source in tiny_corpus.training}
 
 
 def test_stages_run_one_by_one_from_named_folders(finished: Path, tiny_corpus: Corpus, tmp_path: Path, monkeypatch):

@@ -86,6 +86,7 @@ def test_the_engine_drafts_what_was_trained_in_the_order_of_any_verdicts(net: Pa
         assert (torch.cat(rows[:DEPTH]) - expected).abs().max() < 1e-4
         assert (rows[DEPTH] == -torch.inf).all(), "no mask is that deep"
         runner.commit("a", range(len(suffix) + accepted))
+        runner.commit("a", [])  # no further row is kept
         assert runner.drop_fuzzy("a") is (accepted > 0)
         assert runner.cached_len("a") == len(text)
         text += [*drafted[:accepted], choice.randrange(8, 64)]

@@ -142,6 +142,18 @@ def test_held_out_text_is_not_trained_on(target: Path, text: Path):
     assert len(prompts) == 40
 
 
+def test_fixed_text_has_as_many_rows_as_the_target_would_write(target: Path, tmp_path: Path):
+    """One for each prompt and temperature, spread over the text; all tokens but a row's first are labels."""
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(f"line {n} of {n * n} words" for n in range(600)))
+    config = small(target, file, data="fixed", continuation_prompts=20, temperatures="[0.0,0.5,1.0]").job
+    course = training.Course(config, str(target), "", str(tmp_path / "work"))
+    texts = training.prepare(course, lambda _: None)
+    assert len(texts.training) == 3 * len(texts.prompts) > 30
+    assert texts.training.mask().sum(1).tolist() == [config.continuation_length - 1] * len(texts.training)
+    assert len({tuple(row) for row in texts.training.tokens.tolist()}) == len(texts.training)
+
+
 def test_the_rates_of_a_run_are_scaled(target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
     monkeypatch.setattr(training, "fit", lambda *a, **_: seen.append(a[2]) or (_ for _ in ()).throw(Killed))
