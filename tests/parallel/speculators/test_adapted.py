@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.tools.training.speculators.eagle import DraftLayerOptions, build
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
+from parallel.speculators import adapted
 from parallel.speculators.adapted import AdaptedDraftLayers, check_learnable, layer_weights
 from parallel.speculators.draft_layer_config import METHODS
-from parallel.speculators.eagle import DraftLayerRunner
+from parallel.speculators.eagle import DraftLayerRunner, open_draft_layer
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.registry import open_fuser, open_speculator, open_tables, read_speculator
 from tests.families import FAMILIES
@@ -105,6 +108,33 @@ def check_served(one: Served) -> None:
     for weight, matrix in zip(layer_weights(runner.layers), model.weights, strict=True):
         weight.assign(matrix)
     assert torch.equal(one.logits(), shipped), "the shipped weights are not back to the bit"
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mtp": {"hidden_first": True, "join_bias": True},
+    "eagle3": {"norms_residual": True, "norms_features": True},
+    "eagle": {"join_bias": True},
+}
+"""Method -> what published checkpoints have beyond our own."""
+
+
+@pytest.mark.parametrize("method", PUBLISHED)
+def test_layers_of_published_checkpoints_are_served_as_trained(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    one = Served(llama, tmp_path / "own", method=method)
+    config = replace(one.runner.layers.config, **PUBLISHED[method])
+    torch.manual_seed(5)
+    shapes = config.tensor_shapes()
+    (tmp_path / "published").mkdir()
+    save_file(
+        {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "published/model.safetensors"
+    )
+    place = SpeculatorPlace(open_tables(llama.path), SINGLE, "cpu", torch.float32, 64)
+    one.runner = open_draft_layer(tmp_path / "published", config, place)
+    monkeypatch.setattr(adapted, "read_speculator", lambda *_: config)
+    one.model = AdaptedDraftLayers(str(tmp_path / "published"), str(llama.path), "cpu", 8)
+    check_served(one)
 
 
 def test_every_adapter_has_a_gradient(llama: Checkpoint, tmp_path: Path) -> None:
