@@ -76,7 +76,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         values = LayerValues(target, written, longest, coupled=True)
         progress("drafting after every token")
         recorded = _record(target, drafter, written, longest)
-        times = PassTimes(_draft_s(target, drafter, written[0], longest), values.verify_s)
+        times = PassTimes(_draft_s(target, drafter, written[0], longest), values.costs.verify_s)
     outcomes: dict[str, Outcome] = {f"fixed {k}": replay_fixed(recorded, times, k) for k in range(longest + 1)}
     outcomes["ordered"] = replay_ordered(recorded, times, longest)
     outcomes |= {name: replay_rule(recorded, times, rule(), longest) for name, rule in _RULES.items()}
@@ -98,6 +98,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         f"{sum(map(len, recorded)):,} drafts; a draft pass takes {draft:.2f} of a pass of the target, "
         f"a pass over {longest} draft tokens {verify:.2f}"
     )
+    if values.doubt:
+        terminal.line(f"warning: {values.doubt}: this machine was busy, and the speeds may be wrong; measure again")
     terminal.line(f"{'rule':<16}{'over plain':>11}{'tokens a round':>16}{'mean length':>13}{'accepted':>10}")
     for name, one in found.items():
         numbers = f"{one['speedup']:>11.3f}{one['tokens_per_round']:>16.2f}{one['mean_length']:>13.2f}"

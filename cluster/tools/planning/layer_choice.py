@@ -2,17 +2,14 @@
 
 Acceptance is measured on text that the target wrote: a parallel pass of the layers over it shows after which tokens
 they say what the target said, in which runs. Times are those of a pass of one row with these layers and of passes of
-the target over drafts of every length. The value of a choice is then the tokens per second at its best draft length,
-over plain decoding's.
+the target over drafts of every length. What follows from them is in `layer_costs.py`.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -25,6 +22,7 @@ from actors.drafters.self_speculation.sublayers import Sublayers
 from actors.options import TargetConfig
 from actors.protocol.messages import SamplingParams
 from actors.sampling.logits import choose_batch
+from cluster.tools.planning.layer_costs import LayerCosts, Value, contradiction
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
@@ -33,18 +31,8 @@ from parallel.runtime.runner import ModelRunner, open_model
 from parallel.self_speculation.replay import Replay
 
 _REPEATS = 25
-"""Timed passes of each kind, in turn with those of the other kinds; the median counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Of some layers: expected tokens per second over plain decoding's at the best draft length, and what that follows
-    from. `chances[i]` is how often the next i + 1 tokens are all accepted."""
-
-    speedup: float
-    num_draft_tokens: int
-    chances: tuple[float, ...]
-    pass_share: float
+"""Timed passes of each kind, in turn with those of the other kinds; the fastest counts: other work on the machine only
+adds time, and under load the medians of passes of a millisecond were 10 to 60 times their fastest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +97,12 @@ class LayerValues:
         parts = LayerPlan((), ()), LayerPlan(tuple(range(num_layers)), ()), LayerPlan((), tuple(range(num_layers)))
         kinds = [(self._whole, 1 + k) for k in range(longest + 1)] + [(part, 1) for part in parts]
         *verify_s, ends_s, attention_s, mlp_s = self._pass_times(kinds)
-        self.verify_s = tuple(verify_s)
-        """Seconds of a pass of the target over 0, 1, 2, ... draft tokens."""
-        self._ends_s = ends_s
-        self._attention_s = max(0.0, attention_s - ends_s) / num_layers
-        self._mlp_s = max(0.0, mlp_s - ends_s) / num_layers
-
-    @property
-    def plain_s(self) -> float:
-        """Of one pass of the target over one row."""
-        return self.verify_s[0]
-
-    def pass_s(self, layers: LayerPlan) -> float:
-        """Of a pass of these layers over one row: embedding, norm and head, and the sublayers that run, whose times
-        were measured together. Single passes of a small model differ more by chance than by a sublayer."""
-        return self._ends_s + len(layers.attention) * self._attention_s + len(layers.mlp) * self._mlp_s
+        self.costs = LayerCosts.of(verify_s, ends_s, attention_s, mlp_s, num_layers)
+        self.doubt = contradiction(verify_s, self.costs.pass_s(self._whole))
+        """How the measured times contradict each other; empty: they do not."""
 
     def _pass_times(self, kinds: Sequence[tuple[LayerPlan, int]]) -> list[float]:
-        """The median times of passes of these layers over so many rows, with logits of every row."""
+        """The times of passes of these layers over so many rows, with logits of every row."""
         context = self._windows[0].context
         request_id, text = context.request_id, context.token_ids
         times: list[list[float]] = [[] for _ in kinds]
@@ -136,7 +112,7 @@ class LayerValues:
                 with self._replay.rows(request_id, len(text) - num_rows, num_rows) as rows:
                     rows.logits(rows.run(rows.embed(text[-num_rows:]), layers))[0, 0].item()
                 of_kind.append(time.perf_counter() - started)
-        return [statistics.median(of_kind) for of_kind in times]
+        return [min(of_kind) for of_kind in times]
 
     def value(self, layers: LayerPlan) -> Value:
         """Of drafting with these layers."""
@@ -150,11 +126,7 @@ class LayerValues:
                 run = run + 1 if said else 0
                 for length in range(min(run, self._longest)):
                     reached[length] += 1
-        chances = tuple(count / places for count in reached)
-        tokens, pass_s = list(accumulate(chances, initial=1.0)), self.pass_s(layers)
-        speeds = [tokens[k] * self.plain_s / (k * pass_s + self.verify_s[k]) for k in range(1, self._longest + 1)]
-        best = max(range(self._longest), key=speeds.__getitem__)
-        return Value(speeds[best], best + 1, chances, pass_s / self.plain_s)
+        return self.costs.value([count / places for count in reached], layers)
 
 
 def search_masks(

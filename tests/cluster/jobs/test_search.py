@@ -13,6 +13,7 @@ from actors.options import SamplingConfig
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, SearchConfig
 from cluster.jobs import generate, search
+from cluster.tools.planning.layer_choice import LayerValues
 
 STRETCH = 2
 
@@ -45,6 +46,21 @@ def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, on
     assert json.loads((tmp_path / "report.json").read_text())["num_draft_tokens"] > 0
     with pytest.raises(ValueError, match=rf"drafter.layers=.* is for a target of {num_layers} layers, not"):
         load_config(["drafter=self", f"drafter.layers={found}", f"target.path={config.target.path}"])
+
+
+def test_times_that_contradict_each_other_are_named(
+    tiny_launch, write_prompts, tmp_path, one_free_thread, monkeypatch, capsys
+):
+    """A plain pass measured in a slow moment: three times as long as passes over more rows."""
+    slow_at_first = [3.0, 1.0, 1.0, 1.0] + [0.1] * 3
+    monkeypatch.setattr(LayerValues, "_pass_times", lambda *_: slow_at_first)
+    job = SearchConfig(prompts=write_prompts({"prompt": "x = 1"}), methods=["random"], evaluations=3)
+    sampling = SamplingConfig(max_tokens=16, ignore_eos=True)
+    search.run(tiny_launch(job, drafter=SelfDrafterConfig(num_draft_tokens=3), sampling=sampling), tmp_path)
+    report = json.loads((tmp_path / "search.json").read_text())
+    assert report["expected_speedup"] < report["num_draft_tokens"] + 1
+    assert report["doubt"] == "a pass of the target over 2 rows took 0.33 of the time of one over fewer"
+    assert f"warning: {report['doubt']}" in capsys.readouterr().out
 
 
 def test_files_and_drafters_that_make_no_sense_are_refused(tmp_path):
