@@ -80,7 +80,7 @@ class SwiftSearch(LayerSearch):
             mask = tuple(bool(bit) for bit in self._agreement.of([float(bit) for bit in self.search.propose()]))
             self.search.record(mask, self._mean.mean + self._score(window, mask) - score)
         self._since_better += 1
-        if self.search.best != best:
+        if self.search.best_value > self.search.values[best]:  # another one that is as good is no progress
             self._since_better, self._mean = 0, Ewma(_MEMORY, mean=self.search.best_value, weight=1.0)
         self.layers = self._sublayers.plan(self.search.best)
         self._found(self.search.best_value)

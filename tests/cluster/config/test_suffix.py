@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from cluster.config.compose import load_config
@@ -35,6 +37,20 @@ def test_the_corpus_is_read_with_the_targets_tokenizer(tmp_path, monkeypatch):
     config = load_config(["drafter=suffix", "drafter.corpus=words.txt"])
     assert config.drafter.corpus == str(tmp_path / "words.txt")
     assert config.drafter.tokenizer == config.target.path
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "aded"])
+def test_the_corpus_is_read_with_the_tokenizer_that_is_given(tiny_checkpoint, tmp_path, drafter):
+    """One that knows two words, which no other tokenizer would write so."""
+    path = shutil.copytree(tiny_checkpoint("Llama"), tmp_path / "other")
+    other = Tokenizer(models.WordLevel({"a": 0, "bird": 1, "?": 2}, unk_token="?"))
+    other.pre_tokenizer = pre_tokenizers.Whitespace()
+    other.save(str(path / "tokenizer.json"))
+    (tmp_path / "words.txt").write_text("bird a bird")
+    record = load_config(
+        [f"drafter={drafter}", f"drafter.corpus={tmp_path}/words.txt", f"drafter.tokenizer={path}"]
+    ).drafter
+    assert record.tokenizer == str(path) and record.documents() == [[1, 0, 1]]
 
 
 def test_an_engine_drafts_from_earlier_answers_and_from_the_corpus(open_engine, tiny_checkpoint, tmp_path):

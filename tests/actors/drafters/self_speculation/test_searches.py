@@ -71,6 +71,15 @@ def test_swift_finds_the_layers_that_add_nothing(models):
     target.pool.check()
 
 
+def test_swift_gives_up_after_a_third_of_its_trials_without_a_better_mask(models, monkeypatch):
+    monkeypatch.setattr(Scores, "reproduced", lambda *_: 0.5)
+    target, search = opened(models["target"], search=Search.swift, search_trials=10)
+    context = written(target)
+    while not search.ended:
+        search.before_draft([context])
+    assert len(search.history) == 4
+
+
 def test_swift_waits_for_text(models):
     target, search = opened(models["target"], search=Search.swift)
     first = search.layers

@@ -114,3 +114,15 @@ def test_the_same_tokens_are_recognised(tmp_path):
     assert has_same_tokens(tmp_path / "a", tmp_path / "c") is False
     assert has_same_tokens(tmp_path / "a", tmp_path) is None
     assert train("bytes", 300).get_vocab_size() == 300
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_is_a_token_and_a_piece_of_text_goes_before_the_name_of_its_byte(texts, kind):
+    """Text may hold any byte; of a character that is a token, too, the tokenizer writes that token."""
+    vocabulary = texts[kind, 0]
+    by_bytes = vocabulary.by_bytes()
+    assert {piece for piece in by_bytes if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
+    assert all(vocabulary.of[token] == piece for piece, token in by_bytes.items())
+    assert {vocabulary.of[token] for token in vocabulary.encode("".join(AWKWARD)).ids} <= by_bytes.keys()
+    letter = by_bytes[b"e"]
+    assert letter in vocabulary.encode("xe").ids, "not <0x65>"

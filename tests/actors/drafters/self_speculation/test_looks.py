@@ -1,0 +1,86 @@
+"""What a search does with what its looks found: measured shares and costs are given here, no model is read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from actors.drafters.interface import Context
+from actors.drafters.self_speculation.exits import ExitSearch
+from actors.drafters.self_speculation.layer_search import Agreement
+from actors.drafters.self_speculation.sublayers import PassShares, Sublayers, best_speed
+from actors.drafters.self_speculation.swift import SwiftSearch
+from actors.protocol.messages import SamplingParams
+from parallel.comm.group import SINGLE
+from parallel.model.layer_plan import LayerPlan
+from parallel.runtime.runner import open_model
+
+NUM_LAYERS, LONGEST = 7, 6
+AGREEMENT = Agreement(SINGLE, "cpu")
+
+
+class Reads:
+    """Always room to read text again."""
+
+    def can_read(self, num_tokens):
+        return True
+
+
+class Found:
+    """Scores that are given: of every mask, or of every exit."""
+
+    replay = Reads()
+
+    def __init__(self, by_exit=(), of_mask=0.5):
+        self._by_exit, self._of_mask = by_exit, of_mask
+
+    def reproduced_by_exit(self, window, num_layers):
+        return list(self._by_exit[:num_layers])
+
+    def reproduced(self, window, layers):
+        return self._of_mask
+
+
+def generated(num_tokens=64):
+    return Context(0, 0, list(range(num_tokens)), 1, SamplingParams())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_exit_costs_what_its_layers_read(seed):
+    """The choice is the best of all exits by the bytes of exactly the layers before them."""
+    draw = random.Random(seed)
+    bytes_of = [draw.randrange(1, 100) for _ in range(NUM_LAYERS)]
+    head = draw.randrange(1, 300)
+    acceptance = sorted(draw.random() for _ in range(NUM_LAYERS - 1))
+
+    class Shares(PassShares):
+        def __init__(self):
+            self._attention, self._mlp, self._head = bytes_of, [0] * NUM_LAYERS, head
+
+    search = ExitSearch(NUM_LAYERS, Found(acceptance), AGREEMENT, Shares(), longest=LONGEST, window=32, every=1)
+    shares = [(sum(bytes_of[:stop]) + head) / (sum(bytes_of) + head) for stop in range(1, NUM_LAYERS)]
+    speeds = [best_speed(*pair, LONGEST)[0] for pair in zip(acceptance, shares, strict=True)]
+    assert search.before_draft([generated()]) == LayerPlan.prefix(1 + speeds.index(max(speeds)))
+
+
+def test_a_pass_reads_its_sublayers_and_the_head(models):
+    decoder = open_model(models["target"], num_slots=8).decoder
+    attention, mlp = ([getattr(layer, part).nbytes() for layer in decoder.layers] for part in ("attention", "mlp"))
+    head, shares = decoder.lm_head.nbytes(), PassShares(decoder)
+    whole = sum(attention) + sum(mlp) + head
+    assert head and shares.of(LayerPlan.whole(len(mlp))) == 1.0
+    assert shares.of(LayerPlan((), ())) == head / whole
+    assert shares.of(LayerPlan((1,), ())) == (attention[1] + head) / whole
+    assert shares.of(LayerPlan((), (0,))) == (mlp[0] + head) / whole
+
+
+@pytest.mark.parametrize(("trials", "fruitless", "looks"), [(40, 9, 9), (7, 9, 7)])
+def test_swift_ends_after_so_many_looks_without_a_better_mask(trials, fruitless, looks):
+    """Every mask reproduces half of the text."""
+    sublayers = Sublayers.inner(NUM_LAYERS)
+    numbers = dict(num_skipped=4, window=32, every=1, trials=trials, fruitless=fruitless)
+    search = SwiftSearch(sublayers, Found(), AGREEMENT, **numbers)
+    for _ in range(60):
+        search.before_draft([generated()])
+    assert search.ended and len(search.history) == looks
