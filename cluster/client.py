@@ -112,7 +112,6 @@ class Client:
         tokenizer: Tokenizer,
         sampling: SamplingParams,
         *,
-        first_id: int = 1,
         ready: dict[str, Ready] | None = None,
         silence_s: float = float("inf"),
     ) -> None:
@@ -121,7 +120,7 @@ class Client:
         self.trace = ""
         self._sampling = sampling
         self._silence_s = silence_s
-        self._ids = itertools.count(first_id)
+        self._ids = itertools.count(1)
         self._live: dict[int, Completion] = {}
         self._error: str | None = None
         self._incarnation = 0  # of the coordinator that knows the live requests
@@ -187,9 +186,10 @@ class Client:
         return completions
 
     def report(self, *, reset: bool = False, phase: str = "") -> Report:
-        """The coordinator's counters and spans since the last reset, those of all clients together.
+        """The coordinator's counters since the last reset, those of all clients together; for the owner spans too.
 
-        `reset` starts a new window for everyone; metrics label what follows it with `phase`.
+        `reset` starts a new window for everyone, and metrics label what follows it with `phase`: the owner's right,
+        which other clients ask for without effect.
         """
         with self._changed:
             self._check_alive()
@@ -322,19 +322,14 @@ def connect(
     `sampling` replaces the defaults of `SamplingParams` for requests without their own. Raises EngineError if no engine
     answers within `timeout_s`; the client fails in the same way after so long without a heartbeat.
     """
-    number = secrets.randbits(38) + 1
-    connection = Connection(address, f"{CLIENT}:{number:x}", _read_secret(secret))
+    connection = Connection(address, f"{CLIENT}:{secrets.token_hex(5)}", _read_secret(secret))
     try:
         ready = _first_ready(connection, timeout_s)
         tokenizer = load_tokenizer(checkpoint or Path(str(ready.facts["checkpoint"])))
     except BaseException:
         connection.close()
         raise
-    # The coordinator knows requests by number alone, so every client counts in a range of its own.
-    facts, first_id = {_LEAD: ready}, number << 24
-    return Client(
-        connection, tokenizer, sampling or SamplingParams(), first_id=first_id, ready=facts, silence_s=timeout_s
-    )
+    return Client(connection, tokenizer, sampling or SamplingParams(), ready={_LEAD: ready}, silence_s=timeout_s)
 
 
 def _first_ready(connection: Connection, timeout_s: float) -> Ready:

@@ -23,6 +23,10 @@ class EngineError(RuntimeError):
     """The engine or a request failed; the message is one line for the user."""
 
 
+class TooManyRequestsError(EngineError):
+    """This client has as many requests in flight as it may: submit this one again once some have ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """One generated token; `text` is what it adds to the visible text, possibly nothing yet."""
@@ -73,12 +77,12 @@ class Completion:
         self._abort(self.request_id)
 
     def result(self, timeout_s: float | None = None) -> Completion:
-        """Wait for the end. Raises EngineError if the request failed, TimeoutError after `timeout_s`."""
+        """Wait for the end. Raises EngineError if the request failed (TooManyRequestsError if it may be submitted again
+        later), TimeoutError after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.finished, timeout_s):
                 raise TimeoutError(f"request {self.request_id} is still running")
-        if self._error is not None:
-            raise EngineError(self._error)
+        self._check()
         return self
 
     async def __aiter__(self) -> AsyncIterator[Token]:
@@ -100,8 +104,7 @@ class Completion:
                 if finished:
                     break
                 await waiter.wait()
-            if self._error is not None:
-                raise EngineError(self._error)
+            self._check()
         finally:
             with self._changed:
                 self._waiters.remove(entry)
@@ -140,6 +143,10 @@ class Completion:
             if not self.finished:
                 self._end("error", reason, time.monotonic())
             self._wake()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise (TooManyRequestsError if self.finish_reason == "refused" else EngineError)(self._error)
 
     def _append(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:

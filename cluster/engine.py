@@ -26,7 +26,7 @@ from actors.coordinator.clients import CLIENT
 from actors.protocol.membership import Stop
 from actors.protocol.messages import Request
 from cluster.client import Client, Connection, RemoteTrace, connect
-from cluster.completion import Completion, EngineError
+from cluster.completion import Completion, EngineError, TooManyRequestsError
 from cluster.config.compose import load_config
 from cluster.config.schema import LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
@@ -38,7 +38,7 @@ from cluster.runtime.backend import coordinator_spec, make_backend
 from cluster.runtime.supervisor import Supervisor
 from parallel.model.families.registry import read_config
 
-__all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "connect"]
+__all__ = ["Client", "Completion", "Engine", "EngineError", "RemoteTrace", "TooManyRequestsError", "connect"]
 
 _POLL_S = 0.2
 _STOP_S = 5.0

@@ -1,14 +1,19 @@
-"""Which client submitted which request, and which clients are gone.
+"""Which client submitted which request, under which number, and which clients are gone.
 
 A client has two links to the hub: it receives on `client` or `client:NAME` and sends on the same name with `/out`, so
 that threads which submit do not wait for the one that receives. `client` is the owner of the engine, which ends the
-engine when it leaves; any other client may leave at any time, and its requests are aborted `ABSENT_S` later. Knows
-nothing of rounds.
+engine when it leaves; any other client may leave at any time, and its requests are aborted `ABSENT_S` later. Every
+client numbers its requests as it likes: here each gets a number of the coordinator's own, by which the roles know it,
+so that no client can take a number of another. Knows nothing of rounds.
 """
 
 from __future__ import annotations
 
-from actors.protocol.messages import Report, ReportOrder, Request, Tokens
+import itertools
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from actors.protocol.messages import Request, Tokens
 from actors.transport.channel import Hub
 
 CLIENT = "client"
@@ -16,6 +21,32 @@ CLIENT = "client"
 OUT = "/out"
 ABSENT_S = 5.0
 """Seconds without a connection after which a client is given up; a link reconnects within milliseconds."""
+MOST_IN_FLIGHT = 10_000
+"""Requests that a client may have at a time."""
+MOST_OF_OWNER = 100_000
+"""The same for the owner, whose jobs submit all their prompts at once."""
+MOST_TOKENS = 1 << 23
+"""Tokens that came with a client's requests in flight, the owner's excepted: about 300 MB at the coordinator."""
+_SCOPE_BYTES = 7
+_REMEDY = "submit this one again once some have ended"
+
+
+def scope_of(client: str) -> int:
+    """The scope of a client: the same at every coordinator, and 0 for the owner."""
+    return 0 if client == CLIENT else int.from_bytes(blake2b(client.encode(), digest_size=_SCOPE_BYTES).digest())
+
+
+def num_tokens(request: Request) -> int:
+    """Tokens that the coordinator keeps of a request from its arrival on."""
+    return len(request.prompt) + len(request.generated)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """The requests of one client: their numbers here by the client's own, and the tokens they came with."""
+
+    numbers: dict[int, int] = field(default_factory=dict)
+    num_tokens: int = 0
 
 
 class Clients:
@@ -23,8 +54,9 @@ class Clients:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._client_of: dict[int, str] = {}
-        self._report_to = CLIENT
+        self._in_flight: dict[str, InFlight] = {}
+        self._origins: dict[int, tuple[str, Request]] = {}  # by the number here
+        self._next_number = itertools.count(1)
         self._absent_since: dict[str, float] = {}
 
     def connected(self) -> list[str]:
@@ -32,36 +64,63 @@ class Clients:
         names = self._hub.identities()
         return [name for name in names if name.partition(":")[0] == CLIENT and not name.endswith(OUT)]
 
-    def owner(self, request_id: int) -> str | None:
-        """The client of a request in flight."""
-        return self._client_of.get(request_id)
+    def number_of(self, link: str, request_id: int) -> int | None:
+        """The number here of a request in flight, by that of its client."""
+        return self._of(link).numbers.get(request_id)
 
-    def num_requests(self, client: str) -> int:
-        """Requests of this client in flight."""
-        return sum([owner == client for owner in self._client_of.values()])
+    def has_another(self, link: str, request: Request) -> bool:
+        """Whether the client has another request in flight under this number, not the same one."""
+        number = self.number_of(link, request.request_id)
+        if number is None:
+            return False
+        known = self._origins[number][1]
+        return replace(request, generated=known.generated) != known
 
-    def record_origin(self, link: str, record: Request | ReportOrder) -> None:
-        """Send answers to this record to the client of this link from now on."""
+    def quota_refusal(self, link: str, request: Request) -> str | None:
+        """One line why the client has to wait with this request, or None. A repetition is no further request."""
+        held, is_owner = self._of(link), link.removesuffix(OUT) == CLIENT
+        most = MOST_OF_OWNER if is_owner else MOST_IN_FLIGHT
+        if request.request_id in held.numbers:
+            return None
+        if len(held.numbers) >= most:
+            return f"this client has {most} requests in flight: {_REMEDY}"
+        if not is_owner and held.numbers and held.num_tokens + num_tokens(request) > MOST_TOKENS:
+            return f"this client's requests in flight have prompts of {held.num_tokens} tokens: {_REMEDY}"
+        return None
+
+    def admit(self, link: str, request: Request) -> Request:
+        """The request under its number here and in the scope of its client; it may be there already."""
         client = link.removesuffix(OUT)
-        if isinstance(record, Request):
-            self._client_of[record.request_id] = client
-        else:
-            self._report_to = client
+        held = self._in_flight.setdefault(client, InFlight())
+        number = held.numbers.get(request.request_id)
+        if number is None:
+            number = held.numbers[request.request_id] = next(self._next_number)
+            self._origins[number] = client, request
+            held.num_tokens += num_tokens(request)
+        return replace(request, request_id=number, scope=scope_of(client))
 
-    def client_of(self, answer: Tokens | Report) -> str:
-        """The client to send this answer to; the last tokens of a request end its entry."""
-        if isinstance(answer, Report):
-            return self._report_to
+    def address(self, answer: Tokens) -> tuple[str, Tokens]:
+        """The client to send this answer to, and the answer under the client's number; the last tokens of a request
+        end its entry."""
+        client, request = self._origins[answer.request_id]
         if answer.finish_reason is not None:
-            return self._client_of.pop(answer.request_id, CLIENT)
-        return self._client_of.get(answer.request_id, CLIENT)
+            self._forget(answer.request_id)
+        return client, replace(answer, request_id=request.request_id)
 
     def abandoned(self, now: float) -> list[int]:
-        """Requests of clients that have been away for `ABSENT_S` by `now`, a monotonic clock; each once."""
-        away = set(self._client_of.values()).difference(self.connected(), [CLIENT])
+        """Numbers here of the requests of clients that have been away for `ABSENT_S` by `now`, a monotonic clock."""
+        away = set(self._in_flight).difference(self.connected(), [CLIENT])
         self._absent_since = {client: self._absent_since.get(client, now) for client in away}
-        gone = {client for client, since in self._absent_since.items() if now - since >= ABSENT_S}
-        requests = [request_id for request_id, client in self._client_of.items() if client in gone]
-        for request_id in requests:
-            del self._client_of[request_id]
-        return requests
+        gone = [client for client, since in self._absent_since.items() if now - since >= ABSENT_S]
+        return [number for client in gone for number in self._in_flight[client].numbers.values()]
+
+    def _of(self, link: str) -> InFlight:
+        return self._in_flight.get(link.removesuffix(OUT), InFlight())
+
+    def _forget(self, number: int) -> None:
+        client, request = self._origins.pop(number)
+        held = self._in_flight[client]
+        del held.numbers[request.request_id]
+        held.num_tokens -= num_tokens(request)
+        if not held.numbers:
+            del self._in_flight[client]

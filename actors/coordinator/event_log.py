@@ -29,18 +29,22 @@ class EventLog:
         self._shown: tuple[CoordinatorStats, Load] | None = None
         self._logged: dict[str, float] = {}  # counters at the last `progress` line
 
+    def admitted(self, request: Request, client: str, number: int) -> None:
+        """`request` has its number here; its client calls it `number`."""
+        log_event(
+            self._logger,
+            "request",
+            request=request.request_id,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.sampling.max_tokens,
+            temperature=request.sampling.temperature,
+            speculate=request.speculate,
+            client=client,
+            number=number,
+        )
+
     def received(self, record: object) -> None:
         match record:
-            case Request():
-                log_event(
-                    self._logger,
-                    "request",
-                    request=record.request_id,
-                    prompt_tokens=len(record.prompt),
-                    max_tokens=record.sampling.max_tokens,
-                    temperature=record.sampling.temperature,
-                    speculate=record.speculate,
-                )
             case Abort():
                 log_event(self._logger, "abort", request=record.request_id)
             case ReportOrder() if record.reset:

@@ -26,8 +26,6 @@ from actors.protocol.messages import (
 from actors.ranges import LARGEST
 from actors.transport.channel import link_name
 
-MOST_IN_FLIGHT = 10_000
-"""Requests that a client other than the engine's owner may have at a time."""
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
 _OF_OWNER = (*_OF_CLIENTS, RankLost, Stop)
 _OF_TARGET = (Alive, Ready, PassFailed, VerdictBatch)
@@ -56,13 +54,10 @@ class RecordChecks:
         self._check_content(record)
 
     def _check_sender(self, link: str, record: object) -> None:
-        """Requests are their client's own, and a rank reports itself."""
+        """A client numbers its requests, and a rank reports itself."""
         match record:
             case Request():
-                self._check_request(link.removesuffix(OUT), record)
-            case Abort():
-                if self._clients.owner(record.request_id) not in (None, link.removesuffix(OUT)):
-                    raise ValueError(f"request_id: {record.request_id} is another client's")
+                self._check_request(link, record)
             case RankLost() if not 0 <= record.rank < self._sizes.get(record.role, 0):
                 raise ValueError(f"there is no rank {record.rank} of {record.role}")
             case Alive() | Ready() | PassFailed() if link.partition("/")[0] != link_name(
@@ -72,8 +67,8 @@ class RecordChecks:
 
     def _check_content(self, record: object) -> None:
         match record:
-            case ReportOrder() if len(record.phase) > _MOST_NAMED:
-                raise ValueError(f"phase: has {len(record.phase)} characters, more than {_MOST_NAMED}")
+            case ReportOrder() if len(record.phase) > _MOST_NAMED or not record.phase.isprintable():
+                raise ValueError(f"phase: must be at most {_MOST_NAMED} printable characters")
             case Ready("target"):
                 for name in _TARGET_SIZES:
                     if type(size := record.facts.get(name)) is not int or size < 1:
@@ -106,13 +101,10 @@ class RecordChecks:
             return ()
         return _OF_TARGET if role == "target" else _OF_DRAFT
 
-    def _check_request(self, client: str, request: Request) -> None:
+    def _check_request(self, link: str, request: Request) -> None:
         request.check(self.vocab_size, self.max_model_len)
-        owner = self._clients.owner(request.request_id)
-        if owner not in (None, client):
-            raise ValueError(f"request_id: {request.request_id} is another client's")
-        if owner is None and client != CLIENT and self._clients.num_requests(client) >= MOST_IN_FLIGHT:
-            raise ValueError(f"this client has {MOST_IN_FLIGHT} requests in flight: wait until some have ended")
+        if self._clients.has_another(link, request):
+            raise ValueError(f"request_id: {request.request_id} is that of another request in flight")
 
     def _check_verdicts(self, batch: VerdictBatch) -> None:
         _check_finite((batch.started, batch.finished, batch.committed))

@@ -1,18 +1,19 @@
 """Continuous batching: which sequences take part in the next target pass, and with how many rows.
 
 A pure state machine over lengths; it never sees a tensor, a socket or a clock. Requests join and leave between rounds,
-and long prompts are fed in chunks. When the KV pool runs short, the youngest sequences first lose their draft tokens,
-then their place: they return to the front of the queue and are recomputed later, with the same tokens. A request with
-which a pass raised is tested in passes of its own, so that the next failure shows whose it is.
+and long prompts are fed in chunks. Places are given to clients in turn (`waiting.py`). When the KV pool runs short, the
+youngest sequences first lose their draft tokens, then their place: they return to the front of the queue and are
+recomputed later, with the same tokens. A request with which a pass raised is tested in passes of its own, so that the
+next failure shows whose it is.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from actors.coordinator.sequence import Sequence
+from actors.coordinator.waiting import WaitingQueue
 from actors.options import SchedulerConfig
 from actors.protocol.messages import Proposal
 
@@ -49,12 +50,12 @@ class RoundPlan:
 
 
 class Scheduler:
-    """Owns the waiting queue and the running list (oldest first)."""
+    """Owns the waiting queue and the running list (in the order of admission)."""
 
     def __init__(self, limits: SchedulerConfig, capacity: Capacity) -> None:
         self.limits = limits
         self.capacity = capacity
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
 
     def refusal(self, sequence: Sequence) -> str | None:
@@ -70,13 +71,13 @@ class Scheduler:
         return None
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended, running or waiting."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
+        else:
             self.waiting.remove(sequence)
 
     def preempt_all(self) -> list[Sequence]:
@@ -87,9 +88,9 @@ class Scheduler:
         """Running sequences return to the front of the queue, to be read again."""
         victims = [sequence for sequence in self.running if sequence in sequences]
         self.running = [sequence for sequence in self.running if sequence not in sequences]
-        for victim in reversed(victims):
+        for victim in victims:
             victim.preempt()
-            self.waiting.appendleft(victim)
+        self.waiting.put_back(victims)
         return victims
 
     def load(self) -> Load:
@@ -100,14 +101,14 @@ class Scheduler:
         """Move waiting sequences into the batch while seats, rows and slots last, and none is on probation."""
         is_tested = self.tested is not None
         while self.waiting and len(self.running) < self.limits.max_num_seqs and not is_tested:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first
             is_tested = sequence.probation > 0
             if is_tested and plan.admitted:
                 return  # it is admitted by itself too
             promised = sum(other.prefix_len + 1 for other in self.running)
             if self.running and promised + sequence.prefix_len + 1 > self.capacity.kv_slots:
                 return
-            self.running.append(self.waiting.popleft())
+            self.running.append(self.waiting.pop())
             plan.admitted.append(sequence)
 
     def plan(self, held: Collection[int] = ()) -> RoundPlan:
@@ -128,6 +129,11 @@ class Scheduler:
     def tested(self) -> Sequence | None:
         """The running sequence on probation, which has the next passes for itself."""
         return next((sequence for sequence in self.running if sequence.probation), None)
+
+    @property
+    def candidates(self) -> list[Sequence]:
+        """The running sequences of which the next pass is made."""
+        return self.running if (tested := self.tested) is None else [tested]
 
     def _demands(self, sequences: Iterable[Sequence]) -> list[Demand]:
         budget = self.limits.max_num_batched_tokens
@@ -165,7 +171,7 @@ class Scheduler:
             demands[:] = [demand for demand in demands if demand[0] is not victim]
             free += victim.cached_len
             victim.preempt()
-            self.waiting.appendleft(victim)
+            self.waiting.put_back([victim])
             plan.preempted.append(victim)
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.coordinator.bridging import Bridging
 from actors.coordinator.clients import CLIENT, OUT, Clients
@@ -42,6 +42,7 @@ from actors.protocol.messages import (
     DraftBatch,
     DraftPreviewBatch,
     ProposalBatch,
+    Report,
     ReportOrder,
     Request,
     Tokens,
@@ -130,6 +131,7 @@ class CoordinatorService:
         self._bridging = Bridging(self._memberships["target"], self._memberships["draft"]) if spec.bridged else None
         self._is_complete = dict.fromkeys(self._memberships, False)
         self._has_client = False
+        self._awaits_report: set[str] = set()  # clients other than the owner
         self._coordinator: Coordinator | None = None  # None until the roles that it needs are complete
 
     def run(self) -> str:
@@ -185,11 +187,12 @@ class CoordinatorService:
         self._hub.send(self._clients.connected(), alive)
 
     def _watch_others(self, now: float) -> None:
-        """Abort the requests of absent clients; report ranks that hang."""
+        """Send the report that is due; abort the requests of absent clients; report ranks that hang."""
         self._awake_s += min(now - self._watched_at, 2 * HEARTBEAT_S)
         self._watched_at = now
-        for request_id in self._clients.abandoned(now):
-            self._apply_record(Abort(request_id))
+        self._send_shared_report()
+        for number in self._clients.abandoned(now):
+            self._abort(number)
         limit_s = self._spec.silence_s
         for role, membership in self._memberships.items():
             round_limit_s = self._round_timeouts[role].limit_s if limit_s else math.inf
@@ -207,9 +210,15 @@ class CoordinatorService:
             self._hub.refuse(link, error)
             self._distrust(link, record, error)
             if isinstance(record, Request):
-                self._hub.send([link.removesuffix(OUT)], Tokens(record.request_id, 0, (), "error", None, str(error)))
+                self._refuse(link, record, "error", str(error))
+            return False
+        if isinstance(record, Request) and (why := self._clients.quota_refusal(link, record)) is not None:
+            self._refuse(link, record, "refused", why)
             return False
         return True
+
+    def _refuse(self, link: str, request: Request, reason: str, why: str) -> None:
+        self._hub.send([link.removesuffix(OUT)], Tokens(request.request_id, 0, (), reason, None, why))
 
     def _dispatch(self, link: str, record: object) -> None:
         match record:
@@ -218,15 +227,11 @@ class CoordinatorService:
                 if role in self._memberships and link in self._memberships[role].links()[:1]:
                     self._dispatch_batch(role, record)
                 return
-            case ReportOrder():
-                self._publish_snapshot()
+            case Request() | Abort() | ReportOrder():
+                self._dispatch_order(link, record)
+                return
         self._event_log.received(record)
         match record:
-            case Request() | ReportOrder():
-                self._clients.record_origin(link, record)
-                self._apply_record(record)
-            case Abort():
-                self._apply_record(record)
             case Alive() if record.role in self._memberships:
                 self._receive_heartbeat(record)
             case Ready() if record.role in self._memberships:
@@ -243,6 +248,17 @@ class CoordinatorService:
                     self._start()
                 else:
                     self._send_ready(self._memberships)
+
+    def _dispatch_order(self, link: str, order: Request | Abort | ReportOrder) -> None:
+        """What a client wants."""
+        match order:
+            case Request():
+                self._submit(link, order)
+            case Abort():
+                if (number := self._clients.number_of(link, order.request_id)) is not None:
+                    self._abort(number)
+            case ReportOrder():
+                self._order_report(link.removesuffix(OUT), order)
 
     def _dispatch_batch(self, role: str, batch: VerdictBatch | ProposalBatch | DraftPreviewBatch | DraftBatch) -> None:
         """A batch from the lead rank of a role: for the state machine, or between two levels of a cascade."""
@@ -274,11 +290,48 @@ class CoordinatorService:
         self._follow(membership)
 
     def _apply_record(self, record: object) -> None:
-        """Pass a record to the state machine. Before there is one the record is dropped; clients send theirs again."""
+        """Pass a record to the state machine. Before there is one the record is dropped."""
         if self._coordinator is not None:
-            if isinstance(record, ReportOrder):
-                self._coordinator.stats.num_unreadable = self._hub.num_unreadable
             self._send(self._coordinator.on(record, time.monotonic()))
+
+    def _submit(self, link: str, request: Request) -> None:
+        """Before there is a state machine the request is dropped; its client sends it again."""
+        if self._coordinator is not None:
+            admitted = self._clients.admit(link, request)
+            self._event_log.admitted(admitted, link.removesuffix(OUT), request.request_id)
+            self._apply_record(admitted)
+
+    def _abort(self, number: int) -> None:
+        abort = Abort(number)
+        self._event_log.received(abort)
+        self._apply_record(abort)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _order_report(self, client: str, order: ReportOrder) -> None:
+        """The owner's is made at once. Those of all others, however many, share one at the next heartbeat, which begins
+        no window and has no spans: only the owner's cost what they cost."""
+        if client != CLIENT:
+            self._awaits_report.add(client)
+            return
+        if order.reset:
+            self._publish_snapshot()
+        self._event_log.received(order)
+        self._send_report([CLIENT], order)
+
+    def _send_shared_report(self) -> None:
+        clients, self._awaits_report = self._awaits_report, set()
+        if clients:
+            self._send_report([*clients], ReportOrder())
+
+    def _send_report(self, clients: Sequence[str], order: ReportOrder) -> None:
+        """Before there is a state machine none is sent; clients order again."""
+        if self._coordinator is None:
+            return
+        self._coordinator.stats.num_unreadable = self._hub.num_unreadable
+        for report in self._coordinator.on(order, time.monotonic()):
+            assert isinstance(report, Report)
+            self._hub.send(clients, report if CLIENT in clients else replace(report, spans=()))
 
     def _measure_link(
         self, coordinator: Coordinator, role: str, answer: VerdictBatch | ProposalBatch, now: float
@@ -298,9 +351,10 @@ class CoordinatorService:
                 self._sent_at[role] = (record.round, time.monotonic())
                 self._round_timeouts[role].ordered(record)
                 self._hub.send(self._memberships[role].links(), record)
-            else:
+            elif isinstance(record, Tokens):
                 self._event_log.sent(record)
-                self._hub.send([self._clients.client_of(record)], record)
+                client, tokens = self._clients.address(record)
+                self._hub.send([client], tokens)
 
     # --- roles that are lost and return -------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class Coordinator:
             return True
         for verdict in batch.verdicts:
             if verdict.request_id not in self._round.verifying:
-                continue  # ended since; its number may be that of a new request by now
+                continue  # ended since
             sequence, proposal = self._sequences[verdict.request_id], self._round.verifying[verdict.request_id]
             is_path = proposal.tree.has_path(verdict.path) if proposal is not None else not verdict.path
             if not (sequence.is_prefix_of(verdict) and is_path):
@@ -173,8 +173,8 @@ class Coordinator:
             return [*self._order_drafts(now)] if may_order else []
         if drafter.exports is not None:
             self._preempt(self._scheduler.preempt(drafter.exports.missing(running)))
-            running = self._scheduler.running
         orders = self._order_drafts(now)
+        running = self._scheduler.candidates
         missing_drafts = drafter.missing_drafts(running, ())
         num_ready = sum([sequence.draft.proposal is not None for sequence in running])
         held = {sequence.request_id for sequence, _ in missing_drafts} if self._policy.alternates and num_ready else ()
@@ -333,13 +333,10 @@ class Coordinator:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _submit(self, request: Request, now: float) -> list[Tokens]:
-        known = self._sequences.get(request.request_id)
-        if known is not None and replace(request, generated=known.request.generated) == known.request:
+        if (known := self._sequences.get(request.request_id)) is not None:
             return known.tokens_since(len(request.generated))
         sequence = Sequence.start(request, self._scheduler.capacity.max_model_len)
         refusal = self._scheduler.refusal(sequence)
-        if refusal is None and known is not None:
-            refusal = f"request_id: {request.request_id} is in use"
         if refusal is not None:
             return [Tokens(request.request_id, 0, (), "error", sequence.stats(), refusal)]
         sequence.resume(self._eos_token_ids)

@@ -154,6 +154,8 @@ class Request:
     """A prompt and how to continue it. `speculate=False` decodes plainly, whatever the engine's pipeline is.
 
     A client that misses tokens sends the request again, with those it has: `generated`. A repetition does no harm.
+    `request_id` is a number of the client's own; the coordinator replaces it by one of its own, and sets `scope`, the
+    same number for all requests of a client.
     """
 
     request_id: int
@@ -161,6 +163,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculate: bool = True
     generated: tuple[int, ...] = ()
+    scope: int = 0
 
     def check(self, vocab_size: int, max_model_len: int = LARGEST) -> None:
         """Raise ValueError naming the first field that is out of range, or names a token the target does not have.
@@ -211,7 +214,8 @@ class Tokens:
     """Coordinator to a client: tokens of one request in order, and, with the last ones, why it ended.
 
     `position` is the index of the first of them among the request's generated tokens, by which a client recognises a
-    repetition. `finish_reason` is None, "stop", "length", "abort" or "error".
+    repetition. `finish_reason` is None, "stop", "length", "abort", "error", or "refused": the client has too many
+    requests in flight for another.
     """
 
     request_id: int

@@ -23,6 +23,11 @@ PREFIX = "specdec_"
 ENGINE_LABELS = ("engine", "model_name", "drafter", "pipeline")
 """On every series: the engine's namespace, the target's name, drafter and pipeline."""
 
+MOST_PHASES = 100
+"""Values of the label `phase`: each is a set of series that is kept for good."""
+FURTHER_PHASES = "further"
+"""The label of windows whose names are too many."""
+
 Update = Callable[[float, dict[str, str]], None]
 """Adds to, sets or observes the series with these labels."""
 
@@ -194,6 +199,7 @@ class MetricsWatch:
             name: registry.gauge(PREFIX + name, text, (*ENGINE_LABELS, "role", "rank"))
             for name, text in RANK_GAUGES.items()
         }
+        self._phases: set[str] = set()
         self._stats: CoordinatorStats | None = None
         self._totals: dict[tuple[str, str], float] = {}
 
@@ -230,7 +236,10 @@ class MetricsWatch:
             update(float(ready.facts.get(name, 0)), {**self._labels, **rank})
 
     def _labels_of(self, stats: CoordinatorStats, **labels: str) -> dict[str, str]:
-        return {**self._labels, "phase": stats.phase, **labels}
+        if len(self._phases) < MOST_PHASES:
+            self._phases.add(stats.phase)
+        phase = stats.phase if stats.phase in self._phases else FURTHER_PHASES
+        return {**self._labels, "phase": phase, **labels}
 
 
 class RayRegistry:

@@ -24,7 +24,7 @@ def logged(caplog):
 
 def test_the_life_of_a_request(logged):
     event_log = EventLog()
-    event_log.received(Request(7, (1, 2, 3)))
+    event_log.admitted(Request(7, (1, 2, 3)), "client:a", 2)
     event_log.sent(Tokens(7, 0, (4, 5)))
     event_log.received(VerdictBatch(1, (), 0.0, 0.0))
     event_log.sent(
@@ -35,7 +35,7 @@ def test_the_life_of_a_request(logged):
     names = [name for name, _ in logged()]
     assert names == ["request", "finished", "abort", "finished"], "rounds are not logged"
     first, ended, _, refused = (facts for _, facts in logged())
-    assert (first["request"], first["prompt_tokens"]) == (7, 3)
+    assert (first["request"], first["prompt_tokens"], first["client"], first["number"]) == (7, 3, "client:a", 2)
     assert (ended["request"], ended["reason"], ended["tokens"], ended["acceptance_length"]) == (7, "stop", 3, 1.5)
     assert (refused["reason"], refused["why"]) == ("error", "prompt: is empty")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields, replace
 from math import inf, nan
 from typing import get_type_hints
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.coordinator import record_checks
+from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
 from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Recall, Stop
@@ -23,6 +24,7 @@ from actors.protocol.messages import (
     FeatureExport,
     Proposal,
     ProposalBatch,
+    Report,
     ReportOrder,
     Request,
     SamplingParams,
@@ -202,9 +204,8 @@ REFUSED = {
     "more tokens than it asked for": (OTHER, Request(2, (3,), SamplingParams(max_tokens=1), generated=(4, 5))),
     "a prompt beyond the context": (OTHER, Request(2, (3,) * 50)),
     "an empty prompt": (OTHER, Request(2, ())),
-    "another client's request": (OTHER, REQUEST),
-    "the end of another client's request": (OTHER, Abort(1)),
     "a phase of any length": (OTHER, ReportOrder(True, "x" * 100)),
+    "a phase of several lines": (CLIENT, ReportOrder(True, "a\nb")),
     "a verdict of another prefix": ("target-0#0", verdicts(replace(RIGHT, prefix_len=1))),
     "a verdict of another epoch": ("target-0#0", verdicts(replace(RIGHT, epoch=1))),
     "a verdict twice": ("target-0#0", verdicts(RIGHT, RIGHT)),
@@ -277,19 +278,91 @@ def test_a_client_learns_why_its_request_is_refused(table):
     assert answer.error == "prompt: names token 1000000000, but the target has 97 tokens"
 
 
-def test_a_client_that_floods_is_answered_with_an_error_and_the_others_are_served(table, monkeypatch):
-    monkeypatch.setattr(record_checks, "MOST_IN_FLIGHT", 5)
-    for request_id in range(10, 20):
-        table.receive(OTHER, Request(request_id, (3, 4)))
-    errors = [answer for answer in table.to(OTHER) if answer.finish_reason == "error"]
-    assert [answer.request_id for answer in errors] == list(range(15, 20))
-    assert all("in flight: wait until some have ended" in answer.error for answer in errors)
+def test_a_client_over_its_quota_is_answered_and_served_again_once_a_request_has_ended(table, monkeypatch):
+    monkeypatch.setattr(clients, "MOST_IN_FLIGHT", 5)
+    for number in range(10, 215):
+        table.receive(OTHER, Request(number, (3, 4)))
+    refused = [answer for answer in table.to(OTHER) if answer.finish_reason == "refused"]
+    assert [answer.request_id for answer in refused] == list(range(15, 215)), "the hundredth is answered as the first"
+    assert refused[0].error == "this client has 5 requests in flight: submit this one again once some have ended"
+    assert table.hub.num_unreadable == 0, "there is nothing wrong with them"
     assert table.receive(OTHER, Request(10, (3, 4))), "a repetition is no further request"
     assert table.receive("client:3", Request(30, (3, 4))) and table.receive(CLIENT, Request(31, (3, 4)))
+    assert table.receive(OTHER, Abort(12)) and table.receive(OTHER, Request(214, (3, 4)))
+
+
+def test_the_tokens_that_come_with_requests_are_counted_too_but_one_request_is_always_taken(table, monkeypatch):
+    monkeypatch.setattr(clients, "MOST_TOKENS", 5)
+    assert table.receive(OTHER, Request(1, (3,) * 6))
+    assert not table.receive(OTHER, Request(2, (3,)))
+    assert table.receive(OTHER, Abort(1)) and table.receive(OTHER, Request(3, (3, 4), generated=(5,)))
+    assert not table.receive(OTHER, Request(4, (3, 4, 5))) and table.receive(OTHER, Request(5, (3, 4)))
+    *_, last = [answer for answer in table.to(OTHER) if answer.finish_reason == "refused"]
+    assert "requests in flight have prompts of 3 tokens" in last.error
+    assert table.receive(CLIENT, Request(2, (3,) * 6)), "the owner's jobs submit all of their prompts at once"
+
+
+def test_the_owner_has_a_bound_too(table, monkeypatch):
+    monkeypatch.setattr(clients, "MOST_OF_OWNER", 2)
+    assert table.receive(CLIENT, Request(2, (3,))) and not table.receive(CLIENT, Request(3, (3,)))
+    assert table.to(CLIENT)[-1].finish_reason == "refused"
+
+
+def test_every_client_numbers_its_requests_by_itself(table):
+    """One that takes the number that the owner uses, or will use next, has a request of its own."""
+    for number in (1, 2):
+        assert table.receive(OTHER, Request(number, (5, 6, 7), REQUEST.sampling))
+    assert table.receive(CLIENT, Request(2, (3,), REQUEST.sampling)) and table.receive(CLIENT, Abort(1))
+    assert table.receive("target-0#0", verdicts(RIGHT))
+    *_, batch = table.to("target-0#0")
+    assert [admit.token_ids for admit in batch.admits] == [(5, 6, 7), (3,), (5, 6, 7)], "clients take turns"
+    table.sent.clear()
+    answers = [Verdict(admit.request_id, 0, len(admit.token_ids), (), 8 + i) for i, admit in enumerate(batch.admits)]
+    assert table.receive("target-0#0", verdicts(*answers, round=batch.round))
+    assert table.to(OTHER) == [Tokens(1, 0, (8,)), Tokens(2, 0, (10,))] and table.to(CLIENT) == [Tokens(2, 0, (9,))]
+    assert table.receive(OTHER, Abort(2)), "ends the client's own request"
+    assert table.to(OTHER)[-1].finish_reason == "abort" and table.to(CLIENT)[-1].finish_reason is None
+
+
+def test_another_request_under_a_number_in_flight_is_refused_and_the_first_goes_on(table):
+    assert not table.receive(CLIENT, Request(1, (9,))) and table.hub.num_unreadable == 1
+    assert "another request in flight" in table.to(CLIENT)[-1].error
+    assert table.receive("target-0#0", verdicts(RIGHT)) and table.to(CLIENT)[-1] == Tokens(1, 0, (7,))
+
+
+def test_only_the_owner_begins_a_window(table):
+    stats = table.service._coordinator.stats
+    table.sent.clear()
+    assert table.receive(OTHER, ReportOrder(reset=True, phase="mine"))
+    assert table.service._coordinator.stats is stats
+    assert table.receive(CLIENT, ReportOrder(reset=True, phase="ours"))
+    assert table.service._coordinator.stats is not stats and table.service._coordinator.stats.phase == "ours"
+    assert len(table.to(CLIENT)) == 1
+
+
+def test_orders_of_reports_by_others_share_one_at_the_next_heartbeat(table, monkeypatch):
+    """However many orders come over however many links; the spans, which cost most, are the owner's."""
+    made = []
+    right = type(table.service._coordinator)._report
+    monkeypatch.setattr(type(table.service._coordinator), "_report", lambda *a: made.append(1) or right(*a))
+    table.receive("target-0#0", verdicts(RIGHT, finished=2.0))
+    table.sent.clear()
+    names = [f"client:{i}" for i in range(20)]
+    for _ in range(50):
+        for name in names:
+            assert table.receive(name, ReportOrder())
+    assert not made and not table.sent
+    table.service._watch_others(time.monotonic())
+    reports = [(name, record) for name, record in table.sent if isinstance(record, Report)]
+    assert len(made) == 1 and sorted(name for name, _ in reports) == sorted(names)
+    assert all(report.counters["num_tokens"] == 1 and not report.spans for _, report in reports)
+    table.receive(CLIENT, ReportOrder())
+    assert table.to(CLIENT)[-1].spans
 
 
 def test_a_verdict_on_a_request_that_was_aborted_is_stale_though_its_number_is_used_again(table):
     """Refused, it would cost the role its epoch."""
-    assert table.receive(CLIENT, Abort(1)) and table.receive(OTHER, replace(REQUEST, prompt=(3, 4, 5)))
+    assert table.receive(CLIENT, Abort(1)) and table.receive(CLIENT, replace(REQUEST, prompt=(3, 4, 5)))
+    table.sent.clear()
     assert table.receive("target-0#0", verdicts(RIGHT))
-    assert table.service._coordinator.stats.num_stale == 1 and not table.to(OTHER)
+    assert table.service._coordinator.stats.num_stale == 1 and not table.to(CLIENT)

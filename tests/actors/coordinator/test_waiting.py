@@ -1,0 +1,127 @@
+"""Turns of clients: against a plain model of them, and the bound on how long a request can wait for others'."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.coordinator.sequence import Sequence
+from actors.coordinator.waiting import WaitingQueue
+from actors.protocol.messages import Request
+
+
+def sequence_of(number: int, scope: int) -> Sequence:
+    return Sequence.start(Request(number, (5,), scope=scope), 64)
+
+
+def filled(*scopes: int) -> WaitingQueue:
+    """Requests 1, 2, ... of these clients, in this order."""
+    queue = WaitingQueue()
+    for number, scope in enumerate(scopes, start=1):
+        queue.add(sequence_of(number, scope))
+    return queue
+
+
+def drained(queue: WaitingQueue) -> list[int]:
+    return [queue.pop().request_id for _ in range(len(queue))]
+
+
+def test_the_requests_of_one_client_are_served_as_they_came():
+    assert drained(filled(7, 7, 7, 7)) == [1, 2, 3, 4]
+
+
+def test_a_client_with_many_delays_another_by_one_for_each_of_its_own():
+    assert drained(filled(*[0] * 5, 1, 1, 2)) == [1, 6, 8, 2, 7, 3, 4, 5]
+
+
+def test_a_client_that_comes_again_takes_no_turn_twice():
+    queue = filled(0, 0, 1)
+    assert queue.pop().request_id == 1
+    queue.add(sequence_of(4, 2))
+    assert queue.pop().request_id == 3
+    queue.add(sequence_of(5, 1))
+    assert drained(queue) == [2, 4, 5]
+
+
+def test_what_lost_its_place_comes_before_everything_the_oldest_first():
+    queue = filled(0, 1, 2)
+    first, second = queue.pop(), queue.pop()
+    queue.put_back([first, second])
+    queue.add(sequence_of(9, 9))
+    assert [sequence.request_id for sequence in queue] == [1, 2, 3, 9]
+    queue.remove(first)
+    assert drained(queue) == [2, 3, 9] and not len(queue)
+
+
+ACTIONS = st.lists(st.tuples(st.sampled_from(["add", "add", "pop", "remove", "put back"]), st.integers(0, 3)))
+
+
+@given(ACTIONS)
+def test_the_queue_does_what_plain_lists_would(actions):
+    queue, number = WaitingQueue(), 0
+    returned: list[Sequence] = []
+    turns: deque[tuple[int, list[Sequence]]] = deque()
+    out: list[Sequence] = []
+
+    def served() -> list[Sequence]:
+        order, rest = [*returned], deque((scope, [*waiting]) for scope, waiting in turns)
+        while rest:
+            scope, waiting = rest.popleft()
+            order.append(waiting.pop(0))
+            if waiting:
+                rest.append((scope, waiting))
+        return order
+
+    def take_out(sequence: Sequence) -> None:
+        if sequence in returned:
+            returned.remove(sequence)
+            return
+        (place,) = (i for i, (_, waiting) in enumerate(turns) if sequence in waiting)
+        turns[place][1].remove(sequence)
+        if not turns[place][1]:
+            del turns[place]
+
+    for action, choice in actions:
+        order = served()
+        if action == "add":
+            number += 1
+            sequence = sequence_of(number, choice)
+            queue.add(sequence)
+            known = [waiting for scope, waiting in turns if scope == choice]
+            known[0].append(sequence) if known else turns.append((choice, [sequence]))
+        elif action == "pop" and order:
+            assert queue.first is order[0] and queue.pop() is order[0]
+            if returned:
+                returned.pop(0)
+            else:
+                scope, waiting = turns.popleft()
+                if waiting[1:]:
+                    turns.append((scope, waiting[1:]))
+            out.append(order[0])
+        elif action == "remove" and order:
+            sequence = order[choice % len(order)]
+            queue.remove(sequence)
+            queue.remove(sequence)
+            take_out(sequence)
+        elif action == "put back" and out:
+            back, out = out[-choice - 1 :], out[: -choice - 1]
+            queue.put_back(back)
+            returned = back + returned
+        assert [*queue] == served() and len(queue) == len(served())
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
+def test_none_starves_though_the_others_send_without_end(scopes, data):
+    """Before the k-th request of a client, at most k of each other client are served."""
+    queue, served = filled(*scopes), Counter()
+    number = data.draw(st.integers(1, len(scopes)))
+    scope, late = scopes[number - 1], itertools.count(1000)
+    while (first := queue.pop()).request_id != number:
+        served[first.request.scope] += 1
+        for other in {0, 1, 2, 3, 4} - {scope}:
+            queue.add(sequence_of(next(late), other))
+    place = scopes[:number].count(scope)
+    assert served[scope] == place - 1 and max(served.values(), default=0) <= place
