@@ -1,10 +1,10 @@
 """The control line: records over ZeroMQ between the coordinator and every rank and client.
 
 The coordinator listens with a `Hub`, which has one port for ranks and the owner of the engine and one for its other
-clients, who share nothing with ranks and may cost only so much; each connects with a `Link`. Four one-way records make a round; a
-role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code connects
-threads, processes and hosts; between threads of one process records pass through memory (`Hub(near=True)`). Carries no
-tensors and decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
+clients, who share nothing with ranks and may cost only so much; each connects with a `Link`. Four one-way records make
+a round; a role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code
+connects threads, processes and hosts; between threads of one process records pass through memory (`Hub(near=True)`).
+Carries no tensors and decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
 
 Every connection is encrypted and authenticated by CurveZMQ (RFC 26). The key pair of the hub is derived from the
 `secret` of the engine, its public half too: that is never sent, and a handshake cannot be begun without it, so the

@@ -2,7 +2,8 @@
 
 ZeroMQ's limits count whole messages: frames of a message that never ends, and long records for a client that reads
 nothing, would fill the memory below them. The kernel counts the bytes that passed each connection in either direction
-(TCP_INFO, Linux), the hub those of the messages that it read and wrote; what they differ by is waiting. Knows no record.
+(TCP_INFO, Linux), the hub those of the messages that it read and wrote; what they differ by is waiting. Knows no
+record.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RECORD_COST = 256
 """Bytes that a record counts beside its own."""
 REFUSED_COST = 1 << 14
 """The same of a record that was refused, which is logged."""
-_LOOK_S = 0.05
+_LOOK_MS = 50
 _CONNECTED_BYTES = 1000
 """Bytes that a connection may receive outside of messages: greeting and handshake,"""
 _BEAT_BYTES_PER_S = 100
@@ -129,7 +130,7 @@ class ConnectionGuard:
 
     def _run(self) -> None:
         while True:
-            if self._monitor.poll(_LOOK_S * 1e3 if self._connections else None):
+            if self._monitor.poll(_LOOK_MS if self._connections else None):
                 event, descriptor = _EVENT.unpack(self._monitor.recv_multipart()[0])
                 if event == zmq.EVENT_MONITOR_STOPPED:
                     break
