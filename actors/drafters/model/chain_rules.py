@@ -8,8 +8,9 @@ Beside the ordered length (`actors/policy/draft_length.py`, value per cost), a d
   is the best rule.
 - `ThompsonRule`: with the probability that a coin shows which is drawn from the posterior of the request's acceptance,
   Beta(1 + accepted, 1 + rejected): EESD (arXiv 2406.03853). It needs no probability of the drafter.
-- `ProbabilityRule`: while the drafter's own probability of its token is at least xi, which is steered to where nine of
-  ten drafted tokens are accepted: Draft & Verify (arXiv 2309.08168), section 3.3.
+- `ProbabilityRule`: while the drafter's own probability of its token is at least xi: a given one, as Kangaroo's second
+  early exit (arXiv 2404.18911), or one that is steered to where nine of ten drafted tokens are accepted: Draft & Verify
+  (arXiv 2309.08168), section 3.3.
 - `GapRule`: while a gap as wide as the one between the two likeliest tokens was wrong rarely enough: the exit rule of
   FREE (arXiv 2310.05424), with measured frequencies by gap in place of its mixture of two Beta distributions.
 
@@ -117,13 +118,15 @@ that acceptance and in the threshold."""
 
 
 class ProbabilityRule(ChainRule):
-    """Ends a chain with the first token that the drafter gives a probability below `xi`, one for all requests.
+    """Ends a chain with the first token that the drafter gives a probability below `xi`, one for all requests: the
+    `fixed` one, or for 0 one that follows acceptance.
 
     A draft that was not ended by this rule does not move `xi`: it says nothing about where drafts should end.
     """
 
-    def __init__(self) -> None:
-        self.xi = _FIRST_XI
+    def __init__(self, fixed: float = 0.0) -> None:
+        self.xi = fixed or _FIRST_XI
+        self._is_fixed = fixed > 0
         self._accepted = Ewma(_SMOOTH, mean=_WANTED, weight=1 / (1 - _SMOOTH))
         self._ended: dict[int, tuple[int, bool]] = {}
 
@@ -137,7 +140,7 @@ class ProbabilityRule(ChainRule):
         if not length:
             return
         self._accepted.update(min(num_accepted, length) / length)
-        if by_rule:
+        if by_rule and not self._is_fixed:
             moved = self.xi + (_STEP if self._accepted.mean < _WANTED else -_STEP)
             self.xi = min(max(_KEPT * self.xi + (1 - _KEPT) * moved, _STEP), 1.0)
 

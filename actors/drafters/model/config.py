@@ -141,10 +141,13 @@ class PassDrafterConfig(PlacedDrafterConfig):
     pipeline.adaptive=true follows from measured acceptance and cost; threshold: at most `num_draft_tokens`, and to the
     token after which the chance that one is rejected exceeds `rejection_threshold` (SpecDec++); thompson: each further
     token with a probability drawn from the posterior of the request's acceptance (EESD); probability: to the first
-    token that the drafter itself gives less than a threshold, which follows acceptance (Draft & Verify); gap: to the
-    first token where the two likeliest are so close that this was wrong with more than `rejection_threshold` (FREE)."""
+    token that the drafter itself gives less than `least_probability` (Kangaroo, Draft & Verify); gap: to the first
+    token where the two likeliest are so close that this was wrong with more than `rejection_threshold` (FREE)."""
     rejection_threshold: Annotated[float, Range(above=0, below=1)] = 0.3
     """length_rule=threshold or gap: chance of a rejected token from which on a draft ends."""
+    least_probability: Annotated[float, Range(0, below=1, zero="follows acceptance")] = 0.0
+    """length_rule=probability: a draft ends with the first token that the drafter gives less than this (Kangaroo: 0.6);
+    0 = a threshold that is steered to where nine of ten tokens are accepted (Draft & Verify)."""
     fan_out: Annotated[int, Range(1, cap=1024)] = 6
     """Asynchronous pipelines: likely next tokens kept for every node, of which a verdict picks one."""
     ahead_width: Annotated[int, Range(1)] = 8
@@ -182,6 +185,9 @@ class PassDrafterConfig(PlacedDrafterConfig):
         ends_early = self.length_rule is not LengthRule.ordered
         remedy = f"ends chains; leave {where}.strategy at chain or drop it"
         require(self.strategy is Strategy.chain or not ends_early, f"{where}.length_rule", self.length_rule, remedy)
+        least, is_read = self.least_probability, self.length_rule is LengthRule.probability
+        remedy = f"is the threshold of {where}.length_rule=probability; add that or drop it"
+        require(is_read or not least, f"{where}.least_probability", least, remedy)
         remedy = f"the paths of {where}.strategy=beam are drawn without replacement; drop it or use strategy=tree"
         is_independent = self.draws is Draws.independent
         require(not (is_independent and self.strategy is Strategy.beam), f"{where}.draws", self.draws, remedy)

@@ -412,7 +412,7 @@ def _chain_rule(config: PassDrafterConfig) -> ChainRule | None:
         case LengthRule.thompson:
             return ThompsonRule()
         case LengthRule.probability:
-            return ProbabilityRule()
+            return ProbabilityRule(config.least_probability)
         case LengthRule.gap:
             return GapRule(config.rejection_threshold)
     return None

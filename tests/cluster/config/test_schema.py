@@ -68,17 +68,17 @@ PUBLIC_KEYS = {
     "drafter=model": "name path ranks kv_dtype num_threads parallel layer_group strategy num_draft_tokens depth width "
     "branching draws tree min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device layer_partition "
     "mlp_parallel calibration calibration_policy calibrate_every kv_slots vocabulary vocabulary_size translate "
-    "tokenizer length_rule rejection_threshold placement attention prefixes "
+    "tokenizer length_rule rejection_threshold least_probability placement attention prefixes "
     "prefix_confidence online online_rate online_strength online_budget "
     "online_memory online_state",
     "drafter=speculator": "name path ranks num_threads strategy num_draft_tokens depth width branching draws tree "
     "min_gain merge_ngram fan_out ahead_width batch_nodes dtype weights device calibration_policy calibrate_every "
-    "kv_slots length_rule rejection_threshold placement attention prune_below online online_rate online_strength "
-    "online_budget online_memory online_state",
+    "kv_slots length_rule rejection_threshold least_probability placement attention prune_below online online_rate "
+    "online_strength online_budget online_memory online_state",
     "drafter=self": "name exit skip resume strategy num_draft_tokens depth width branching draws tree min_gain "
     "merge_ngram fan_out ahead_width batch_nodes dtype weights calibration_policy calibrate_every kv_slots length_rule "
-    "rejection_threshold placement attention layers search skip_share search_every search_window search_trials "
-    "least_cosine",
+    "rejection_threshold least_probability placement attention layers search skip_share search_every search_window "
+    "search_trials least_cosine",
     "verify": "rule law_size",
     "pipeline": "name adaptive min_draft_tokens",
     "placement": "name nodes",
@@ -432,6 +432,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             "drafter.prune_below=0.02: its checkpoint has no early logits; train with",
         ),
         (["drafter=auto", "drafter.drafters=[self]"], "drafter.drafters[0]=self: is no drafter; give a name or"),
+        (["drafter.least_probability=0.6"], "drafter.least_probability=0.6: is the threshold of drafter.length_rule="),
         (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be between 0 and 1"),
         (["drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
         (["drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),

@@ -169,3 +169,22 @@ def test_a_tree_of_hundreds_of_rows(llama, backend):
     tree.prefix = []
     for node in (0, 1, 77, 298, 299):
         torch.testing.assert_close(logits[node], tree.expected(llama, node), atol=1e-4, rtol=0)
+
+
+def test_a_node_with_two_parents_would_need_two_rows(make_checkpoint):
+    """Why nodes of a draft graph (GSD) are not merged in the target: after a and after b the same token has other rows,
+    other logits and, for some tokens, another likeliest successor, so one row for both would change the text."""
+    checkpoint = make_checkpoint("Llama")
+    model, different = open_model(checkpoint.path, num_slots=256), 0
+    prefix, a, b = [5, 17, 40], 8, 61
+    model.open("t")
+    model.forward([Span("t", len(prefix), num_logits=0)], prefix)
+    model.commit("t", range(len(prefix)))
+    for token in range(97):
+        logits = model.forward([Span("t", 4, [-1, -1, 0, 1], num_logits=4)], [a, b, token, token]).logits
+        after = [checkpoint.logits([*prefix, parent, token])[-1] for parent in (a, b)]
+        torch.testing.assert_close(logits[2:], torch.stack(after), atol=1e-4, rtol=0)
+        assert (logits[2] - logits[3]).abs().max() > 1e-3
+        different += int(logits[2].argmax() != logits[3].argmax())
+        model.commit("t", [])
+    assert different > 0

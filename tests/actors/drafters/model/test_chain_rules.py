@@ -98,6 +98,15 @@ def test_the_least_probability_rises_until_nine_of_ten_tokens_are_accepted():
     assert rule.xi < 0.4, "all were accepted, so drafts go on where the drafter doubts"
 
 
+def test_a_given_least_probability_ends_drafts_and_stays():
+    """Kangaroo's second exit: the token below 0.6 is the last one, whatever was accepted before."""
+    rule, draw = ProbabilityRule(0.6), random.Random(2)
+    for right in (0.0, 1.0):
+        for _ in range(100):
+            assert verified(rule, draw, [0.9, 0.61, 0.59, 0.9], lambda _, right=right: right) == 3
+    assert rule.xi == 0.6
+
+
 def test_a_draft_that_its_budget_ended_leaves_the_threshold():
     rule = ProbabilityRule()
     before = rule.xi
