@@ -171,7 +171,7 @@ def test_a_rejection_rule_that_corrects_from_the_target_fails_by_its_law(run_cer
         ("job.limit=-1", "job.limit=-1: must be 0 (all prompts) or above"),
         ("job.concurrency=-1", "job.concurrency=-1: must be 0 (all at once) or above"),
         ("job.temperatures=[]", "job.temperatures=[]: must name at least one"),
-        ("job.temperatures=[-1]", "job.temperatures=[-1.0]: must all be 0 or above"),
+        ("job.temperatures=[-1]", "job.temperatures=[-1.0]: must all be 0 (greedy) or between"),
         ("job.seeds=[]", "job.seeds=[]: must name at least one"),
         ("job.contexts=0", "job.contexts=0: must be at least 1"),
         ("job.draws=10", "job.draws=10: must be at least 100; fewer show nothing"),

@@ -16,7 +16,7 @@ from cluster.config.compose import checked, load_config
         (["job=bench", "job.warmup=-1"], "job.warmup=-1: must be 0 or above"),
         (["job=bench", "job.batches=[1,0]"], "job.batches=[1, 0]: must all be at least 1"),
         (["job=bench", "job.draft_lengths=[0]"], "job.draft_lengths=[0]: must all be at least 1"),
-        (["job=bench", "job.temperatures=[-1]"], "job.temperatures=[-1.0]: must all be 0 or above"),
+        (["job=bench", "job.temperatures=[-1]"], "job.temperatures=[-1.0]: must all be 0 (greedy) or between"),
         (["job=bench", "job.contexts=[0]"], "job.contexts=[0]: must all be at least 1"),
         (["job.workload=chat"], "job.workload=chat: is unknown; choose one of completion, editing, agent"),
         (["job.workload=agent", "job.prompts=x"], "job.workload=agent: names no set of a single file; drop it or"),
