@@ -65,8 +65,7 @@ class Engine(Client):
         self.startup.mark("imports")
         checkpoint = Path(config.target.path)
         tokenizer = load_tokenizer(checkpoint)
-        drafter = config.drafter
-        check_checkpoints(checkpoint, [*map(Path, drafter.models())], [*map(Path, drafter.translated_models())])
+        check_checkpoints(checkpoint, config.drafter)
         eos_token_ids = read_eos_token_ids(checkpoint)
         sampling = config.sampling_params(tokenizer)
         Request(0, (0,), sampling).check(read_config(checkpoint).vocab_size)

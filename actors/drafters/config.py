@@ -173,6 +173,10 @@ class DrafterConfig(Choice):
         """Paths of the checkpoints that the drafter loads."""
         return []
 
+    def speculators(self) -> list[str]:
+        """Paths of the checkpoints of modules that read the target's hidden states."""
+        return []
+
     def translated_models(self) -> list[str]:
         """Those of `models` whose tokenizers are not the target's."""
         return []

@@ -5,9 +5,11 @@ Reads configurations, tokenizers and the headers of weights. Must not know engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from actors.drafters.config import DrafterConfig
 from actors.drafters.vocabulary.token_pieces import has_same_tokens
 from cluster.pocket import described
 from parallel.model.checkpoint import find_tensors, tensor_shapes
@@ -15,16 +17,30 @@ from parallel.model.config_fields import read_config_file
 from parallel.model.families.registry import read_config
 
 
-def check_checkpoints(target: Path, drafters: Sequence[Path], translated: Sequence[Path] = ()) -> None:
-    """Raise ValueError, one line, unless all weights are there, and all drafters but those `translated` have the
-    target's vocabulary."""
-    for key, path in (("target.path", target), *(("drafter.path", drafter) for drafter in drafters)):
-        try:
+def check_checkpoints(target: Path, drafter: DrafterConfig) -> None:
+    """Raise ValueError, one line, unless all weights are there, all draft models but the translated ones have the
+    target's vocabulary, and speculators were made for the target."""
+    drafters = [*map(Path, drafter.models())]
+    for key, path in (("target.path", target), *(("drafter.path", one) for one in drafters)):
+        with _naming(key):
             find_tensors(path, tensor_shapes(read_config(path)))
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
-    for drafter in (one for one in drafters if one not in translated):
-        check_same_vocabulary(target, drafter)
+    for path in drafter.speculators():
+        from parallel.speculators.registry import check_speculator  # loads PyTorch
+
+        with _naming("drafter.path"):
+            check_speculator(path, read_config(target))
+    for path in drafters:
+        if str(path) not in drafter.translated_models():
+            check_same_vocabulary(target, path)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Puts the option before what is wrong with its checkpoint."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def check_same_vocabulary(target: Path, drafter: Path) -> None:

@@ -29,6 +29,7 @@ from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.runner import PassOutput, default_backend, make_backend
 from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, tensor_shapes
+from parallel.speculators.config import record_of
 from parallel.speculators.correctors import MarkovCorrector, PositionRows
 from parallel.speculators.place import SpeculatorPlace
 from parallel.speculators.runner import SpeculatorRunner
@@ -354,16 +355,15 @@ def read_dspark(hf: HfConfig) -> BlockConfig:
     )
 
 
-def _read(hf: HfConfig, *, taps: Sequence[int], **fields: Any) -> BlockConfig:
+def _read(hf: HfConfig, /, **fields: Any) -> BlockConfig:
     layers = read_config({**hf, "architectures": ["Qwen3ForCausalLM"]})
-    return BlockConfig(
-        vocab_size=layers.vocab_size,
-        max_positions=layers.max_positions,
-        target_hidden=layers.hidden_size,
-        taps=tuple(taps),
-        layers=replace(layers, names=_NAMES),
-        **fields,
-    )
+    of_layers = {
+        "vocab_size": layers.vocab_size,
+        "max_positions": layers.max_positions,
+        "target_hidden": layers.hidden_size,
+        "layers": replace(layers, names=_NAMES),
+    }
+    return record_of(BlockConfig, fields | of_layers)
 
 
 def is_own(hf: HfConfig) -> bool:

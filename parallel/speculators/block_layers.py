@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Unpack, get_args
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,27 @@ class BlockConfig(SpeculatorConfig):
     @property
     def drafts_blocks(self) -> bool:
         return True
+
+    def tensor_shapes(self) -> dict[str, Shape]:
+        """Every tensor of a checkpoint."""
+        return tensor_shapes(self)
+
+    def check_record(self) -> None:
+        super(BlockConfig, self).check_record()
+        mask, hidden = self.mask_token_id, self.layers.hidden_size
+        for wrong, line in (
+            (self.num_drafted < 1, f"block_size={self.block_size}: drafts no token"),
+            (mask is not None and mask >= self.vocab_size, f"mask_token_id={mask}: is no token of {self.vocab_size}"),
+            (self.corrector not in get_args(CorrectorKind), f"corrector={self.corrector!r}: is none that is known"),
+            (self.corrector != "none" and not self.corrector_rank, "corrector_rank=0: a corrector needs one"),
+            (self.corrector == "gru" and not self.state_size, "state_size=0: a GRU needs one"),
+            (
+                self.conv_taps > 0 and hidden % self.conv_group,
+                f"conv_group={self.conv_group}: must divide {hidden}",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"{line}; correct config.json, or fetch it again")
 
     def bytes_per_slot(self, ranks: int, item_bytes: int) -> int:
         return kv_bytes_per_slot(self.layers, ranks, item_bytes)

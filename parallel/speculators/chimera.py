@@ -194,7 +194,6 @@ def read_own(hf: HfConfig) -> ChimeraConfig:
 
 def open_chimera(directory: Path, config: ChimeraConfig, place: SpeculatorPlace) -> ChimeraRunner:
     """Load the layer beside its target."""
-    place.check_tables(directory, config.vocab_size, config.target_hidden)
     layers = ChimeraLayers(config, place)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return ChimeraRunner(config, layers, place)

@@ -6,9 +6,13 @@ block drafter. Each family derives its own record. Loads no PyTorch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from parallel.model.checkpoint import Shape
+from parallel.model.config import DecoderConfig
+from parallel.model.config_fields import MOST_LAYERS
 
 TARGET_LAYERS = "target_num_hidden_layers"
 """Field that readers of layouts find beside those of config.json, if the target is known."""
@@ -102,3 +106,43 @@ class SpeculatorConfig:
     def num_logits(self) -> int:
         """Columns of a row of logits: every speculator proposes tokens of the target's vocabulary."""
         return self.vocab_size
+
+    def check_record(self) -> None:
+        """ValueError, one line, for fields that are each in their range and make no speculator."""
+        deepest = [tap for tap in self.taps if tap > MOST_LAYERS and tap != STREAMS]
+        if not self.taps or deepest or (min(self.taps) < FINAL and not self.reads_kv):
+            raise ValueError(f"taps={list(self.taps)}: are no layers of a target; correct config.json")
+
+    @property
+    def reads_kv(self) -> bool:
+        """Whether its taps are keys and values."""
+        return False
+
+    def check_target(self, target: DecoderConfig) -> None:
+        """ValueError, one line, for a target that it was not made for."""
+        for name, ours, theirs in (
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("hidden_size", self.target_hidden, target.hidden_size),
+        ):
+            if ours != theirs:
+                raise ValueError(f"was made for a target with {name}={ours}, not {theirs}; use one of its own")
+        # keys and values of layer i are within layer i + 1; streams are checked with their layers
+        deepest = max((max(tap, kv_tap(tap) + 1) for tap in self.taps if tap != STREAMS), default=0)
+        num_layers = target.num_layers - target.stretch
+        if num_layers and deepest > num_layers:  # the target's tables alone have no layers
+            raise ValueError(f"reads layer {deepest} of a target that has {num_layers}; use one of its own")
+
+
+R = TypeVar("R", bound=SpeculatorConfig)
+
+
+def record_of(kind: type[R], given: Mapping[str, Any]) -> R:
+    """The record whose fields the section `speculator` of our own config.json holds; ValueError, one line, for a field
+    that it does not have, or lacks."""
+    if unknown := sorted(given.keys() - {field.name for field in fields(kind)}):
+        raise ValueError(f"speculator.{unknown[0]}: is no field of this method; correct config.json")
+    values: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in given.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"speculator: {error}; correct config.json") from None

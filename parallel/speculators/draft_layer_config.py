@@ -15,7 +15,7 @@ from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import kv_bytes_per_slot
-from parallel.speculators.config import FuserShape, SpeculatorConfig
+from parallel.speculators.config import FINAL, FuserShape, SpeculatorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,20 @@ class DraftLayerConfig(SpeculatorConfig):
     num_depths: int = 1
     """Above 1, one pass gives the logits of so many depths (P-EAGLE)."""
     names: DraftLayerNames = DraftLayerNames()
+
+    def check_record(self) -> None:
+        super(DraftLayerConfig, self).check_record()
+        if self.head_rows > self.vocab_size:
+            raise ValueError(f"{self.head_rows} tokens of an own head: are more than vocab_size={self.vocab_size}")
+        if (self.num_depths > 1) != (self.method == "p_eagle"):
+            raise ValueError(f"num_depths={self.num_depths}: p_eagle drafts 2 or more in a pass, others 1")
+        if not self.fuses and self.taps != (FINAL,):
+            raise ValueError(f"taps={list(self.taps)}: {self.method} reads the final hidden state, tap {FINAL}, alone")
+
+    def check_target(self, target: DecoderConfig) -> None:
+        super(DraftLayerConfig, self).check_target(target)
+        if self.block.hidden_size != target.hidden_size:  # whose embedding its layers read
+            raise ValueError(f"hidden_size={self.block.hidden_size}: is not the target's {target.hidden_size}")
 
     @property
     def num_drafted(self) -> int:
@@ -147,7 +161,10 @@ class DraftLayerConfig(SpeculatorConfig):
         reads_pairs = (
             [f"{attention}.{name}_proj.weight" for name in "qkv"] if i == 0 and self.joins_in_attention else []
         )
+        reads_bare = i == 0 and (self.joins_in_attention or not self.norms_first_input)
         for name, shape, _ in block_tensors(self.block):
+            if reads_bare and name.startswith(f"{self.block.names.attention_norm}."):
+                continue
             yield f"{self.layer_name(i)}.{name}", (shape[0], 2 * hidden) if name in reads_pairs else shape
 
 

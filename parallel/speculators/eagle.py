@@ -137,7 +137,6 @@ def open_draft_layer(directory: Path, config: DraftLayerConfig, place: Speculato
 
 def load_draft_layers(directory: Path, config: DraftLayerConfig, place: SpeculatorPlace) -> DraftLayers:
     """ValueError, one line, if the checkpoint does not fit its target or its own config.json."""
-    place.check_tables(directory, config.vocab_size, config.block.hidden_size)
     layers = DraftLayers(config, place.tables, place.group, reads_fused=place.reads_fused, **place.options)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     layers.load_vocabulary(directory)

@@ -192,7 +192,6 @@ def read_own(hf: HfConfig) -> ExitConfig:
 
 def open_exit(directory: Path, config: ExitConfig, place: SpeculatorPlace) -> ExitRunner:
     """Load the layer beside the target whose first layers it follows."""
-    place.check_tables(directory, config.vocab_size, config.target_hidden)
     of_target = place.its_target(directory, config.method)
     layers = ExitLayers(config, place)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)

@@ -43,6 +43,16 @@ class GlideConfig(SpeculatorConfig):
     """Of the layer, whose heads are as the target's."""
 
     @property
+    def reads_kv(self) -> bool:
+        return True
+
+    def check_target(self, target: DecoderConfig) -> None:
+        super(GlideConfig, self).check_target(target)
+        theirs, ours = ((one.num_kv_heads, one.head_dim) for one in (target, self.block))
+        if theirs != ours:
+            raise ValueError(f"(KV heads, head size) is {ours}, the target's {theirs}; they must be equal")
+
+    @property
     def feature_size(self) -> int:
         return 2 * self.block.num_kv_heads * self.block.head_dim
 
@@ -193,10 +203,6 @@ def read_own(hf: HfConfig) -> GlideConfig:
 
 def open_glide(directory: Path, config: GlideConfig, place: SpeculatorPlace) -> GlideRunner:
     """Load the layer beside its target."""
-    place.check_tables(directory, config.vocab_size, config.target_hidden)
-    theirs, ours = ((one.num_kv_heads, one.head_dim) for one in (place.tables.config, config.block))
-    if theirs != ours:
-        raise ValueError(f"{directory}: (KV heads, head size) is {ours}, the target's {theirs}; they must be equal")
     layers = GlideLayers(config, place)
     place.load(layers, layers.shards, config.tensor_shapes(), directory)
     return GlideRunner(config, layers, place)

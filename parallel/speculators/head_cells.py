@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.speculators.config import SpeculatorConfig
+from parallel.speculators.config import FINAL, SpeculatorConfig
 
 HEAD_CHOICES = ("target", "shared", "own")
 TARGET_TABLE = ""
@@ -48,6 +48,18 @@ class HeadsConfig(SpeculatorConfig):
     """medusa: the residual blocks have biases."""
     recurrent: bool = True
     """rnn: the state is a recurrent network's rather than the sum of embeddings."""
+
+    def check_record(self) -> None:
+        super(HeadsConfig, self).check_record()
+        if not self.num_heads and self.method != "rnn":
+            raise ValueError(f"num_heads=0: {self.method} has one for every depth; correct config.json")
+        if self.taps != (self.tap,):
+            raise ValueError(f"taps={list(self.taps)}: {self.method} reads tap {self.tap} alone; correct config.json")
+
+    @property
+    def tap(self) -> int:
+        """The only one."""
+        return FINAL
 
     @property
     def longest(self) -> int:

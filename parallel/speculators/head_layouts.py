@@ -12,12 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from parallel.model.checkpoint import tensor_headers
-from parallel.model.families.fields import HfConfig, refuse, require
+from parallel.model.checkpoint import Shape, tensor_headers
+from parallel.model.families.fields import HfConfig, architecture_of, refuse, require
 from parallel.model.weights import load_shards
-from parallel.speculators.config import FINAL
+from parallel.speculators.config import FINAL, record_of
 from parallel.speculators.head_cells import CELLS, HEAD_CHOICES, HeadsConfig
-from parallel.speculators.head_tensors import LoadedTensors, Sources
+from parallel.speculators.head_tensors import LoadedTensors, Sources, stored_shapes
 from parallel.speculators.heads import HeadsRunner
 from parallel.speculators.place import SpeculatorPlace
 
@@ -25,24 +25,25 @@ ANY_LENGTH = 2**20
 """Positions of a published module: it has none."""
 
 
-def open_own(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
-    """Load a checkpoint whose names are ours."""
-    return _opened(directory, config, place, lambda name: [name])
+SourcesOf = Callable[[Path], Sources]
+"""A layout's names for the tensors, which may depend on the files of the directory."""
 
 
-def _opened(directory: Path, config: HeadsConfig, place: SpeculatorPlace, sources: Sources) -> HeadsRunner:
-    target = place.tables.config
-    for name, ours, theirs in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("hidden_size", config.target_hidden, target.hidden_size),
-    ):
-        if ours != theirs:
-            raise ValueError(f"{directory}: was made for a target with {name}={ours}, not {theirs}; use one of its own")
+def own_names(_directory: Path) -> Sources:
+    """Of our own checkpoints, and of a published layout that is named as ours."""
+    return lambda name: [name]
+
+
+def tensor_shapes(names: SourcesOf, directory: Path, config: HeadsConfig) -> dict[str, Shape]:
+    """Every tensor that a checkpoint of this layout holds."""
+    return stored_shapes(CELLS[config.method](config), names(directory))
+
+
+def open_heads(names: SourcesOf, directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
+    """Load a checkpoint whose tensors have these names."""
     cell = CELLS[config.method](config)
-    tensors = LoadedTensors(cell, place, sources)
-    shards, shapes = zip(*tensors.shards(), strict=True)
-    asked = {shard.name: shape for shard, shape in zip(shards, shapes, strict=True)}
-    load_shards(shards, asked, directory)
+    tensors = LoadedTensors(cell, place, names(directory))
+    load_shards(tensors.shards(), tensor_shapes(names, directory, config), directory)
     tensors.pack()
     return HeadsRunner(cell, tensors, place.tables)
 
@@ -56,15 +57,8 @@ def is_own(hf: HfConfig) -> bool:
 
 def read_own(hf: HfConfig) -> HeadsConfig:
     """The record that training wrote, field by field. ValueError, one line, for another."""
-    known = {field.name for field in fields(HeadsConfig)}
-    given = dict(hf["speculator"])
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"speculator.{unknown[0]}: is no field of heads")
-    given["taps"] = tuple(given.get("taps", (FINAL,)))
-    try:
-        config = HeadsConfig(**given)
-    except TypeError as error:
-        raise ValueError(f"speculator: {error}") from None
+    given = hf["speculator"]
+    config = record_of(HeadsConfig, {"taps": (FINAL,)} | given)
     refuse(given, "head", *HEAD_CHOICES)
     return config
 
@@ -95,7 +89,7 @@ def _read_medusa(hf: HfConfig) -> HeadsConfig:
     return _heads("medusa", shape[0], shape[1], hf["medusa_num_heads"], shape[1], num_blocks=blocks, head="own")
 
 
-def _open_medusa(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
+def _medusa_names(directory: Path) -> Sources:
     """The released code repeats one block `medusa_num_layers` times; a file may hold such a block once."""
     stored = tensor_headers(directory)
 
@@ -103,7 +97,7 @@ def _open_medusa(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -
         head, block, *linear = name.split(".")
         return [name if f"{name}.weight" in stored else ".".join((head, "0" if linear else block, *linear))]
 
-    return _opened(directory, config, place, sources)
+    return sources
 
 
 def _is_vllm_medusa(hf: HfConfig) -> bool:
@@ -119,12 +113,12 @@ def _read_vllm_medusa(hf: HfConfig) -> HeadsConfig:
     return _heads("medusa", vocab_size, hidden, hf["num_heads"], hidden, num_blocks=blocks, head=head, block_bias=bias)
 
 
-def _open_vllm_medusa(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
+def _vllm_medusa_names(_directory: Path) -> Sources:
     def sources(name: str) -> list[str]:
         depth, block, *linear = name.split(".")
         return [f"blocks.{depth}.layers.{block}" if linear else f"lm_heads.{depth}"]
 
-    return _opened(directory, config, place, sources)
+    return sources
 
 
 def _is_redrafter(hf: HfConfig) -> bool:
@@ -138,7 +132,7 @@ def _read_redrafter(hf: HfConfig) -> HeadsConfig:
 
 
 def _is_mlp_speculator(hf: HfConfig) -> bool:
-    return _architecture(hf) in ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
+    return architecture_of(hf) in ("MLPSpeculatorPreTrainedModel", "ArcticMLPSpeculatorPreTrainedModel")
 
 
 def _read_mlp_speculator(hf: HfConfig) -> HeadsConfig:
@@ -151,7 +145,7 @@ def _read_mlp_speculator(hf: HfConfig) -> HeadsConfig:
 
 
 def _is_lstm_speculator(hf: HfConfig) -> bool:
-    return _architecture(hf) in ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
+    return architecture_of(hf) in ("ArcticLSTMSpeculatorPreTrainedModel", "MLPVariantSpeculatorPreTrainedModel")
 
 
 def _read_lstm_speculator(hf: HfConfig) -> HeadsConfig:
@@ -171,7 +165,7 @@ def _read_lstm_speculator(hf: HfConfig) -> HeadsConfig:
     return _heads(method, *sizes, own_embedding=True, tied=tied, scale_input=scaled, head=head)
 
 
-def _open_token_sums(directory: Path, config: HeadsConfig, place: SpeculatorPlace) -> HeadsRunner:
+def _token_sums_names(directory: Path) -> Sources:
     """IBM's and Snowflake's: a prefix, parts in sequences of one where they may be stacks, gates as four matrices."""
     stored = tensor_headers(directory)
     prefix = "speculator." if any(name.startswith("speculator.") for name in stored) else ""
@@ -183,19 +177,17 @@ def _open_token_sums(directory: Path, config: HeadsConfig, place: SpeculatorPlac
         is_stack = name.split(".", maxsplit=1)[0] in ("emb", "proj", "ln")
         return [f"{prefix}{name}{suffix if is_stack else ''}"]
 
-    return _opened(directory, config, place, sources)
+    return sources
 
 
-PUBLISHED: dict[
-    str, tuple[Callable[[HfConfig], bool], Callable[[HfConfig], HeadsConfig], Callable[..., HeadsRunner]]
-] = {
-    "Medusa": (_is_medusa, _read_medusa, _open_medusa),
-    "MedusaModel": (_is_vllm_medusa, _read_vllm_medusa, _open_vllm_medusa),
-    "ReDrafter": (_is_redrafter, _read_redrafter, open_own),
-    "MLP speculator": (_is_mlp_speculator, _read_mlp_speculator, _open_token_sums),
-    "LSTM speculator": (_is_lstm_speculator, _read_lstm_speculator, _open_token_sums),
+PUBLISHED: dict[str, tuple[Callable[[HfConfig], bool], Callable[[HfConfig], HeadsConfig], SourcesOf]] = {
+    "Medusa": (_is_medusa, _read_medusa, _medusa_names),
+    "MedusaModel": (_is_vllm_medusa, _read_vllm_medusa, _vllm_medusa_names),
+    "ReDrafter": (_is_redrafter, _read_redrafter, own_names),
+    "MLP speculator": (_is_mlp_speculator, _read_mlp_speculator, _token_sums_names),
+    "LSTM speculator": (_is_lstm_speculator, _read_lstm_speculator, _token_sums_names),
 }
-"""Layout -> whether a config.json is of it, its record, and how the directory is opened."""
+"""Layout -> whether a config.json is of it, its record, and the names of its tensors."""
 
 
 def _heads(method: str, vocab_size: int, hidden: int, num_heads: int, inner: int, **others: Any) -> HeadsConfig:
@@ -209,9 +201,3 @@ def _heads(method: str, vocab_size: int, hidden: int, num_heads: int, inner: int
         inner=inner,
         **others,
     )
-
-
-def _architecture(hf: HfConfig) -> str:
-    """A list in most files, a name in some."""
-    named = hf.get("architectures") or [""]
-    return named if isinstance(named, str) else named[0]

@@ -17,6 +17,23 @@ Sources = Callable[[str], Sequence[str]]
 """Name of a matrix, table or vector -> the names that its rows have in a checkpoint, in order."""
 
 
+def stored_shapes(cell: HeadCell, sources: Sources) -> dict[str, Shape]:
+    """Every tensor that a checkpoint of this cell holds."""
+    parts, shapes = cell.shapes, dict[str, Shape]()
+    for name, size in parts.matrices.items():
+        share = size.outputs // len(sources(name))
+        for source in sources(name):
+            shapes[f"{source}.weight"] = share, size.inputs
+            if size.bias:
+                shapes[f"{source}.bias"] = (share,)
+    for name, size in parts.vectors.items():
+        owner, part = name.rsplit(".", 1)
+        shapes[f"{sources(owner)[0]}.{part}"] = (size,)
+    return shapes | {
+        f"{sources(name)[0]}.weight": (cell.config.vocab_size, width) for name, width in parts.tables.items()
+    }
+
+
 class LoadedTensors(Layer):
     """Those of one cell, allocated uninitialised; `sources` tells what they are called in the checkpoint."""
 
@@ -56,22 +73,21 @@ class LoadedTensors(Layer):
         for weight in self._weights():
             weight.pack()
 
-    def shards(self) -> Iterator[tuple[Shard, Shape]]:
-        """Every checkpoint tensor, where it goes, and its whole shape."""
+    def shards(self) -> Iterator[Shard]:
+        """Every checkpoint tensor and where it goes."""
         for name, weight in self._matrices.items():
             sources = self._sources(name)
-            share, inputs = weight.outputs // len(sources), weight.plain.shape[1]
+            share = weight.outputs // len(sources)
             for i, source in enumerate(sources):
                 own = slice(i * share, (i + 1) * share)
-                yield weight.shard(f"{source}.weight", EVERY, own=own), (share, inputs)
+                yield weight.shard(f"{source}.weight", EVERY, own=own)
                 if name in self._biases:
-                    yield Shard(f"{source}.bias", (EVERY,), self._biases[name][own]), (share,)
+                    yield Shard(f"{source}.bias", (EVERY,), self._biases[name][own])
         for name, vector in self._vectors.items():
             owner, part = name.rsplit(".", 1)
-            yield Shard(f"{self._sources(owner)[0]}.{part}", (EVERY,), vector), tuple(vector.shape)
+            yield Shard(f"{self._sources(owner)[0]}.{part}", (EVERY,), vector)
         for table in self._tables.values():
-            shape = table.vocab_size, table.weight.plain.shape[1]
-            yield from ((shard, shape) for shard in table.shards())
+            yield from table.shards()
 
     def _weights(self) -> Iterator[Weight]:
         yield from self._matrices.values()

@@ -42,14 +42,6 @@ class SpeculatorPlace:
     def options(self) -> TensorOptions:
         return TensorOptions(dtype=self.dtype, device=self.device)
 
-    def check_tables(self, directory: Path, vocab_size: int, hidden_size: int) -> None:
-        """ValueError, one line, if the checkpoint in `directory` is of another vocabulary or width."""
-        theirs, ours = (self.tables.config.vocab_size, self.tables.config.hidden_size), (vocab_size, hidden_size)
-        if theirs != ours:
-            raise ValueError(
-                f"{directory}: (vocab_size, hidden_size) is {ours}, the target's {theirs}; they must be equal"
-            )
-
     def its_target(self, directory: Path, method: str) -> ModelRunner:
         """The target; ValueError, one line, if it is not there."""
         if self.target is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from parallel.comm.group import SINGLE, Group
-from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.checkpoint import Shape, find_tensors, resolve_checkpoint
+from parallel.model.config import DecoderConfig
+from parallel.model.config_fields import read_config_file
 from parallel.model.decoder import Decoder
 from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
@@ -20,24 +22,41 @@ from parallel.runtime.runner import ModelRunner
 from parallel.speculators import block, chimera, exits, glide, head_layouts, streams
 from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
+from parallel.speculators.config_fields import SpeculatorFields
 from parallel.speculators.draft_layer_config import is_own, is_own_parallel, read_own
 from parallel.speculators.eagle import open_draft_layer
 from parallel.speculators.fusing import TapFuser
+from parallel.speculators.head_layouts import SourcesOf, open_heads
 from parallel.speculators.parallel_eagle import open_parallel_eagle
 from parallel.speculators.place import SpeculatorPlace, fill
 from parallel.speculators.runner import SpeculatorRunner
 from parallel.speculators.stream_layers import StreamsConfig, open_stream_layers
 from parallel.speculators.streaming import StreamingRunner
-from parallel.typed_json import read_json
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """One layout of checkpoints: `recognises` its config.json, `read` it, `open` the runner from its directory."""
+    """One layout of checkpoints: `recognises` its config.json, `read` it, `open` the runner from its directory; all its
+    `tensors`, with their shapes, beside a target."""
 
     recognises: Callable[[HfConfig], bool]
     read: Callable[[HfConfig], Any]
     open: Callable[[Path, Any, SpeculatorPlace], SpeculatorRunner]
+    tensors: Callable[[Path, Any, DecoderConfig], Mapping[str, Shape]] = lambda _directory, config, _target: (
+        config.tensor_shapes()
+    )
+
+
+def _heads(
+    recognises: Callable[[HfConfig], bool], read: Callable[[HfConfig], Any], names: SourcesOf
+) -> CheckpointLayout:
+    """A layout of heads with its names for their tensors."""
+    return CheckpointLayout(
+        recognises,
+        read,
+        lambda directory, config, place: open_heads(names, directory, config, place),
+        lambda directory, config, _target: head_layouts.tensor_shapes(names, directory, config),
+    )
 
 
 LAYOUTS: dict[str, CheckpointLayout] = {
@@ -54,9 +73,14 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "MTP of speculators": CheckpointLayout(layouts.is_vllm_mtp, layouts.read_vllm_mtp, open_draft_layer),
     "MTP of MiMo": CheckpointLayout(layouts.is_native_mtp, layouts.read_native_mtp, open_draft_layer),
     "EAGLE-1": CheckpointLayout(layouts.is_eagle, layouts.read_eagle, open_draft_layer),
-    "streams": CheckpointLayout(streams.is_own, streams.read_own, streams.open_streams),
-    "heads": CheckpointLayout(head_layouts.is_own, head_layouts.read_own, head_layouts.open_own),
-    **{name: CheckpointLayout(*functions) for name, functions in head_layouts.PUBLISHED.items()},
+    "streams": CheckpointLayout(
+        streams.is_own,
+        streams.read_own,
+        streams.open_streams,
+        lambda _directory, config, target: streams.tensor_shapes(config, target),
+    ),
+    "heads": _heads(head_layouts.is_own, head_layouts.read_own, head_layouts.own_names),
+    **{name: _heads(*functions) for name, functions in head_layouts.PUBLISHED.items()},
 }
 """Name -> layout; the first that recognises a config.json reads it."""
 
@@ -64,15 +88,27 @@ LAYOUTS: dict[str, CheckpointLayout] = {
 def read_speculator(path: str | Path, target_layers: int = 0) -> SpeculatorConfig:
     """The record of a checkpoint for a target of so many layers, 0 if that is not known; ValueError, one line, if no
     family knows it."""
-    hf, directory = _read(path, target_layers)
-    return _layout_of(hf, directory).read(hf)
+    return _read(path, target_layers)[1]
+
+
+def check_speculator(path: str | Path, target: DecoderConfig) -> None:
+    """ValueError, one line, unless the checkpoint was made for this target and holds all its tensors whole; reads the
+    headers of its files alone."""
+    directory = resolve_checkpoint(str(path))
+    layout, config = _read(path, target.num_layers - target.stretch)
+    _check_target(directory, config, target)
+    find_tensors(directory, layout.tensors(directory, config, target))
 
 
 def open_speculator(path: str | Path, place: SpeculatorPlace) -> SpeculatorRunner:
     """Load a checkpoint beside its target."""
-    hf, directory = _read(path, place.target_layers)
-    layout = _layout_of(hf, directory)
-    return layout.open(directory, layout.read(hf), place)
+    directory = resolve_checkpoint(str(path))
+    layout, config = _read(path, place.target_layers)
+    target = place.tables.config
+    if place.target_layers:  # the tables alone have none
+        target = replace(target, num_layers=place.target_layers, stretch=0)
+    _check_target(directory, config, target)
+    return layout.open(directory, config, place)
 
 
 def open_fuser(
@@ -83,8 +119,7 @@ def open_fuser(
     weights: torch.dtype | None = None,
 ) -> TapFuser | None:
     """Of a checkpoint only what fuses taps, for the target's side; None if features leave as they are."""
-    hf, directory = _read(path, target_layers)
-    config: SpeculatorConfig = _layout_of(hf, directory).read(hf)
+    directory, config = resolve_checkpoint(str(path)), read_speculator(path, target_layers)
     if config.fuser is None or not config.travels_fused:
         return None
     fuser = TapFuser(config.fuser, SINGLE, dtype=dtype, device=device)
@@ -99,7 +134,9 @@ def with_streams(path: str | Path, target: ModelRunner, prune_below: float = 0.0
     if STREAMS not in config.taps:
         return target
     assert isinstance(config, StreamsConfig)
-    layers = open_stream_layers(resolve_checkpoint(str(path)), config, target.decoder)
+    directory = resolve_checkpoint(str(path))
+    _check_target(directory, config, target.config)
+    layers = open_stream_layers(directory, config, target.decoder)
     return StreamingRunner(target, layers, prune_below=prune_below)
 
 
@@ -117,15 +154,32 @@ def open_tables(
     return tables
 
 
-def _read(path: str | Path, target_layers: int) -> tuple[HfConfig, Path]:
-    """config.json and its directory, which `_name_or_path` names as transformers has it: some files do not say all."""
+def _read(path: str | Path, target_layers: int) -> tuple[CheckpointLayout, SpeculatorConfig]:
+    """The layout and the record of a checkpoint. Beside its fields, readers find its directory, which `_name_or_path`
+    names as transformers has it, because some files do not say all."""
     directory = resolve_checkpoint(str(path))
     known = {TARGET_LAYERS: target_layers} if target_layers else {}
-    return read_json(directory / "config.json") | {"_name_or_path": str(directory)} | known, directory
+    hf = read_config_file(directory, SpeculatorFields) | {"_name_or_path": str(directory)} | known
+    try:
+        layout = _layout_of(hf)
+        config = layout.read(hf)
+        config.check_record()
+    except KeyError as error:
+        raise ValueError(f"{directory}/config.json: lacks {error.args[0]}; fetch the file again") from None
+    except ValueError as error:
+        raise ValueError(f"{directory}/config.json: {error}") from None
+    return layout, config
 
 
-def _layout_of(hf: HfConfig, directory: Path) -> CheckpointLayout:
+def _layout_of(hf: HfConfig) -> CheckpointLayout:
     for layout in LAYOUTS.values():
         if layout.recognises(hf):
             return layout
-    raise ValueError(f"{directory}: config.json is of no known speculator; known are {', '.join(LAYOUTS)}")
+    raise ValueError(f"is of no known speculator; known are {', '.join(LAYOUTS)}")
+
+
+def _check_target(directory: Path, config: SpeculatorConfig, target: DecoderConfig) -> None:
+    try:
+        config.check_target(target)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None

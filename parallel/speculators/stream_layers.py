@@ -25,6 +25,7 @@ from parallel.model.layers.attention import PassPlan
 from parallel.model.layers.linear import ColumnLinear, OutputShare, RowLinear
 from parallel.model.layers.weight import EVERY, Layer, Shard, TensorOptions
 from parallel.model.weights import load_shards
+from parallel.speculators.config import FINAL, STREAMS
 from parallel.speculators.head_cells import HeadsConfig
 
 
@@ -45,9 +46,26 @@ class StreamsConfig(HeadsConfig):
     reads_root: bool = False
     """The first row is the newest token's own: the rows run in a draft pass rather than in the target's."""
 
+    def check_target(self, target: DecoderConfig) -> None:
+        super(StreamsConfig, self).check_target(target)
+        check_adaptable(target)
+        num_layers, layers = target.num_layers - target.stretch, self.layers
+        if not num_layers:  # the target's tables alone
+            return
+        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= num_layers:
+            raise ValueError(
+                f"streams run through layers {list(layers)}; the target has {num_layers}; use one of its own"
+            )
+        if not self.reads_root and layers != tuple(range(layers[0], num_layers)):
+            raise ValueError("streams of a verifying pass run through the target's last layers; use one made for it")
+
     @property
     def feature_size(self) -> int:
         return self.target_hidden if self.reads_root else self.num_heads * self.target_hidden
+
+    @property
+    def tap(self) -> int:
+        return tap_of(reads_root=self.reads_root)
 
     @property
     def runs_target(self) -> bool:
@@ -57,6 +75,11 @@ class StreamsConfig(HeadsConfig):
     def num_embeddings(self) -> int:
         """Learned rows."""
         return self.num_heads - self.reads_root
+
+
+def tap_of(*, reads_root: bool) -> int:
+    """A draft pass needs no features but counts by them which text the target has committed."""
+    return FINAL if reads_root else STREAMS
 
 
 def stream_shapes(config: StreamsConfig, target: DecoderConfig) -> dict[str, Shape]:
@@ -207,17 +230,7 @@ class StreamLayers:
 
 
 def open_stream_layers(directory: Path, config: StreamsConfig, decoder: Decoder) -> StreamLayers:
-    """Load them beside their target. ValueError, one line, for a target that they were not made for."""
-    target = decoder.config
-    check_adaptable(target)
-    num_layers = target.num_layers - target.stretch
-    if config.target_hidden != target.hidden_size or config.layers[-1] >= num_layers:
-        raise ValueError(
-            f"{directory}: streams run through layer {config.layers[-1]} of hidden size {config.target_hidden}; the "
-            f"target has {num_layers} layers of {target.hidden_size}; use one trained for this target"
-        )
-    if not config.reads_root and config.layers != tuple(range(config.layers[0], num_layers)):
-        raise ValueError(f"{directory}: streams of a verifying pass run through the target's last layers")
+    """Load them beside their target."""
     layers = StreamLayers(config, decoder)
     layers.load(directory)
     return layers

@@ -8,7 +8,6 @@ adds to a stream what follows from the token before it.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -16,17 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
+from parallel.model.checkpoint import Shape
+from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.weights import load_shards
 from parallel.runtime.runner import ModelRunner
 from parallel.self_speculation.runner import SelfDraftRunner
-from parallel.speculators.config import FINAL, STREAMS
+from parallel.speculators.config import record_of
 from parallel.speculators.head_cells import TARGET_TABLE, HeadCell, HeadShapes, MatrixShape, Tensors
-from parallel.speculators.head_tensors import LoadedTensors
+from parallel.speculators.head_tensors import LoadedTensors, stored_shapes
 from parallel.speculators.heads import HeadsRunner, RootRows
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.stream_layers import StreamLayers, StreamsConfig, open_stream_layers
+from parallel.speculators.stream_layers import StreamLayers, StreamsConfig, open_stream_layers, stream_shapes
 from parallel.transfers import upload
 
 METHODS = "streaming", "mask_lora", "s3d"
@@ -111,26 +112,24 @@ def is_own(hf: HfConfig) -> bool:
 
 def read_own(hf: HfConfig) -> StreamsConfig:
     """The record of a checkpoint that `job=train job.recipe=streaming`, `mask_lora` or `s3d` made."""
-    given = dict(hf["speculator"])
-    if unknown := sorted(given.keys() - {field.name for field in fields(StreamsConfig)}):
-        raise ValueError(f"speculator.{unknown[0]}: is no field of streams")
-    given["layers"], given["taps"] = tuple(given["layers"]), tuple(given["taps"])
-    return StreamsConfig(**given)
+    return record_of(StreamsConfig, hf["speculator"])
 
 
-def taps_of(*, reads_root: bool) -> tuple[int, ...]:
-    """A draft pass needs no features but counts by them which text the target has committed."""
-    return (FINAL,) if reads_root else (STREAMS,)
+def _own_names(name: str) -> list[str]:
+    return [name]
+
+
+def tensor_shapes(config: StreamsConfig, target: DecoderConfig) -> dict[str, Shape]:
+    """Every tensor of a checkpoint for this target."""
+    return stream_shapes(config, target) | stored_shapes(StreamsCell(config), _own_names)
 
 
 def open_streams(directory: Path, config: StreamsConfig, place: SpeculatorPlace) -> HeadsRunner:
     """What drafts. ValueError, one line, where it cannot."""
-    place.check_tables(directory, config.vocab_size, config.target_hidden)
     cell = StreamsCell(config)
-    tensors = LoadedTensors(cell, place, lambda name: [name])
+    tensors = LoadedTensors(cell, place, _own_names)
     if cell.reads_tokens:
-        shards, shapes = zip(*tensors.shards(), strict=True)
-        load_shards(shards, {shard.name: shape for shard, shape in zip(shards, shapes, strict=True)}, directory)
+        load_shards(tensors.shards(), stored_shapes(cell, _own_names), directory)
         tensors.pack()
     if not config.reads_root:
         return HeadsRunner(cell, tensors, place.tables)

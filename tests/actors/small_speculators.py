@@ -36,7 +36,7 @@ def written_by(target):
     return tokens, taps, {i: (layer.keys, layer.values) for i, layer in enumerate(output.past_key_values.layers)}
 
 
-def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
+def train_speculator(recipe, target, drafter: Path, folder: Path, steps: int = _STEPS) -> Path:
     """Train the recipe's module beside `target`, a transformers model, and write it to `folder`; one that is a whole
     model begins as `drafter`."""
     row = RECIPES[recipe]
@@ -65,7 +65,7 @@ def train_speculator(recipe, target, drafter: Path, folder: Path) -> Path:
     )
     generator = torch.Generator().manual_seed(0)
     stepper = torch.optim.Adam(net.parameters(), lr=5e-3)
-    for _ in range(_STEPS):
+    for _ in range(steps):
         loss, _ = net.loss(batch, generator)
         stepper.zero_grad()
         loss.backward()

@@ -50,6 +50,9 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
     def reads_features(self) -> bool:
         return True
 
+    def speculators(self) -> list[str]:
+        return [self.path]
+
     def taps(self, target_layers: int) -> tuple[int, ...]:
         from parallel.speculators.registry import read_speculator
 
@@ -99,27 +102,23 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
 
     def _check_record(self, target: str, where: str) -> None:
         from parallel.model.families.registry import read_config
-        from parallel.speculators.config import STREAMS, kv_tap
         from parallel.speculators.registry import read_speculator
         from parallel.speculators.stream_layers import StreamsConfig
 
-        num_layers = read_config(target).num_layers
+        shape = read_config(target)
         try:
-            record = read_speculator(self.path, num_layers)
+            record = read_speculator(self.path, shape.num_layers)
+            record.check_target(shape)
         except ValueError as error:
             raise ValueError(f"{where}.path: {error}") from None
         self._check_learnable(record, where)
-        taps, policy = record.taps, self.calibration_policy
+        policy = self.calibration_policy
         remedy = f"{record.method} drafts blocks, which begin behind the target's features; use every or mismatch"
         calibrates = not record.drafts_blocks or policy is not CalibrationPolicy.never
         require(calibrates, f"{where}.calibration_policy", policy, remedy)
         prunes = isinstance(record, StreamsConfig) and record.prune_rank > 0
         remedy = "its checkpoint has no early logits; train with job.options={prune_rank: 32}, or drop it"
         require(prunes or not self.prune_below, f"{where}.prune_below", self.prune_below, remedy)
-        # keys and values of layer i are within layer i + 1; streams are checked with their layers
-        deepest = max((max(tap, kv_tap(tap) + 1) for tap in taps if tap != STREAMS), default=0)
-        remedy = f"reads layer {deepest} of a target that has {num_layers}; use one trained for this target"
-        require(deepest <= num_layers, f"{where}.path", self.path, remedy)
 
     def _check_learnable(self, record: SpeculatorConfig, where: str) -> None:
         if not self.online:

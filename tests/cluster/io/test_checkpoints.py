@@ -7,6 +7,7 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from actors.drafters.model.config import ModelDrafterConfig
 from cluster.io.checkpoints import check_checkpoints, check_same_vocabulary
 from tests.cluster.io.test_text import save
 
@@ -14,10 +15,10 @@ from tests.cluster.io.test_text import save
 @pytest.mark.parametrize(("broken", "key"), [("a", "target.path"), ("b", "drafter.path")])
 def test_missing_weights_name_the_option_and_the_file(tiny_checkpoint, tmp_path, broken, key):
     paths = [shutil.copytree(tiny_checkpoint("Llama"), tmp_path / name) for name in "ab"]
-    check_checkpoints(paths[0], paths[1:])
+    check_checkpoints(paths[0], ModelDrafterConfig(path=str(paths[1])))
     (tmp_path / broken / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=rf"^{key}: {tmp_path / broken}: holds neither model.safetensors nor"):
-        check_checkpoints(paths[0], paths[1:])
+        check_checkpoints(paths[0], ModelDrafterConfig(path=str(paths[1])))
 
 
 def test_the_same_vocabulary_is_fine(tmp_path):

@@ -278,7 +278,7 @@ def test_a_published_checkpoint_gives_its_own_logits(llama: Checkpoint, tmp_path
             | {"n_predict": 3, "inner_dim": "8.8", "emb_dim": "8", "proj_dim": "8"},
             "inner_dim=8.8, emb_dim and proj_dim=.* must be one number, the same",
         ),
-        ({"speculator": {"method": "medusa", "depth": 3}}, "speculator.depth: is no field of heads"),
+        ({"speculator": {"method": "medusa", "depth": 3}}, "speculator.depth: is no field"),
         ({"speculator": {"method": "medusa"}}, "speculator: .*missing"),
         ({"architectures": ["LlamaForCausalLM"]}, "is of no known speculator"),
     ],

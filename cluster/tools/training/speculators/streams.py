@@ -24,8 +24,8 @@ from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.model.layers.rope import Rope, Rotation, rotate
 from parallel.speculators.config import FINAL
-from parallel.speculators.stream_layers import StreamsConfig, stream_shapes
-from parallel.speculators.streams import METHODS, StreamsCell, taps_of
+from parallel.speculators.stream_layers import StreamsConfig, stream_shapes, tap_of
+from parallel.speculators.streams import METHODS, StreamsCell
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def build(options: StreamsOptions, target: TargetShape) -> StreamsNet:
         vocab_size=shape.vocab_size,
         max_positions=shape.max_positions,
         target_hidden=shape.hidden_size,
-        taps=taps_of(reads_root=reads_root),
+        taps=(tap_of(reads_root=reads_root),),
         num_heads=options.heads,
         inner=options.sampler,
         layers=layers,
