@@ -91,9 +91,10 @@ class Engine(Client):
         connection = Connection(self._backend.address, CLIENT, self._backend.secret)
         limits = replace(config.cluster, startup_timeout_s=self._startup_s)
         self.supervisor = Supervisor(
-            self._backend, limits, on_lost=connection.send, on_moved=connection.move, on_final=self._fail
+            self._backend, limits, on_lost=connection.send, on_moved=connection.move, on_final=self._end
         )
-        super().__init__(connection, tokenizer, sampling)
+        # longer than the supervisor takes to replace the coordinator or to give up
+        super().__init__(connection, tokenizer, sampling, silence_s=self._startup_s + config.cluster.wait_s)
         self.supervisor.start()
         try:
             self._await_ranks(places, progress)
@@ -152,6 +153,12 @@ class Engine(Client):
         if self._secret_file is not None:
             self._secret_file.unlink(missing_ok=True)
         self._fail(_CLOSED)
+
+    def _end(self, reason: str, trace: str) -> None:
+        """The engine cannot go on. Every client learns why from the coordinator; if that is what failed, the others
+        notice its silence."""
+        self._fail(reason, trace)
+        self._connection.send(Stop(reason))
 
     def _await_ranks(self, places: list[RankPlacement], progress: Callable[[str], None]) -> None:
         timeout_s = self.config.cluster.startup_timeout_s

@@ -185,7 +185,7 @@ class Supervisor:
             self._replace_stranded(identity)
             return
         if self._facts is None or self._is_ending or not limit:
-            self._on_final(str(death), death.trace)
+            self._give_up(str(death), death.trace)
             return
         cause = f"{state.killed_for} and was ended" if state.killed_for else death.text
         state.replaced_at = [at for at in state.replaced_at if now - at < WINDOW_S]
@@ -195,12 +195,17 @@ class Supervisor:
             if is_draft_role(identity):
                 self._leave_out(identity, f"{cause}; {times}")
             else:
-                self._on_final(f"{death}; {times}", death.trace)
+                self._give_up(f"{death}; {times}", death.trace)
             return
         self._note(identity, cause)
         log.warning("%s: %s; replaced (%d of %d)", identity, cause, count + 1, limit)
         state.replaced_at.append(now)
         self._replace(identity, str(death), death.trace)
+
+    def _give_up(self, line: str, trace: str) -> None:
+        """The engine cannot go on: nothing is watched or replaced any more."""
+        self._stopped.set()
+        self._on_final(line, trace)
 
     def _leave_out(self, identity: str, cause: str) -> None:
         """Start no successor: from now on decoding is plain, or the level above drafts by itself."""
@@ -243,7 +248,7 @@ class Supervisor:
             if is_draft_role(identity):
                 self._leave_out(identity, f"its successor cannot be started: {why}")
             else:
-                self._on_final(f"{reason}; and cannot be replaced: {why}", trace)
+                self._give_up(f"{reason}; and cannot be replaced: {why}", trace)
             return
         state.pending = PendingStart(time.monotonic())
         if self._backend.address != address:
@@ -273,7 +278,7 @@ class Supervisor:
         for identity, pending in self._pending().items():
             if reason := self._reason_to_give_up(identity, pending):
                 self._processes[identity].pending = None
-                self._on_final(reason, "")
+                self._give_up(reason, "")
 
     def _reason_to_give_up(self, identity: str, pending: PendingStart) -> str:
         """Why this successor is awaited no longer, or ""; a drafter is awaited without end."""

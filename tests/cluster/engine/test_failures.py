@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actors.coordinator.state_machine import Coordinator
 from actors.drafters.model.drafter import ModelDrafter
 from actors.options import TargetConfig, VerifyConfig, VerifyRule
 from actors.protocol.messages import SamplingParams
@@ -17,7 +18,7 @@ from actors.roles.target import TargetRole
 from actors.verification.verifier import Verifier
 from actors.worker import factory
 from cluster.config.schema import ClusterConfig, ClusterName
-from cluster.engine import EngineError
+from cluster.engine import EngineError, connect
 
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8)
@@ -46,6 +47,13 @@ def break_after(monkeypatch):
         monkeypatch.setattr(owner, method, wrong)
 
     return break_
+
+
+def until_it_raises(call):
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        call()
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -147,6 +155,29 @@ def test_a_coordinator_that_fails_ends_the_engine(open_engine, monkeypatch):
     with pytest.raises(EngineError, match="^coordinator: ZeroDivisionError: division by zero$"):
         engine.submit("one", LONG).result(WAIT_S)
     engine.close()  # and the ranks were stopped, or their threads would be left
+
+
+def test_every_client_learns_why_the_engine_failed_for_good(open_engine, break_after):
+    engine = open_engine(cluster=FINAL)
+    with connect(engine.address, engine.secret) as client, connect(engine.address, engine.secret) as idle:
+        break_after(TargetRole, "answer", 3, RuntimeError("lost its device"))
+        submitted = [one.submit("x", LONG) for one in (engine, client)]
+        for completion in submitted:
+            with pytest.raises(EngineError, match=r"^target-0: RuntimeError: lost its device$"):
+                completion.result(WAIT_S)
+        with pytest.raises(EngineError, match="lost its device"):
+            until_it_raises(lambda: idle.submit("x", SHORT))
+
+
+def test_where_the_coordinator_failed_for_good_the_others_notice_its_silence(open_engine, break_after):
+    engine = open_engine(cluster=FINAL)
+    with connect(engine.address, engine.secret, timeout_s=2.0) as client:
+        break_after(Coordinator, "on", 3, RuntimeError("broken"))
+        submitted = [one.submit("x", LONG) for one in (engine, client)]
+        with pytest.raises(EngineError, match=r"^coordinator: RuntimeError: broken$"):
+            submitted[0].result(WAIT_S)
+        with pytest.raises(EngineError, match=r"^tcp://127.*: no heartbeat of the engine for \d+ s$"):
+            submitted[1].result(WAIT_S)
 
 
 def test_closing_ends_what_is_in_flight_with_an_error_and_keeps_its_tokens(open_engine):
