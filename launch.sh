@@ -48,23 +48,32 @@ is_ready() {
     [[ -x $venv/bin/python && -f $venv/stamp && $(<"$venv/stamp") == "$(wanted_stamp)" ]]
 }
 
-install() {
-    local python
-    python=$(find_python)
-    "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
-    "$venv/bin/python" -m pip install -c "$constraints" -e "$root[test]" >"$venv/setup.log" 2>&1 &
-    local pid=$! started=$SECONDS
+# Runs a command of the set-up beside the seconds since it began.
+step() {
+    "$@" >>"$venv/setup.log" 2>&1 &
+    local pid=$!
     trap "kill $pid 2>/dev/null" EXIT
     while kill -0 "$pid" 2>/dev/null; do
         [[ -t 2 ]] && printf '\rsetting up %s (once) ... %d s ' "$venv" $((SECONDS - started)) >&2
         sleep 0.2
     done
     trap - EXIT
+    wait "$pid" && return
     [[ -t 2 ]] && echo >&2
-    if ! wait "$pid"; then
-        tail -n 15 "$venv/setup.log" >&2
-        fail "$venv: set-up failed; the whole log is $venv/setup.log"
-    fi
+    tail -n 15 "$venv/setup.log" >&2
+    fail "$venv: set-up failed; the whole log is $venv/setup.log"
+}
+
+install() {
+    local python started=$SECONDS
+    python=$(find_python)
+    "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
+    : >"$venv/setup.log"
+    # --compile: bytecode, even where pip is configured to write none.
+    step "$venv/bin/python" -m pip install --compile -c "$constraints" -e "$root[test]"
+    # The first import reads half a gigabyte from the disk, and writes the bytecode of this project.
+    step env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -P -c "import actors.worker.factory, cluster.runtime.ray_backend"
+    [[ -t 2 ]] && echo >&2
     wanted_stamp >"$venv/stamp"
 }
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from actors.coordinator.clients import CLIENT
-from actors.protocol.membership import Stop
+from actors.protocol.membership import Ready, Stop
 from actors.protocol.messages import Request
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError, TooManyRequestsError
@@ -73,7 +73,6 @@ class Engine(Client):
         self._secret_file: Path | None = None
         self._backend = make_backend(config, log_dir, progress)
         try:
-            progress("reaching the cluster")
             places = self._backend.place()
             self.startup.mark("cluster")
             sizes = footprints(config, places)
@@ -170,12 +169,26 @@ class Engine(Client):
                     remedy = "see logs/ of the run's directory for the reason, or raise the limit"
                     raise EngineError(f"cluster.startup_timeout_s={timeout_s}: {missing} not ready by then; {remedy}")
                 self._changed.wait(timeout=_POLL_S)
-                progress(f"loading ({len(self.ready)} of {len(places)} ranks)")
+                progress(f"importing libraries, loading weights ({len(self.ready)} of {len(places)} ranks are ready)")
             self._check_alive()
+        for line in slow_kernels(self.ready):
+            progress(line)
 
     def _on_record(self, record: Any) -> None:
         self.supervisor.observe(record)
         super()._on_record(record)
+
+
+def slow_kernels(ready: Mapping[str, Ready]) -> list[str]:
+    """For each reason why ranks have no compiled kernels: their names, what that means, and the remedy."""
+    ranks: dict[str, list[str]] = {}
+    for name, rank in ready.items():
+        if why := rank.facts.get("no_kernels"):
+            ranks.setdefault(why, []).append(name)
+    return [
+        f"{', '.join(sorted(names))}: no compiled kernels, so passes take several times longer\n  {why}"
+        for why, names in ranks.items()
+    ]
 
 
 def _write_secret(directory: Path, secret: str) -> Path:

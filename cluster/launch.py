@@ -27,6 +27,7 @@ from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
 from cluster.config.options_page import groups_help, help_text
 from cluster.config.schema import LaunchConfig
+from cluster.io.console import Terminal
 
 SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -103,7 +104,9 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
 
 
 def _run(config: LaunchConfig, run_dir: Path) -> None:
-    job = importlib.import_module(f"cluster.jobs.{config.job.name}")
+    with Terminal().starting() as progress:
+        progress("importing libraries")
+        job = importlib.import_module(f"cluster.jobs.{config.job.name}")
     job.run(config, run_dir)
 
 

@@ -39,6 +39,7 @@ from actors.worker.rank_loop import RankLoop, RankRole
 from actors.worker.spec import RankSpec
 from parallel.comm.group import Group
 from parallel.comm.rendezvous import connect_store, join
+from parallel.kernels import library
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import GraphList, graph_shapes
 from parallel.runtime.kv_sizing import DeviceShare, fit_slots
@@ -121,6 +122,8 @@ def build_role(
         "num_threads": torch.get_num_threads(),
         "openmp": openmp.in_effect(),
     }
+    if why := library.obstacle():
+        process["no_kernels"] = why
     if spec.device.startswith("cuda"):
         process["gpu"] = str(torch.cuda.get_device_properties(spec.device).uuid)
     return role, {**process, "load_s": time.monotonic() - started, **facts}

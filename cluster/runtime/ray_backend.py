@@ -78,6 +78,7 @@ class RayBackend(Backend):
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         cluster, before = self._config.cluster, signal.getsignal(signal.SIGTERM)
+        self._progress("starting Ray" if self._is_local else f"connecting to Ray at {cluster.address}")
         options: dict[str, Any] = {"address": cluster.address}
         if self._is_local:
             self._local_ray = LocalRay()

@@ -49,18 +49,25 @@ def function(name: str, *argument_types: type) -> Callable[..., Any] | None:
 def library() -> ctypes.CDLL | None:
     """All kernels; None, after one line in the log, where they cannot be had."""
     with _once:  # ranks may be threads of one process
-        return _library()
+        return _library()[0]
+
+
+def obstacle() -> str | None:
+    """Why kernels that this process has asked for cannot be had, with the remedy; None where there are some."""
+    with _once:
+        return _library()[1] if _library.cache_info().currsize else None
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> tuple[ctypes.CDLL | None, str | None]:
+    """All kernels, or why there are none although they are not switched off."""
     if os.environ.get(SWITCH) == "0":
-        return None
+        return None, None
     try:
-        return ctypes.CDLL(str(build(cache_folder())))
+        return ctypes.CDLL(str(build(cache_folder()))), None
     except (NoKernelsError, OSError) as error:
         logging.getLogger("specdec.kernels").warning("kernels-unavailable", extra={"facts": {"why": str(error)}})
-        return None
+        return None, str(error)
 
 
 def cache_folder() -> Path:

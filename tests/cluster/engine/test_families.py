@@ -42,7 +42,7 @@ def test_tokens_are_those_of_transformers_and_of_plain_decoding(open_engine, tin
             assert tokens == reference_tokens(path)
 
 
-def test_the_command_line_runs_gemma(tiny_checkpoint, tmp_path):
+def test_the_command_line_runs_gemma_without_a_compiler_and_says_so_once(tiny_checkpoint, tmp_path):
     path = tiny_checkpoint("Gemma2", **FAMILIES["Gemma2"])
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
@@ -57,7 +57,13 @@ def test_the_command_line_runs_gemma(tiny_checkpoint, tmp_path):
         f"hydra.run.dir={tmp_path}/run",
     ]
     command = [sys.executable, "-m", "cluster.launch", *options]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=150, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CXX": "/nowhere/c++", "SPECDEC_KERNELS": "1"}
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=150, env=environment, capture_output=True, text=True)
+    shown = done.stdout.splitlines()
+    (at,) = (number for number, line in enumerate(shown) if "kernels" in line)
+    assert shown[at].endswith("target-0: no compiled kernels, so passes take several times longer")
+    assert shown[at + 1].startswith("  CXX=/nowhere/c++: not found; install a C++ compiler (apt-get install g++)")
+    assert shown[0] == "importing libraries"
     lines = map(json.loads, (tmp_path / "run/completions.jsonl").read_text().splitlines())
     assert [line["token_ids"] for line in sorted(lines, key=lambda line: line["index"])] == reference_tokens(path)
     assert json.loads((tmp_path / "run/report.json").read_text())["tokens_equal_plain"] is True

@@ -75,12 +75,19 @@ def test_without_kernels_the_log_names_the_remedy_once(cache, monkeypatch, caplo
     with caplog.at_level(logging.WARNING, "specdec.kernels"):
         assert library.library() is None and library.function("multiply_rows") is None
     (record,) = caplog.records
-    assert why in record.facts["why"]
+    assert why in record.facts["why"] and library.obstacle() == record.facts["why"]
 
 
 def test_the_switch_is_silent(cache, monkeypatch, caplog):
     monkeypatch.setenv(library.SWITCH, "0")
-    assert library.library() is None and not caplog.records
+    assert library.library() is None and library.obstacle() is None and not caplog.records
+
+
+@NEEDS_COMPILER
+def test_there_is_no_obstacle_before_kernels_are_asked_for_and_where_there_are_some():
+    library._library.cache_clear()
+    assert library.obstacle() is None and library._library.cache_info().currsize == 0
+    assert library.library() is not None and library.obstacle() is None
 
 
 def test_a_folder_that_others_may_write_to_is_refused(cache):
