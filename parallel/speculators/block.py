@@ -312,17 +312,10 @@ def read_own(hf: HfConfig) -> BlockConfig:
 
 
 def read_dflash(hf: HfConfig) -> BlockConfig:
-    """DFlash and DFlash 2 as z-lab publishes them: layer i of the target is tap i + 1."""
-    given: dict[str, Any] = dict(hf) | dict(hf["dflash_config"])
-    if "sliding_attention" in (hf.get("layer_types") or ()) and hf.get("is_causal") is not False:
-        raise ValueError("is_causal: sliding layers whose blocks are causal are not supported; is_causal=false is")
-    refuse(hf, "is_causal")
-    require(given, "mask_token_id", "block_size")
-    fields: dict[str, Any] = {
+    """DFlash and DFlash 2 as z-lab publishes them."""
+    given, fields = _dflash_fields(hf)
+    fields |= {
         "method": "dflash",
-        "taps": [layer + 1 for layer in given["target_layer_ids"]],
-        "block_size": given["block_size"],
-        "mask_token_id": given["mask_token_id"],
         "embedding_scale": float(given.get("input_embedding_scale", 1.0)),
         "logit_scale": float(given.get("output_multiplier", 1.0)),
         "logit_softcap": given.get("final_logit_softcapping") or None,
@@ -335,24 +328,56 @@ def read_dflash(hf: HfConfig) -> BlockConfig:
 
 
 def read_dspark(hf: HfConfig) -> BlockConfig:
-    """DSpark as DeepSpec saves it, whose copies of the target's tables are not read; layer -1 is the embedding."""
-    require(hf, "mask_token_id", "block_size", "markov_rank")
-    kind = hf.get("markov_head_type", "vanilla") if hf["markov_rank"] else "none"
+    """DSpark as DeepSpec saves it, whose copies of the target's tables are not read and whose layer -1 is the
+    embedding, and as SpecForge does, whose training gives the anchor's row the next token, too."""
+    given, fields = _dflash_fields(hf)
+    require(given, "markov_rank")
+    kind = given.get("markov_head_type", "vanilla") if given["markov_rank"] else "none"
     refuse({"markov_head_type": kind}, "markov_head_type", "none", "vanilla", "gated", "rnn")
-    if hf.get("enable_confidence_head") and bool(hf.get("confidence_head_with_markov")) != (kind != "none"):
+    has_confidence = bool(given.get("enable_confidence_head", given.get("confidence_head_alpha")))
+    if has_confidence and bool(given.get("confidence_head_with_markov")) != (kind != "none"):
         raise ValueError("confidence_head_with_markov=false is not supported beside a Markov head")
     return _read(
         hf,
+        **fields,
         method="dspark",
-        taps=[layer + 1 for layer in hf["target_layer_ids"]],
-        block_size=hf["block_size"],
-        mask_token_id=hf["mask_token_id"],
         anchor_first=True,
         corrector="markov" if kind == "vanilla" else kind,
-        corrector_rank=hf["markov_rank"],
-        confidence=bool(hf.get("enable_confidence_head")),
-        embedding_scale=1.0,
+        corrector_rank=given["markov_rank"],
+        confidence=has_confidence,
     )
+
+
+def read_domino(hf: HfConfig) -> BlockConfig:
+    """Domino as SpecForge saves it: with `shift_label` the anchor's row drafts the next token."""
+    given, fields = _dflash_fields(hf)
+    require(given, "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+    if given["pure_draft_prefix_len"] != 1:
+        raise ValueError(f"pure_draft_prefix_len={given['pure_draft_prefix_len']} is not supported; 1 is")
+    return _read(
+        hf,
+        **fields,
+        method="domino",
+        anchor_first=bool(given.get("shift_label")),
+        corrector="gru",
+        corrector_rank=given["emb_dim"],
+        state_size=given["gru_hidden_dim"],
+    )
+
+
+def _dflash_fields(hf: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of config.json, those of `dflash_config` among them, and what all read of them: layer i of the target
+    is tap i + 1."""
+    given: dict[str, Any] = dict(hf) | dict(hf.get("dflash_config") or {})
+    if "sliding_attention" in (hf.get("layer_types") or ()) and hf.get("is_causal") is not False:
+        raise ValueError("is_causal: sliding layers whose blocks are causal are not supported; is_causal=false is")
+    refuse(hf, "is_causal")
+    require(given, "mask_token_id", "block_size")
+    if not given.get("target_layer_ids"):
+        raise ValueError("config.json lacks target_layer_ids, the layers whose outputs it reads")
+    taps = [layer + 1 for layer in given["target_layer_ids"]]
+    names = {"taps": taps, "block_size": given["block_size"], "mask_token_id": given["mask_token_id"]}
+    return given, names | {"embedding_scale": 1.0}
 
 
 def _read(hf: HfConfig, /, **fields: Any) -> BlockConfig:
@@ -375,7 +400,11 @@ def is_dflash(hf: HfConfig) -> bool:
 
 
 def is_dspark(hf: HfConfig) -> bool:
-    return _architecture(hf) == "Qwen3DSparkModel"
+    return _architecture(hf) in ("Qwen3DSparkModel", "DSparkDraftModel")
+
+
+def is_domino(hf: HfConfig) -> bool:
+    return _architecture(hf) == "DominoDraftModel"
 
 
 def _architecture(hf: HfConfig) -> str:

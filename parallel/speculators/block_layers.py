@@ -303,8 +303,7 @@ def tensor_shapes(config: BlockConfig) -> dict[str, Shape]:
     elif kind == "gru":
         sizes = {"ih": hidden, "hh": state}
         shapes |= {f"prefix_gru.weight_{name}_l0": (3 * state, size) for name, size in sizes.items()}
-        shapes |= {f"prefix_gru.bias_{name}_l0": (3 * state,) for name in sizes}
-        shapes |= {"prefix_head.inner.weight": (rank, hidden + state), "prefix_head.table.weight": table}
+        shapes |= {"embed_proj.0.weight": (rank, hidden + state), "embed_proj.2.weight": table}
     elif kind == "selector":
         shapes |= {f"candidate_selector.{name}_codebook": table for name in ("predecessor", "successor")}
         shapes["candidate_selector.hidden_projection.weight"] = rank, hidden

@@ -107,7 +107,8 @@ class MarkovCorrector(Corrector):
 
 
 class GruCorrector(Corrector):
-    """A GRU over the embeddings of the block's tokens, the anchor included."""
+    """A GRU without biases over the embeddings of the block's tokens, the anchor included; tensors are named as
+    SpecForge saves them."""
 
     def __init__(
         self,
@@ -121,7 +122,6 @@ class GruCorrector(Corrector):
         self.state_size = state_size
         self._embed = embed
         self.inputs, self.recurrent = (Weight(3 * state_size, size, **options) for size in (hidden, state_size))
-        self.inputs_bias, self.recurrent_bias = (torch.empty(3 * state_size, **options) for _ in range(2))
         self.inner = Weight(rank, hidden + state_size, **options)
         self.after = Weight(vocab_size, rank, **options)
 
@@ -132,9 +132,9 @@ class GruCorrector(Corrector):
         self, rows: PositionRows, token_ids: Tensor, state: Tensor | None, *, at_root: bool
     ) -> tuple[Tensor, Tensor | None]:
         logits, hidden = rows
-        given = self.inputs.multiply(self._embed(token_ids), self.inputs_bias)
+        given = self.inputs.multiply(self._embed(token_ids))
         state = given.new_zeros(len(given), self.state_size) if state is None else state
-        kept = self.recurrent.multiply(state, self.recurrent_bias)
+        kept = self.recurrent.multiply(state)
         (reset, update, new), (reset_kept, update_kept, new_kept) = given.chunk(3, 1), kept.chunk(3, 1)
         update = (update + update_kept).sigmoid()
         new = (new + (reset + reset_kept).sigmoid() * new_kept).tanh()
@@ -147,10 +147,8 @@ class GruCorrector(Corrector):
     def tensors(self) -> Iterator[tuple[str, Weight | Tensor]]:
         yield "prefix_gru.weight_ih_l0", self.inputs
         yield "prefix_gru.weight_hh_l0", self.recurrent
-        yield "prefix_gru.bias_ih_l0", self.inputs_bias
-        yield "prefix_gru.bias_hh_l0", self.recurrent_bias
-        yield "prefix_head.inner.weight", self.inner
-        yield "prefix_head.table.weight", self.after
+        yield "embed_proj.0.weight", self.inner
+        yield "embed_proj.2.weight", self.after
 
 
 class SelectorCorrector(Corrector):

@@ -97,9 +97,13 @@ class DraftLayers(Layer):
         self.group = group
         self.device = torch.device(options["device"])
         self.corrector = self.confidence = None  # which a block drafter may have
-        self._target_head, self._embed = tables.head, tables.embedding.embed  # no parts of these layers
-        self._options = options
         hidden, eps = block.hidden_size, block.norm_eps
+        self.embedding: VocabTable | None = None
+        if config.own_embedding:
+            self.embedding = VocabTable("embed_tokens.weight", config.vocab_size, hidden, group, **options)
+        # no parts of these layers
+        self._target_head, self._embed = tables.head, (self.embedding or tables.embedding).embed
+        self._options = options
         self._reads_fused = reads_fused
         self.fuser = None
         if config.fuser is not None and (not reads_fused or config.num_depths > 1):  # which the features of masks need
@@ -113,8 +117,8 @@ class DraftLayers(Layer):
             self.lm_head = VocabTable(name, config.head_rows, hidden, group, **options)
         self.mask_hidden = self.mask_embedding = None
         if config.num_depths > 1:
-            self.mask_hidden = torch.empty(config.feature_size, **options)
-            self.mask_embedding = torch.empty(hidden, **options)
+            self.mask_hidden = torch.empty(1, 1, config.feature_size, **options)
+            self.mask_embedding = None if config.mask_token_id is not None else torch.empty(hidden, **options)
         self._columns: Tensor | None = None
         assert block.rope is not None
         self._rope = Rope(block.rope, block.head_dim, options["dtype"], options["device"])
@@ -153,18 +157,17 @@ class DraftLayers(Layer):
         """The features of mask rows."""
         assert self.mask_hidden is not None
         assert self.fuser is not None
-        return self.fuser(self.mask_hidden[None]).expand(num_rows, -1)
+        return self.fuser(self.mask_hidden[0]).expand(num_rows, -1)
 
     def forward(
         self, token_ids: Tensor, features: Tensor, plan: PassPlan, masked: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """Tokens [T] and the features before them [T, H] -> what the head reads and what rows after them read. Rows
-        `masked` have no token."""
+        `masked` have the embedding of masks, where there is one."""
         plan.attention.prepare()
         rope = self._rope(plan.positions)
         embedding = self._embed(token_ids)
-        if masked:
-            assert self.mask_embedding is not None
+        if masked and self.mask_embedding is not None:
             embedding[upload(masked, embedding.device)] = self.mask_embedding
         hidden = self.first.read(embedding, features, rope, plan.attention)
         for layer in self.rest:
@@ -191,8 +194,9 @@ class DraftLayers(Layer):
             yield from layer.shards(config.layer_name(i))
         if self.norm is not None:
             yield from self.norm.shards(names.final_norm)
-        if self.lm_head is not None:
-            yield from self.lm_head.shards()
+        for table in (self.embedding, self.lm_head):
+            if table is not None:
+                yield from table.shards()
         for name, tensor in (("mask_hidden", self.mask_hidden), ("mask_embedding", self.mask_embedding)):
             if tensor is not None:
-                yield Shard(name, (EVERY,), tensor)
+                yield Shard(name, (EVERY,) * tensor.ndim, tensor)

@@ -69,8 +69,12 @@ class DraftLayerConfig(SpeculatorConfig):
     """What follows the final norm is the next row's features, not what precedes it."""
     head_rows: int = 0
     """Tokens of an own head, which `d2t` of the checkpoint names if they are not all; 0: the target's head."""
+    own_embedding: bool = False
+    """It was trained with its own embedding, not the target's."""
     num_depths: int = 1
     """Above 1, one pass gives the logits of so many depths (P-EAGLE)."""
+    mask_token_id: int | None = None
+    """P-EAGLE: the token of mask rows. None: they have an embedding of their own."""
     names: DraftLayerNames = DraftLayerNames()
 
     def check_record(self) -> None:
@@ -152,9 +156,12 @@ class DraftLayerConfig(SpeculatorConfig):
             yield f"{names.head}.weight", (self.head_rows, hidden)
         if self.has_draft_vocab:
             yield "d2t", (self.head_rows,)
+        if self.own_embedding:
+            yield "embed_tokens.weight", (self.vocab_size, hidden)
         if self.num_depths > 1:
-            yield "mask_hidden", (self.feature_size,)
-            yield "mask_embedding", (hidden,)
+            yield "mask_hidden", (1, 1, self.feature_size)
+            if self.mask_token_id is None:
+                yield "mask_embedding", (hidden,)
 
     def _layer_tensors(self, i: int) -> Iterator[tuple[str, Shape]]:
         hidden, attention = self.block.hidden_size, self.block.names.attention

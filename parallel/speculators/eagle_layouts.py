@@ -31,6 +31,13 @@ def is_eagle3(hf: HfConfig) -> bool:
 
 def read_eagle3(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-3 and 3.1 as SpecForge, SGLang and the authors write them: one layer, called `midlayer` or in a list."""
+    stored = _stored(hf)
+    head_rows = hf.get("draft_vocab_size") or stored.get("lm_head.weight", (hf["vocab_size"],))[0]
+    names = LISTED if "layers.0.hidden_norm.weight" in stored else DraftLayerNames()
+    return _eagle3({**hf, "draft_vocab_size": head_rows}, _llama_block(hf), _aux_taps(hf), names)
+
+
+def _aux_taps(hf: HfConfig) -> tuple[int, ...]:
     nested: dict[str, Any] = hf.get("eagle_config") or {}
     ids = nested.get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(i + 1 for i in ids) if ids is not None else _usual_taps(hf)
@@ -39,10 +46,7 @@ def read_eagle3(hf: HfConfig) -> DraftLayerConfig:
             "config.json lacks eagle_config.eagle_aux_hidden_state_layer_ids, the layers that it reads; add it: for a "
             "target of L layers they are [1, L // 2 - 1, L - 4] unless it was trained on others"
         )
-    stored = _stored(hf)
-    head_rows = hf.get("draft_vocab_size") or stored.get("lm_head.weight", (hf["vocab_size"],))[0]
-    names = LISTED if "layers.0.hidden_norm.weight" in stored else DraftLayerNames()
-    return _eagle3({**hf, "draft_vocab_size": head_rows}, _block(hf, hf), taps, names)
+    return taps
 
 
 def is_vllm_eagle3(hf: HfConfig) -> bool:
@@ -51,6 +55,11 @@ def is_vllm_eagle3(hf: HfConfig) -> bool:
 
 def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-3 as vLLM's speculators library writes it: layers in a list, their fields in a record of their own."""
+    config = _eagle3(hf, _block(hf["transformer_layer_config"], hf), _vllm_taps(hf), LISTED)
+    return replace(config, own_embedding=bool(hf.get("embed_requires_grad", False)))
+
+
+def _vllm_taps(hf: HfConfig) -> tuple[int, ...]:
     ids = hf.get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(ids) if ids is not None else _usual_taps(hf)
     if not taps:
@@ -58,7 +67,30 @@ def read_vllm_eagle3(hf: HfConfig) -> DraftLayerConfig:
             "config.json lacks eagle_aux_hidden_state_layer_ids, the layers whose inputs it reads; add it: for a "
             "target of L layers they are [2, L // 2, L - 3] unless it was trained on others"
         )
-    return _eagle3(hf, _block(hf["transformer_layer_config"], hf), taps, LISTED)
+    return taps
+
+
+def is_p_eagle(hf: HfConfig) -> bool:
+    return "PEagleDraftModel" in (hf.get("architectures") or ()) or hf.get("speculators_model_type") == "peagle"
+
+
+def read_p_eagle(hf: HfConfig) -> DraftLayerConfig:
+    """P-EAGLE as SpecForge and vLLM's speculators library write it. Neither notes the depths that it was trained for,
+    unless as the tokens that it proposes; both train 8 by default. SpecForge keeps the target's embedding and does not
+    note the mask token."""
+    if not isinstance(hf.get("mask_token_id"), int):
+        raise ValueError("config.json lacks mask_token_id, the token of masked rows; add the one it was trained with")
+    if "speculators_model_type" in hf:
+        config = replace(read_vllm_eagle3(hf), own_embedding=bool(hf.get("embed_requires_grad", True)))
+    else:
+        config = _eagle3(hf, _llama_block(hf), _aux_taps(hf), LISTED)
+    return replace(config, method="p_eagle", num_depths=_proposed(hf) or 8, mask_token_id=hf["mask_token_id"])
+
+
+def _proposed(hf: HfConfig) -> int:
+    """Tokens that vLLM's speculators library says it proposes, 0 if it does not say."""
+    proposals = (hf.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return proposals[0].get("speculative_tokens", 0)
 
 
 def is_eagle(hf: HfConfig) -> bool:
@@ -86,7 +118,7 @@ def _stored(hf: HfConfig) -> Mapping[str, Shape]:
 def read_eagle(hf: HfConfig) -> DraftLayerConfig:
     """EAGLE-1 and EAGLE-2, whose checkpoints do not differ: `fc` over the pair, one layer without an input norm."""
     names = replace(LISTED, join="fc")
-    return draft_layer("eagle", _block(hf, hf), (FINAL,), join_bias=bool(hf.get("bias", True)), names=names)
+    return draft_layer("eagle", _llama_block(hf), (FINAL,), join_bias=bool(hf.get("bias", True)), names=names)
 
 
 def is_vllm_mtp(hf: HfConfig) -> bool:
@@ -146,6 +178,15 @@ def _eagle3(hf: HfConfig, block: DecoderConfig, taps: tuple[int, ...], names: Dr
         feeds_normed=normed,
         names=names,
     )
+
+
+def _llama_block(hf: HfConfig) -> DecoderConfig:
+    """The layers where they are Llama's whatever `model_type` says, as in the code of EAGLE's authors and SpecForge;
+    which projections have biases the tensors say, or `qkv_bias`, which they write for Qwen 2."""
+    block = _block({**hf, "model_type": "llama", "attention_bias": False}, hf)
+    stored = _stored(hf)
+    has_bias = {kind: any(name.endswith(f"self_attn.{kind}_proj.bias") for name in stored) for kind in "qo"}
+    return replace(block, qkv_bias=has_bias["q"] or bool(hf.get("qkv_bias")), o_bias=has_bias["o"])
 
 
 def _block(fields: HfConfig, hf: HfConfig) -> DecoderConfig:

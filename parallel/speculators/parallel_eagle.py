@@ -62,7 +62,7 @@ class ParallelEagleRunner(BlockRunner):
         """Write the rows of the text, and behind each root those of the masks, which are given back."""
         config, fed, features, tokens = self.speculator, list[Span](), list[Tensor](), list[Tensor]()
         num_masks, first = config.num_depths - 1, 0
-        mask = token_ids.new_zeros(num_masks)
+        mask = token_ids.new_full((num_masks,), config.mask_token_id or 0)
         masked: list[int] = []
         num_rows = 0
         for span in spans:

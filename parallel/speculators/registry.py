@@ -68,7 +68,11 @@ LAYOUTS: dict[str, CheckpointLayout] = {
     "block": CheckpointLayout(block.is_own, block.read_own, block.open_block),
     "dflash": CheckpointLayout(block.is_dflash, block.read_dflash, block.open_block),
     "dspark": CheckpointLayout(block.is_dspark, block.read_dspark, block.open_block),
+    "domino": CheckpointLayout(block.is_domino, block.read_domino, block.open_block),
     "EAGLE-3": CheckpointLayout(layouts.is_eagle3, layouts.read_eagle3, open_draft_layer),
+    "P-EAGLE of SpecForge and speculators": CheckpointLayout(
+        layouts.is_p_eagle, layouts.read_p_eagle, open_parallel_eagle
+    ),
     "EAGLE-3 of speculators": CheckpointLayout(layouts.is_vllm_eagle3, layouts.read_vllm_eagle3, open_draft_layer),
     "MTP of speculators": CheckpointLayout(layouts.is_vllm_mtp, layouts.read_vllm_mtp, open_draft_layer),
     "MTP of MiMo": CheckpointLayout(layouts.is_native_mtp, layouts.read_native_mtp, open_draft_layer),

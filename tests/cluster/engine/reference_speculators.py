@@ -125,26 +125,145 @@ def eagle1(tensors: Tensors, target: Target, shape: LayerShape) -> Reference:
     return logits
 
 
+def pair_layer(tensors: Tensors, name: str, embedded: Tensor, features: Tensor, shape: LayerShape) -> Tensor:
+    """EAGLE-3's: queries, keys and values read both halves of the pair, normalised; the stream is the features."""
+    pair = rms(embedded, tensors[f"{name}.input_layernorm.weight"], shape.eps)
+    pair = torch.cat((pair, rms(features, tensors[f"{name}.hidden_norm.weight"], shape.eps)), -1)
+    count = len(features)
+    x = features + attention(tensors, f"{name}.self_attn", pair, torch.arange(count), causal(count), shape)
+    return x + mlp(tensors, f"{name}.mlp", rms(x, tensors[f"{name}.post_attention_layernorm.weight"], shape.eps))
+
+
 def eagle3(tensors: Tensors, target: Target, shape: LayerShape, taps_read: Sequence[int]) -> Reference:
-    """arXiv 2503.01840, section 3: three taps fused; queries, keys and values read both halves of the pair."""
+    """arXiv 2503.01840, section 3: three taps fused; a head of its own for a part of the vocabulary."""
+
+    def logits(tokens: Sequence[int], taps: Taps, path: Sequence[int]) -> Tensor:
+        embedded = target.embedding[torch.tensor([*tokens[1:], *path])]
+        fused = torch.cat([taps[tap][: len(tokens) - 1] for tap in taps_read], -1) @ tensors["fc.weight"].T
+        last = unrolled(lambda *rows: pair_layer(tensors, "midlayer", *rows, shape), embedded, fused)
+        return draft_head(tensors, rms(last, tensors["norm.weight"], shape.eps), len(target.embedding))
+
+    return logits
+
+
+def p_eagle(
+    tensors: Tensors, embedding: Tensor, shape: LayerShape, taps_read: Sequence[int], layers: int, mask: int
+) -> Reference:
+    """arXiv 2602.01469, section 3: behind the newest token a row for each further depth, of the mask token and of one
+    learned vector in place of the taps."""
+
+    def logits(tokens: Sequence[int], taps: Taps, path: Sequence[int]) -> Tensor:
+        embedded = embedding[torch.tensor([*tokens[1:], *[mask] * len(path)])]
+        features = torch.cat([taps[tap][: len(tokens) - 1] for tap in taps_read], -1)
+        features = torch.cat((features, tensors["mask_hidden"][0].expand(len(path), -1))) @ tensors["fc.weight"].T
+        x = pair_layer(tensors, "layers.0", embedded, features, shape)
+        for layer in range(1, layers):
+            x = llama_layer(tensors, f"layers.{layer}", x, shape)
+        return draft_head(tensors, rms(x[-1], tensors["norm.weight"], shape.eps), len(embedding))
+
+    return logits
+
+
+def draft_head(tensors: Tensors, normed: Tensor, vocab_size: int) -> Tensor:
+    """Row i of the head is of token i + d2t[i]; without `d2t` it has all tokens."""
+    own = tensors["lm_head.weight"] @ normed
+    if "d2t" not in tensors:
+        return own
+    return torch.full((vocab_size,), -torch.inf).index_copy(0, torch.arange(len(own)) + tensors["d2t"], own)
+
+
+def mtp(
+    tensors: Tensors, target: Target, shape: LayerShape, names: Mapping[str, str], *, hidden_first: bool = False
+) -> Reference:
+    """DeepSeek-V3 (arXiv 2412.19437), section 2.2: both halves of the pair normalised, projected, through a layer; what
+    follows its norm is read by the target's head, and by the next step. `names`: part -> its name."""
 
     def logits(tokens: Sequence[int], taps: Taps, path: Sequence[int]) -> Tensor:
         def rows(embedded: Tensor, features: Tensor) -> Tensor:
-            embedded = rms(embedded, tensors["midlayer.input_layernorm.weight"], shape.eps)
-            pair = torch.cat((embedded, rms(features, tensors["midlayer.hidden_norm.weight"], shape.eps)), -1)
-            count = len(features)
-            x = features + attention(tensors, "midlayer.self_attn", pair, torch.arange(count), causal(count), shape)
-            normed = rms(x, tensors["midlayer.post_attention_layernorm.weight"], shape.eps)
-            return x + mlp(tensors, "midlayer.mlp", normed)
+            pair = (
+                rms(embedded, tensors[f"{names['embedding norm']}.weight"], shape.eps),
+                rms(features, tensors[f"{names['hidden norm']}.weight"], shape.eps),
+            )
+            x = torch.cat(pair[::-1] if hidden_first else pair, -1) @ tensors[f"{names['join']}.weight"].T
+            x = llama_layer(tensors, names["layer"], x, shape)
+            return rms(x, tensors[f"{names['norm']}.weight"], shape.eps)
 
         embedded = target.embedding[torch.tensor([*tokens[1:], *path])]
-        fused = torch.cat([taps[tap][: len(tokens) - 1] for tap in taps_read], -1) @ tensors["fc.weight"].T
-        hidden = rms(unrolled(rows, embedded, fused), tensors["norm.weight"], shape.eps)
-        own = tensors["lm_head.weight"] @ hidden
-        if "d2t" not in tensors:
-            return own
-        columns = torch.arange(len(own)) + tensors["d2t"]
-        return torch.full((len(target.embedding),), -torch.inf).index_copy(0, columns, own)
+        return target.head @ unrolled(rows, embedded, taps[-1][: len(tokens) - 1])
+
+    return logits
+
+
+# --- block drafters ---------------------------------------------------------------------------------------------------
+
+
+def block_states(
+    tensors: Tensors, target: Target, shape: LayerShape, layers: int, taps_read: Sequence[int], size: int, mask: int
+) -> Callable[[Sequence[int], Taps], Tensor]:
+    """DFlash (arXiv 2602.06036), section 4: the states [block, H] of the newest token and the masks behind it, which
+    attend to each other and to the text before, of which every layer reads the same projected taps."""
+
+    def states(tokens: Sequence[int], taps: Taps) -> Tensor:
+        count = len(tokens) - 1
+        text = torch.cat([taps[tap][:count] for tap in taps_read], -1) @ tensors["fc.weight"].T
+        text = rms(text, tensors["hidden_norm.weight"], shape.eps)
+        x = target.embedding[torch.tensor([tokens[-1], *[mask] * (size - 1)])]
+        positions, sees = torch.arange(count + size), torch.ones(size, count + size, dtype=torch.bool)
+        for layer in range(layers):
+            name = f"layers.{layer}"
+            normed = rms(x, tensors[f"{name}.input_layernorm.weight"], shape.eps)
+            x = x + attention(tensors, f"{name}.self_attn", normed, positions, sees, shape, text)
+            x = x + mlp(tensors, f"{name}.mlp", rms(x, tensors[f"{name}.post_attention_layernorm.weight"], shape.eps))
+        return rms(x, tensors["norm.weight"], shape.eps)
+
+    return states
+
+
+def dflash(states: Callable[[Sequence[int], Taps], Tensor], target: Target) -> Reference:
+    """The first mask's row drafts first."""
+    return lambda tokens, taps, path: target.head @ states(tokens, taps)[len(path) + 1]
+
+
+def dspark(states: Callable[[Sequence[int], Taps], Tensor], target: Target, tensors: Tensors, kind: str) -> Reference:
+    """arXiv 2607.05147: the newest token's row drafts first; to the logits is added what the token before says."""
+
+    def logits(tokens: Sequence[int], taps: Taps, path: Sequence[int]) -> Tensor:
+        hidden, state = states(tokens, taps), torch.zeros(tensors["markov_head.markov_w1.weight"].shape[1])
+        added = state
+        for depth, token in enumerate((tokens[-1], *path)):
+            added = before = tensors["markov_head.markov_w1.weight"][token]
+            if kind == "gated":
+                both = torch.cat((hidden[depth], before))
+                gate = tensors["markov_head.gate_proj.weight"] @ both + tensors["markov_head.gate_proj.bias"]
+                added = gate.sigmoid() * before
+            elif kind == "rnn":
+                both = torch.cat((state, before, hidden[depth]))
+                joint = tensors["markov_head.joint_proj.weight"] @ both + tensors["markov_head.joint_proj.bias"]
+                keep, new, output = joint.chunk(3)
+                state = keep.sigmoid() * state + (1 - keep.sigmoid()) * new.tanh()
+                added = output.tanh()
+        return target.head @ hidden[len(path)] + tensors["markov_head.markov_w2.weight"] @ added
+
+    return logits
+
+
+def domino(
+    states: Callable[[Sequence[int], Taps], Tensor], target: Target, tensors: Tensors, *, shifted: bool
+) -> Reference:
+    """arXiv 2605.29707: a GRU over the block's tokens; the first drafted position has its bare logits. `shifted`: the
+    newest token's row drafts first."""
+    inputs, size = tensors["prefix_gru.weight_ih_l0"].shape[1], tensors["prefix_gru.weight_hh_l0"].shape[1]
+    gru = torch.nn.GRU(inputs, size, bias=False)
+    gru.load_state_dict({name.removeprefix("prefix_gru."): t for name, t in tensors.items() if "prefix_gru" in name})
+
+    @torch.no_grad()
+    def logits(tokens: Sequence[int], taps: Taps, path: Sequence[int]) -> Tensor:
+        hidden = states(tokens, taps)[len(path) + (not shifted)]
+        if not path:
+            return target.head @ hidden
+        last = gru(target.embedding[torch.tensor([tokens[-1], *path])])[0][-1]
+        inner = F.silu(tensors["embed_proj.0.weight"] @ torch.cat((hidden, last)))
+        return target.head @ hidden + tensors["embed_proj.2.weight"] @ inner
 
     return logits
 

@@ -133,6 +133,9 @@ def write_eagle1(folder: Path, model: Model, file: str = "pytorch_model.bin", **
     """The authors' file is a Llama's of one layer; its embedding is a copy of the target's. `fields` of config.json."""
     shapes = layer_shapes("layers.0", norms_input=False) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     shapes |= {"fc.bias": (HIDDEN,)} if fields.get("bias", True) else {}
+    for kind, heads in {"q": SHAPE.heads, "k": SHAPE.kv_heads, "v": SHAPE.kv_heads}.items():
+        bias = {f"layers.0.self_attn.{kind}_proj.bias": (heads * SHAPE.head_size,)}
+        shapes |= bias if fields.get("qkv_bias") else {}
     tensors = random_tensors(shapes) | {"embed_tokens.weight": model.tables.embedding.half()}
     config = LAYER | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | fields
     return references.eagle1(save(folder, config, tensors, file), model.tables, SHAPE)
@@ -165,6 +168,88 @@ def write_medusa(folder: Path, file: str = "medusa_lm_head.pt") -> Reference:
     return references.medusa(save(folder, config, random_tensors(shapes), file), blocks)
 
 
+TAPS = [1, 3, 4]
+"""Layers whose outputs are read, where config.json names them so."""
+MASK, BLOCK, RANK, DEPTHS = 200, 6, 8, 5
+
+
+def write_p_eagle(folder: Path, model: Model, *, library: bool) -> Reference:
+    """Two layers. SpecForge's embedding is the target's, the speculators library's was trained."""
+    rows, layers = 100, 2
+    shapes = layer_shapes("layers.0", 2 * HIDDEN) | layer_shapes("layers.1") | {"norm.weight": (HIDDEN,)}
+    shapes |= {"layers.0.hidden_norm.weight": (HIDDEN,), "fc.weight": (HIDDEN, 3 * HIDDEN)}
+    shapes |= {"lm_head.weight": (rows, HIDDEN), "mask_hidden": (1, 1, 3 * HIDDEN)}
+    tensors = random_tensors(shapes | ({"embed_tokens.weight": (VOCAB, HIDDEN)} if library else {}))
+    tensors |= {"d2t": torch.arange(rows), "t2d": torch.arange(VOCAB) % 2 == 0}
+    llama = LAYER | {"model_type": "llama", "num_hidden_layers": layers}
+    config: dict[str, Any] = {"architectures": ["PEagleDraftModel"], "draft_vocab_size": rows, "mask_token_id": MASK}
+    if library:
+        config |= {"speculators_model_type": "peagle", "transformer_layer_config": llama, "embed_requires_grad": True}
+        config |= {"architectures": ["PEagleSpeculator"], "eagle_aux_hidden_state_layer_ids": [one + 1 for one in TAPS]}
+        config["speculators_config"] = {"algorithm": "peagle", "proposal_methods": [{"speculative_tokens": DEPTHS}]}
+    else:
+        config = llama | config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": TAPS}}
+        tensors["embed_tokens.weight"] = model.tables.embedding.half()
+    tensors = save(folder, config, tensors, "model.safetensors")
+    embedding = tensors["embed_tokens.weight"] if library else model.tables.embedding
+    return references.p_eagle(tensors, embedding, SHAPE, [one + 1 for one in TAPS], layers, MASK)
+
+
+def write_mtp(folder: Path, model: Model, *, mimo: bool) -> Reference:
+    """Of the speculators library; or of MiMo, within its own checkpoint, with biases and the hidden state first."""
+    module = "model.mtp_layers.0" if mimo else "mtp_layers.0"
+    names = {"embedding norm": "token_layernorm", "hidden norm": "hidden_layernorm", "join": "input_proj"}
+    names = {part: f"{module}.{name}" for part, name in (names | {"norm": "final_layernorm"}).items()}
+    shapes = layer_shapes(module) | {f"{names['join']}.weight": (HIDDEN, 2 * HIDDEN)}
+    shapes |= {f"{names[part]}.weight": (HIDDEN,) for part in ("embedding norm", "hidden norm", "norm")}
+    if mimo:
+        widths = {"q": SHAPE.heads, "k": SHAPE.kv_heads, "v": SHAPE.kv_heads}
+        shapes |= {f"{module}.self_attn.{kind}_proj.bias": (n * SHAPE.head_size,) for kind, n in widths.items()}
+        config = LAYER | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_hidden_layers": LAYERS}
+        config |= {"num_nextn_predict_layers": 1, "use_sliding_window": False}
+    else:
+        config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+        config["transformer_layer_config"] = LAYER | {"model_type": "llama"}
+    tensors = save(folder, config, random_tensors(shapes), "model.safetensors")
+    return references.mtp(tensors, model.tables, SHAPE, names | {"layer": module}, hidden_first=mimo)
+
+
+def write_block(folder: Path, model: Model, method: str, *, nested: bool = True, **fields: Any) -> Reference:
+    """A drafter of two layers as Qwen 3's; `nested`: as SpecForge, all fields of the method are in `dflash_config`."""
+    layers, size = 2, SHAPE.head_size
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (HIDDEN,), "hidden_norm.weight": (HIDDEN,)}
+    shapes["fc.weight"] = HIDDEN, len(TAPS) * HIDDEN
+    for layer in range(layers):
+        shapes |= layer_shapes(f"layers.{layer}")
+        shapes |= {f"layers.{layer}.self_attn.{kind}_norm.weight": (size,) for kind in "qk"}
+    kind = fields.get("markov_head_type", "vanilla")
+    given: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": TAPS} | fields
+    if method == "dspark":
+        given |= {"markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
+        shapes |= {f"markov_head.markov_w{i}.weight": (VOCAB, RANK) for i in (1, 2)}
+        shapes |= {"confidence_head.proj.weight": (1, HIDDEN + RANK), "confidence_head.proj.bias": (1,)}
+        if kind != "vanilla":
+            name, wide, tall = ("gate", 1, 1) if kind == "gated" else ("joint", 2, 3)
+            shapes[f"markov_head.{name}_proj.weight"] = tall * RANK, HIDDEN + wide * RANK
+            shapes[f"markov_head.{name}_proj.bias"] = (tall * RANK,)
+    if method == "domino":
+        given |= {"emb_dim": RANK, "gru_hidden_dim": 12, "pure_draft_prefix_len": 1, "projector_type": "domino"}
+        shapes |= {"prefix_gru.weight_ih_l0": (36, HIDDEN), "prefix_gru.weight_hh_l0": (36, 12)}
+        shapes |= {"embed_proj.0.weight": (RANK, HIDDEN + 12), "embed_proj.2.weight": (VOCAB, RANK)}
+    architecture = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "domino": "DominoDraftModel"}[method]
+    config = LAYER | {"model_type": "qwen3", "num_hidden_layers": layers, "block_size": BLOCK, "attention_bias": False}
+    config |= {"architectures": [architecture], "dflash_config": given} if nested else {}
+    config |= {} if nested else {"architectures": ["Qwen3DSparkModel"]} | given
+    tensors = save(folder, config, random_tensors(shapes), "model.safetensors")
+    read = [one + 1 for one in TAPS]
+    states = references.block_states(tensors, model.tables, SHAPE, layers, read, BLOCK, MASK)
+    if method == "dflash":
+        return references.dflash(states, model.tables)
+    if method == "dspark":
+        return references.dspark(states, model.tables, tensors, kind)
+    return references.domino(states, model.tables, tensors, shifted=fields["shift_label"])
+
+
 LAYOUTS: dict[str, Callable[[Path, Model], Reference]] = {
     "EAGLE-1 of its authors": write_eagle1,
     "EAGLE-1 without a bias": lambda folder, model: write_eagle1(folder, model, "model.safetensors", bias=False),
@@ -174,6 +259,20 @@ LAYOUTS: dict[str, Callable[[Path, Model], Reference]] = {
     "EAGLE-3 of SpecForge": lambda folder, model: write_eagle3(
         folder, model, "model.safetensors", architectures=["LlamaForCausalLMEagle3"]
     ),
+    "EAGLE-1 for a Qwen 2": lambda folder, model: write_eagle1(folder, model, qkv_bias=True),
+    "EAGLE-3 for a Qwen 2": lambda folder, model: write_eagle3(folder, model, model_type="qwen2"),
+    "P-EAGLE of SpecForge": lambda folder, model: write_p_eagle(folder, model, library=False),
+    "P-EAGLE of speculators": lambda folder, model: write_p_eagle(folder, model, library=True),
+    "MTP of speculators": lambda folder, model: write_mtp(folder, model, mimo=False),
+    "MTP of MiMo": lambda folder, model: write_mtp(folder, model, mimo=True),
+    "DFlash": lambda folder, model: write_block(folder, model, "dflash"),
+    "DSpark of SpecForge": lambda folder, model: write_block(folder, model, "dspark"),
+    "DSpark of DeepSpec, gated": lambda folder, model: write_block(
+        folder, model, "dspark", nested=False, markov_head_type="gated"
+    ),
+    "DSpark, recurrent": lambda folder, model: write_block(folder, model, "dspark", markov_head_type="rnn"),
+    "Domino": lambda folder, model: write_block(folder, model, "domino", shift_label=False),
+    "Domino, shifted": lambda folder, model: write_block(folder, model, "domino", shift_label=True),
     "Medusa": lambda folder, _: write_medusa(folder),
     "Medusa, safetensors": lambda folder, _: write_medusa(folder, "medusa_lm_head.safetensors"),
 }

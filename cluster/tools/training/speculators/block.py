@@ -204,19 +204,6 @@ class _MarkovHead(nn.Module):
         return self.markov_w2(torch.stack(outputs, -2))
 
 
-class _PrefixHead(nn.Module):
-    """Of a position and the state of a GRU over the tokens before it."""
-
-    def __init__(self, vocab_size: int, hidden: int, rank: int, state_size: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(hidden + state_size, rank, bias=False)
-        self.table = nn.Linear(rank, vocab_size, bias=False)
-        nn.init.zeros_(self.table.weight)
-
-    def forward(self, hidden: Tensor, states: Tensor) -> Tensor:
-        return self.table(F.silu(self.inner(torch.cat((hidden, states), -1))))
-
-
 class _SelectorHead(nn.Module):
     """Scores of the likeliest tokens of a position, given the token before it."""
 
@@ -266,8 +253,11 @@ class BlockDrafter(Speculator):
         elif kind == "selector":
             self.candidate_selector = _SelectorHead(vocab_size, hidden, rank, options.top_k)
         elif kind == "gru":
-            self.prefix_gru = nn.GRU(hidden, options.state_size, batch_first=True)
-            self.prefix_head = _PrefixHead(vocab_size, hidden, rank, options.state_size)
+            self.prefix_gru = nn.GRU(hidden, options.state_size, batch_first=True, bias=False)
+            inner = nn.Linear(hidden + options.state_size, rank, bias=False)
+            table = nn.Linear(rank, vocab_size, bias=False)
+            nn.init.zeros_(table.weight)
+            self.embed_proj = nn.Sequential(inner, nn.SiLU(), table)
         self.confidence_head: _ConfidenceHead | None = None
         if options.confidence:
             self.confidence_head = _ConfidenceHead(hidden + (rank if self.markov_head is not None else 0))
@@ -303,7 +293,7 @@ class BlockDrafter(Speculator):
             return logits, (candidates, scores.float())
         if self.options.corrector == "gru":
             states, _ = self.prefix_gru(batch.embed(before).to(hidden.dtype).flatten(0, 1))
-            added = self.prefix_head(hidden, states.unflatten(0, before.shape[:2])).float()
+            added = self.embed_proj(torch.cat((hidden, states.unflatten(0, before.shape[:2])), -1)).float()
             return torch.cat((base[:, :, :1], base[:, :, 1:] + added[:, :, 1:]), 2), None
         return base, None
 

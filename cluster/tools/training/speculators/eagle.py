@@ -261,7 +261,7 @@ class ParallelNet(DraftLayerNet):
 
     def __init__(self, hf: dict[str, Any], options: DraftLayerOptions) -> None:
         super().__init__(hf, options)
-        self.mask_hidden = nn.Parameter(0.02 * torch.randn(self.config.feature_size))
+        self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, 1, self.config.feature_size))
         self.mask_embedding = nn.Parameter(0.02 * torch.randn(self.config.block.hidden_size))
 
     def loss(self, batch: TargetBatch, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
@@ -303,7 +303,7 @@ class ParallelNet(DraftLayerNet):
         same, earlier = anchor[:, None] == anchor, depth[:, None] >= depth
         sees = ((depth == 0) & (anchor[:, None] >= anchor)) | (same & earlier)
         text, num_masks = anchors[0], sum(sizes[1:])
-        mask = self._fused(self.mask_hidden.expand(1, 1, -1)).expand(len(features), num_masks, -1)
+        mask = self._fused(self.mask_hidden).expand(len(features), num_masks, -1)
         hidden = torch.cat((self._fused(features[:, text]), mask.to(features.dtype)), 1)
         masks = self.mask_embedding.expand(len(features), num_masks, -1)
         embedding = torch.cat((batch.embed(batch.tokens[:, text + 1]), masks), 1)
