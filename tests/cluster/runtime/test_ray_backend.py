@@ -159,6 +159,7 @@ def test_a_ray_of_its_own_admits_no_process_without_its_token(running_ray):
 
 
 def test_the_dashboard_starts_beside_the_ranks_and_asks_for_the_token(running_ray):
+    assert running_ray.get(timeout=WAIT_S) == "starting Ray"
     found = re.fullmatch(r"dashboard\n  (http://\S+), its token in (\S+)", running_ray.get(timeout=WAIT_S))
     assert found is not None and found[2] == os.environ["RAY_AUTH_TOKEN_PATH"]
 
