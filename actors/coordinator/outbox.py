@@ -42,6 +42,7 @@ class Outbox:
                 sequence.request.sampling,
                 sequence.num_admissions,
                 sequence.request.speculate,
+                sequence.request.scope,
             )
         )
         sequence.num_admissions += 1

@@ -53,6 +53,7 @@ class Context:
     num_cuts: int = 0  # how often provisional text was taken back
     settled_len: int | None = None
     vocab_size: int | None = None  # of the drafter; tokens beyond it are clamped
+    scope: int = 0  # of the client; what is remembered of ended requests is kept apart by it
 
     @classmethod
     def admitted(cls, admit: Admit, vocab_size: int | None) -> Context:
@@ -66,6 +67,7 @@ class Context:
             admission=admit.admission,
             settled_len=admit.prompt_len,
             vocab_size=vocab_size,
+            scope=admit.scope,
         )
         context.extend(admit.token_ids)
         return context

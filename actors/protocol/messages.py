@@ -236,7 +236,8 @@ class TopTokens:
     `contexts` [n, 2] are the token before a row's own, -1 if there is none, and the row's own; `token_ids` [n, k] the
     likeliest first and `probs` [n, k] are the model's, before sampling parameters apply. Arrays are bytes, little
     endian: int32, int32 and float32. `spans` are (request, length of its text, number of rows) in the order of the
-    rows; where a proposal was verified, the last rows of its request are those of its nodes, the root first.
+    rows; where a proposal was verified, the last rows of its request are those of its nodes, the root first. `scopes`
+    are those of the requests of `spans`; empty: all 0.
     """
 
     k: int
@@ -244,6 +245,26 @@ class TopTokens:
     token_ids: bytes
     probs: bytes
     spans: tuple[tuple[int, int, int], ...]
+    scopes: tuple[int, ...] = ()
+
+    def by_scope(self) -> list[tuple[int, TopTokens]]:
+        """(scope, its rows) of the requests of each client."""
+        if len(set(self.scopes)) < 2:
+            return [(self.scopes[0] if self.scopes else 0, self)]
+        rows: dict[int, list[slice]] = {}
+        spans: dict[int, list[tuple[int, int, int]]] = {}
+        start = 0
+        for scope, span in zip(self.scopes, self.spans, strict=True):
+            rows.setdefault(scope, []).append(slice(start, start := start + span[2]))
+            spans.setdefault(scope, []).append(span)
+        return [(scope, self._of_rows(rows[scope], tuple(spans[scope]))) for scope in rows]
+
+    def _of_rows(self, rows: list[slice], spans: tuple[tuple[int, int, int], ...]) -> TopTokens:
+        def cut(array: bytes, size: int) -> bytes:
+            return b"".join([array[one.start * size : one.stop * size] for one in rows])
+
+        cell = 4 * self.k
+        return TopTokens(self.k, cut(self.contexts, 8), cut(self.token_ids, cell), cut(self.probs, cell), spans)
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError unless the arrays fit together and hold tokens of this vocabulary and probabilities."""
@@ -253,6 +274,8 @@ class TopTokens:
             raise ValueError(f"top tokens: {sizes} bytes are not rows of {self.k} tokens")
         if min((size for *_, size in self.spans), default=0) < 0 or sum(size for *_, size in self.spans) != num_rows:
             raise ValueError(f"top tokens: {self.spans} do not divide {num_rows} rows")
+        if len(self.scopes) not in (0, len(self.spans)):
+            raise ValueError(f"top tokens: {len(self.scopes)} scopes are not one for each of {len(self.spans)} spans")
         if num_rows:
             contexts, token_ids = (memoryview(part).cast("i").tolist() for part in (self.contexts, self.token_ids))
             probs = memoryview(self.probs).cast("f").tolist()
@@ -304,7 +327,8 @@ class Admit:
     """Open a request at a role, at first or again: its committed tokens, the first `prompt_len` of them the prompt.
 
     `admission` differs for every admission of a request, within an epoch too, so that no draw is made twice. A request
-    that does not `speculate` is never drafted for.
+    that does not `speculate` is never drafted for. Requests of one client have one `scope`, which roles do not know
+    otherwise.
     """
 
     request_id: int
@@ -314,6 +338,7 @@ class Admit:
     sampling: SamplingParams
     admission: int = 0
     speculate: bool = True
+    scope: int = 0
 
 
 @dataclass(frozen=True, slots=True)

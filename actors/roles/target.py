@@ -44,6 +44,7 @@ class TargetContext:
     prompt_len: int
     sampling: SamplingParams
     speculate: bool = True
+    scope: int = 0
     num_fed: int = 0  # rows of the uncached suffix in the last pass, still pending in the pool
 
 
@@ -145,7 +146,7 @@ class TargetRole:
 
     def _admit(self, admit: Admit) -> None:
         self.contexts[admit.request_id] = TargetContext(
-            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling, admit.speculate
+            admit.epoch, list(admit.token_ids), admit.prompt_len, admit.sampling, admit.speculate, admit.scope
         )
         self.runner.open(admit.request_id)
 
@@ -178,6 +179,7 @@ class TargetRole:
             context.num_fed,
             item.proposal,
             drafts_follow=exports or item.num_draft_tokens > 0,
+            scope=context.scope,
         )
 
     def _verify(self, inputs: Sequence[VerifyInput], logits: Tensor) -> tuple[Verdict, ...]:

@@ -26,6 +26,9 @@ class _Fed(Protocol):
     @property
     def token_ids(self) -> Sequence[int]: ...
 
+    @property
+    def scope(self) -> int: ...
+
 
 class TopTokensReader:
     """`k` tokens of each row; `reads_prompts`: also of rows that read committed text. Only the lead keeps logits.
@@ -41,6 +44,7 @@ class TopTokensReader:
         self._logits: Tensor | None = None
         self._contexts: list[np.ndarray] = []
         self._spans: list[tuple[int, int]] = []  # (sequence, length of its text) of each of `_contexts`
+        self._scopes: list[int] = []
 
     @staticmethod
     def of(
@@ -58,7 +62,7 @@ class TopTokensReader:
         inputs: Sequence[_Fed],
     ) -> Tensor:
         """The pass of `runner`, which `run` makes; returns the logits of the rows that `spans` ask for."""
-        self._contexts, self._spans, start = [], [], 0
+        self._contexts, self._spans, self._scopes, start = [], [], [], 0
         for span, fed in zip(spans, inputs, strict=True):
             end, before = start + span.num_tokens, runner.cached_len(span.seq_id) - 1
             num_rows = span.num_tokens if self._reads_prompts else span.num_logits
@@ -66,6 +70,7 @@ class TopTokensReader:
                 first = fed.token_ids[before] if before >= 0 else NO_TOKEN
                 self._contexts.append(_contexts(span, token_ids[start:end], first)[-num_rows:])
                 self._spans.append((cast("int", span.seq_id), len(fed.token_ids)))
+                self._scopes.append(fed.scope)
             start = end
         asked = [replace(span, num_logits=span.num_tokens) for span in spans] if self._reads_prompts else spans
         logits = run(asked, token_ids)
@@ -91,7 +96,9 @@ class TopTokensReader:
             both, contexts = both[good], contexts[good]
             sizes = [int(kept.sum()) for kept in np.split(good, np.cumsum(sizes)[:-1])]
         spans = tuple((*span, size) for span, size in zip(self._spans, sizes, strict=True))
-        return TopTokens(k, contexts.tobytes(), both[:, :k].tobytes(), both[:, k:].tobytes(), spans)
+        return TopTokens(
+            k, contexts.tobytes(), both[:, :k].tobytes(), both[:, k:].tobytes(), spans, tuple(self._scopes)
+        )
 
 
 def _contexts(span: Span, token_ids: Sequence[int], first: int) -> np.ndarray:

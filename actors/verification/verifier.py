@@ -46,6 +46,7 @@ class VerifyInput:
     num_fed: int
     proposal: Proposal | None = None
     drafts_follow: bool = True
+    scope: int = 0
 
     @property
     def tree(self) -> TokenTree:

@@ -1,8 +1,8 @@
 """`drafter=aded`: a tree of tri-grams, weighted by the target's distributions and by the tokens it emitted.
 
-No model, no device. One table for all requests (`trigrams.py`) approximates the target's distribution after two
-tokens. A draft is the tree of the paths with the highest product of followers' shares; the paper's tree search is an
-option. Source: Adaptix, also known as ADED (arXiv 2407.12021), whose table comes from a corpus; here it may, and the
+No model, no device. One table for all requests of a client (`trigrams.py`) approximates the target's distribution after
+two tokens. A draft is the tree of the paths with the highest product of followers' shares; the paper's tree search is
+an option. Source: Adaptix, also known as ADED (arXiv 2407.12021), whose table comes from a corpus; here it may, and the
 rows of verdicts and prompts add the target's own distributions.
 """
 
@@ -16,29 +16,30 @@ from actors.drafters.adjacency.config import AdedDrafterConfig, TreeConstruction
 from actors.drafters.adjacency.tree_search import search_tree
 from actors.drafters.adjacency.trigrams import WINDOW, TrigramTable
 from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.scoped import ScopedMemory
 from actors.protocol.messages import Commit, TokenTree, TopTokens
 
 
 class AdedDrafter:
-    """Requests share the table; nothing is kept of one."""
+    """Keeps nothing of a request; those of a client share a table."""
 
     def __init__(self, config: AdedDrafterConfig, corpus: Sequence[Sequence[int]] = ()) -> None:
         self.capabilities = Capabilities(truncates=self, reads_top_tokens=self)
-        self.table = TrigramTable(config.max_pairs, config.width)
         self._config = config
-        if corpus:
-            self.table.count(corpus)
+        of_corpus = TrigramTable(config.max_pairs, config.width)
+        of_corpus.count(corpus)
+        self.tables = ScopedMemory(of_corpus.copy, config.share)
 
     def open(self, context: Context) -> None:
         """The tri-grams of a prompt are known before the first draft."""
-        self.table.nudge(context.token_ids)
+        self.tables.of(context.scope).nudge(context.token_ids)
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: Context, commit: Commit) -> None:
         """The target emitted these tokens."""
-        self.table.nudge([*context.token_ids[-WINDOW:], *commit.token_ids][-WINDOW:])
+        self.tables.of(context.scope).nudge([*context.token_ids[-WINDOW:], *commit.token_ids][-WINDOW:])
 
     def truncate(self, context: Context) -> None:
         """Nothing to do: no text is kept."""
@@ -47,19 +48,21 @@ class AdedDrafter:
         """Nothing to do."""
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
-        self.table.learn(top_tokens)
+        for scope, rows in top_tokens.by_scope():
+            self.tables.of(scope).learn(rows)
 
     def _propose(self, context: Context, budget: int) -> Draft:
         if len(context.token_ids) < 2:
             return Draft.nothing(context)
         before, root = context.token_ids[-2:]
+        table = self.tables.of(context.scope)
         if self._config.construction is TreeConstruction.search:
-            return Draft.chosen(search_tree(self.table, (before, root), budget, self._config.iterations, context.step))
-        return Draft.chosen(self._best_first(before, root, budget))
+            return Draft.chosen(search_tree(table, (before, root), budget, self._config.iterations, context.step))
+        return Draft.chosen(self._best_first(table, before, root, budget))
 
-    def _best_first(self, before: int, root: int, budget: int) -> TokenTree:
+    def _best_first(self, table: TrigramTable, before: int, root: int, budget: int) -> TokenTree:
         """The likeliest paths; a node's next sibling is offered with its first child, so that few are looked at."""
-        table, least = self.table, self._config.min_probability
+        least = self._config.min_probability
         token_ids, parents = [root], [-1]
         ages = count()
         # (-probability, age, parent node, probability of the parent, its followers, rank among them)

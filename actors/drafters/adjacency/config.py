@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
+from actors.drafters.scoped import Share
 from actors.ranges import Range
 
 if TYPE_CHECKING:
@@ -23,10 +24,13 @@ class RecyclingDrafterConfig(PlacedDrafterConfig):
     num_draft_tokens: Annotated[int, Range(1, cap=1024, remedy="for none write drafter=none")] = 24
     """Nodes of the tree, at most; 80 as published."""
     width: Annotated[int, Range(1, cap=64)] = 8
-    """Candidates kept for every token of the vocabulary; 4 bytes each."""
+    """Candidates kept for every token of the vocabulary and client; 4 bytes each."""
     reads_prompts: bool = True
     """Also take candidates from the rows of prompts. The target then computes logits at every token it reads; without
     it the matrix fills from drafts alone, and slowly."""
+    share: Share = Share.client
+    """client: what the passes of the same client's requests taught; all: of any client, whose texts then show in
+    acceptance."""
 
     @property
     def target_top_k(self) -> int:
@@ -67,6 +71,9 @@ class AdedDrafterConfig(CorpusDrafterConfig):
     corpus, as published."""
     reads_prompts: bool = True
     """Also at the rows of prompts. The target then computes logits at every token it reads."""
+    share: Share = Share.client
+    """client: what the passes of the same client's requests taught; all: of any client, whose texts then show in
+    acceptance."""
 
     @property
     def target_top_k(self) -> int:

@@ -1,9 +1,9 @@
 """`drafter=recycling`: a tree of the candidates that the target ranked highest when each token was last verified.
 
-No model, no device. One matrix for all requests holds, for every token of the vocabulary, the target's `width`
-likeliest next tokens at the last row that held this token; verdicts bring those rows, rejected nodes and prompts
-included. A draft starts at the last token and follows the matrix along a fixed tree, one gather per depth. Source: Luo
-et al., "Turning Trash into Treasure: Token Recycling" (arXiv 2408.08696).
+No model, no device. One matrix for all requests of a client holds, for every token of the vocabulary, the target's
+`width` likeliest next tokens at the last row that held this token; verdicts bring those rows, rejected nodes and
+prompts included. A draft starts at the last token and follows the matrix along a fixed tree, one gather per depth.
+Source: Luo et al., "Turning Trash into Treasure: Token Recycling" (arXiv 2408.08696).
 
 The paper's tree has 80 nodes. Here the tree of a budget is the set of paths with the highest product of `RANK_SHARES`,
 the measured share of rows at which the target's next token has a given rank; so any budget has its best tree.
@@ -20,6 +20,7 @@ import numpy as np
 
 from actors.drafters.adjacency.config import RecyclingDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.scoped import ScopedMemory
 from actors.protocol.messages import Commit, TokenTree, TopTokens
 
 RANK_SHARES = (0.47, 0.095, 0.045, 0.027, 0.018, 0.015, 0.012, 0.010)
@@ -59,16 +60,36 @@ def tree_template(num_nodes: int, width: int) -> TreeTemplate:
     return TreeTemplate(np.array(parents), np.array([0, *(path[-1] for path in chosen)]), depths, parents)
 
 
+class CandidateMatrix:
+    """`rows` [tokens + 1, width] grow with the largest token seen; the last one, index -1, is that of no token."""
+
+    def __init__(self, width: int) -> None:
+        self.rows = np.full((1, width), _UNKNOWN, np.int32)
+
+    def learn(self, top_tokens: TopTokens) -> None:
+        """Replace the candidates of every row's token; of rows with one token the last counts."""
+        width = min(top_tokens.k, self.rows.shape[1])
+        tokens = np.frombuffer(top_tokens.contexts, np.int32)[1::2]
+        candidates = np.frombuffer(top_tokens.token_ids, np.int32).reshape(-1, top_tokens.k)[:, :width]
+        if not len(tokens):
+            return
+        if (largest := int(max(tokens.max(), candidates.max()))) >= len(self.rows) - 1:
+            grown = np.full((largest + largest // 4 + 2, self.rows.shape[1]), _UNKNOWN, np.int32)
+            grown[: len(self.rows) - 1] = self.rows[:-1]
+            self.rows = grown
+        self.rows[tokens, :width] = candidates
+
+
 class RecyclingDrafter:
-    """`matrix` [tokens + 1, width] grows with the largest token seen; its last row, index -1, is that of no token."""
+    """Keeps nothing of a request."""
 
     def __init__(self, config: RecyclingDrafterConfig) -> None:
         self.capabilities = Capabilities(truncates=self, reads_top_tokens=self)
         self._width = config.width
-        self.matrix = np.full((1, config.width), _UNKNOWN, np.int32)
+        self.matrices = ScopedMemory(lambda: CandidateMatrix(config.width), config.share)
 
     def open(self, context: Context) -> None:
-        """Nothing to do: requests share the matrix."""
+        """Nothing to do: the requests of a client share the matrix."""
 
     def propose(self, contexts: Sequence[Context], budgets: Sequence[int]) -> list[Draft]:
         return [self._propose(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
@@ -83,20 +104,11 @@ class RecyclingDrafter:
         """Nothing to do."""
 
     def read_top_tokens(self, top_tokens: TopTokens) -> None:
-        """Replace the candidates of every row's token; of rows with one token the last counts."""
-        width = min(top_tokens.k, self._width)
-        tokens = np.frombuffer(top_tokens.contexts, np.int32)[1::2]
-        candidates = np.frombuffer(top_tokens.token_ids, np.int32).reshape(-1, top_tokens.k)[:, :width]
-        if not len(tokens):
-            return
-        if (largest := int(max(tokens.max(), candidates.max()))) >= len(self.matrix) - 1:
-            grown = np.full((largest + largest // 4 + 2, self._width), _UNKNOWN, np.int32)
-            grown[: len(self.matrix) - 1] = self.matrix[:-1]
-            self.matrix = grown
-        self.matrix[tokens, :width] = candidates
+        for scope, rows in top_tokens.by_scope():
+            self.matrices.of(scope).learn(rows)
 
     def _propose(self, context: Context, budget: int) -> Draft:
-        root, matrix = context.token_ids[-1], self.matrix
+        root, matrix = context.token_ids[-1], self.matrices.of(context.scope).rows
         if root >= len(matrix) - 1:
             return Draft.nothing(context)
         template = tree_template(budget, self._width)

@@ -34,6 +34,12 @@ class TrigramTable:
     def __len__(self) -> int:
         return len(self._weights)
 
+    def copy(self) -> TrigramTable:
+        """The same weights, which then change by themselves."""
+        other = TrigramTable(self._capacity, self._width)
+        other._weights = {pair: dict(weights) for pair, weights in self._weights.items()}
+        return other
+
     def weight(self, pair: Pair, token: int) -> float:
         """The weight of one tri-gram."""
         return self._weights.get(pair, {}).get(token, 0.0)

@@ -201,7 +201,13 @@ class ChildLevel:
             admission = noise_key(context.admission, NoiseStream.DRAFT, text.num_admissions)
             text.num_admissions += 1
             record = Admit(
-                context.request_id, context.epoch, tuple(token_ids), context.prompt_len, context.sampling, admission
+                context.request_id,
+                context.epoch,
+                tuple(token_ids),
+                context.prompt_len,
+                context.sampling,
+                admission,
+                scope=context.scope,
             )
         elif text.valid < text.length:
             record = _commit(context, text.valid, (), token_ids)

@@ -17,6 +17,7 @@ from typing import Annotated
 
 from actors.drafters.config import DraftSetup, PlacedDrafterConfig
 from actors.drafters.interface import Capabilities, Context, Draft
+from actors.drafters.scoped import ScopedMemory, Share
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range
 
@@ -36,6 +37,8 @@ class MaxgramDrafterConfig(PlacedDrafterConfig):
     """Earlier occurrences of the last token that are compared, the latest first; bounds the time of a draft."""
     shared_bigrams: bool = True
     """Also use the bigrams of finished requests where a request has none of its own; false = requests share nothing."""
+    share: Share = Share.client
+    """client: finished requests of the same client; all: of any client, whose texts then show in acceptance."""
 
     @property
     def is_chain(self) -> bool:
@@ -109,7 +112,7 @@ class MaxgramDrafter:
         self._max_places = config.max_places
         self._shares = config.shared_bigrams
         self._texts: dict[int, _TokenPlaces] = {}
-        self._next_of: dict[int, int] = {}  # bigrams of finished requests
+        self._next_of: ScopedMemory[dict[int, int]] = ScopedMemory(dict, config.share)  # bigrams of finished requests
 
     def open(self, context: Context) -> None:
         self._texts[context.request_id] = _TokenPlaces(context, context.readmitted_len)
@@ -131,17 +134,17 @@ class MaxgramDrafter:
         text = self._texts.pop(request_id)
         if self._shares:
             start, context = max(0, text.shared_len - 1), text.context
-            self._next_of.update(pairwise(context.token_ids[start : context.settled_len]))
+            self._next_of.of(context.scope).update(pairwise(context.token_ids[start : context.settled_len]))
 
     def _propose(self, context: Context, budget: int) -> Draft:
         text = self._texts[context.request_id]
         text.extend()
         place = text.longest_match(self._max_places)
         draft = [] if place == _NOWHERE else context.token_ids[place + 1 : place + 1 + budget]
-        token = draft[-1] if draft else context.token_ids[-1]
+        token, next_of = draft[-1] if draft else context.token_ids[-1], self._next_of.of(context.scope)
         while len(draft) < budget:
             own = text.follower(token)
-            following = self._next_of.get(token) if own is None else own
+            following = next_of.get(token) if own is None else own
             if following is None:
                 break
             token = following

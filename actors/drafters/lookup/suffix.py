@@ -18,6 +18,7 @@ from actors.drafters.config import DraftSetup
 from actors.drafters.interface import Capabilities, Context, Draft
 from actors.drafters.lookup.corpus_config import CorpusDrafterConfig
 from actors.drafters.lookup.suffix_automaton import SuffixAutomaton
+from actors.drafters.scoped import ScopedMemory, Share
 from actors.protocol.messages import Commit, TokenTree
 from actors.ranges import Range
 
@@ -45,6 +46,8 @@ class SuffixDrafterConfig(CorpusDrafterConfig):
     """Children per node, the likeliest continuations first; 1 = a chain."""
     shared_tokens: Annotated[int, Range(0, zero="requests share nothing")] = 250_000
     """Tokens of finished requests' answers to draft from, the oldest dropped first; 0 = requests share nothing."""
+    share: Share = Share.client
+    """client: answers to the same client; all: to any client, whose answers then show in acceptance."""
 
     @property
     def is_chain(self) -> bool:
@@ -100,7 +103,7 @@ class SuffixDrafter:
         self.capabilities = Capabilities(prefills=self, truncates=self)
         self._config = config
         self._texts: dict[int, _RequestText] = {}
-        self._history = History(config.shared_tokens)
+        self._histories = ScopedMemory(lambda: History(config.shared_tokens), config.share)
         self._num_revocable = 0
         self._corpus = SuffixAutomaton()
         for token_ids in corpus:
@@ -132,7 +135,7 @@ class SuffixDrafter:
         text = self._texts.pop(request_id)
         settled = text.context.token_ids[: text.context.settled_len]
         if len(settled) > text.shared_len:
-            self._history.add(settled[max(0, text.shared_len - _REACH) :])
+            self._histories.of(text.context.scope).add(settled[max(0, text.shared_len - _REACH) :])
 
     def _propose(self, context: Context, budget: int) -> Draft:
         config, text = self._config, self._follow(context)
@@ -180,7 +183,8 @@ class SuffixDrafter:
         text, token_ids = self._texts[context.request_id], context.token_ids
         for position in range(text.own.num_tokens, len(token_ids)):
             text.own.extend(token_ids[position])
-        sources = [source for source in (*self._history.generations, self._corpus) if source.num_tokens]
+        generations = self._histories.of(context.scope).generations
+        sources = [source for source in (*generations, self._corpus) if source.num_tokens]
         text.matches = {source: text.matches.get(source) or _Match() for source in sources}
         for source, match in text.matches.items():
             if match.num_tokens != source.num_tokens or len(token_ids) - match.read_len > _REACH:

@@ -51,7 +51,7 @@ def test_every_row_of_a_tree_has_the_targets_own_top_tokens(models, reads_prompt
 
     class Fed:
         def __init__(self, token_ids):
-            self.token_ids = token_ids
+            self.token_ids, self.scope = token_ids, len(token_ids)
 
     reader.forward(runner, run_of(runner), [Span("a", 2, num_logits=0)], [5, 6], [Fed(texts["a"])])
     first = reader.read()
@@ -82,13 +82,14 @@ def test_rows_without_numbers_are_left_out(models):
     runner, reader = open_model(models["target"], num_slots=64), TopTokensReader(2)
     runner.open("a")
     runner.open("b")
-    spans, fed = [Span("a", 2, num_logits=2), Span("b", 1)], [type("Fed", (), {"token_ids": [5, 6]})] * 2
+    spans, fed = [Span("a", 2, num_logits=2), Span("b", 1)], [type("Fed", (), {"token_ids": [5, 6], "scope": 4})] * 2
     logits = reader.forward(runner, run_of(runner), spans, [5, 6, 7], fed)
     with torch.inference_mode():
         logits[0] = nan
     top = reader.read()
     top.check(VOCAB_SIZE)
     assert rows_of(top)[0].tolist() == [[5, 6], [NO_TOKEN, 7]] and [size for *_, size in top.spans] == [1, 1]
+    assert top.scopes == (4, 4)
 
 
 def test_they_travel_only_to_a_drafter_that_asks(open_room, make_requests, verdicts):
@@ -98,7 +99,7 @@ def test_they_travel_only_to_a_drafter_that_asks(open_room, make_requests, verdi
     verdicts.clear()
     room = open_room(CONFIG).serve(requests)
     assert all(verdict.top_tokens for verdict in verdicts)
-    known = (room.draft.drafter.matrix[:-1, 0] >= 0).sum()
+    known = (room.draft.drafter.matrices.of(0).rows[:-1, 0] >= 0).sum()
     assert known >= len({token for request in requests for token in request.prompt}), "prompts are read too"
 
 

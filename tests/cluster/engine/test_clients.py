@@ -11,6 +11,8 @@ import time
 import pytest
 
 from actors.coordinator import clients
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.scoped import Share
 from actors.protocol.messages import SamplingParams
 from cluster.engine import EngineError, connect
 
@@ -78,6 +80,18 @@ def test_each_client_receives_the_tokens_of_plain_decoding(open_engine, start_cl
     with open_engine("none") as engine:
         plain = tokens_of(engine.generate(PROMPTS, GREEDY))
     exchange(open_engine(), start_client, plain)
+
+
+@pytest.mark.parametrize("share", Share)
+def test_acceptance_tells_no_client_what_another_asked(open_engine, share):
+    """The second request for a text is drafted from the answer to the first, if both are of one client."""
+    engine = open_engine(SuffixDrafterConfig(share=share))
+    with connect(engine.address, engine.secret) as client, connect(engine.address, engine.secret) as other:
+        asked = [one.generate(PROMPTS[:1], GREEDY)[0] for one in (client, other, client)]
+        assert len({tuple(one.token_ids) for one in asked}) == 1
+        first, of_other, again = [(one.stats.num_draft_tokens, one.stats.num_accepted_tokens) for one in asked]
+    assert again[1] > first[1]
+    assert (of_other == first) is (share is Share.client)
 
 
 def test_a_client_that_dies_does_not_disturb_the_others(open_engine, start_client, monkeypatch):

@@ -92,26 +92,25 @@ def test_weights_are_nudged_as_published():
     context = Context(1, 0, [1, 2], 2, SamplingParams())
     for _ in range(100):
         drafter.observe(context, Commit(1, 0, 2, (), (3,)))
-    assert drafter.table.weight((1, 2), 3) == HEAVIEST
-    assert drafter.table.followers((1, 2))[0] == (3, HEAVIEST / (HEAVIEST + 1.0))
+    assert drafter.tables.of(0).weight((1, 2), 3) == HEAVIEST
+    assert drafter.tables.of(0).followers((1, 2))[0] == (3, HEAVIEST / (HEAVIEST + 1.0))
     drafter.observe(context, Commit(1, 0, 2, (), (4,)))
-    assert drafter.table.weight((1, 2), 4) == NUDGE
+    assert drafter.tables.of(0).weight((1, 2), 4) == NUDGE
 
 
 def test_only_the_latest_tokens_are_nudged():
     drafter = AdedDrafter(AdedDrafterConfig())
     drafter.observe(Context(1, 0, list(range(40)), 2, SamplingParams()), Commit(1, 0, 40, (), (40,)))
-    assert (
-        len(drafter.table) == 14 and drafter.table.weight((38, 39), 40) == drafter.table.weight((25, 26), 27) == NUDGE
-    )
+    table = drafter.tables.of(0)
+    assert len(table) == 14 and table.weight((38, 39), 40) == table.weight((25, 26), 27) == NUDGE
 
 
 def test_the_targets_distribution_meets_what_was_known_half_way():
     drafter = AdedDrafter(AdedDrafterConfig(width=2))
     drafter.read_top_tokens(top_tokens([(1, 2, {3: 0.5, 4: 0.25}), (-1, 2, {9: 0.9, 8: 0.1})]))
-    assert drafter.table.followers((1, 2)) == [(3, 0.5), (4, 0.25)] and len(drafter.table) == 1
+    assert drafter.tables.of(0).followers((1, 2)) == [(3, 0.5), (4, 0.25)] and len(drafter.tables.of(0)) == 1
     drafter.read_top_tokens(top_tokens([(1, 2, {4: 0.75, 5: 0.25})]))
-    assert drafter.table.followers((1, 2)) == [(4, 0.5), (5, 0.25)]
+    assert drafter.tables.of(0).followers((1, 2)) == [(4, 0.5), (5, 0.25)]
     assert draft(drafter, (1, 2)).token_ids == (2, 4, 5)
 
 

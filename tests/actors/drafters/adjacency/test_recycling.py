@@ -46,7 +46,7 @@ def test_nothing_is_drafted_of_tokens_that_were_never_verified():
     assert draft(drafter, 5, 8).num_draft_tokens == draft(drafter, 10**6, 8).num_draft_tokens == 0
     assert paths(draft(drafter, 1, 8)) == {(2,), (200,), (4,)}
     released = RecyclingDrafter(RecyclingDrafterConfig(width=3))
-    released.matrix = np.zeros((300, 3), np.int32)
+    released.matrices.of(0).rows = np.zeros((300, 3), np.int32)
     assert paths(draft(released, 5, 3)) <= {(0,), (0, 0), (0, 0, 0)}
 
 
@@ -55,7 +55,7 @@ def test_the_last_row_of_a_token_counts_and_others_stay():
     drafter.read_top_tokens(top_tokens([(1, (5, 6)), (2, (7, 8)), (1, (8, 9))]))
     drafter.read_top_tokens(top_tokens([(500, (1, 2))]))
     assert paths(draft(drafter, 500, 6)) >= {(1,), (2,), (1, 8)}
-    assert drafter.matrix[[1, 2]].tolist() == [[8, 9], [7, 8]]
+    assert drafter.matrices.of(0).rows[[1, 2]].tolist() == [[8, 9], [7, 8]]
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 12])

@@ -105,7 +105,7 @@ def test_shared_text_is_bounded_and_the_oldest_goes_first():
     drafter = make(shared_tokens=200)
     for request in range(40):
         answer(drafter, range(request * 100, request * 100 + 30))
-        assert sum(source.num_tokens for source in drafter._history.generations) <= 200
+        assert sum(source.num_tokens for source in drafter._histories.of(0).generations) <= 200
     assert drafted(drafter, [7, 3900, 3901], request_id=90) == [3902, 3903, 3904, 3905]
     assert drafted(drafter, [7, 0, 1], request_id=91) == []
 
@@ -113,7 +113,7 @@ def test_shared_text_is_bounded_and_the_oldest_goes_first():
 def test_an_answer_longer_than_the_store_leaves_its_end():
     drafter = make(shared_tokens=40)
     answer(drafter, range(100))
-    assert drafter._history.generations[0].num_tokens == 20
+    assert drafter._histories.of(0).generations[0].num_tokens == 20
     assert drafted(drafter, [7, 90, 91], request_id=2) == [92, 93, 94, 95]
 
 
