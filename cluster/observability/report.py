@@ -204,13 +204,17 @@ def mean_draft_length(lengths: Sequence[int]) -> float | None:
 
 
 def request_metrics(served: Served, num_spec_tokens: int) -> dict[str, object]:
-    """One request's metrics under vLLM's names; `num_spec_tokens` is the most the drafter may propose in a round."""
-    stats = served.stats
+    """One request's metrics under vLLM's names; `num_spec_tokens` is the most the drafter may propose in a round.
+
+    As vLLM's, the histogram has an entry for each of 0 .. `num_spec_tokens` accepted tokens, and a ratio without a step
+    is 0.0: AIPerf leaves out a record of another form.
+    """
+    stats, histogram = served.stats, served.stats.acceptance_histogram
     steps, drafted, accepted = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens
     return {
-        "mean_acceptance_length": 1 + accepted / steps if steps else None,
-        "draft_acceptance_rate": _ratio(accepted, drafted),
-        "acceptance_histogram": list(stats.acceptance_histogram),
+        "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
+        "draft_acceptance_rate": _ratio(accepted, drafted) or 0.0,
+        "acceptance_histogram": [*histogram, *[0] * (num_spec_tokens + 1 - len(histogram))],
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,

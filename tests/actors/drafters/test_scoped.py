@@ -88,7 +88,7 @@ def test_the_memory_that_was_used_longest_ago_is_dropped():
     assert [memories.of(scope) for scope in (0, 2)] == [[0], [2]] and memories.of(1) == []
 
 
-def test_rows_of_several_clients_are_told_apart():
+def test_rows_of_several_clients_are_kept_apart():
     first, second, third = (ANN, (1, 2, 3)), (BOB, (4, 5, 6, 7)), (ANN, (8, 9))
     together = rows_of(first, second, third)
     together.check(100)
