@@ -57,7 +57,8 @@ def test_trees_fitted_to_heads_are_no_deeper_than_they(tiny_launch, write_prompt
     heads = build(HeadsOptions("medusa", heads=2), TargetShape(model.config, *tables, torch.ones(len(tables[0]))))
     heads.save(tmp_path / "heads")
     speculator = SpeculatorDrafterConfig(path=str(tmp_path / "heads"), num_draft_tokens=9)
-    named = load_config(["job=tree", "drafter=speculator", f"drafter.path={tmp_path}/heads"]).drafter
+    target = ["target=hf", f"target.path={config.target.path}"]
+    named = load_config(["job=tree", *target, "drafter=speculator", f"drafter.path={tmp_path}/heads"]).drafter
     assert isinstance(named, SpeculatorDrafterConfig) and named.path == speculator.path
     tree.run(replace(config, drafter=speculator), tmp_path)
     shapes = read_trees(tmp_path / "trees.json")
