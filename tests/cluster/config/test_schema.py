@@ -54,13 +54,13 @@ PUBLIC_CHOICES = {
 
 PUBLIC_KEYS = {
     "target": "name path tp dtype weights attention device all_reduce stretch max_model_len kv_slots kv_dtype",
-    **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams placement"},
+    **{"drafter=none": "name", "drafter=maxgram": "name num_draft_tokens max_places shared_bigrams share placement"},
     "drafter=ngram": "name num_draft_tokens max_ngram min_ngram placement",
     "drafter=suffix": "name num_draft_tokens min_match tokens_per_match min_probability width shared_tokens corpus "
-    "tokenizer placement",
-    "drafter=recycling": "name num_draft_tokens width reads_prompts placement",
+    "tokenizer share placement",
+    "drafter=recycling": "name num_draft_tokens width reads_prompts share placement",
     "drafter=aded": "name num_draft_tokens construction min_probability iterations width max_pairs learns "
-    "reads_prompts corpus tokenizer placement",
+    "reads_prompts corpus tokenizer share placement",
     "drafter=jacobi": "name num_draft_tokens width placement",
     "drafter=lookahead": "name num_draft_tokens window ngram guesses reads_text placement",
     "drafter=cascade": "name levels num_draft_tokens tails lengths merge placement",
