@@ -90,11 +90,15 @@ def interface_of(address: str) -> str:
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, host: str, meeting_s: float) -> Group:
+    """Ends with a sum: gloo returns once this rank has called its peers, which may still be about to answer, and a rank
+    that closed its connections then would make their meeting fail."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  missing in the stubs
     options._timeout = timedelta(seconds=meeting_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._threads = 1
-    return GlooGroup(dist.ProcessGroupGloo(store, rank, size, options), timeout_s)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    GlooGroup(backend, meeting_s).all_reduce(torch.zeros(1))
+    return GlooGroup(backend, timeout_s)
 
 
 _NCCL_SETTINGS = {

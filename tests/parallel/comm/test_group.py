@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from parallel.comm.group import SINGLE, PeerLost
 from parallel.comm.rendezvous import connect_store, host_store, interface_of, join
+from tests.parallel.conftest import in_threads
 
 
 def collectives(group):
@@ -124,6 +127,40 @@ def test_a_closed_peer_is_an_error_at_once_and_the_next_epoch_works():
     for thread in threads:
         thread.join()
     assert len(errors) == 2 and sums == [2, 2]
+
+
+class SlowStore(dist.Store):
+    """A store whose answers take a while, as those of a busy machine do."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def set_timeout(self, timeout):
+        self.store.set_timeout(timeout)
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, keys, *timeout):
+        self.store.wait(keys, *timeout)
+
+    def get(self, key):
+        found = self.store.get(key)
+        time.sleep(0.1)
+        return found
+
+
+def test_a_rank_that_leaves_at_once_has_met_every_peer():
+    """Which rank connects and which listens is drawn by their ports, so several pairs meet, each with one slow rank."""
+    store = host_store()
+
+    def rank_main(number):
+        pair, rank = divmod(number, 2)
+        own_store = connect_store("127.0.0.1", store.port)
+        join(SlowStore(own_store) if rank == pair % 2 else own_store, "tp", pair, rank, 2, timeout_s=20).close()
+
+    in_threads(16, rank_main)
 
 
 def test_a_rank_that_never_comes_is_named():
