@@ -61,6 +61,25 @@ def test_messages_come_last_and_what_lies_between_work_is_waiting():
     assert busy_of(SPANS, "target") == pytest.approx(0.010 / 0.016)
 
 
+def test_a_trace_is_in_the_order_of_time_and_of_lanes():
+    spans = [span("messages", "verdict", 10.0075, 10.008, 2), *reversed(SPANS)]
+    events = chrome_trace(spans)["traceEvents"]
+    lanes = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    order = [event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"]
+    assert lanes == ["target", "draft", "messages"] and order == [1, 2, 3]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [event["ts"] for event in complete] == sorted(event["ts"] for event in complete)
+    assert {event["cat"]: event["tid"] for event in complete} == {"target": 1, "draft": 2, "messages": 3}
+    waits = [(event["cat"], round(event["dur"]), event["args"]) for event in complete if event["name"] == "wait"]
+    assert waits == [("draft", 6000, {"round": 2}), ("target", 3500, {"round": 3})]
+
+
+def test_work_within_other_work_leaves_no_wait():
+    spans = [span("draft", "ahead", 0, 10, 1), span("draft", "kv_refresh", 2, 3, 1), span("draft", "hit", 12, 13, 2)]
+    assert waits_of(spans) == [("draft", "wait", 10, 12, {"round": 2})]
+    assert waits_of([span("draft", "ahead", 0, 10, 1), span("draft", "hit", 10, 13, 2)]) == []
+
+
 def test_lanes_and_records_and_hits_are_all_in_the_picture(tmp_path, monkeypatch):
     """A lane per role with its busy fraction, a mark per hit and miss, a line per record that set work off."""
     pictures = []
@@ -81,12 +100,20 @@ def test_lanes_and_records_and_hits_are_all_in_the_picture(tmp_path, monkeypatch
     draw(tmp_path / "timeline.png", spans, {"target": 0.8, "draft": None})
     (axes,) = pictures[0].axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels[0] == "target\n80% busy" and labels[1].startswith("draft\n") and labels[2].startswith("draft2\n")
-    assert "1 hits, 1 misses" in axes.get_title(loc="left")
+    assert labels == ["target\n80% busy", "draft\n19% busy", "draft2\n3% busy"], "measured where it is not given"
+    assert axes.get_xlim() == pytest.approx((0, 37)) and axes.get_ylim()[0] > axes.get_ylim()[1], "the target on top"
+    assert axes.get_title(loc="left").startswith("Rounds 1 to 3: 1 hits, 1 misses.")
     marks = [line.get_marker() for line in axes.lines if line.get_marker() in ("v", "X")]
     records = [line for line in axes.lines if len(line.get_xdata()) == 2]
     assert sorted(marks) == ["X", "v"] and len(records) == 2
     assert list(records[0].get_xdata()) == pytest.approx([10, 11]), "from the end of a pass to the draft it set off"
+    assert list(records[1].get_xdata()) == pytest.approx([11.2, 12]), "from the end of a draft to the pass it set off"
+    assert [[round(y) for y in line.get_ydata()] for line in records] == [[0, 1], [1, 0]], "between target and draft"
+    bars = {
+        (round(bar.get_y() + bar.get_height() / 2), round(bar.get_x(), 3), round(bar.get_width(), 3))
+        for bar in axes.patches
+    }
+    assert {(0, 0, 10), (0, 12, 10), (0, 27, 10), (1, 11, 0.2), (1, 12, 4), (1, 23, 3), (2, 13, 1)} <= bars
     assert [text.get_text() for text in axes.texts] == ["6 → 3", "6 → 1", "2 → 2"]
 
 

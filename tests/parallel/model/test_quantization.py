@@ -15,7 +15,13 @@ from torch import Tensor
 
 from parallel.kernels.triton_launch import runs_on
 from parallel.kv.pass_plan import Span
-from parallel.model.checkpoint import find_tensors, stores_bfloat16, tensor_shapes
+from parallel.model.checkpoint import (
+    block_tensors,
+    find_tensors,
+    quantized_layers,
+    stores_bfloat16,
+    tensor_shapes,
+)
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import weight_bytes
 from parallel.runtime.runner import open_model
@@ -248,6 +254,22 @@ def test_products_of_codes_give_the_same_tokens(pair, device):
     counted = weight_bytes(model.config, 1, 4, weights="packed", path=str(ours))
     excess = counted - model.decoder.nbytes()
     assert excess > 0 if name == "fp8 per channel" else excess == 0, "scales in two bytes are counted as four"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_copies_of_the_last_layer_are_quantised_where_it_is(pair, tmp_path, layer):
+    """Of two layers one is quantised; three copies follow the last of them."""
+    _, ours, plain = pair
+    config = read_config(ours)
+    mixed = shutil.copytree(ours, tmp_path / "mixed")
+    by_source = [load_file(path / "model.safetensors") for path in (plain, ours)]
+    tensors = {name: one for name, one in by_source[1].items() if f".{layer}." in name or ".layers." not in name}
+    tensors |= {name: one for name, one in by_source[0].items() if f".layers.{1 - layer}." in name}
+    save_file(tensors, mixed / "model.safetensors", metadata={"format": "pt"})
+    matrices = {name for name, shape, _ in block_tensors(config) if len(shape) == 2}
+    assert quantized_layers(mixed, config) == dict.fromkeys(matrices, 1)
+    assert quantized_layers(mixed, config.stretched(3)) == dict.fromkeys(matrices, 1 + 3 * layer)
+    assert quantized_layers(plain, config.stretched(3)) == {}
 
 
 def test_a_damaged_part_is_named_before_a_process_starts(pair, tmp_path):

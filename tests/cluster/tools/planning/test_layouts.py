@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.compose import load_config
-from cluster.tools.planning.layouts import Layout, Shape, described_layouts, enumerate_layouts, local_layouts, simplest
+from cluster.tools.planning.layouts import (
+    Layout,
+    Shape,
+    described_layouts,
+    draft_model,
+    enumerate_layouts,
+    local_layouts,
+    simplest,
+)
 
 TENSOR = Shape("tensor", 2)
 
@@ -34,6 +42,30 @@ def test_layouts_of_described_passes_are_those_within_the_axes_of_the_job():
         Layout(2, "plain", "separate"),
         Layout(2, "sync", "colocated", TENSOR),
     ]
+
+
+def test_the_axes_of_the_job_bound_what_is_planned(tiny_checkpoint):
+    pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
+    axes = ["job.target_ranks=[2]", "job.draft_ranks=[2]", "job.pipelines=[pingpong]"]
+    for batch, pipelines in ((1, {"plain"}), (2, {"plain", "pingpong"})):
+        config = load_config(["job=plan", *pair, *axes, f"job.batch={batch}"])
+        local = local_layouts(config, 4)
+        described = described_layouts([1, 2, 4], [Shape(), TENSOR], 4, config.job)
+        for layouts, ranks in ((local, {1, 2}), (described, {2})):
+            assert {layout.target_ranks for layout in layouts} == {2}
+            assert {layout.pipeline for layout in layouts} == pipelines
+            assert {layout.shape.ranks for layout in layouts if layout.shape} == (ranks if batch > 1 else set())
+    assert all(layout.overlaps for layout in local if layout.shape)
+
+
+def test_a_layout_replaces_how_the_configured_drafter_is_shared(tiny_checkpoint):
+    pair = [f"target.path={tiny_checkpoint('Llama')}", f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=5)}"]
+    shared = ["drafter.parallel=layer", "drafter.ranks=2", "drafter.layer_partition=[1,2,1,1]"]
+    config = load_config(["job=plan", *pair, *shared])
+    for layout in (Layout(1, "sync", "separate", Shape()), Layout(1, "sync", "colocated", TENSOR)):
+        assert layout.configure(config, 4) == layout.configure(load_config(["job=plan", *pair]), 4)
+    by_width = Layout(1, "sync", "colocated", Shape("layer", 2, 2)).configure(config, 4)
+    assert (draft_model(by_width).layer_group, draft_model(by_width).layer_partition) == (2, [])
 
 
 def layer_shapes(overrides: list[str], num_devices: int) -> set[Shape]:

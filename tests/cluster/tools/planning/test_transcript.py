@@ -7,7 +7,8 @@ import random
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.protocol.messages import SamplingParams
+from actors.protocol.messages import SamplingParams, TokenTree
+from actors.sampling.logits import LogitRows, process_logits, top_children
 from cluster.tools.planning.layouts import Shape
 from cluster.tools.planning.measuring import PairTimings, RolePair, RoleTimings, derive_costs
 from cluster.tools.planning.rounds import KnownText, ReplayResult, TimedPass
@@ -62,6 +63,48 @@ def test_what_is_recorded_are_the_drafters_choices_after_the_true_text(tiny_chec
         best = logits.log_softmax(dim=-1).topk(CHOICES)
         assert one.choices == tuple(best.indices.tolist())
         assert one.log_probs == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_choices_are_recorded_as_the_sampling_asks(tiny_checkpoint, temperature):
+    """Penalties and least lengths look at the text before each token, and the noise is that of its position."""
+    path, eos = str(tiny_checkpoint("Llama")), 12
+    edits = SamplingParams(
+        temperature=temperature,
+        repetition_penalty=1.9,
+        presence_penalty=1.5,
+        frequency_penalty=1.0,
+        bad_words=((8, 20),),
+        logit_bias=((eos, 9.0),),
+        min_tokens=3,
+        seed=5,
+    )
+    texts = [KnownText((5, 6, 7, 8, 7, 9, 30, 7), 2), KnownText((9, 10, 8, 10), 2)]
+    found = iter(record(ModelDrafterConfig(path=path, dtype="float32"), "cpu", texts, edits, (eos,)).tokens)
+    runner = open_model(path, num_slots=16)
+    for text in texts:
+        for length in range(text.prompt_len, len(text.token_ids)):
+            before = text.token_ids[:length]
+            runner.open(0)
+            logits = runner.forward([Span(0, length)], before).logits[-1:]
+            runner.close(0)
+            rows = LogitRows(edits, text.prompt_len, before, TokenTree.root(before[-1]))
+            scores = process_logits(logits, rows, (eos,))
+            best, log_probs = top_children(scores, [edits], [length], CHOICES)
+            one = next(found)
+            assert (one.token, one.choices) == (text.token_ids[length], tuple(best[0].tolist()))
+            assert one.log_probs == pytest.approx(log_probs[0].tolist(), abs=1e-3)
+            assert (eos in one.choices) == (length >= text.prompt_len + 3), "no end before the third token"
+
+
+def test_what_is_lost_by_a_worse_drafter_follows_from_the_seed():
+    tokens = tuple(RecordedToken(5, (5, 6), (-0.1, -1.0)) for _ in range(200))
+
+    def drafts(seed):
+        text = Transcript(tokens, kept=(0.5,), seed=seed).text(0)
+        return [text.children(position, 0, 1)[0][0] for position in range(200)]
+
+    assert drafts(1) == drafts(1) != drafts(2)
 
 
 def timings(seconds, *, fuzzy=False):
