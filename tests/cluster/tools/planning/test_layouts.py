@@ -68,6 +68,15 @@ def test_a_layout_replaces_how_the_configured_drafter_is_shared(tiny_checkpoint)
     assert (draft_model(by_width).layer_group, draft_model(by_width).layer_partition) == (2, [])
 
 
+def test_threads_of_a_rank_are_an_option_where_a_layout_bounds_them(tiny_checkpoint):
+    path = tiny_checkpoint("Llama")
+    config = load_config(["job=plan", f"target.path={path}", f"drafter.path={path}", "drafter.num_threads=2"])
+    for shape, threads in ((Shape(threads=1), 1), (Shape(), 2)):
+        layout = Layout(2, "sync", "colocated", shape)
+        assert draft_model(layout.configure(config, 4)).num_threads == threads
+        assert ("drafter.num_threads=1" in layout.overrides(4)) == (threads == 1)
+
+
 def layer_shapes(overrides: list[str], num_devices: int) -> set[Shape]:
     layouts = local_layouts(load_config(["job=plan", "job.parallels=[layer]", *overrides]), num_devices)
     return {layout.shape for layout in layouts if layout.shape}
@@ -80,12 +89,14 @@ def test_layers_are_shared_as_the_drafter_allows_and_in_each_way_once(tiny_check
 
     whole = {shape.mlp for shape in layer_shapes([*pair(6), "drafter.calibration=broadcast"], 2)}
     assert whole == {"replicated"}, "one rank makes the exact rows and needs whole MLPs"
+    three = layer_shapes([*pair(5), "job.draft_ranks=[3]"], 4)
+    assert {shape.mlp for shape in three} == {"replicated"}, "four heads are no multiple of three"
     four = {(shape.layer_group, shape.partition) for shape in layer_shapes(pair(5), 4)}
     assert four == {(2, (1, 1, 2, 1)), (3, (1, 3, 1))}, "a width of 4 is limited to the 3 inner layers"
     six = layer_shapes([*pair(8), "job.layer_groups=[3,4,6]"], 8)
     assert {(shape.layer_group, shape.partition) for shape in six} == {(3, (1, 3, 3, 1)), (6, (1, 6, 1))}
     own = layer_shapes([*pair(6), "drafter.parallel=layer", "drafter.layer_partition=[[0,1],[2,3],[4],[5]]"], 2)
-    assert {shape.partition for shape in own} == {(2, 2, 1, 1)}
+    assert {(shape.layer_group, shape.partition) for shape in own} == {(2, (2, 2, 1, 1))}
     assert "layer 2 2+2+1+1 mlp tensor" in {shape.describe() for shape in own}
 
 
@@ -132,7 +143,11 @@ def test_a_model_is_only_split_where_it_can_be(tiny_checkpoint):
     layouts = local_layouts(load_config(["job=plan", "job.target_ranks=[1,2,3]", *pair]), 4)
     assert {layout.target_ranks for layout in layouts} == {1, 2}, "four heads are no multiple of three"
     assert {layout.shape.parallel for layout in layouts if layout.shape} >= {"single", "tensor"}
+    drafted = local_layouts(load_config(["job=plan", "job.draft_ranks=[1,2,3]", *pair]), 4)
+    assert {layout.shape for layout in drafted if layout.shape} == {Shape(), TENSOR}
     assert simplest(layouts) == Layout(1, "sync", "separate", Shape())
+    split, wide = Layout(1, "sync", "separate", TENSOR), Layout(2, "sync", "separate", Shape())
+    assert simplest([wide, split]) == split, "ranks of the target count first"
     assert not [one for one in layouts if one.shape and one.shape.parallel == "layer"], "two layers are too few"
     deep = [pair[0], f"drafter.path={tiny_checkpoint('Llama', num_hidden_layers=6)}"]
     assert layer_shapes(deep, 2) == {
