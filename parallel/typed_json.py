@@ -58,12 +58,13 @@ def as_type(content: Any, kind: type[T]) -> T:
 
 
 def _line(message: str, content: Any) -> str:
-    """``FIELD=VALUE: must be int >= 1`` from msgspec's ``Expected `int` >= 1 - at `$.FIELD```."""
+    """``FIELD=VALUE: must be int >= 1`` from msgspec's ``Expected `int` >= 1 - at `$.FIELD```; ``[...]`` is any key
+    of a mapping."""
     what, _, path = message.replace("`", "").partition(" - at $")
     wanted, field = what.replace("Expected ", "must be ").replace(" | null", " or null"), path.removeprefix(".")
     if not field:
         return wanted
-    for key in re.findall(r"[^.\[\]]+", field):
+    for key in re.findall(r"[^.\[\]]+|\.\.\.", field):
         inside = content[int(key)] if isinstance(content, list) and key.isdecimal() else None
         content = content.get(key) if isinstance(content, dict) else inside
     shown = f"={content!r}" if content is not None and len(repr(content)) <= _SHOWN else ""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -35,6 +35,7 @@ from cluster.config.validation import validate
 from cluster.io.prompts import prompt_sets
 from parallel.model.checkpoint import resolve_checkpoint
 from parallel.model.families.registry import read_config
+from parallel.typed_json import as_type
 
 T = TypeVar("T")
 
@@ -67,6 +68,7 @@ def typed_config(composed: DictConfig) -> LaunchConfig:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(describe(error)) from error
+    _refuse_wrong_types(config)
     assert isinstance(config, LaunchConfig)
     return checked(config)
 
@@ -162,9 +164,11 @@ def drafter_record(keys: Mapping[str, Any], where: str) -> DrafterConfig:
 def typed_record(defaults: T | type[T], keys: Mapping[str, Any], where: str) -> T:
     """A record with the fields that `keys` name replaced; ValueError, one line, for what it cannot hold."""
     try:
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(_schema(defaults), dict(keys))))
+        record = OmegaConf.to_object(OmegaConf.merge(_schema(defaults), dict(keys)))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{where}.{describe(error)}") from error
+        raise ValueError(f"{where}{'.' if error.full_key else ': '}{describe(error)}") from error
+    _refuse_wrong_types(record, where)
+    return cast(T, record)
 
 
 @contextmanager
@@ -206,6 +210,21 @@ def _refuse_unknown_keys(node: DictConfig, section: str = "") -> None:
         child = node._get_node(key)
         if isinstance(child, DictConfig) and is_dataclass(OmegaConf.get_type(child)):
             _refuse_unknown_keys(child, f"{section}.{key}" if section else str(key))
+
+
+def _refuse_wrong_types(record: Any, section: str = "") -> None:
+    """OmegaConf does not check what an interpolation puts into a list or a section, nor mappings in a list."""
+    for name, kind in get_type_hints(type(record)).items():
+        value, key = getattr(record, name), f"{section}.{name}" if section else name
+        if is_dataclass(value) and (kind is Any or (isinstance(kind, type) and isinstance(value, kind))):
+            _refuse_wrong_types(value, key)
+            continue
+        try:
+            as_type(value, kind)
+        except ValueError as error:
+            place = key if str(error).startswith("[") else f"{key}: "
+            remedy = "set its keys" if is_dataclass(kind) else f"the default is {getattr(type(record)(), name)!r}"
+            raise ValueError(f"{place}{error}; {remedy}") from None
 
 
 def _with_real_paths(config: LaunchConfig) -> LaunchConfig:

@@ -50,6 +50,11 @@ def test_the_wrong_field_is_named(content, line):
         as_type(content, Outer)
 
 
+def test_any_key_of_a_mapping_is_meant():
+    with pytest.raises(ValueError, match=r"^\[\.\.\.\]: must be int, got str$"):
+        as_type({"a": 1, "b": "x"}, dict[str, int])
+
+
 def test_fields_of_no_type_are_left_out():
     assert as_type({"names": ["a"], "inner": {"size": 1, "more": 2}, "x": 0}, Outer) == {
         "names": ["a"],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -20,8 +24,9 @@ from actors.drafters.config import NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig, Strategy
 from actors.options import PipelineName, SamplingConfig, SchedulerConfig, VerifyRule
+from actors.ranges import check_ranges
 from cluster.config import compose as config_module
-from cluster.config.compose import load_config, register, typed_config
+from cluster.config.compose import load_config, register, typed_config, typed_record
 from cluster.config.jobs import BenchConfig, TrainConfig
 from cluster.config.options_page import groups_help
 from cluster.config.schema import CHOICES, LaunchConfig, PlacementName
@@ -343,6 +348,21 @@ def test_bad_words_are_banned_with_and_without_a_space_before():
         (["sampling=3"], "sampling: is a section, not a value; set its keys"),
         (["target.path=???"], "target.path: has no value; give target.path=..."),
         (["target.path=${nope}"], "target.path: Interpolation key 'nope' not found"),
+        (
+            ["job=plan", "job.layer_groups=${.name}"],
+            "job.layer_groups: must be array, got str; the default is [2, 3, 4]",
+        ),
+        (["sampling.stop=${target}"], "sampling.stop: must be array, got TargetConfig; the default is []"),
+        (["sampling.stop=[${target}]"], "sampling.stop[0]: "),
+        (["scheduler=${target}"], "scheduler: must be object, got TargetConfig; set its keys"),
+        (["job=passes", "job.rows=[{a:1}]"], "job.rows[0]={'a': 1}: must be int; the default is [1, 8]"),
+        (["sampling.logit_bias=${target}"], "sampling.logit_bias: must be object, got TargetConfig; the default is {}"),
+        (["sampling.logit_bias={1:{a:1}}"], "sampling.logit_bias[...]: must be float, got object; the default is {}"),
+        (
+            ["drafter=cascade", "drafter.levels=[{name:model,branching:[{a:1}]},ngram]"],
+            "drafter.levels[0].branching[0]={'a': 1}: must be int; the default is []",
+        ),
+        (["drafter=cascade", "drafter.levels=[{name:model,branching:{a:1}},ngram]"], "drafter.levels[0]: "),
         (["nonsense"], "nonsense: is no override; write key=value"),
         (["sampling.stop=[a"], "sampling.stop=[a: is no override; write key=value"),
     ],
@@ -477,6 +497,39 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
 )
 def test_values_that_make_no_sense(overrides: list[str], line: str):
     assert refusal(overrides, load_quickly).startswith(line)
+
+
+def test_no_value_of_another_type_gets_into_a_list_or_a_mapping():
+    """Of the right type, or one line: in every such field of every choice whose items have a type."""
+    values = [{"a": 1}, [{"a": 1}], [[[1]]], [None], {1: {"a": 1}}, [1.5], [10**30], [math.nan]]
+    for group, choices in CHOICES.items():
+        for record in choices.values():
+            kinds = {name: kind for name, kind in get_type_hints(type(record)).items() if get_args(kind)}
+            for name, value in product([name for name in kinds if Any not in get_args(kinds[name])], values):
+                with suppress(ValueError):
+                    check_ranges(typed_record(record, {name: value}, group), group)
+
+
+@pytest.mark.parametrize(
+    ("choice", "key"),
+    [
+        ("drafter=cascade", "drafter.levels"),
+        ("drafter=auto", "drafter.drafters"),
+        ("drafter=self", "drafter.skip"),
+        ("drafter=model", "drafter.layer_partition"),
+    ],
+)
+@pytest.mark.parametrize("value", ["[{a:1}]", "[[1],[2]]", "[null,null]", "[{name:[1]}]", "[${target},1.5]", "[[[a]]]"])
+def test_lists_of_several_types_are_understood_or_refused(choice: str, key: str, value: str):
+    with pytest.raises(ValueError, match=key.partition(".")[2]):
+        load_config([choice, f"{key}={value}"])
+
+
+@pytest.mark.parametrize("key", ["stop", "stop_token_ids", "logit_bias", "temperature"])
+@pytest.mark.parametrize("value", ["${target}", "[${target}]", "${scheduler.max_num_seqs}"])
+def test_an_interpolation_is_of_the_right_type_or_refused(key: str, value: str):
+    with suppress(ValueError):
+        load_config([f"sampling.{key}={value}"])
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path):
