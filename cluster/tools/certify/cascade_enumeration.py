@@ -26,6 +26,7 @@ from actors.verification.rules import RULES
 from cluster.tools.certify.rule_enumeration import (
     ConditionalDistribution,
     Tape,
+    TapeSource,
     WeightedDraft,
     all_runs,
     emission,
@@ -123,8 +124,8 @@ class ToyChild:
         return [Draft(tree, (SamplingKind.ROOT, *[self._kind] * budget), (*distributions, None))]
 
 
-SourceOf = Callable[[Tape, ToyRunner], RandomSource]
-"""The random source of a level whose model is this runner."""
+SourceOf = Callable[[RandomSource, ToyRunner], RandomSource]
+"""The random source of a level whose model is this runner, made of the right one."""
 
 
 def toy_level(
@@ -136,7 +137,7 @@ def toy_level(
     rule: str,
     tail: int = 0,
     law_size: int = VOCAB,
-    source_of: SourceOf = lambda tape, _runner: tape,
+    source_of: SourceOf = lambda source, _runner: source,
     make_random_source: Callable[[int, int], RandomSource] | None = None,
     works_ahead: bool = False,
     widths: tuple[int, ...] = (),
@@ -144,7 +145,8 @@ def toy_level(
     """Level `number` of a cascade whose level i proposes `lengths[i]` tokens, 0 to forward its child's, `widths[i]` of
     them beside each other.
 
-    Its random source is `source_of(tape, runner)`, or the production one that `make_random_source` makes.
+    Its random source is `source_of(source, runner)`, where `source` reads the tape by the production's keys, or the
+    production one that `make_random_source` makes.
     """
     runner = ToyRunner(distribution, VOCAB, len(PROMPT))
     child_width, width = widths[number - 1 : number + 1] if widths else (1, 1)
@@ -154,7 +156,7 @@ def toy_level(
         LevelSpec(number, str(number), tail, width=width, child_width=child_width, works_ahead=works_ahead),
         ModelOptions(rule, law_size, (), _LONGEST),
         PassedLengths(lengths),
-        make_random_source or (lambda _seed, _step: source_of(tape, runner)),
+        make_random_source or (lambda seed, step: source_of(TapeSource(tape, (seed, step)), runner)),
     )
 
 
@@ -165,7 +167,7 @@ def enumerate_proposals(
     tail: int = 0,
     law_size: int = VOCAB,
     kind: SamplingKind = SamplingKind.IID,
-    source_of: SourceOf = lambda tape, _runner: tape,
+    source_of: SourceOf = lambda source, _runner: source,
     widths: tuple[int, ...] = (),
 ) -> list[tuple[float, Draft]]:
     """All proposals of a cascade over these models, the cheapest first; the first level draws by `kind`."""

@@ -1,6 +1,6 @@
 """The rule in use, enumerated: on tiny vocabularies every draft and every random choice, the output compared exactly.
 
-Two broken variants of the same rule are enumerated too. If their bias does not show, the check fails.
+Broken variants of the same rule are enumerated too. If the bias of one does not show, the check fails.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FOUND_OUT = 1e-3
 VOCAB_SIZE = 3
 """Two would hide mistakes with duplicates."""
 NUM_MODELS = 6
-CHAIN, LONG_CHAIN, TREE = (1, 1), (1, 1, 1), (2, 1)
-"""Children per level."""
+CHAIN, LONG_CHAIN, TREE, SIBLINGS = (1, 1), (1, 1, 1), (2, 1), (3,)
+"""Children per level. Three siblings, since the second of two independent draws is hardly ever left to chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Enumeration:
 def check_exactness(rule: VerifyRule, kinds: Collection[SamplingKind]) -> Check:
     """Enumerate `rule` for drafts of these sampling kinds (deterministic if none is given)."""
     drawn = sorted(kinds) or [SamplingKind.DETERMINISTIC]
-    shapes = (CHAIN, TREE if DraftTrait.BRANCHES in EXACT_FOR[rule][1] else LONG_CHAIN)
+    shapes = (CHAIN, TREE, SIBLINGS) if DraftTrait.BRANCHES in EXACT_FOR[rule][1] else (CHAIN, LONG_CHAIN)
     schemes = [[(kind,) * width for width in shape] for kind in drawn for shape in shapes]
     # Looked up at the call, so that the check runs the function that the engine calls.
     in_use = coupled.verify_coupled if rule is VerifyRule.coupled else RULES[rule]
@@ -131,6 +131,9 @@ _PATCHES: dict[str, Callable[[RandomSource, TargetRow], RandomSource]] = {
     "accepts_everything": lambda source, _row: PatchedSource(lambda _probability, _node: True, source.sample),
     "corrects_from_the_target": lambda source, row: PatchedSource(
         source.accept, lambda _weights, node: source.sample(row(node), node)
+    ),
+    "tests_all_with_one_random_number": lambda source, _row: PatchedSource(
+        lambda probability, _node: source.accept(probability, 0), source.sample
     ),
 }
 

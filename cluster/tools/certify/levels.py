@@ -1,10 +1,10 @@
 """Cascades shaped like the user's over toy models: proposals enumerated, and several rounds counted.
 
 The enumeration runs the engine's levels with every draw and every random choice, and the proposals go through the
-target's rule: what a level proposes must be drawn from the distribution that it reports. An enumeration replaces the
-random source, so it cannot see that a level uses the same random numbers in two verifications, or again when a request
-is admitted again. Both make tokens of different rounds depend on each other, so rounds with the engine's own random
-source are counted. Known mistakes of drafting in several levels are run beside both and must be found.
+target's rule: what a level proposes must be drawn from the distribution that it reports. An enumeration sees a single
+proposal. It cannot see that a level uses the random numbers of one proposal again for a later one, or when a request is
+admitted again. Both make tokens of different rounds depend on each other, so rounds with the engine's own random source
+are counted. Known mistakes of drafting in several levels are run beside both and must be found.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ _two_levels = partial(enumerate_proposals, lengths=(1, 2), rule=VerifyRule.rejec
 def _resample_from_own_distribution(models: Models) -> Proposals:
     """A level replaces a rejected token from its own distribution, not from the residual, as TriForce was released."""
 
-    def source(tape: Tape, runner: ToyRunner) -> RandomSource:
-        return PatchedSource(tape.accept, lambda _weights, node: tape.draw(runner.scored[node]))
+    def of_own(source: RandomSource, runner: ToyRunner) -> RandomSource:
+        return PatchedSource(source.accept, lambda _weights, node: source.sample(runner.scored[node], node))
 
-    return _two_levels(models, source_of=source)
+    return _two_levels(models, source_of=of_own)
 
 
 def _report_child_distribution(models: Models) -> Proposals:

@@ -1,15 +1,15 @@
-# ruff: noqa: ARG002  # a scripted source takes the arguments of the real one
 """Exact enumeration of a ratio test: every draft and every random choice, against the target's distribution.
 
 The rule under test is the production function; only its random source is replaced, by one that takes both sides of
-every decision with their exact weights. The cost is exponential: for vocabularies of three or four tokens, small trees.
+every decision with their exact weights. Decisions that ask for the same random number share it. The cost is
+exponential: for vocabularies of three or four tokens, small trees.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,8 @@ ConditionalDistribution = Callable[[tuple[int, ...]], np.ndarray]
 """A toy model: the tokens after the committed prefix -> probabilities [V] of the next token."""
 
 _FIXED = frozenset({SamplingKind.DETERMINISTIC, SamplingKind.COUPLED})
+_ROUNDING = 1e-14
+"""Shorter intervals of a random number are rounding errors."""
 _Result = TypeVar("_Result")
 
 Rule = Callable[..., tuple[tuple[int, ...], int]]
@@ -106,31 +108,37 @@ def _siblings(
 
 
 class Tape:
-    """A random source that takes the decisions of `script`, and the first possible one at each draw after its end."""
+    """A random source that takes the decisions of `script`, and the first possible one at each draw after its end.
+
+    A key names a uniform random number, as in the production, where a key that is met again gives the same number: each
+    draw from it cuts the interval in which it is known to lie. A draw without a key has a number of its own.
+    """
 
     def __init__(self, script: list[int]) -> None:
         self.weight = 1.0
         self._script = script
         self._distributions: list[list[float]] = []
+        self._intervals: dict[Hashable, tuple[float, float]] = {}
 
-    def draw(self, weights: Sequence[float] | np.ndarray) -> int:
-        values = np.asarray(weights, dtype=float).tolist()
-        total = sum(values)
-        distribution = [value / total for value in values]
+    def draw(self, weights: Sequence[float] | np.ndarray, key: Hashable = None) -> int:
+        """The index in whose part the number falls, if [0, 1) is shared in proportion to `weights`."""
+        ends = np.cumsum(weights) / np.sum(weights)
+        starts = np.array([0.0, *ends[:-1]])
+        low, high = self._intervals.get(key, (0.0, 1.0))
+        parts = np.maximum(np.minimum(ends, high) - np.maximum(starts, low), 0.0)
+        parts[parts < _ROUNDING] = 0.0
+        choice = self._decide((parts / parts.sum()).tolist())
+        if key is not None:
+            self._intervals[key] = max(low, float(starts[choice])), min(high, float(ends[choice]))
+        return choice
+
+    def _decide(self, distribution: list[float]) -> int:
         if len(self._distributions) == len(self._script):
             self._script.append(next(i for i, probability in enumerate(distribution) if probability))
         choice = self._script[len(self._distributions)]
         self._distributions.append(distribution)
         self.weight *= distribution[choice]
         return choice
-
-    def accept(self, probability: float, node: int) -> bool:
-        if not 0.0 < probability < 1.0:
-            return probability >= 1.0
-        return bool(self.draw([1 - probability, probability]))
-
-    def sample(self, weights: np.ndarray, node: int) -> int:
-        return self.draw(weights)
 
     def successor(self) -> list[int] | None:
         """The script of the next run, None after the last."""
@@ -151,6 +159,22 @@ def all_runs(run: Callable[[Tape], _Result]) -> Iterator[tuple[float, _Result]]:
         result = run(tape)
         yield tape.weight, result
         script = tape.successor()
+
+
+@dataclass(frozen=True, slots=True)
+class TapeSource:
+    """The random numbers of one verification, `key`, with a number for each stream and node as `HashRandomSource`."""
+
+    tape: Tape
+    key: Hashable = ()
+
+    def accept(self, probability: float, node: int) -> bool:
+        if not 0.0 < probability < 1.0:
+            return probability >= 1.0
+        return self.tape.draw([probability, 1.0 - probability], (self.key, "accept", node)) == 0
+
+    def sample(self, weights: np.ndarray, node: int) -> int:
+        return self.tape.draw(weights, (self.key, "residual", node))
 
 
 class PatchedSource:
@@ -183,7 +207,7 @@ def ratio_outcomes(rule: Rule, draft: WeightedDraft, _contexts: Contexts, rows: 
             drawn_from.append(weights / weights.sum())
             return 0
 
-        source = PatchedSource(tape.accept, keep)
+        source = PatchedSource(TapeSource(tape).accept, keep)
         path, _ = rule(draft.tree, draft.sampling_kinds, draft.distributions, rows.__getitem__, source)
         return path, drawn_from[-1]
 

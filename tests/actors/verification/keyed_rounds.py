@@ -28,28 +28,11 @@ def production(stream: str, position: int, round: int, node: int) -> Hashable:
     return (stream, position) if stream == "target" else (stream, round, node)
 
 
-class KeyedNumbers:
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._intervals: dict[Hashable, tuple[float, float]] = {}
-
-    def draw(self, weights: Sequence[float] | np.ndarray, key: Hashable) -> int:
-        """The index in which the number of this key falls, if [0, 1) is shared in proportion to `weights`."""
-        ends = np.cumsum(weights) / np.sum(weights)
-        starts = np.array([0.0, *ends[:-1]])
-        low, high = self._intervals.get(key, (0.0, 1.0))
-        overlaps = np.maximum(np.minimum(ends, high) - np.maximum(starts, low), 0.0)
-        overlaps[overlaps < 1e-14] = 0.0
-        chosen = self._tape.draw(overlaps)
-        self._intervals[key] = max(low, float(starts[chosen])), min(high, float(ends[chosen]))
-        return chosen
-
-
 class Round:
     """One round after `context`: its draft and its verification."""
 
-    def __init__(self, numbers: KeyedNumbers, keys: Keys, number: int, context: tuple[int, ...]) -> None:
-        self._numbers, self._keys, self._number, self._context = numbers, keys, number, context
+    def __init__(self, tape: Tape, keys: Keys, number: int, context: tuple[int, ...]) -> None:
+        self._tape, self._keys, self._number, self._context = tape, keys, number, context
         self._node = 0
         self._positions: list[int] = []
 
@@ -75,9 +58,9 @@ class Round:
                     if kind == SamplingKind.DETERMINISTIC:
                         token = int(np.argsort(-row, kind="stable")[sibling])
                     elif kind == SamplingKind.COUPLED:
-                        token = self._numbers.draw(row, self._key("target", position, 0))
+                        token = self._tape.draw(row, self._key("target", position, 0))
                     else:
-                        token = self._numbers.draw(law, self._key("draft", position, place))
+                        token = self._tape.draw(law, self._key("draft", position, place))
                         laws[node] = SparseDistribution(tuple(range(len(row))), tuple(row))
                     if kind == SamplingKind.WITHOUT_REPLACEMENT:
                         left[token] = 0.0
@@ -96,10 +79,10 @@ class Round:
         if not 0.0 < probability < 1.0:
             return probability >= 1.0
         key = self._key("coin", self._positions[node], node)
-        return self._numbers.draw([probability, 1 - probability], key) == 0
+        return self._tape.draw([probability, 1 - probability], key) == 0
 
     def sample(self, weights: np.ndarray, node: int) -> int:
-        return self._numbers.draw(weights, self._key("residual", self._positions[node], node))
+        return self._tape.draw(weights, self._key("residual", self._positions[node], node))
 
 
 def emit(
@@ -114,13 +97,13 @@ def emit(
     joint: dict[tuple[int, ...], float] = defaultdict(float)
 
     def run(tape: Tape) -> tuple[int, ...]:
-        numbers, text, number = KeyedNumbers(tape), (), 0
+        text, number = (), 0
         while len(text) < length:
             room = length - len(text) - (1 if number else 0)
-            this = Round(numbers, keys, number, text)
+            this = Round(tape, keys, number, text)
             tree, kinds, laws = this.propose(q, levels[: max(room, 1)])
             if rule == "coupled":
-                choices = [numbers.draw(p(one), keys("target", len(one), number, 0)) for one in this.contexts]
+                choices = [tape.draw(p(one), keys("target", len(one), number, 0)) for one in this.contexts]
                 path, token = verify_coupled(tree, choices)
             else:
                 path, token = RULES[rule](tree, kinds, laws, lambda node, at=this.contexts: p(at[node]), this)

@@ -17,7 +17,13 @@ from actors.protocol.messages import SamplingKind, SparseDistribution, TokenTree
 from actors.verification import kseq, rejection
 from actors.verification.distributions import ChildDistribution, child_distributions
 from actors.verification.rules import RULES
-from cluster.tools.certify.rule_enumeration import WeightedDraft, emission, enumerate_drafts, total_variation
+from cluster.tools.certify.rule_enumeration import (
+    PatchedSource,
+    WeightedDraft,
+    emission,
+    enumerate_drafts,
+    total_variation,
+)
 
 VOCAB, LENGTH = 4, 3
 DET, IID, WOR = SamplingKind.DETERMINISTIC, SamplingKind.IID, SamplingKind.WITHOUT_REPLACEMENT
@@ -269,6 +275,51 @@ def arg_max_match_with_sampled_bonus(tree, sampling_kinds, distributions, target
 def test_mistakes_of_the_test_are_found(random_law, rule, floor):
     found = distances(random_law, rule, WOR)
     assert found.mean() > floor
+
+
+def sharing_numbers(rule: str, shared: Callable[[TokenTree, int], int]):
+    """`rule`, in which nodes of the same `shared` are tested with the same random number."""
+
+    def verify(tree, sampling_kinds, distributions, target_row, random_source):
+        def accept(chance, node):
+            return random_source.accept(chance, shared(tree, node))
+
+        source = PatchedSource(accept, random_source.sample)
+        return RULES[rule](tree, sampling_kinds, distributions, target_row, source)
+
+    return verify
+
+
+BRANCH = pytest.param(lambda tree, node: tree.children()[0].index(tree.path_to(node)[0]) if node else 0, id="branch")
+DEPTH = pytest.param(lambda tree, node: len(tree.path_to(node)), id="depth")
+ALL = pytest.param(lambda tree, node: 0, id="all")
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "block"])
+@pytest.mark.parametrize("shared", [BRANCH, DEPTH, ALL])
+def test_a_random_number_that_nodes_share_is_found(random_law, rule, shared):
+    found = distances(random_law, sharing_numbers(rule, shared), IID if rule == "kseq" else WOR, models=3)
+    assert found.mean() > 1e-4
+
+
+def shared_by_all(random_law, rule: str, levels: list[tuple[SamplingKind, ...]]) -> float:
+    found, shared = [], sharing_numbers(rule, lambda tree, node: 0)
+    for seed in range(8):
+        p, q = random_law(VOCAB, seed), random_law(VOCAB, seed + 500)
+        emitted = emission(shared, enumerate_drafts(q, levels), p, len(levels) + 1)
+        found.append(total_variation(emitted, p, len(levels) + 1))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "block"])
+def test_a_random_number_that_siblings_share_is_found(random_law, rule):
+    """One with which the first was refused says more about the second than a new one would."""
+    kind = IID if rule == "kseq" else WOR
+    assert shared_by_all(random_law, rule, [(kind,) * 3]) > 0.003
+
+
+def test_a_random_number_that_the_prefixes_of_a_chain_share_is_found(random_law):
+    assert shared_by_all(random_law, "block", [(IID,), (IID,)]) > 0.003
 
 
 def test_independent_coins_on_top_k_tokens_are_worse(random_law):
