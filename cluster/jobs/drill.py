@@ -44,7 +44,8 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
                 drill.run(plan, job, lambda _: bar.advance())
             counters = {"counters": engine.report().counters}
         finally:
-            summary, facts = summarise(drill.faults, drill.load), circumstances(config, engine.places, engine.ready)
+            summary = summarise(drill.faults, drill.load, len(plan))
+            facts = circumstances(config, engine.places, engine.ready)
             write_json(run_dir / "drill.json", {**summary, **counters, **facts})
     load = drill.load
     columns = ("process", "signal", "faults", "noticed s", "max", "replaced s", "max", "without tokens s", "max")
@@ -56,7 +57,9 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     differ = f"{len(load.unequal)} with other tokens, {len(load.failed)} failed"
     terminal.line(f"{load.num_requests} requests, {load.num_tokens} tokens while it went on: {differ}")
     terminal.line(f"results: {run_dir}")
-    if load.failed or load.unequal:
+    if not load.num_requests:
+        raise RuntimeError("job=drill: no request ended during the faults, so that nothing was compared")
+    if not summary["passed"]:
         raise RuntimeError(
             f"job=drill: {len(load.failed)} requests failed, {len(load.unequal)} of "
             f"{load.num_requests} have other tokens than plain decoding; see drill.json"

@@ -72,6 +72,11 @@ class DrillLoad:
     unequal: list[int] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
+    @property
+    def is_right(self) -> bool:
+        """Whether requests ran, and all of them ended with the tokens of plain decoding."""
+        return self.num_requests > 0 and not self.unequal and not self.failed
+
 
 class Drill:
     """One run over an engine that is up; `expected` are the tokens of plain decoding, prompt by prompt."""
@@ -109,7 +114,7 @@ class Drill:
                 client.join()
 
     def _submit_all(self) -> None:
-        """A client: one request after the other."""
+        """A client: one request after the other. Any error ends it, and the drill with it."""
         while not self._over.is_set():
             with self._lock:
                 index = next(self._indices)
@@ -118,9 +123,9 @@ class Drill:
                 with self._lock:
                     self._live[completion.request_id] = completion
                 token_ids = completion.result().token_ids
-            except EngineError as error:
+            except Exception as error:
                 with self._lock:
-                    self.load.failed.append(str(error))
+                    self.load.failed.append(str(error) if isinstance(error, EngineError) else repr(error))
                 return
             with self._lock:
                 del self._live[completion.request_id]

@@ -91,6 +91,26 @@ def test_movement_is_the_largest_change_of_a_logit(readers, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_texts_of_a_certificate_share_the_largest_movement_and_add_up_the_flips(readers, monkeypatch, seed):
+    """Whichever text holds it, and whichever row: a threshold of another text would call its ties mistakes."""
+    reader, _ = readers
+    draw, narrow = np.random.default_rng(seed), TextReader.row_by_row
+    moves = draw.permutation([0.0, 0.01, 0.02, 40.0])
+    changes = iter(moves)
+
+    def moved(self, text, start):
+        logits = narrow(self, text, start)
+        row = int(draw.integers(len(logits)))
+        logits[row, logits[row].argmax()] -= next(changes)
+        return logits
+
+    monkeypatch.setattr(TextReader, "row_by_row", moved)
+    found = OutputScorer(reader, VerifyRule.coupled, EOS).movement([output(plain=TEXT[: 2 + i]) for i in range(4)])
+    assert found.largest == pytest.approx(40, abs=1e-3) and found.tie_below == pytest.approx(80, abs=2e-3)
+    assert (found.num_rows, found.num_flips) == (2 + 3 + 4 + 5, 1)
+
+
 @pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection])
 def test_only_arg_maxes_have_ties(readers, rule):
     scorer = OutputScorer(readers[0], rule, EOS)
