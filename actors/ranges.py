@@ -53,7 +53,7 @@ class Range:
     @property
     def words(self) -> str:
         """The range without its cap, as `0 (off) or above`."""
-        if self.low == 0 and self.high is None:
+        if self.low == 0 and self.high is None and self.below is None:
             return f"0 ({self.zero}) or above" if self.zero else "0 or above"
         if self.low is not None and self.high is not None:
             words = f"between {self.low} and {self.high}"

@@ -11,8 +11,8 @@ Beside the ordered length (`actors/policy/draft_length.py`, value per cost), a d
 - `ProbabilityRule`: while the drafter's own probability of its token is at least xi: a given one, as Kangaroo's second
   early exit (arXiv 2404.18911), or one that is steered to where nine of ten drafted tokens are accepted: Draft & Verify
   (arXiv 2309.08168), section 3.3.
-- `GapRule`: while a gap as wide as the one between the two likeliest tokens was wrong rarely enough: the exit rule of
-  FREE (arXiv 2310.05424), with measured frequencies by gap in place of its mixture of two Beta distributions.
+- `GapRule`: while the lead of the likeliest token over the second is one that right tokens have rather than wrong ones,
+  by two Beta distributions fitted to the verdicts: the exit rule of FREE (arXiv 2310.05424).
 
 A rule sees the tokens that were kept, through their probabilities, and none that is still to be drawn: the token that
 ends a chain stays part of it. So every rule is exact under the ratio tests; dropping that token would not be. Knows no
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.drafters.draft_ahead.confidence import ConfidenceCalibration
+from actors.drafters.model.beta_mixture import BetaMixture
 from actors.policy.estimators import Ewma
 
 
@@ -51,11 +52,16 @@ class ChainRule(ABC):
         """The request ended."""
 
 
-class ThresholdRule(ChainRule):
-    """Ends a chain whose tokens are all accepted with a probability below 1 - `threshold`."""
+_SPECDEC = 0.3
+_FREE = 0.6
+"""Chances of a rejected token at which a chain ends, as published (FREE: a token is right with 0.4)."""
 
-    def __init__(self, threshold: float) -> None:
-        self._least = 1 - threshold
+
+class ThresholdRule(ChainRule):
+    """Ends a chain whose tokens are all accepted with a probability below 1 - `threshold`, 0 for the published one."""
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self._least = 1 - (threshold or _SPECDEC)
         self._confidence = ConfidenceCalibration()
         self._drafts: dict[int, list[float]] = {}
 
@@ -148,35 +154,32 @@ class ProbabilityRule(ChainRule):
         self._ended.pop(request_id, None)
 
 
-_BINS = 10
-_BIN_MEMORY = 0.98
-_BIN_PRIOR = 2.0
-"""Tokens that the first estimate of a bin counts as: the gap itself, which is right for a calibrated drafter."""
-
-
 class GapRule(ChainRule):
-    """Ends a chain with the first token whose gap was wrong more often than `threshold`.
+    """Ends a chain with the first token whose gap says that it is wrong with a chance above `threshold`, 0 for the
+    published one.
 
-    How often, is measured by gap, in ten bins for all requests. The token with the narrow gap stays part of the draft,
-    so every bin goes on being measured.
+    One mixture serves all requests. The token with the narrow gap stays part of the draft, so narrow gaps go on being
+    measured.
     """
 
     reads_gaps = True
 
-    def __init__(self, threshold: float) -> None:
-        self._least = 1 - threshold
-        centres = [(place + 0.5) / _BINS for place in range(_BINS)]
-        self._right = [Ewma(_BIN_MEMORY, mean=centre, weight=_BIN_PRIOR) for centre in centres]
-        self._drafts: dict[int, list[int]] = {}
+    def __init__(self, threshold: float = 0.0) -> None:
+        self._least_right = 1 - (threshold or _FREE)
+        self._mixture = BetaMixture()
+        self.least_gap = self._mixture.threshold(self._least_right)
+        self._drafts: dict[int, list[float]] = {}
 
     def continues(self, request_id: int, step: int, log_probs: Sequence[float]) -> bool:
-        bins = [min(int(gap * _BINS), _BINS - 1) for gap in log_probs]
-        self._drafts[request_id] = bins
-        return self._right[bins[-1]].mean >= self._least
+        self._drafts[request_id] = list(log_probs)
+        return log_probs[-1] >= self.least_gap
 
     def update(self, request_id: int, num_accepted: int) -> None:
-        for place, tested in enumerate(self._drafts.pop(request_id, ())[: num_accepted + 1]):
-            self._right[tested].update(place < num_accepted)
+        tested = self._drafts.pop(request_id, [])[: num_accepted + 1]
+        for place, gap in enumerate(tested):
+            self._mixture.update(gap, is_right=place < num_accepted)
+        if tested:
+            self.least_gap = self._mixture.threshold(self._least_right)
 
     def release(self, request_id: int) -> None:
         self._drafts.pop(request_id, None)

@@ -142,10 +142,11 @@ class PassDrafterConfig(PlacedDrafterConfig):
     token after which the chance that one is rejected exceeds `rejection_threshold` (SpecDec++); thompson: each further
     token with a probability drawn from the posterior of the request's acceptance (EESD); probability: to the first
     token that the drafter itself gives less than `least_probability` (Kangaroo, Draft & Verify); gap: to the first
-    token where the two likeliest are so close that this was wrong with more than `rejection_threshold` (FREE)."""
-    rejection_threshold: Annotated[float, Range(above=0, below=1)] = 0.3
-    """length_rule=threshold or gap: chance of a rejected token from which on a draft ends."""
-    least_probability: Annotated[float, Range(0, below=1, zero="follows acceptance")] = 0.0
+    token where the two likeliest are as close as where it is wrong with more than `rejection_threshold` (FREE)."""
+    rejection_threshold: Annotated[float, Range(above=0, below=1, zero="as published")] = 0.0
+    """length_rule=threshold or gap: chance of a rejected token from which on a draft ends; 0 = as published, 0.3 for
+    threshold and 0.6 for gap."""
+    least_probability: Annotated[float, Range(above=0, below=1, zero="follows acceptance")] = 0.0
     """length_rule=probability: a draft ends with the first token that the drafter gives less than this (Kangaroo: 0.6);
     0 = a threshold that is steered to where nine of ten tokens are accepted (Draft & Verify)."""
     fan_out: Annotated[int, Range(1, cap=1024)] = 6

@@ -453,7 +453,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
         ),
         (["drafter=auto", "drafter.drafters=[self]"], "drafter.drafters[0]=self: is no drafter; give a name or"),
         (["drafter.least_probability=0.6"], "drafter.least_probability=0.6: is the threshold of drafter.length_rule="),
-        (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be between 0 and 1"),
+        (["drafter.rejection_threshold=1"], "drafter.rejection_threshold=1.0: must be 0 (as published) or between 0"),
         (["drafter.kv_slots=-1"], "drafter.kv_slots=-1: must be 0 (sized automatically) or above"),
         (["drafter.ahead_width=-3"], "drafter.ahead_width=-3: must be at least 1"),
         (["sampling.seed=18446744073709551616"], "sampling.seed=18446744073709551616: must be between"),
