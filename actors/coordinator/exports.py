@@ -28,7 +28,6 @@ class Exports:
         self._num_sent = 0  # announced to the coordinator
         self._num_flushed = 0  # of them, announced to the drafter
         self._num_received = 0
-        self._is_sending = False
         self._unsent: list[FeatureExport] = []
 
     @property
@@ -61,11 +60,11 @@ class Exports:
 
     def begin_pass(self, sequences: Collection[Sequence]) -> tuple[int, int]:
         """The bridge for the next pass, 0 for none, and the number of its tensors that have arrived."""
-        self._is_sending = self.are_sent
-        if not self._is_sending:
-            for sequence in sequences:
-                sequence.exported_len = None
-        return (self._bridge if self._is_sending else 0), self._num_received
+        if self.are_sent:
+            return self._bridge, self._num_received
+        for sequence in sequences:
+            sequence.exported_len = None
+        return 0, self._num_received
 
     def add(self, batch: VerdictBatch, sequences: Mapping[int, Sequence]) -> None:
         """What a pass has sent; what is not wanted any more is marked, but has to be received all the same."""

@@ -81,6 +81,22 @@ def test_a_level_hears_nothing_that_was_meant_for_an_epoch_it_has_left(open_stag
     assert stage.receive("draft2-0") == DraftBatch(3, epoch=second)
 
 
+def test_a_level_that_joins_counts_its_rounds_from_the_start(open_stage):
+    """The drafter above it may be new as well and begins at 0; rounds of the coordinator are those of lead roles."""
+    stage = open_stage(level_ranks=(1,))
+    first = stage.join("draft2-0")
+    stage.join("target-0")
+    stage.join("draft-0")
+    stage.send(CLIENT, Hello())
+    stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
+    (batch,) = (one for _ in range(3) if isinstance(one := stage.receive("draft-0", 2), DraftBatch))
+    assert batch.round > 0
+    stage.send_heartbeat("draft2-0", epoch=first)
+    stage.send_heartbeat("draft2-0")
+    orders = [one for _ in range(3) if isinstance(one := stage.receive("draft2-0", 1), Join)]
+    assert orders[-1].epoch > first and {order.round for order in orders} == {0}
+
+
 def test_the_scheduler_is_sized_by_what_the_target_measured(open_stage):
     stage = open_stage(draft_ranks=0)
     stage.get_ready()

@@ -315,6 +315,7 @@ def test_reports_are_windows(open_engine):
     engine = open_engine("ngram")
     engine.report(reset=True)
     (completion,) = engine.generate(PROMPTS[:1], GREEDY)
+    assert engine.report().counters["num_tokens"] == len(completion.token_ids), "a look ends no window"
     report = engine.report(reset=True)
     assert report.counters["num_tokens"] == len(completion.token_ids)
     assert report.counters["num_requests_finished"] == 1 and report.spans

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config.jobs import PassesConfig
 from cluster.jobs import passes
-from cluster.tools.planning.passes_table import SIZES
+from cluster.tools.planning.passes_table import SIZES, read_model
 from parallel.model.families.registry import read_config
 from parallel.runtime.model_bytes import weight_bytes
 
@@ -34,6 +34,6 @@ def test_a_model_that_is_none_is_refused(tiny_launch, tmp_path):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_are_what_their_names_say(name):
-
-    count = weight_bytes(read_config(SIZES[name]), 1, 4) / 4e6
+    assert read_model(name) == read_config(SIZES[name])
+    count = weight_bytes(read_model(name), 1, 4) / 4e6
     assert count == pytest.approx(float(name[:-1]), rel=0.1)

@@ -49,6 +49,18 @@ def test_settings_are_the_users_or_new_and_are_put_back(own, no_settings, monkey
     assert len(tokens) == (0 if own else 2), "a token for each cluster"
 
 
+def test_the_guard_outlives_an_interrupt_of_the_terminal(no_settings, monkeypatch, tmp_path):
+    """Ctrl-C goes to every process of the owner's group; the guard, which cleans up behind it, is in none of these."""
+    from cluster.runtime.ray_local import LocalRay
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    local = LocalRay()
+    try:
+        assert os.getpgid(local._guard.pid) == local._guard.pid != os.getpgid(0)
+    finally:
+        local.close()
+
+
 def test_after_a_sigkill_of_the_owner_the_guard_ends_what_ray_left_and_deletes_its_files(tmp_path):
     """Two of three processes look like a worker and like an agent of Ray, which by itself would go on for a minute."""
     script = """

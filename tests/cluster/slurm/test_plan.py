@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.slurm.job import plan_for
 from cluster.slurm.plan import (
     EXPLICIT,
     STOP,
@@ -218,6 +219,19 @@ def test_a_dry_run_prints_what_a_shell_would_understand():
     lines = plan.describe().splitlines()
     assert lines[0] == "export RAY_AUTH_MODE=token" and [shlex.split(line) for line in lines]
     assert shlex.split(lines[-1]) == plan.launch and lines[-2] == shlex.join(plan.rays["n2"]) + " &"
+
+
+def test_a_plan_follows_the_configuration_of_its_launch(monkeypatch, tmp_path):
+    """Without an answer of scontrol: whether a requeued job resumes, and what is started of Ray."""
+    monkeypatch.setattr("cluster.slurm.job._output", lambda *command: "")
+    one = Allocation(7, ({"localhost": 2},))
+
+    def planned(*overrides):
+        plan = plan_for(one, ["drafter=ngram", *overrides], tmp_path)
+        return "job.resume=true" in plan.launch, "--include-dashboard=true" in str(plan)
+
+    assert planned() == (True, True) and planned("cluster.dashboard=false") == (True, False)
+    assert planned("job=certify") == (False, True) and planned("-m") == (False, True), "not known of several launches"
 
 
 def run_script(*arguments, **environment):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cluster.tools.training.speculators.recipes import RECIPES
 from parallel.speculators.block import BlockRunner
 from parallel.speculators.block_layers import BlockConfig
 from parallel.speculators.registry import read_speculator
@@ -62,6 +63,16 @@ PUBLISHED = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
 @pytest.fixture(scope="module")
 def pair(make_checkpoint):
     return Pair(make_checkpoint("Llama", num_hidden_layers=4).path)
+
+
+def test_the_recipe_of_dspark_trains_every_head_that_is_published(pair, tmp_path):
+    """A confidence that sees the corrector's embedding, a Markov corrector, blocks of 7 tokens behind their anchor."""
+    defaults = RECIPES["dspark"].options
+    pair.net(FLAGS["dspark"]).save(tmp_path)
+    names = {name.split(".")[0] for name in load_file(tmp_path / "model.safetensors")}
+    assert {"confidence_head", "markov_head"} <= names
+    assert (defaults.block_size, defaults.corrector, defaults.anchor_first) == (DSPARK["block_size"], "markov", True)
+    assert defaults.confidence and (defaults.cross_entropy, defaults.variation) == (0.1, 0.9)
 
 
 def publish(pair, kind, folder, **fields):

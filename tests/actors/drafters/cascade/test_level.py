@@ -148,3 +148,20 @@ def test_each_level_is_verified_once_by_its_parent():
     give_verdict(above, context, (1, 2), 2, 3, 0)
     above.propose([context], [3])
     assert counted(above)["2"] == (1, 3, 2)
+
+
+def test_a_level_that_works_ahead_rests_once_the_next_proposal_is_ready():
+    """It assumes that all is accepted: its proposal, the target's token, and one more proposal behind them."""
+    child = ScriptedChild()
+    level, context = open_level(child, (1, 3), works_ahead=True)
+    (offered,) = level.propose([context], [3])
+    assert offered.tree.token_ids == (1, 2, 3, 4)
+    steps = 0
+    while level.wants_work:
+        level.work()
+        steps += 1
+        assert steps < 20, "it never comes to rest"
+    num_ordered = len(child.budgets)
+    give_verdict(level, context, (1, 2, 3), 2, 3, 4, 0)
+    (offered,) = level.propose([context], [3])
+    assert offered.tree.token_ids == (0, 1, 2, 3) and len(child.budgets) == num_ordered, "it is drafted again"

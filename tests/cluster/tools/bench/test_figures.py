@@ -146,6 +146,11 @@ def test_csv_has_a_column_for_everything_any_setting_has(tmp_path):
     assert rows[0]["speculative / transformers"] == "" and rows[1]["speculative / transformers"] == "4.0"
     assert float(csv_row(entry())["speculative / plain max"]) == 4.0
     assert (rows[1]["drafter_weights_bytes"], rows[1]["drafter_kv_bytes"]) == (str(2**20), str(2**21))
+    medians = {
+        name: float(rows[1][f"speculative {name}"]) for name in ("ttft_s", "decode_ms_per_token", "tokens_per_s")
+    }
+    sides = entry()["sides"][SPECULATIVE]
+    assert medians == {name: pytest.approx(sides[name]["median"]) for name in medians}
     assert rows[1]["resident_bytes"] == str(2**21) and rows[1]["drafter"] == "model"
 
 

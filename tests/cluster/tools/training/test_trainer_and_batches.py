@@ -61,6 +61,10 @@ def test_batches_go_on_past_the_end_and_at_another_length():
     batches = StreamBatches(torch.arange(100), seed=0)
     assert batches.draw(50, 10).shape == (50, 11)
     assert batches.draw(3, 20).shape == (3, 21)
+    longer = StreamBatches(torch.arange(1000), seed=0)
+    longer.draw(3, 10)
+    starts = longer.draw(40, 20)[:, 0]
+    assert len(set(starts.tolist())) == 40 and len(set((starts % 20).tolist())) == 1, "windows of the length before"
 
 
 def test_too_short_a_stream_is_an_error():
