@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.protocol.membership import Death
-from actors.protocol.messages import HASH_SEED, Request, SamplingParams, TokenTree, extend_hash
+from actors.protocol.messages import HASH_SEED, Request, SamplingParams, TokenTree, extend_hash, retract_hash
 
 TOKENS = st.lists(st.integers(0, 2**31), max_size=12)
 
@@ -182,3 +182,9 @@ def test_records_are_frozen():
     with pytest.raises(AttributeError):
         tree.token_ids = (2,)
     assert replace(tree, token_ids=(2,)) == TokenTree.root(2)
+
+
+@given(TOKENS, TOKENS)
+def test_the_digest_of_a_text_that_was_cut_is_that_of_what_is_left(kept, cut):
+    digest = extend_hash(HASH_SEED, kept)
+    assert retract_hash(extend_hash(digest, cut), cut) == digest

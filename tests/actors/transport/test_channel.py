@@ -268,6 +268,17 @@ def test_a_port_in_use_is_one_clear_line():
     hub.close()
 
 
+def test_a_hub_waits_for_a_port_that_its_predecessor_still_holds():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        release = threading.Timer(0.3, taken.close)
+        release.start()
+        hub = Hub(address, SECRET, bind_wait_s=20.0)
+    assert hub.address == address
+    hub.close()
+    release.join()
+
+
 def test_a_free_port_is_found():
     hub = Hub(ANY_PORT, SECRET)
     assert hub.address.startswith("tcp://127.0.0.1:") and int(hub.address.rpartition(":")[2]) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from actors.sampling.noise import NoiseStream, noise_key, uniform
 from actors.verification import random_source
 from actors.verification.random_source import HashRandomSource
 
@@ -48,3 +49,17 @@ def test_every_seed_step_node_and_stream_has_its_own_number():
     assert samples[0] == HashRandomSource(1, 2).sample(weights, 3)
     below = samples[0] / len(weights)  # the acceptance number of the same node lies elsewhere
     assert HashRandomSource(1, 2).accept(below, 3) == HashRandomSource(1, 2).accept(below + 2e-6, 3)
+
+
+def test_no_seed_has_the_numbers_of_another_purpose():
+    """Seeds as small as the numbers of the streams, in whose place a swapped argument would put them."""
+    sources = [HashRandomSource(seed, step) for seed in range(6) for step in range(6)]
+    marks = {source.mark(node) for source in sources for node in range(6)}
+    others = {
+        uniform(noise_key(seed, stream, step, node))
+        for seed in range(6)
+        for stream in (NoiseStream.COUPLED, NoiseStream.DRAFT, NoiseStream.ACCEPT)
+        for step in range(6)
+        for node in range(6)
+    }
+    assert len(marks) == 6**3 and len(others) == 3 * 6**3 and not marks & others

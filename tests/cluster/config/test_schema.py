@@ -386,6 +386,7 @@ def test_overrides_that_cannot_be_understood(overrides: list[str], line: str):
             ["target.weights=int8", "target.device=cuda"],
             "target.weights=int8: needs target.device=cpu and target.dtype=float32; set them or drop it",
         ),
+        (["target.weights=bfloat16", "target.device=cuda", "target.dtype=float16"], "target.weights=bfloat16: needs"),
         (
             ["drafter.weights=int8", "drafter.dtype=bfloat16"],
             "drafter.weights=int8: needs drafter.device=cpu and drafter.dtype=float32",

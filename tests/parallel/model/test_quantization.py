@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from parallel.kernels.packing import Packing
 from parallel.kernels.triton_launch import runs_on
 from parallel.kv.pass_plan import Span
 from parallel.model.checkpoint import (
@@ -254,6 +255,15 @@ def test_products_of_codes_give_the_same_tokens(pair, device):
     counted = weight_bytes(model.config, 1, 4, weights="packed", path=str(ours))
     excess = counted - model.decoder.nbytes()
     assert excess > 0 if name == "fp8 per channel" else excess == 0, "scales in two bytes are counted as four"
+
+
+def test_bytes_of_a_packed_matrix_are_those_of_its_codes_scales_and_zero_points():
+    """Of 6 outputs and 256 inputs."""
+    one_byte = 6 * 256
+    assert Packing("fp8", 128).num_bytes(6, 256) == Packing("int8", 128).num_bytes(6, 256) == one_byte + 6 * 2 * 4
+    assert Packing("fp8").num_bytes(6, 256) == one_byte + 6 * 4
+    assert Packing("int4", 128, scale_bytes=2).num_bytes(6, 256) == one_byte // 2 + 6 * 2 * 2
+    assert Packing("int4", 128, has_zeros=True, scale_bytes=2).num_bytes(6, 256) == one_byte // 2 + 6 * 2 * 3
 
 
 @pytest.mark.parametrize("layer", [0, 1])

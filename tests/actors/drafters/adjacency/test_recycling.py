@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.drafters.adjacency.config import RecyclingDrafterConfig
+from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
 from actors.drafters.adjacency.recycling import RecyclingDrafter, tree_template
 from actors.drafters.interface import Context
 from actors.protocol.messages import SamplingParams, TopTokens
@@ -71,3 +71,11 @@ def test_a_larger_tree_holds_the_smaller_one(width):
 
     for size in range(1, 40):
         assert nodes(size) < nodes(size + 1)
+
+
+def test_prompts_are_read_unless_it_is_said_otherwise():
+    """The pass over a prompt fills the matrix, so that the first draft has something to follow."""
+    assert all(
+        config().reads_prompts and config().target_top_k for config in (RecyclingDrafterConfig, AdedDrafterConfig)
+    )
+    assert not RecyclingDrafterConfig(reads_prompts=False).reads_prompts

@@ -185,6 +185,18 @@ def test_an_impossible_distribution_drafts_nothing_and_leaves_the_others(
     assert all(distribution is None for distribution in nothing.distributions)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_that_are_ruled_out_are_in_no_draft(open_drafter, shape, rule, temperature):
+    """All but two, fewer than a tree is wide: the tree is narrower instead."""
+    ruled_out = tuple((token,) for token in range(VOCAB_SIZE) if token not in (20, 30))
+    drafter, _ = open_drafter(shape, rule=rule)
+    (context,) = opened(drafter, context_of(1, 9, temperature=temperature, bad_words=ruled_out))
+    (draft,) = drafter.propose([context], [budget_of(shape)])
+    assert draft.tree.num_draft_tokens > 0 and set(draft.tree.token_ids[1:]) <= {20, 30}
+
+
 def test_a_greedy_chain_is_the_models_own_continuation(open_drafter, models):
     from transformers import AutoModelForCausalLM
 
