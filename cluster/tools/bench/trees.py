@@ -25,6 +25,7 @@ from actors.drafters.model.fixed_trees import best_trees, expected_accepted, wri
 from actors.drafters.model.tree_growth import Candidate, GrowingTree, StaticGrowth
 from actors.options import VerifyRule
 from actors.protocol.messages import SamplingParams
+from actors.protocol.token_tree import TokenTree
 from actors.verification.verifier import Verifier
 from cluster import pocket
 from cluster.io.console import Terminal
@@ -81,6 +82,8 @@ class Measured:
     mean_nodes: float
     fed_per_round: float
     merged_per_round: float
+    mergeable_per_round: float
+    """Nodes that GSD would not have drafted (`num_mergeable`)."""
     shape: str
 
 
@@ -226,6 +229,20 @@ def interval(rounds: Sequence[CountedRound]) -> tuple[float, float, float]:
     return float(sums[:, 0].sum() / sums[:, 1].sum()), float(low), float(high)
 
 
+def num_mergeable(tree: TokenTree) -> int:
+    """Draft nodes that GSD (arXiv 2407.16207, `repeat_threshold=0`) would not draft: the same token was drafted before,
+    at whatever depth, off the node's own path, or the node is behind such a one."""
+    merged: set[int] = set()
+    earlier: dict[int, set[int]] = {}
+    for node in range(1, len(tree.token_ids)):
+        path, twins = tree.path_to(node), earlier.setdefault(tree.token_ids[node], set())
+        if tree.parents[node] in merged or twins.difference(path):
+            merged.add(node)
+        else:
+            twins.add(node)
+    return len(merged)
+
+
 def measure(pair: Pair, scheme: Scheme, config: ModelDrafterConfig, temperature: float) -> Measured:
     rounds, drafter = pair.run(config, scheme.rule, temperature, pair.prompts)
     shape = str(config.branching) if config.branching else f"{config.width} x {config.depth}"
@@ -240,6 +257,7 @@ def measure(pair: Pair, scheme: Scheme, config: ModelDrafterConfig, temperature:
         float(np.mean(sizes)),
         drafter.num_fed_nodes / len(rounds),
         drafter.num_merged_nodes / len(rounds),
+        float(np.mean([num_mergeable(one.tree) for one in rounds])),
         shape,
     )
 

@@ -38,6 +38,19 @@ def test_the_interval_is_over_prompts():
     assert mean == pytest.approx(16 / 7) and low == pytest.approx(1.0) and high == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "parents", "merged"),
+    [
+        ([0, 7, 7, 7], [-1, 0, 1, 2], 0),  # on one path
+        ([0, 7, 8, 7, 9], [-1, 0, 0, 2, 3], 2),  # 7 again, a level below, and what is behind it
+        ([0, 7, 8, 9, 9], [-1, 0, 0, 1, 2], 1),  # at one depth
+        ([0, 7, 8, 8, 7], [-1, 0, 0, 1, 2], 2),  # each behind the other: the graph of GSD has a cycle here
+    ],
+)
+def test_gsd_would_not_draft_a_token_again_off_its_path(tokens, parents, merged):
+    assert trees.num_mergeable(TokenTree(tuple(tokens), tuple(parents))) == merged
+
+
 @pytest.mark.slow
 def test_a_small_run(tmp_path, capsys):
     out = tmp_path / "trees.json"
