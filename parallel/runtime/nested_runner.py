@@ -1,7 +1,8 @@
 """Passes of a draft model, or of its first layers alone before its norm and head: nested drafts (S2D, 2407.01955).
 
-Rows that more layers wrote serve fewer: the keys and values of a layer depend on the layers below it only. So a
-sequence begins with the whole model, may go over to fewer layers once, and never goes back. Knows no drafts.
+How many layers run is chosen for every draft, by how sure the nested models were at the first rows of the latest ones.
+Rows that more layers wrote serve fewer: the keys and values of a layer depend on the layers below it only. To go over
+to more layers, the rows that fewer wrote are dropped and their tokens fed again. Knows no drafts.
 """
 
 from __future__ import annotations
@@ -20,46 +21,80 @@ from parallel.model.layer_plan import LayerPlan
 from parallel.runtime.runner import ModelRunner, PassOutput
 from parallel.transfers import upload
 
-ROWS_TO_CHOOSE = 16
-"""Rows with logits of the whole model after which a sequence's number of layers is chosen."""
+MEMORY = 0.75
+"""Weight of the past in a confidence for each draft: about the last four count."""
 
 
 @dataclass(slots=True)
-class _Confidence:
-    """Of the rows seen so far, by nested model: the sum of the probability of the likeliest token, [models]."""
+class _NestedState:
+    """`depth` layers run. `num_rows[d]` leading rows were written by d layers or more. `sure[d]` is the confidence of d
+    layers, for those that ran last; `seen` are theirs at the latest draft, still on the device."""
 
-    num_rows: int = 0
-    total: Tensor = field(default_factory=lambda: torch.zeros(()))
+    depth: int
+    num_rows: dict[int, int]
+    sure: dict[int, float] = field(default_factory=dict)
+    seen: tuple[Sequence[int], Tensor] | None = None
+
+    def cut(self, length: int) -> None:
+        self.num_rows = {depth: min(rows, length) for depth, rows in self.num_rows.items()}
+
+    def wrote(self, length: int) -> None:
+        self.num_rows = {depth: length if depth <= self.depth else rows for depth, rows in self.num_rows.items()}
+
+    def observe(self) -> None:
+        if self.seen is not None:
+            latest = dict(zip(self.seen[0], self.seen[1].tolist(), strict=True))
+            before = latest | self.sure
+            self.sure = {depth: MEMORY * before[depth] + (1 - MEMORY) * one for depth, one in latest.items()}
+            self.seen = None
 
 
 class NestedRunner(ModelRunner):
-    """`depths` are numbers of first layers. One of them serves every sequence from its start; of several a sequence
-    goes over to the fewest whose confidence, the mean probability of their likeliest token, is at least `confidence`,
-    and stays with the whole model where none is."""
+    """`depths` are numbers of first layers. One of them serves every sequence. Of several, and the whole model, the
+    fewest serve whose confidence, the probability of their likeliest token, is at least `confidence`; if no model that
+    ran has it, the next larger one is tried. The prompt is read by the whole model."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, depths: Sequence[int], confidence: float) -> None:
         super().__init__(decoder, pool)
         self._whole = decoder.config.num_layers
-        self._depths = sorted(set(depths))
+        self._depths = sorted({*depths, self._whole} if len(set(depths)) > 1 else set(depths))
         self._least = confidence
-        self._chosen: dict[SeqId, int] = {}
-        self._seen: dict[SeqId, _Confidence] = {}
+        self._sequences: dict[SeqId, _NestedState] = {}
 
     def depth_of(self, seq_id: SeqId) -> int:
         """Layers that the next pass of this sequence runs."""
-        return self._chosen.get(seq_id, self._whole)
+        return self._sequences[seq_id].depth
 
     def open(self, seq_id: SeqId) -> None:
         super().open(seq_id)
-        if len(self._depths) == 1:
-            self._chosen[seq_id] = self._depths[0]
-        else:
-            self._seen[seq_id] = _Confidence()
+        self._sequences[seq_id] = _NestedState(self._depths[-1], dict.fromkeys(self._depths, 0))
 
     def close(self, seq_id: SeqId) -> None:
         super().close(seq_id)
-        self._chosen.pop(seq_id, None)
-        self._seen.pop(seq_id, None)
+        del self._sequences[seq_id]
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        super().commit(seq_id, keep, retain)
+        self._sequences[seq_id].wrote(self.cached_len(seq_id))
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        super().truncate(seq_id, length)
+        self._sequences[seq_id].cut(length)
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:
+        """Choose the layers of the next draft; if more, drop the rows that fewer wrote, and return whether it is so."""
+        sequence = self._sequences[seq_id]
+        sequence.observe()
+        before, sequence.depth = sequence.depth, self._choice(sequence)
+        if sequence.depth > before:
+            self.truncate(seq_id, sequence.num_rows[sequence.depth])
+        return sequence.depth > before
+
+    def _choice(self, sequence: _NestedState) -> int:
+        if not sequence.sure:
+            return sequence.depth
+        clear = [depth for depth, sure in sequence.sure.items() if sure >= self._least]
+        return min(clear, default=next((depth for depth in self._depths if depth > sequence.depth), self._whole))
 
     @torch.inference_mode()
     def forward(
@@ -68,13 +103,15 @@ class NestedRunner(ModelRunner):
         token_ids: Tensor | Sequence[int],
         taps: Sequence[int] = (),
         *,
-        fuzzy: bool = False,  # noqa: ARG002  every pass is exact
+        fuzzy: bool = False,
     ) -> PassOutput:
-        """One pass for all sequences that run so many layers."""
+        """One pass for all sequences that run so many layers. Passes that are not `fuzzy`, the first of a draft, tell
+        how sure the nested models are."""
         assert not taps, "a draft model has no taps"
+        watched = len(self._depths) > 1 and not fuzzy
         depths = sorted({self.depth_of(span.seq_id) for span in spans})
         if len(depths) == 1:
-            return self._pass(depths[0], spans, token_ids)
+            return self._pass(depths[0], spans, token_ids, watched=watched)
         tokens = upload(token_ids, self.decoder.device)
         fed = tokens.split([span.num_tokens for span in spans])
         logits: dict[int, Tensor] = {}
@@ -82,38 +119,34 @@ class NestedRunner(ModelRunner):
         for depth in depths:
             places = [i for i, span in enumerate(spans) if self.depth_of(span.seq_id) == depth]
             chosen = [spans[i] for i in places]
-            output = self._pass(depth, chosen, torch.cat([fed[i] for i in places]))
+            output = self._pass(depth, chosen, torch.cat([fed[i] for i in places]), watched=watched)
             logits |= zip(places, output.logits.split([span.num_logits for span in chosen]), strict=True)
             hidden |= zip(places, output.hidden.split([span.num_tokens for span in chosen]), strict=True)
         order = range(len(spans))
         return PassOutput(torch.cat([logits[i] for i in order]), torch.cat([hidden[i] for i in order]), ())
 
-    def _pass(self, depth: int, spans: Sequence[Span], token_ids: Tensor | Sequence[int]) -> PassOutput:
+    def _pass(
+        self, depth: int, spans: Sequence[Span], token_ids: Tensor | Sequence[int], *, watched: bool
+    ) -> PassOutput:
         plan = self.plan(spans)
         plan.layers = None if depth == self._whole else LayerPlan.prefix(depth)
-        watched = depth == self._whole and any(span.num_logits and span.seq_id in self._seen for span in spans)
-        output = self.run(plan, token_ids, self._depths if watched else ())
+        watched = watched and any(span.num_logits for span in spans)
+        nested = [one for one in self._depths if one < depth] if watched else []
+        output = self.run(plan, token_ids, nested)
         if watched:
-            self._watch(spans, output)
+            self._watch([*nested, depth], spans, output)
         return output
 
-    def _watch(self, spans: Sequence[Span], output: PassOutput) -> None:
-        """How sure the nested models are at the rows with logits; where these are enough, choose."""
-        ends = accumulate(span.num_tokens for span in spans)
-        rows = [range(end - span.num_logits, end) for span, end in zip(spans, ends, strict=True)]
-        index = upload([row for each in rows for row in each], output.hidden.device)
-        sure = [
-            self.decoder.head(self.decoder.normalize(stream.index_select(0, index))).float().softmax(-1).amax(-1)
-            for stream in output.features
-        ]
-        for span, part in zip(spans, torch.stack(sure, 1).split([len(each) for each in rows]), strict=True):
-            seen = self._seen.get(span.seq_id)
-            if seen is None or not len(part):
-                continue
-            seen.total = seen.total.to(part.device) + part.sum(0)
-            seen.num_rows += len(part)
-            if seen.num_rows >= ROWS_TO_CHOOSE:
-                means = (seen.total / seen.num_rows).tolist()
-                clear = [depth for depth, mean in zip(self._depths, means, strict=True) if mean >= self._least]
-                self._chosen[span.seq_id] = min(clear, default=self._whole)
-                del self._seen[span.seq_id]
+    def _watch(self, depths: Sequence[int], spans: Sequence[Span], output: PassOutput) -> None:
+        """How sure the models that ran are at the last row of each sequence that has logits."""
+        rows, places = (
+            [end - 1 for end, span in zip(accumulate(numbers), spans, strict=True) if span.num_logits]
+            for numbers in ([span.num_tokens for span in spans], [span.num_logits for span in spans])
+        )
+        seq_ids = [span.seq_id for span in spans if span.num_logits]
+        index = upload(rows, output.hidden.device)
+        nested = [self.decoder.head(self.decoder.normalize(one.index_select(0, index))) for one in output.features]
+        logits = [*nested, output.logits.index_select(0, upload(places, output.logits.device))]
+        sure = torch.stack([one.float().softmax(-1).amax(-1) for one in logits], 1)
+        for seq_id, part in zip(seq_ids, sure, strict=True):
+            self._sequences[seq_id].seen = depths, part

@@ -333,10 +333,11 @@ class ModelDrafterConfig(LearningDrafterConfig):
     """cpu, cuda, or auto, as `target.device`."""
     prefixes: Annotated[list[int], Range(1)] = field(default_factory=list)
     """Numbers of the model's first layers that may draft in its place (S2D), for a model that was trained so
-    (`job.recipe=sorted`). One: they always do. Several: a request begins with the whole model and after 16 guesses goes
-    on with the fewest that are as sure as `prefix_confidence`. Empty = the whole model."""
+    (`job.recipe=sorted`). One: they always do. Several: the prompt is read by the whole model, and every draft takes
+    the fewest layers that were as sure as `prefix_confidence` at the latest ones. Empty = the whole model."""
     prefix_confidence: Annotated[float, Range(0, 1)] = 0.6
-    """prefixes: least mean probability of the likeliest token, by so many layers, to go on with them."""
+    """prefixes: least probability of the likeliest token, by so many layers, to draft with them; the mean over the
+    latest drafts."""
     vocabulary: str = ""
     """A token list made by `job=vocabulary`: the model drafts these tokens only and computes no other logits; empty =
     all tokens."""
