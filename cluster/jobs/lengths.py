@@ -45,6 +45,7 @@ _RULES = {
     **{f"threshold {chance}": lambda chance=chance: ThresholdRule(chance) for chance in (0.3, 0.5, 0.7)},
     "thompson": ThompsonRule,
     "probability": ProbabilityRule,
+    **{f"probability {least}": lambda least=least: ProbabilityRule(least) for least in (0.4, 0.6)},
     **{f"gap {chance}": lambda chance=chance: GapRule(chance) for chance in (0.3, 0.6)},
 }
 _REPEATS = 25

@@ -71,7 +71,7 @@ def test_a_drafter_is_measured_after_every_token(tiny_launch, write_prompts, tmp
     lengths.run(config, tmp_path)
     rules = json.loads((tmp_path / "lengths.json").read_text())["rules"]
     assert rules["fixed 3"]["tokens_per_round"] == 4.0 and rules["fixed 2"]["accepted"] == 1.0
-    assert {"known", "ordered", "thompson", "probability", "threshold 0.5", "gap 0.6"} < set(rules)
+    assert {"known", "ordered", "thompson", "probability", "probability 0.6", "threshold 0.5", "gap 0.6"} < set(rules)
 
 
 @pytest.mark.parametrize(
