@@ -46,16 +46,12 @@ def paths(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def launched(paths: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs `main` in this process with a stand-in for the job, on Hydra state and signals of its own."""
+def entered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs `main` in this process, on Hydra state and signals of its own: exit code, standard output, standard error."""
 
-    def run(job: Callable[[object, Path], None], *overrides: str, name: str = "generate") -> Outcome:
-        module = ModuleType(f"cluster.jobs.{name}")
-        module.run = job
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setenv(launch.FULL_ERROR, "0")
-        flags_first = overrides and overrides[0].startswith("-")
-        monkeypatch.setattr(sys, "argv", ["launch", *((*overrides, *paths) if flags_first else (*paths, *overrides))])
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         GlobalHydra.instance().clear()
         try:
@@ -65,7 +61,22 @@ def launched(paths: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             GlobalHydra.instance().clear()
             for number, listener in before.items():
                 signal.signal(number, listener)
-        return left.value.code, capsys.readouterr().err.splitlines()
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def launched(paths: list[str], entered, monkeypatch: pytest.MonkeyPatch):
+    """Runs `main` in this process with a stand-in for the job."""
+
+    def run(job: Callable[[object, Path], None], *overrides: str, name: str = "generate") -> Outcome:
+        module = ModuleType(f"cluster.jobs.{name}")
+        module.run = job
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        flags_first = overrides and overrides[0].startswith("-")
+        code, _, err = entered(*((*overrides, *paths) if flags_first else (*paths, *overrides)))
+        return code, err.splitlines()
 
     return run
 
@@ -218,35 +229,37 @@ def test_the_configuration_can_be_shown_from_anywhere(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_names_groups_keys_and_examples():
-    done = command("--help")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_help_names_groups_keys_and_examples(entered):
+    code, out, err = entered("--help")
+    assert (code, err) == (0, "")
     for word in ("num_draft_tokens: 5", "== Examples ==", "--cfg job --resolve", "explained by --help KEY"):
-        assert word in done.stdout
-    groups = done.stdout.partition("== Groups")[2].partition("== Configuration")[0]
+        assert word in out
+    groups = out.partition("== Groups")[2].partition("== Configuration")[0]
     named = {word for line in groups.splitlines() for word in line.replace(",", " ").split()}
     assert not [choice for choices in CHOICES.values() for choice in choices if choice not in named]
 
 
-def test_help_explains_a_key():
-    done = command("--help", "drafter.kv_slots")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(
+def test_help_explains_a_key(entered):
+    code, out, err = entered("--help", "drafter.kv_slots")
+    assert (code, err) == (0, "")
+    assert out.startswith(
         "drafter=model, drafter=speculator, drafter=self: drafter.kv_slots=0\n"
         "    whole number, 0 (sized automatically) or above"
     )
-    done = command("drafter.widht", "--help")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: drafter.widht: no such key; did you mean drafter.width")
+    code, out, err = entered("drafter.widht", "--help")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: drafter.widht: no such key; did you mean drafter.width")
 
 
-def test_help_with_an_override_shows_the_configuration():
-    assert "max_ngram: 4" in command("--help", "drafter=ngram").stdout
+def test_help_with_an_override_shows_the_configuration(entered):
+    assert "max_ngram: 4" in entered("--help", "drafter=ngram")[1]
 
 
-def test_shell_completion_offers_choices():
-    done = command("-sc", "query=bash", env={"COMP_LINE": "specdec drafter=", "COMP_POINT": "16"})
-    assert done.stdout.split() == [f"drafter={name}" for name in sorted(CHOICES["drafter"])]
+def test_shell_completion_offers_choices(entered, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMP_LINE", "specdec drafter=")
+    monkeypatch.setenv("COMP_POINT", "16")
+    code, out, _ = entered("-sc", "query=bash")
+    assert code == 0 and out.split() == [f"drafter={name}" for name in sorted(CHOICES["drafter"])]
 
 
 def test_a_bad_override_through_the_module_exits_with_2():
@@ -264,7 +277,7 @@ def test_nothing_heavy_is_imported_before_a_job_starts():
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
-        ([signal.SIGTERM], 130),
+        pytest.param([signal.SIGTERM], 130, marks=pytest.mark.slow),  # the others begin so
         ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130),
         ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], 130),
         ([signal.SIGINT] * 3, -signal.SIGINT),
