@@ -166,11 +166,12 @@ def plain_tokens():
 def every_combination():
     """All of them; by default, every drafter in every pipeline with one of the usual samplings, each in turn.
 
-    Variants of the draft model are by default in `sync` and one other pipeline, in turn.
+    Variants of the draft model, and of lookups, are by default in `sync` and one other pipeline, in turn.
     """
     others = [pipeline for pipeline in PIPELINES if pipeline not in ("plain", "sync")]
     for i, drafter in enumerate(DRAFTERS):
-        own = ("sync", others[i % len(others)]) if drafter in VARIANTS else ("sync", *others)
+        is_variant = drafter in VARIANTS or drafter in LOOKUPS[1:]
+        own = ("sync", others[i % len(others)]) if is_variant else ("sync", *others)
         for j, pipeline in enumerate(PIPELINES):
             in_turn = USUAL[(i + j) % len(USUAL)]
             for sampling in SAMPLINGS:
@@ -217,8 +218,20 @@ def test_tokens_with_an_attached_drafter_are_those_of_plain_decoding(
         assert counts[0] == counts[1], "the placement changed what was drafted"
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), list(every_drafter_in_turn(tuple(SAMPLINGS), ON_TARGET)))
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def rules_on_the_target():
+    """Every drafter with every sampling and two rules; by default one of each, in turn.
+
+    All are compared under `coupled` by the tests of separate speculators and of preemption.
+    """
+    samplings, rules = list(SAMPLINGS), ["coupled", "rejection"]
+    for i, drafter in enumerate(ON_TARGET):
+        for rule in rules:
+            for sampling in SAMPLINGS:
+                is_usual = sampling == samplings[i // 2 % len(samplings)] and rule == rules[i % 2]
+                yield pytest.param(rule, drafter, sampling, marks=[] if is_usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("rule", "drafter", "sampling"), list(rules_on_the_target()))
 def test_tokens_with_a_drafter_on_the_target(open_room, make_requests, plain_tokens, drafter, sampling, rule):
     """Under `rejection` greedy tokens are the same ones too."""
     requests = make_requests(5, max_tokens=24, **SAMPLINGS[sampling])
@@ -383,12 +396,12 @@ def placements_and_temperatures():
 def test_preemption_and_chunked_prefill_change_no_token(
     open_room, make_requests, plain_tokens, drafter, temperature, attached
 ):
-    requests = make_requests(6, max_tokens=40, temperature=temperature)
-    if ("preemption", temperature) not in plain_tokens:
+    requests = make_requests(5, max_tokens=30, temperature=temperature)
+    if ("shorter preemption", temperature) not in plain_tokens:
         plain_tokens["preemption", temperature] = open_room(pipeline="plain").serve(requests)
     plain = plain_tokens["preemption", temperature]
     limits = SchedulerConfig(3, 40, 16)
-    room = open_room(DRAFTERS[drafter], limits=limits, slots=150, attached=attached).serve(requests)
+    room = open_room(DRAFTERS[drafter], limits=limits, slots=130, attached=attached).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
     assert room.stats.num_preemptions > 0, "the pool was never short: the test shows nothing"
 
@@ -521,10 +534,17 @@ DEAD = (17, 29, 54, 71, 83)
 DEAD_ENDS = dict(bad_words=tuple((token, other) for token in DEAD for other in range(VOCAB_SIZE)))
 
 
-@pytest.mark.parametrize(
-    ("drafter", "pipeline"), list(every_drafter_in_turn([name for name in PIPELINES if name != "plain"]))
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def dead_ends():
+    """Every drafter in every pipeline, greedy and sampled; by default in one pipeline and one of the two, in turn."""
+    pipelines = [name for name in PIPELINES if name != "plain"]
+    for i, drafter in enumerate(DRAFTERS):
+        for j, pipeline in enumerate(pipelines):
+            for temperature in (0.0, 1.0):
+                is_usual = j == i % len(pipelines) and temperature == (i // len(pipelines)) % 2
+                yield pytest.param(drafter, pipeline, temperature, marks=[] if is_usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("drafter", "pipeline", "temperature"), list(dead_ends()))
 def test_a_request_that_no_token_can_follow_ends_where_plain_decoding_ends_it(
     open_room, make_requests, plain_tokens, drafter, pipeline, temperature
 ):
