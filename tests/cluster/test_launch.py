@@ -47,7 +47,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs `main` in this process, on Hydra state and signals of its own: exit code, standard output, standard error."""
+    """Runs `main` in this process, on Hydra state and signals of its own: exit code, stdout, stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setenv(launch.FULL_ERROR, "0")

@@ -60,9 +60,9 @@ def test_the_sum_has_the_same_bits_on_every_rank_and_in_every_run(on_ranks):
         assert torch.equal(summed, terms[0] + terms[1] + terms[2])
 
 
-def _process_main(port, rank, size, results):
-    group = join(connect_store("127.0.0.1", port), "processes", 0, rank, size, timeout_s=30)
-    results.put((rank, [tensor.tolist() for tensor in collectives(group)]))
+def _process_main(port, results):
+    group = join(connect_store("127.0.0.1", port), "processes", 0, 1, 2, timeout_s=60)
+    results.put([tensor.tolist() for tensor in collectives(group)])
     group.close()
 
 
@@ -70,13 +70,13 @@ def test_collectives_between_processes():
     store = host_store()
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    processes = [spawn.Process(target=_process_main, args=(store.port, rank, 2, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    answers = dict(results.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join(timeout=30)
-    check_collectives([[torch.tensor(tensor) for tensor in answers[rank]] for rank in range(2)])
+    other = spawn.Process(target=_process_main, args=(store.port, results))
+    other.start()
+    group = join(connect_store("127.0.0.1", store.port), "processes", 0, 0, 2, timeout_s=60)
+    own = collectives(group)
+    check_collectives([own, [torch.tensor(tensor) for tensor in results.get(timeout=60)]])
+    group.close()
+    other.join(timeout=30)
 
 
 def test_store_and_group_listen_on_the_chosen_address_only():

@@ -289,28 +289,3 @@ def test_wrong_settings_are_one_line(target: Path, text: Path, tmp_path: Path, n
 def test_the_page_of_recipes_is_as_the_registry_says():
     """If not: python -m cluster.tools.training.speculators.recipes_page > docs/recipes.md"""
     assert (Path(__file__).parents[4] / "docs" / "recipes.md").read_text() == page()
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_two_ranks_train_a_prefix_each(target: Path, text: Path, tmp_path: Path):
-    """The second one has a layer less, whose gradients are the first one's alone."""
-    options = "{start: '', prefixes: [1]}"
-    both = train.make_drafter(
-        small(target, text, recipe="sorted", options=options, ranks=2, average="participants"), tmp_path
-    )
-    before, after = both["held_out_before"], both["held_out"]
-    assert both["ranks"] == 2 and after["loss"] < before["loss"]
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_two_ranks_share_the_batches_of_one(target: Path, text: Path, tmp_path: Path):
-    alone = train.make_drafter(small(target, text), tmp_path / "alone")
-    both = train.make_drafter(small(target, text, ranks=2), tmp_path / "both")
-    assert both["ranks"] == 2
-    assert both["training"]["steps"] == alone["training"]["steps"] == 8
-    assert both["training"]["tokens"] == alone["training"]["tokens"]
-    # The same rows in every step; a rank's mean is over its own labels, of which rows have different numbers.
-    assert both["held_out"]["loss"] == pytest.approx(alone["held_out"]["loss"], rel=0.02)
-    assert both["held_out"]["loss"] != pytest.approx(both["held_out_before"]["loss"], rel=0.05)
