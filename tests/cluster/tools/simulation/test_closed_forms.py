@@ -15,7 +15,7 @@ from actors.drafters.model.tree_growth import BestFirstGrowth, Candidate, Growin
 from actors.policy.policy import Policy
 from cluster.tools.simulation import Language, PassCost, Scenario, power_law, simulate
 
-NUM_TOKENS = 2400
+NUM_TOKENS = 1600
 TP8, TP4, DRAFT = PassCost.flat(11.22e-3), PassCost.flat(11.86e-3), PassCost.flat(2.61e-3)
 TARGET_S, DRAFT_S = 11.86e-3, 2.61e-3
 BRANCHES = ModelDrafterConfig(num_draft_tokens=3, fan_out=4, ahead_width=16)
