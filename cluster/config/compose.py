@@ -44,6 +44,9 @@ T = TypeVar("T")
 def register() -> None:
     """Register the configuration and every choice of every group with Hydra, once."""
     store = ConfigStore.instance()
+    # Hydra copies its sources, and with them this store, for every composition and every group that its help lists;
+    # it reads copies of the records only.
+    vars(store)["__deepcopy__"] = lambda _: store
     store.store(name="launch_schema", node=_schema(LaunchConfig))
     for group, choices in CHOICES.items():
         for choice, record in choices.items():
