@@ -66,6 +66,7 @@ def exchange(engine, start_client, plain):
     elsewhere = start_client(engine, GREEDY.max_tokens, times=2)
     assert elsewhere.stdout.readline() == "connected\n"
     with connect(engine.address, engine.secret) as client:
+        assert client.address == engine.address
         submitted = [one.submit(prompt, GREEDY) for prompt in PROMPTS for one in (engine, client)]
         assert tokens_of(completion.result(60) for completion in submitted[0::2]) == plain
         assert tokens_of(completion.result(60) for completion in submitted[1::2]) == plain

@@ -88,6 +88,24 @@ def test_what_we_cannot_run_is_named(change, message):
         read_config(LLAMA | change)
 
 
+def test_the_frequencies_of_llama3_are_a_range():
+    rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64, "high_freq_factor": 2.0}
+    for low in (2.0, 4.0):
+        with pytest.raises(ValueError, match=r"high_freq_factor=2\.0: must be above low_freq_factor; correct it"):
+            read_config(LLAMA | {"rope_scaling": rope | {"low_freq_factor": low}})
+    kept = read_config(LLAMA | {"rope_scaling": rope | {"low_freq_factor": 1.0}}).rope
+    assert kept is not None and (kept.low_freq_factor, kept.high_freq_factor) == (1.0, 2.0)
+    plain = {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+    assert read_config(LLAMA | {"rope_scaling": plain}), "fields of another type are not read"
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_qwen2_has_biases_on_queries_keys_and_values_alone(said):
+    """Whatever `attention_bias` says, which its config.json does not have: the code of the model does not read it."""
+    config = read_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"], "attention_bias": said})
+    assert (config.qkv_bias, config.o_bias) == (True, False)
+
+
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         read_config(tmp_path)

@@ -14,7 +14,7 @@ from actors.drafters.model.config import ModelDrafterConfig, Parallel
 from actors.drafters.online import learner as learner_module
 from actors.drafters.online import windows as windows_module
 from actors.drafters.online.idle_time import IdleTime
-from actors.drafters.online.learner import OnlineLearner, law_loss
+from actors.drafters.online.learner import DROPPED, OnlineLearner, law_loss
 from actors.drafters.online.window_features import KEPT, WindowFeatures
 from actors.drafters.online.windows import LawWindow, TextLaws, WindowMemory
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
@@ -347,6 +347,32 @@ def test_what_is_served_is_the_running_average_of_what_is_trained(models, makes_
             torch.testing.assert_close(one, other)
 
 
+def test_adapters_that_are_left_out_are_made_up_for_by_the_others(models, makes_steps, monkeypatch):
+    """The mean of an adapter's scale is 1, so that what is trained is what is served."""
+    learner, seen = learner_of(models), []
+    logits = learner._model.logits
+
+    def recording(tokens, count, adapters, scales, features):
+        seen.extend(scales if adapters is learner._live else ())
+        return logits(tokens, count, adapters, scales, features)
+
+    monkeypatch.setattr(learner._model, "logits", recording)
+    for window in windows_from(models):
+        learner.memory.add(window)
+    while learner.wants_step:
+        learner.learn()
+    assert sorted(set(seen)) == pytest.approx([0, 1 / (1 - DROPPED)])
+    assert sum(seen) / len(seen) == pytest.approx(1, abs=0.1)
+
+
+def test_tokens_that_the_drafter_lacks_are_never_accepted(models):
+    """Nine tenths of the law are of a token beyond its vocabulary."""
+    tokens = torch.arange(2, 22)
+    likely, probs = torch.tensor([[300, 5]]).expand(8, 2), torch.tensor([[0.9, 0.1]]).expand(8, 2)
+    window = LawWindow(tokens, likely, probs, greedy=False)
+    assert 0 < learner_of(models)._accepted_share(window, None) <= 0.1 + 1e-6
+
+
 def test_it_falls_back_to_the_shipped_weights_where_it_drafts_worse(models, makes_steps):
     """It learns nonsense, is then tested on text that the shipped model knows, and starts anew."""
     learner = learner_of(models, path="target")
@@ -498,6 +524,10 @@ def test_state_is_continued_and_another_model_s_is_refused(models, makes_steps, 
     assert all(torch.equal(one, other) for one, other in zip(served, restored, strict=True))
     for one in (learner, again):  # and both go on alike, but for the moments of AdamW
         assert [torch.equal(a, b) for a, b in zip(one._live[0], learner._live[0], strict=True)] == [True, True]
+    for one in (learner, again):  # without gradients a step moves the average alone, by what it has averaged so far
+        one._step()
+    for pair, found in zip(learner._average, again._average, strict=True):
+        assert [torch.equal(a, b) for a, b in zip(pair, found, strict=True)] == [True, True]
     with pytest.raises(ValueError, match="another model"):
         learner_of(models, path="tiny").restore(file)
     file.write_bytes(b"no state")
