@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,15 +23,48 @@ _SHOWN = 40
 def parse_json(text: str | bytes) -> Any:
     """The value that a JSON text stands for; ValueError, one line, if it stands for none."""
     try:
-        return json.loads(text)
+        content = json.loads(text)
+        source = text.lower()
+        if b"\\ud" in source if isinstance(source, bytes) else "\\ud" in source:  # an escaped surrogate, or half of one
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from None
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""
+        raise ValueError(f"is not JSON ({error.msg} at {line}column {error.colno})") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text (byte {error.start})") from None
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise ValueError(f"is not Unicode text ({half} is half of a character)") from None
     except ValueError as error:  # a number of too many digits
         raise ValueError(f"is not JSON ({error})") from None
+
+
+def read_text(path: Path, where: str) -> str:
+    """The text of a file; ValueError, one line that begins with `where`, if it has none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read ({error.strerror}); give a file that can") from None
+
+
+def json_lines(text: str, kind: type[T], where: str) -> Iterator[tuple[str, T]]:
+    """The record of every line of a JSONL text that is not blank, behind its place: `where` and the line's number.
+
+    ValueError, one line that begins with the place, for the first line that holds none of this type.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{where}: line {number}"
+            try:
+                yield place, as_type(parse_json(line), kind)
+            except ValueError as error:
+                is_whole = str(error).startswith("is ")
+                raise ValueError(f"{place}{' ' if is_whole else ': '}{error}; correct or remove it") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SUBSTITUTES: tuple[Any, ...] = (
     None,
@@ -145,3 +147,13 @@ def damaged_json(content: str, rng: random.Random, *, in_bytes: float = 0.15) ->
         return damaged_bytes(content.encode(), rng)
     kind, value = damaged_value(json.loads(content), rng)
     return kind, json.dumps(value).encode()
+
+
+def tried(read: Callable[[], T]) -> tuple[T | None, str]:
+    """What was read and no line, or nothing and the one line that refuses it."""
+    try:
+        return read(), ""
+    except ValueError as error:
+        line = str(error)
+    assert line and "\n" not in line, line
+    return None, line

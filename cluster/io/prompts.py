@@ -6,11 +6,13 @@ an error names the bad line. Must not know tokenizers or engines.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
+
+from parallel.typed_json import json_lines, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,17 @@ class Prompt:
         return {name: value for name, value in labels.items() if value is not None}
 
 
+class PromptFields(TypedDict, total=False):
+    """Of a line; others are left alone."""
+
+    prompt: str | None
+    turns: list[str] | None
+    category: str | None
+    question_id: str | int | None
+    task_id: str | int | None
+    source: str | None
+
+
 def prompt_sets(folder: Path) -> dict[str, Path]:
     """Name -> file of every prompt set in a folder: NAME.jsonl, or NAME/question.jsonl as Spec-Bench keeps them."""
     nested = {file.parent.name: file for file in sorted(folder.glob("*/question.jsonl"))}
@@ -45,11 +58,8 @@ def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
 
     Raises ValueError for a file without prompts, and for the first line that is not a prompt.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"job.prompts={path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    prompts = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    where = f"job.prompts={path}"
+    prompts = [_prompt(place, record) for place, record in json_lines(read_text(path, where), PromptFields, where)]
     if not prompts:
         raise ValueError(f"job.prompts={path}: holds no prompt; give one JSON object a line with `prompt` or `turns`")
     return spread(prompts, limit) if limit else prompts
@@ -65,19 +75,11 @@ def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
     return [prompts[index] for index in sorted(index for _, index in turns[:limit])]
 
 
-def _parse(path: Path, number: int, line: str) -> Prompt:
-    where = f"job.prompts={path}: line {number}"
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON ({error.msg} at column {error.colno}); correct or remove it") from error
-    if not isinstance(record, dict):
-        raise ValueError(f'{where} is no JSON object; write {{"prompt": ...}}')
-    text = record.get("prompt")
-    if text is None and isinstance(turns := record.get("turns"), list) and turns:
-        text = turns[0]
-    if not isinstance(text, str):
-        raise ValueError(f"{where} has neither a text `prompt` nor a list of texts `turns`; correct or remove it")
+def _prompt(place: str, record: PromptFields) -> Prompt:
+    turns = record.get("turns") or [None]
+    text = turns[0] if record.get("prompt") is None else record.get("prompt")
+    if text is None:
+        raise ValueError(f"{place} has neither a text `prompt` nor a list of texts `turns`; correct or remove it")
     if not text:
-        raise ValueError(f"{where} has an empty prompt; correct or remove it")
+        raise ValueError(f"{place} has an empty prompt; correct or remove it")
     return Prompt(text, record.get("category"), record.get("question_id", record.get("task_id")), record.get("source"))

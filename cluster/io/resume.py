@@ -6,14 +6,25 @@ Must not know engines.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, TypedDict
+
+from msgspec import Meta
 
 from cluster.io.prompts import Prompt
+from parallel.typed_json import as_type, parse_json
 
 UNFINISHED = ("abort", "error")
+
+
+class CompletionFields(TypedDict):
+    """Of a line of `completions.jsonl`, as far as they tell whether its prompt is finished."""
+
+    index: Annotated[int, Meta(ge=0)]
+    prompt: str
+    finish_reason: str
 
 
 def drop_unfinished(path: Path, prompts: Sequence[Prompt]) -> set[int]:
@@ -23,22 +34,24 @@ def drop_unfinished(path: Path, prompts: Sequence[Prompt]) -> set[int]:
     """
     if not path.exists():
         return set()
-    kept: dict[int, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    kept: dict[int, bytes] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            content = parse_json(line)
+        except ValueError:
             continue  # empty, or cut off when the last run was killed
-        if record.get("finish_reason") in UNFINISHED:
+        where, remedy = f"job.resume=true: {path} line {number}", "choose another hydra.run.dir, or job.resume=false"
+        try:
+            record = as_type(content, CompletionFields)
+        except ValueError as error:
+            raise ValueError(f"{where} is no completion ({error}); {remedy} to start over") from None
+        if record["finish_reason"] in UNFINISHED:
             continue
         index = record["index"]
         if index >= len(prompts) or record["prompt"] != prompts[index].text:
-            raise ValueError(
-                f"job.resume=true: {path} line {number} answers another list of prompts; "
-                "choose another hydra.run.dir, or job.resume=false to start over"
-            )
+            raise ValueError(f"{where} answers another list of prompts; {remedy} to start over")
         kept[index] = line
     partial = path.with_suffix(".part")
-    partial.write_text("".join(f"{line}\n" for line in kept.values()), encoding="utf-8")
+    partial.write_bytes(b"".join(line + b"\n" for line in kept.values()))
     os.replace(partial, path)  # atomic: finished lines are never lost
     return set(kept)

@@ -24,7 +24,10 @@ class Outer(TypedDict):
     [
         ("[" * 100_000, "is nested too deeply"),
         ('{"a": {"b":' * 100_000, "is nested too deeply"),
-        ("", r"is not JSON \(Expecting value at line 1, column 1\)"),
+        ("", r"is not JSON \(Expecting value at column 1\)"),
+        ("{\n]", r"is not JSON \(.* at line 2, column 1\)"),
+        (r'{"a": "\uD83D"}', r"is not Unicode text \(\\ud83d is half of a character\)"),
+        (rb'["\udc00\ud83d"]', r"is not Unicode text \(\\udc00 is half"),
         (b"\xff\xff", "is not UTF-8 text"),
         ("9" * 5000, "is not JSON"),
     ],

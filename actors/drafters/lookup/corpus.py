@@ -5,11 +5,13 @@ The rows of a run's `completions.jsonl` are such documents: prompt, then text. U
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypedDict
 
 from tokenizers import Tokenizer
+
+from parallel.typed_json import json_lines, read_text
 
 
 def read_corpus(path: Path, checkpoint: Path, key: str = "drafter.corpus") -> list[list[int]]:
@@ -22,26 +24,21 @@ def read_corpus(path: Path, checkpoint: Path, key: str = "drafter.corpus") -> li
     return [encoding.ids for encoding in encodings if encoding.ids]
 
 
+class DocumentFields(TypedDict, total=False):
+    """Of a line; others are left alone."""
+
+    prompt: str | None
+    text: str | None
+
+
 def _documents(path: Path, key: str) -> Iterator[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{key}={path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    where = f"{key}={path}"
+    text = read_text(path, where)
     if path.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield _document(line, f"{key}={path}: line {number}")
-
-
-def _document(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON ({error.msg} at column {error.colno}); correct or remove it") from error
-    parts = [record.get(name) for name in ("prompt", "text")] if isinstance(record, dict) else []
-    texts = [part for part in parts if isinstance(part, str)]
-    if not texts:
-        raise ValueError(f'{where} has neither `prompt` nor `text`; write {{"text": ...}}')
-    return "".join(texts)
+    for place, record in json_lines(text, DocumentFields, where):
+        texts = [part for name in ("prompt", "text") if (part := record.get(name)) is not None]
+        if not texts:
+            raise ValueError(f'{place} has neither `prompt` nor `text`; write {{"text": ...}}')
+        yield "".join(texts)

@@ -5,7 +5,6 @@ Only tokens are stored. It must not know losses or what is trained.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from actors.drafters.lookup.corpus import DocumentFields
 from cluster.tools.training.checkpoints import save_whole
 from cluster.tools.training.models import continue_text, grouped
+from parallel.typed_json import json_lines
 
 BATCH = 128
 """Prompts continued at once."""
@@ -119,11 +120,10 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
         if file.suffix != ".jsonl":
             yield "text", text
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
-            record = json.loads(line) if line.strip() else {"text": ""}
-            kind = next((key for key in ("prompt", "text") if isinstance(record.get(key), str)), None)
+        for place, record in json_lines(text, DocumentFields, f"job.text={file}"):
+            kind = next((key for key in ("prompt", "text") if record.get(key) is not None), None)
             if kind is None:
-                raise ValueError(f"job.text={file}: line {number} has no text `prompt` or `text`; correct or remove it")
+                raise ValueError(f"{place} has no text `prompt` or `text`; correct or remove it")
             yield kind, record[kind]
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from cluster.io.prompts import Prompt, read_prompts, spread
+from tests.damage import damaged_json, tried
 
 
 def write(tmp_path: Path, *records: object) -> Path:
@@ -35,10 +37,15 @@ def test_a_made_prompt_is_submitted_as_its_tokens():
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
-        ('{"prompt": "x"', "no JSON"),
-        ("[1, 2]", "no JSON object"),
+        ('{"prompt": "x"', "is not JSON"),
+        ("[1, 2]", "must be object, got array"),
         ('{"text": "x"}', "neither"),
-        ('{"prompt": 3}', "neither"),
+        ('{"prompt": 3}', "prompt=3: must be str or null"),
+        ('{"turns": ["x", 3]}', r"turns\[1\]=3: must be str"),
+        ('{"prompt": "x", "category": ["a"]}', r"category=\['a'\]: must be str or null"),
+        ('{"prompt": "x \\ud83d"}', "is not Unicode text"),
+        ('{"prompt": ' + "[" * 100_000, "is nested too deeply"),
+        ('{"prompt": "x", "other": ' + '{"a":' * 100_000, "is nested too deeply"),
         ('{"turns": []}', "neither"),
         ('{"prompt": ""}', "empty prompt"),
     ],
@@ -49,6 +56,21 @@ def test_a_bad_line_refuses_the_file_by_number(tmp_path, bad, complaint):
         read_prompts(path, limit=1)
     assert f"{path}: line 3" in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_pairs_of_surrogates_are_characters(tmp_path):
+    assert read_prompts(write(tmp_path, {"prompt": "\U0001f600 \\ud800"}))[0].text == "\U0001f600 \\ud800"
+
+
+def test_a_damaged_file_is_one_line_with_its_number_or_prompts_that_can_be_run(tmp_path):
+    rng, path = random.Random(0), tmp_path / "prompts.jsonl"
+    good = {"prompt": "a é", "category": "b", "question_id": 3, "turns": ["x", "y"], "source": "s", "other": {"a": [1]}}
+    for _ in range(300):
+        kind, line = damaged_json(json.dumps(good), rng)
+        path.write_bytes(json.dumps(good).encode() + b"\n" + line)
+        prompts, refusal = tried(lambda: read_prompts(path, limit=2))
+        assert prompts or refusal.startswith((f"job.prompts={path}: line 2", f"job.prompts={path}: is not UTF-8")), kind
+        assert all(prompt.text.encode() and json.dumps(prompt.labels()) for prompt in prompts or ()), kind
 
 
 def test_an_empty_file_and_a_binary_one_are_refused(tmp_path):

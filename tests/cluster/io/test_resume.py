@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
 from cluster.io.prompts import Prompt
 from cluster.io.resume import drop_unfinished
+from tests.damage import damaged_json, tried
 
 PROMPTS = [Prompt(text) for text in ("a", "b", "c", "d")]
 
@@ -36,3 +38,30 @@ def test_completions_of_other_prompts_are_not_mixed_in(tmp_path, foreign):
     with pytest.raises(ValueError, match=r"^job\.resume=true: .* line 2 answers another list of prompts; choose"):
         drop_unfinished(path, PROMPTS)
     assert len(path.read_text().splitlines()) == 2, "and nothing is lost"
+
+
+@pytest.mark.parametrize("other", ["3", "[]", '{"index": 1}', '{"index": -1, "prompt": "d", "finish_reason": "stop"}'])
+def test_a_line_of_another_program_is_refused_by_number(tmp_path, other):
+    path = tmp_path / "completions.jsonl"
+    path.write_text(line(0, "a") + "\n" + other + "\n")
+    with pytest.raises(ValueError, match=r"^job\.resume=true: .* line 2 is no completion \(.*\); choose"):
+        drop_unfinished(path, PROMPTS)
+    assert path.read_text().splitlines() == [line(0, "a"), other], "and nothing is lost"
+
+
+def test_a_line_may_be_cut_off_within_a_character(tmp_path):
+    path = tmp_path / "completions.jsonl"
+    whole = json.dumps({"index": 1, "prompt": "b", "text": "é", "finish_reason": "stop"}, ensure_ascii=False).encode()
+    path.write_bytes(whole + b"\n" + whole[: whole.index("é".encode()) + 1])
+    assert drop_unfinished(path, PROMPTS) == {1} and path.read_bytes() == whole + b"\n"
+
+
+def test_a_damaged_file_is_one_line_or_leaves_whole_completions(tmp_path):
+    rng, path = random.Random(0), tmp_path / "completions.jsonl"
+    for _ in range(300):
+        kind, damaged = damaged_json(line(1, "b"), rng)
+        path.write_bytes(line(0, "a").encode() + b"\n" + damaged + b"\n")
+        finished, refusal = tried(lambda: drop_unfinished(path, PROMPTS))
+        assert finished or str(path) in refusal, kind
+        left = [json.loads(each) for each in path.read_text().splitlines()] if finished else []
+        assert {each["index"] for each in left} == (finished or set()) and (refusal or 0 in finished), kind

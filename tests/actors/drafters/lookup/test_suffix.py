@@ -171,9 +171,12 @@ def test_a_text_file_is_one_document_and_jsonl_has_one_per_line(checkpoint):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ('{"text": "a"}\n{', "line 2 is no JSON"),
+        ('{"text": "a"}\n{', "line 2 is not JSON"),
+        ('{"text": "a"}\n{"text": "\\ud800"}', "line 2 is not Unicode text"),
+        ('{"text": "a"}\n' + "[" * 100_000, "line 2 is nested too deeply"),
+        ('{"text": 3}', "line 1: text=3: must be str or null"),
         ('{"turns": []}', "line 1 has neither `prompt` nor `text`"),
-        ("3", "line 1 has neither"),
+        ("3", "line 1: must be object, got int"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(checkpoint, content, line):
