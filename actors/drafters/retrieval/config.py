@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from actors.drafters.config import DrafterConfig, DraftSetup, PathResolver, PlacedDrafterConfig
 from actors.ranges import Range, require
+from parallel.model.families.registry import read_config
 
 if TYPE_CHECKING:
     from actors.drafters.retrieval.rest import RestDrafter
@@ -44,14 +45,16 @@ class RestDrafterConfig(PlacedDrafterConfig):
         require(longest + self.depth <= DEPTH, f"{where}.depth", self.depth, remedy)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        from actors.drafters.retrieval.datastore import read_header, tokenizer_digest  # loads numpy
+        from actors.drafters.retrieval.datastore import Datastore, tokenizer_digest  # loads numpy
 
-        key = f"{where}.datastore"
+        key, target = f"{where}.datastore", Path(resolve.target)
         path = resolve.file(key, self.datastore, "one made by job=datastore")
         try:
-            is_of_target = read_header(Path(path))["tokenizer"] == tokenizer_digest(Path(resolve.target))
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{key}={self.datastore}: {error}") from error
+            store = Datastore(Path(path))
+            is_of_target = store.about["tokenizer"] == tokenizer_digest(target)
+            store.check_tokens(read_config(target).vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{key}={error}") from error
         remedy = "was made with another tokenizer than the target's; make one with job=datastore and this target"
         require(is_of_target, key, self.datastore, remedy)
         return replace(self, datastore=path)

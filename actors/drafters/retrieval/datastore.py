@@ -16,16 +16,28 @@ import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
 from actors.drafters.retrieval.config import DEPTH
+from parallel.typed_json import as_type, parse_json
 
 SEPARATOR = 2**32 - 1
 _HEADER = 4096
 _VERSION = 1
 _MOST_TOKENS = 2**31 - 1
+_AT_ONCE = 2**22
+"""Tokens that are compared at a time."""
+_REMEDY = "make it again with job=datastore"
+
+
+class HeaderFields(TypedDict):
+    version: int
+    num_tokens: Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
+    num_documents: int
+    tokenizer: str
 
 
 def tokenizer_digest(checkpoint: Path) -> str:
@@ -80,7 +92,10 @@ def suffix_array(tokens: np.ndarray) -> np.ndarray:
 
 
 class Datastore:
-    """An open file. ValueError, one line, for a file that is none or is damaged."""
+    """An open file. ValueError, one line that begins with the path, for a file that is none or is damaged.
+
+    The array is held against the number of tokens, in one pass over it, so that nothing is read outside of the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.about = read_header(path)
@@ -90,6 +105,16 @@ class Datastore:
         self._tokens = np.frombuffer(self._bytes, ">u4", count, _HEADER)
         self._array = np.frombuffer(self._bytes, np.int32, count, _HEADER + 4 * count)
         self._starts = memoryview(self._bytes)[_HEADER + 4 * count :].cast("i")
+        self._path = path
+        if self._array.min() < 0 or self._array.max() >= count:
+            raise ValueError(f"{path}: is damaged, it names tokens beyond its {count}; {_REMEDY}")
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """ValueError, one line, unless all tokens are of a vocabulary of that size, or the separator."""
+        for first in range(0, len(self._tokens), _AT_ONCE):
+            tokens = self._tokens[first : first + _AT_ONCE]
+            if ((tokens >= vocab_size) & (tokens != SEPARATOR)).any():
+                raise ValueError(f"{self._path}: holds tokens beyond the target's {vocab_size}; {_REMEDY}")
 
     def matches(self, token_ids: Sequence[int]) -> tuple[int, int]:
         """The range of the suffixes that begin with these tokens, which are at most `DEPTH`."""
@@ -131,15 +156,17 @@ class Datastore:
         return np.where(ended, SEPARATOR, tokens)
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a datastore; ValueError, one line, for another file."""
-    with path.open("rb") as file:
-        header = file.read(_HEADER)
+def read_header(path: Path) -> HeaderFields:
+    """The header of a datastore; ValueError, one line that begins with the path, for another file."""
     try:
-        about = json.loads(header)
-        complete = path.stat().st_size == _HEADER + 8 * about["num_tokens"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError("is no datastore; make one with job=datastore") from None
-    if about.get("version") != _VERSION or not complete:
-        raise ValueError("is damaged or of another version; make it again with job=datastore")
+        with path.open("rb") as file:
+            header = file.read(_HEADER)
+        size = path.stat().st_size
+        about = as_type(parse_json(header), HeaderFields)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: is no datastore ({error}); make one with job=datastore") from None
+    if about["version"] != _VERSION or size != _HEADER + 8 * about["num_tokens"]:
+        raise ValueError(f"{path}: is damaged or of another version; {_REMEDY}")
     return about

@@ -32,7 +32,7 @@ def test_texts_become_a_file_that_a_launch_accepts(tmp_path, capsys):
     "overrides, line",
     [
         (["drafter=rest"], "drafter.datastore='': name a file made by job=datastore"),
-        (["drafter=rest", "drafter.datastore=README.md"], "drafter.datastore=README.md: is no datastore"),
+        (["drafter=rest", "drafter.datastore=README.md"], r"drafter.datastore=/.*/README.md: is no datastore"),
         (["drafter=rest", "drafter.datastore=x", "drafter.depth=20"], "drafter.depth=20: is more than 32 tokens"),
         (["job=datastore"], r"job.files=\[\]: must name at least one"),
     ],

@@ -14,6 +14,7 @@ from actors.drafters.retrieval.config import DEPTH, RestDrafterConfig
 from actors.drafters.retrieval.datastore import SEPARATOR, Datastore, suffix_array, write_datastore
 from actors.drafters.retrieval.rest import RestDrafter, frequent_tree
 from actors.protocol.messages import SamplingParams
+from tests.damage import damaged_bytes, damaged_json, tried
 
 
 def random_documents(choose, alphabet):
@@ -116,3 +117,64 @@ def test_a_file_that_is_none_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"job.files: hold \d tokens"):
             write_datastore(tmp_path / "more", documents, "digest")
     assert not (tmp_path / "more").exists()
+
+
+NUM_DAMAGES = 300
+VOCAB_SIZE = 40
+BEYOND = (-(2**31), -5000, -1, 0, 1, 200, 2**20, 2**31 - 1)
+
+
+def with_numbers(content, rng):
+    """With some numbers of tokens or array replaced by others, in and out of range."""
+    numbers = np.frombuffer(content[4096:], np.int32).copy()
+    numbers[rng.sample(range(len(numbers)), rng.randint(1, 4))] = rng.choice(BEYOND)
+    return content[:4096] + numbers.tobytes()
+
+
+def with_header(content, rng):
+    """With a damaged header of the right length."""
+    kind, header = damaged_json(content[:4096].decode(), rng)
+    return kind, header[:4096].ljust(4096) + content[4096:]
+
+
+def opened(path):
+    store = Datastore(path)
+    store.check_tokens(VOCAB_SIZE)
+    return store
+
+
+def test_damaged_files_are_one_line_or_drafts_of_the_vocabulary(tmp_path):
+    rng, path = random.Random(0), tmp_path / "store"
+    documents = [[rng.randrange(VOCAB_SIZE) for _ in range(20)] for _ in range(5)]
+    write_datastore(path, documents, "digest")
+    good, num_refused = path.read_bytes(), 0
+    for i in range(NUM_DAMAGES):
+        kind, content = [damaged_bytes, with_header, lambda *args: ("numbers", with_numbers(*args))][i % 3](good, rng)
+        path.write_bytes(content)
+        store, refusal = tried(lambda: opened(path))
+        num_refused += store is None
+        assert store or refusal.startswith(str(path)), kind
+        if store is not None:
+            drafter = RestDrafter(RestDrafterConfig(datastore="store", shortest_match=1), store)
+            texts = [Context(1, 0, list(document[:7]), 1, SamplingParams()) for document in documents]
+            for draft in drafter.propose(texts, [9] * len(texts)):
+                draft.tree.check()
+                assert max(draft.tree.token_ids) < VOCAB_SIZE, kind
+    assert NUM_DAMAGES / 3 < num_refused < NUM_DAMAGES
+
+
+@pytest.mark.parametrize("entry", [-(2**31), -1, 106, 2**31 - 1])
+def test_an_array_beyond_the_tokens_is_refused(tmp_path, entry):
+    write_datastore(tmp_path / "store", [[1] * 105], "digest")
+    content = bytearray((tmp_path / "store").read_bytes())
+    content[-4:] = np.int32(entry).tobytes()
+    (tmp_path / "store").write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged, it names tokens beyond its 106; make it again"):
+        Datastore(tmp_path / "store")
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
+    store = open_store(tmp_path, [[1, 2, 40]])
+    store.check_tokens(41)
+    with pytest.raises(ValueError, match="holds tokens beyond the target's 40; make it again"):
+        store.check_tokens(40)
