@@ -28,6 +28,7 @@ from cluster.config.errors import describe
 from cluster.config.options_page import groups_help, help_text
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
+from parallel.whole_files import WriteError
 
 SUCCESS, FAILURE, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -97,7 +98,7 @@ def _launch(composed: DictConfig, shows_tracebacks: bool) -> int:
             place = f"the traceback is in {trace}"
         except OSError as obstacle:
             place = f"{trace} cannot be written ({obstacle.strerror})"
-        if isinstance(error, ValueError | RuntimeError):
+        if isinstance(error, ValueError | RuntimeError | WriteError):
             return _fail(f"error: {describe(error)}", USER_ERROR if isinstance(error, ValueError) else FAILURE)
         return _fail(f"error: {type(error).__name__}: {describe(error)}; {place}", FAILURE)
     return SUCCESS

@@ -44,6 +44,13 @@ def serve_prompts(
             error = str(failure)
         return _served(index, prompt, live.pop(index, None), error)
 
+    def end_all() -> None:
+        run.interrupted = True
+        engine.wind_down()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for completion in list(live.values()):
+            completion.abort()
+
     engine.report(reset=True, phase=phase)
     started = time.monotonic()
     pending: list[Future[Served]] = []
@@ -54,11 +61,10 @@ def serve_prompts(
                 run.requests.append(future.result())
                 on_finished(run.requests[-1])
         except KeyboardInterrupt:
-            run.interrupted = True
-            engine.wind_down()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for completion in list(live.values()):
-                completion.abort()
+            end_all()
+        except OSError:  # what ended cannot be written down: nothing that ends later could be
+            end_all()
+            raise
     recorded = {served.index for served in run.requests}
     for served in [future.result() for future in pending if not future.cancelled()]:
         if served.index not in recorded:  # ended by the interrupt

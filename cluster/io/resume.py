@@ -6,7 +6,6 @@ Must not know engines.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
@@ -15,6 +14,7 @@ from msgspec import Meta
 
 from cluster.io.prompts import Prompt
 from parallel.typed_json import as_type, parse_json
+from parallel.whole_files import replaced_whole
 
 UNFINISHED = ("abort", "error")
 
@@ -51,7 +51,6 @@ def drop_unfinished(path: Path, prompts: Sequence[Prompt]) -> set[int]:
         if index >= len(prompts) or record["prompt"] != prompts[index].text:
             raise ValueError(f"{where} answers another list of prompts; {remedy} to start over")
         kept[index] = line
-    partial = path.with_suffix(".part")
-    partial.write_bytes(b"".join(line + b"\n" for line in kept.values()))
-    os.replace(partial, path)  # atomic: finished lines are never lost
+    with replaced_whole(path) as partial:  # finished lines are never lost
+        partial.write_bytes(b"".join(line + b"\n" for line in kept.values()))
     return set(kept)

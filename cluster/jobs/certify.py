@@ -18,6 +18,7 @@ from cluster.observability.report import versions, write_json
 from cluster.tools.certify.certificate import Certificate
 from cluster.tools.certify.identity import complete, settings
 from cluster.tools.certify.procedure import check_outputs, describe_subject, num_steps
+from parallel.whole_files import write_text
 
 
 def run(config: LaunchConfig, run_dir: Path) -> None:
@@ -41,7 +42,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         run_dir / "certificate.json", {**certificate.to_json(), "versions": versions(), "config": asdict(config)}
     )
     page = run_dir / "certificate.md"
-    page.write_text(certificate.to_markdown(), encoding="utf-8")
+    write_text(page, certificate.to_markdown())
     terminal.table(
         f"Certificate: {certificate.verdict}", ("check", "", "findings"), [check.row for check in certificate.checks]
     )

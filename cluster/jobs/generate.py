@@ -37,6 +37,7 @@ from cluster.observability.report import (
 )
 from cluster.observability.results import Run, Served
 from cluster.run_prompts import serve_prompts
+from parallel.whole_files import append_text, write_text
 
 REPORT_EVERY_S = 5.0
 WARMUP_TOKENS = 16
@@ -66,20 +67,20 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         num_spec_tokens = getattr(config.drafter, "num_draft_tokens", 0)
         make_report = partial(_report, engine, len(finished), first_token_s)
         so_far, started, written_at = Run(interrupted=True), time.monotonic(), -math.inf
-        with completions.open("a" if finished else "w", encoding="utf-8") as file:
+        if not finished:
+            write_text(completions, "")
 
-            def record(served: Served) -> None:
-                nonlocal written_at
-                line = completion_record(replace(served, index=indices[served.index]), num_spec_tokens)
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                file.flush()  # on disk before the next request ends
-                so_far.requests.append(served)
-                so_far.wall_s = time.monotonic() - started
-                if so_far.wall_s > written_at + REPORT_EVERY_S:
-                    written_at = so_far.wall_s
-                    write_json(report_file, make_report(so_far))
+        def record(served: Served) -> None:
+            nonlocal written_at
+            line = completion_record(replace(served, index=indices[served.index]), num_spec_tokens)
+            append_text(completions, json.dumps(line, ensure_ascii=False) + "\n")  # before the next request ends
+            so_far.requests.append(served)
+            so_far.wall_s = time.monotonic() - started
+            if so_far.wall_s > written_at + REPORT_EVERY_S:
+                written_at = so_far.wall_s
+                write_json(report_file, make_report(so_far))
 
-            speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
+        speculative = _timed(engine, prompts, sampling, terminal, speculate=True, on_finished=record)
         plain = None
         if job.baseline and not speculative.interrupted:
             write_json(report_file, {**make_report(speculative), "interrupted": True})
@@ -88,7 +89,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         report = make_report(speculative, plain)
         write_json(report_file, report)
         if engine.trace:
-            (run_dir / "failure.txt").write_text(engine.trace)
+            write_text(run_dir / "failure.txt", engine.trace)
         if job.trace and speculative.spans:
             _trace(engine, speculative, report, run_dir)
     _show(terminal, speculative)

@@ -5,7 +5,6 @@ Knows no model code.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from cluster.config.jobs import TrainConfig
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal, figure
+from cluster.observability.report import write_json
 from cluster.tools.training import report, stages
 from cluster.tools.training.corpus import load_corpus
 from cluster.tools.training.trainer import Ranks
@@ -54,7 +54,7 @@ def make_drafter(launched: LaunchConfig, run_dir: Path) -> dict[str, Any]:
     else:
         outcome = training.train_rank(course, texts, Ranks())
     training.draw_curves(course.folder, out / "curves.png")
-    (out / "report.json").write_text(json.dumps(outcome, indent=2) + "\n")
+    write_json(out / "report.json", outcome)
     terminal.table("held-out acceptance", *_acceptance_table(config, outcome))
     terminal.line(f"written to {out}")
     return outcome
@@ -93,7 +93,7 @@ def make_pair(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
         with terminal.starting() as say:
             say("report: measuring the pair")
             outcome = {**report.describe_run(config, corpus, out, work), **report.measure(config, corpus, out)}
-        (out / "report.json").write_text(json.dumps(outcome, indent=2) + "\n")
+        write_json(out / "report.json", outcome)
         report.draw_losses(work, out / "loss.png")
         report.write_readme(config, outcome, out / "README.md")
         lengths = outcome["acceptance_length"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.observability.results import Run, Served
 from cluster.placement.ranks import RankPlacement
 from cluster.pocket import is_bundled
+from parallel.whole_files import replaced_whole, write_text
 
 PACKAGE = "specdec"
 """Name of this distribution."""
@@ -308,14 +308,12 @@ def notes(config: LaunchConfig) -> list[str]:
 
 def write_json(path: Path, content: object) -> None:
     """Replace the file atomically: a reader, or a process killed meanwhile, never leaves or sees half of it."""
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """A column for every key of any row."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replaced_whole(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
         writer.writeheader()
         writer.writerows(rows)

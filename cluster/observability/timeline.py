@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.coordinator.stats import MESSAGES, TimelineSpan
+from parallel.whole_files import replaced_whole, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,7 +121,7 @@ def busy_of(spans: Sequence[TimelineSpan], lane: str) -> float:
 
 
 def write_trace(path: Path, spans: Sequence[TimelineSpan]) -> None:
-    path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+    write_text(path, json.dumps(chrome_trace(spans)))
 
 
 def draw(path: Path, spans: Sequence[TimelineSpan], busy: Mapping[str, float | None]) -> None:
@@ -150,7 +151,8 @@ def draw(path: Path, spans: Sequence[TimelineSpan], busy: Mapping[str, float | N
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     _draw_legend(axes, work)
-    figure.savefig(path, dpi=130)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def _draw_work(axes: Axes, work: Sequence[TimelineSpan], lanes: Sequence[str], origin: float, width_ms: float) -> None:

@@ -22,6 +22,7 @@ from cluster import launch, pocket
 from cluster.config.compose import load_config
 from cluster.config.jobs import TrainConfig
 from cluster.config.schema import CHOICES, LaunchConfig
+from parallel.whole_files import append_text
 
 ROOT = Path(launch.__file__).parents[1]
 
@@ -137,13 +138,12 @@ def test_a_full_disk_is_one_line_and_no_trace_of_a_log(launched, tmp_path: Path)
         open_logs("engine", LogSpec("info", (str(run_dir / "logs"),)))
         try:
             log_event(logger_of("engine"), "request")
-            (run_dir / "completions.jsonl").write_text("{}")
+            append_text(run_dir / "completions.jsonl", "{}")
         finally:
             close_logs()
 
-    full = "No space left on device"
-    line = f"error: OSError: [Errno 28] {full}; {tmp_path}/run/traceback.txt cannot be written ({full})"
-    assert launched(job) == (1, [line])
+    full = "cannot be written (No space left on device); free space there or choose another place"
+    assert launched(job) == (1, [f"error: {tmp_path}/run/completions.jsonl: {full}"])
 
 
 def test_a_failure_at_run_time_is_one_line_and_code_1(launched):
@@ -313,6 +313,7 @@ job.run = run
 sys.modules["cluster.jobs.generate"] = job
 sys.argv = ["launch", *{paths!r}]
 from cluster.launch import main
+from parallel.whole_files import append_text
 main()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

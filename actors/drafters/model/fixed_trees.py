@@ -19,6 +19,7 @@ import numpy as np
 
 from actors.drafters.model.tree_growth import Candidate, GrowingTree, StaticGrowth
 from actors.protocol.messages import TokenTree
+from parallel.whole_files import write_text
 
 _FORMAT = "specdec trees 1"
 Shape = tuple[int, ...]
@@ -80,7 +81,7 @@ def expected_accepted(shape: Shape, acceptance: Sequence[float]) -> float:
 
 def write_trees(path: Path, trees: Sequence[Shape], about: dict[str, object]) -> None:
     """`about` tells how the trees were made; it is not read."""
-    path.write_text(json.dumps({"format": _FORMAT, **about, "trees": trees}) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"format": _FORMAT, **about, "trees": trees}) + "\n")
 
 
 def read_trees(path: Path) -> list[Shape]:

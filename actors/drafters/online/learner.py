@@ -15,7 +15,6 @@ are served again, what was learned is dropped, and learning starts anew. Knows n
 from __future__ import annotations
 
 import json
-import os
 import random
 import zlib
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from torch import Tensor
 from actors.drafters.online.windows import LawWindow, WindowMemory
 from actors.policy.estimators import Ewma
 from parallel.model.adapted import AdaptedModel, Adapter
+from parallel.whole_files import replaced_whole
 
 RANK = 32
 """Of the adapters, at most; never more than a matrix has outputs."""
@@ -196,9 +196,8 @@ class OnlineLearner:
             "num_positions": self.num_positions,
             "num_rollbacks": self.num_rollbacks,
         }
-        partial = path.with_name(f"{path.name}.partial")
-        save_file(tensors, partial, {"online": json.dumps(state)})
-        os.replace(partial, path)
+        with replaced_whole(path) as partial:
+            save_file(tensors, partial, {"online": json.dumps(state)})
 
     def restore(self, path: Path) -> None:
         """Continue from a saved state; ValueError, one line, if it is none of this model."""

@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from actors.drafters.retrieval.config import DEPTH
 from parallel.typed_json import as_type, parse_json
+from parallel.whole_files import replaced_whole
 
 SEPARATOR = 2**32 - 1
 _HEADER = 4096
@@ -63,12 +64,10 @@ def write_datastore(path: Path, documents: Sequence[Sequence[int]], digest: str)
         tokens[start + len(document)] = SEPARATOR
         start += len(document) + 1
     about = {"version": _VERSION, "num_tokens": count, "num_documents": len(documents), "tokenizer": digest}
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
+    with replaced_whole(path) as partial, partial.open("wb") as file:
         file.write(json.dumps(about).encode().ljust(_HEADER))
-        tokens.tofile(file)
-        suffix_array(tokens).tofile(file)
-    part.replace(path)
+        file.write(tokens.data)
+        file.write(suffix_array(tokens).data)
     return count
 
 

@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parallel.whole_files import write_text
+
 
 def write_layers(path: Path, num_layers: int, skipped: Sequence[str], about: Mapping[str, object]) -> None:
     """`skipped` as `drafter.skip` names sublayers, of a target of so many layers."""
     record = {"num_layers": num_layers, "skip": list(skipped), **about}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def read_layers(path: Path) -> tuple[int, list[str]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from actors.drafters.retrieval.datastore import tokenizer_digest
+from parallel.whole_files import write_text
 
 _VERSION = 1
 _REMEDY = "make one with job=vocabulary"
@@ -38,9 +39,8 @@ def count_tokens(texts: Iterable[Sequence[int]]) -> Counter[int]:
 def write_token_list(path: Path, tokens: Sequence[int], counts: Mapping[int, int], tokenizer: str) -> None:
     """Write the file, whole or not at all; `tokenizer` is the digest of the target's."""
     about = {"version": _VERSION, "tokenizer": tokenizer, "num_counted": sum(counts.values())}
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps({**about, "tokens": list(tokens), "counts": [counts.get(one, 0) for one in tokens]}))
-    part.replace(path)
+    found = {"tokens": list(tokens), "counts": [counts.get(one, 0) for one in tokens]}
+    write_text(path, json.dumps(about | found))
 
 
 def read_token_list(path: Path, target: Path | None = None, key: str = "drafter.vocabulary") -> list[int]:

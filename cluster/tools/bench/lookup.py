@@ -39,6 +39,7 @@ from cluster import pocket
 from cluster.io.console import Terminal, figure
 from cluster.io.text import load_tokenizer
 from parallel.comm.group import SINGLE
+from parallel.whole_files import replaced_whole
 
 LENGTHS = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
 NUM_ROUNDS = 500
@@ -217,7 +218,8 @@ def draw(costs: dict[tuple[str, str, int], LookupCost], path: Path) -> None:
         panel.grid(alpha=0.3)
     page.legend(*panel.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     page.axes[0].set_ylabel(f"us per proposal\n(dashed: {TAKEN_BACK} tokens taken back before it)")
-    page.savefig(path)
+    with replaced_whole(path) as partial:
+        page.savefig(partial, format=path.suffix[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from cluster.io.console import figure
+from parallel.whole_files import replaced_whole
 
 PANELS = {
     "mean_acceptance_length": "acceptance length",
@@ -105,7 +106,8 @@ def draw(overview: Overview, path: Path) -> None:
     panels[0].set_yticks(range(len(drafters)), drafters)
     panels[0].invert_yaxis()
     page.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(workloads), frameon=False)
-    page.savefig(path)
+    with replaced_whole(path) as partial:
+        page.savefig(partial, format=path.suffix[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

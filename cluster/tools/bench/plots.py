@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from cluster.tools.bench.figures import BenchEntry
 from cluster.tools.bench.tables import comparisons
 from cluster.tools.bench.tasks import ASSISTED, TRANSFORMERS, peer_sides
+from parallel.whole_files import replaced_whole
 
 _BAR = "#2f6fb0"
 _PEERS = {TRANSFORMERS: ("#8a8a8a", "s"), ASSISTED: ("#e08a2e", "D")}
@@ -48,7 +49,8 @@ def draw_speed(path: Path, entries: Sequence[BenchEntry]) -> None:
     if peers:
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(peers), frameon=False)
     axes.set_title("Speed by setting", loc="left", fontsize=11)
-    figure.savefig(path, dpi=130)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
@@ -68,7 +70,8 @@ def draw_acceptance(path: Path, entries: Sequence[BenchEntry]) -> None:
     if drawn:
         axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.set_title("Acceptance by position", loc="left", fontsize=11)
-    figure.savefig(path, dpi=130)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
@@ -96,7 +99,8 @@ def draw_drafters(path: Path, entries: Sequence[BenchEntry]) -> None:
         if points:
             line[2].scatter(*zip(*points, strict=True), color=_LINES[1], marker="D", s=22, zorder=3)
         line[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=110)
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from cluster.io.console import ABSENT, Table, figure, percent
 from cluster.tools.bench.figures import BenchEntry, DraftingFigures, Spread
 from cluster.tools.bench.tasks import peer_sides
+from parallel.whole_files import write_text
 
 Cells = Sequence[tuple[str, Callable[[BenchEntry], str]]]
 """Columns, and the cell of an entry in each."""
@@ -154,7 +155,7 @@ def write_markdown(path: Path, entries: Sequence[BenchEntry]) -> None:
     columns, rows = drafter_table(entries)
     lines = [columns, ["---"] * len(columns)]
     lines += [[f"**{cell}**" for cell in row] if row[0] in fastest else row for row in rows]
-    path.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 def choices(entries: Sequence[BenchEntry]) -> list[str]:

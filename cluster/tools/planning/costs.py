@@ -14,6 +14,7 @@ import yaml
 
 from cluster.tools.planning.layouts import Shape
 from cluster.tools.simulation import PassCost, power_law
+from parallel.whole_files import write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def write_costs(path: Path, costs: PassCosts) -> None:
         "target": [_entry(cost, _TARGET_KEYS) for cost in costs.target],
         "drafter": [_plain(cost.shape) | _entry(cost, _DRAFT_KEYS) for cost in costs.drafter],
     }
-    path.write_text(yaml.safe_dump(content, sort_keys=False, default_flow_style=None), encoding="utf-8")
+    write_text(path, yaml.safe_dump(content, sort_keys=False, default_flow_style=None))
 
 
 def _entry(record: TargetCost | DraftCost | Shape, keys: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cluster.tools.planning.tables import Entry, shown
+from parallel.whole_files import replaced_whole
 
 _BAR, _PLAIN, _MEASURED = "#2f6fb0", "#b8b8b8", "#e08a2e"
 _LINES = ("#2f6fb0", "#5aa469", "#e08a2e", "#a3487f", "#8a8a8a")
@@ -35,7 +36,8 @@ def draw_plan(path: Path, entries: Sequence[Entry]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("tokens/s, predicted")
     axes.set_title("Predicted speed by layout", loc="left", fontsize=11)
-    figure.savefig(path, dpi=130)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def draw_fidelity(path: Path, found: Sequence[Entry]) -> None:
@@ -58,7 +60,8 @@ def draw_fidelity(path: Path, found: Sequence[Entry]) -> None:
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_title(title, loc="left", fontsize=11)
     panels[0].legend(loc="lower left", frameon=False, fontsize=8, title="calibrated", title_fontsize=8)
-    figure.savefig(path, dpi=130)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def draw_searches(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]]) -> None:
@@ -73,7 +76,8 @@ def draw_searches(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.legend(loc="lower right", frameon=False)
     axes.set_title("Layers to draft with: the choice over time", loc="left", fontsize=11)
-    figure.savefig(path, dpi=130)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def _canvas(width: float, height: float, num_panels: int) -> tuple[Figure, Sequence[Axes]]:

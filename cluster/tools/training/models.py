@@ -14,6 +14,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 from transformers.utils import logging
 
 from cluster.tools.training.tokenizer import END_OF_TEXT_ID
+from parallel.whole_files import naming
 
 CONTEXT = 8192
 """Longest sequence, in tokens, the configurations allow. Training sees far shorter ones."""
@@ -64,7 +65,8 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 def save_rounded(model: LlamaForCausalLM, folder: Path) -> None:
     """Write its configs and bfloat16 weights; `model` keeps its own precision."""
-    copy.deepcopy(model).cpu().bfloat16().save_pretrained(folder)
+    with naming(folder):
+        copy.deepcopy(model).cpu().bfloat16().save_pretrained(folder)
 
 
 def load_model(folder: Path, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cluster.tools.training.corpus import Source
+from parallel.whole_files import write_text
 
 FEWEST_TOKENS, MOST_TOKENS = 40, 250
 """Bounds on a prompt's length in tokens."""
@@ -91,4 +92,4 @@ def choose_prompts(sources: Iterable[Source], tokenizer: Tokenizer, seed: int, c
 
 def write_prompts(prompts: Iterable[SourcePrompt], path: Path) -> None:
     """Write one JSON object per line."""
-    path.write_text("".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts), encoding="utf-8")
+    write_text(path, "".join(json.dumps(asdict(prompt)) + "\n" for prompt in prompts))

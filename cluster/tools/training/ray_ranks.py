@@ -17,6 +17,7 @@ from cluster.config.schema import LaunchConfig
 from cluster.runtime.ray_backend import RayBackend
 from cluster.tools.training.speculators.run import Course, Texts, train_rank
 from cluster.tools.training.trainer import Ranks
+from parallel.whole_files import write_text
 
 OUTCOME = "outcome.json"
 """File of the run's folder by which the first rank hands over what was reached."""
@@ -66,4 +67,4 @@ def _train(settings: dict[str, Any]) -> None:
     ranks = Ranks(context.get_world_rank(), context.get_world_size())
     outcome = train_rank(course, settings["texts"], ranks)
     if ranks.rank == 0:
-        (course.folder / OUTCOME).write_text(json.dumps(outcome))
+        write_text(course.folder / OUTCOME, json.dumps(outcome))

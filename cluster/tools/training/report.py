@@ -20,6 +20,7 @@ from cluster.tools.training.evaluation import acceptance_length, agreement_rate,
 from cluster.tools.training.models import load_model
 from cluster.tools.training.stages import RECIPE, SHORT_FRACTION
 from cluster.tools.training.tokenizer import load_tokenizer, pack
+from parallel.whole_files import replaced_whole, write_text
 
 TEMPLATE = Path(__file__).with_name("pair_readme.md")
 MAX_DRAFT_TOKENS = 8
@@ -88,7 +89,8 @@ def draw_losses(work: Path, path: Path) -> None:
         plot.plot([line["tokens"] / 1e6 for line in lines], [line["loss"] for line in lines], linewidth=1)
         plot.set(title=role, xlabel="million tokens", ylabel=f"{caption}, nats/token", ylim=(0, None))
         plot.grid(alpha=0.3)
-    figure.savefig(path)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _row(role: str, parameters: int, record: dict[str, Any]) -> str:
@@ -124,4 +126,4 @@ def write_readme(config: TrainConfig, report: dict[str, Any], path: Path) -> Non
         half_length=config.sequence_length // 2,
         short_fraction=SHORT_FRACTION,
     )
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)

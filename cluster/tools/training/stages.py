@@ -9,6 +9,7 @@ import torch
 
 from cluster.config.jobs import TrainConfig
 from cluster.tools.training.batches import DistillationSet, StreamBatches, spread_rows
+from cluster.tools.training.checkpoints import save_whole
 from cluster.tools.training.corpus import Corpus, Source, is_test
 from cluster.tools.training.models import (
     CONTEXT,
@@ -96,7 +97,7 @@ def make_continuations(place: Workplace) -> int:
     groups = grouped(tokens, config.continuation_length, CONTINUATION_BATCH)
     stream = torch.cat([continue_text(target, group, config.continuation_length).flatten() for group in groups])
     place.work.mkdir(parents=True, exist_ok=True)
-    torch.save(stream, place.work / "continuations.pt")
+    save_whole(stream, place.work / "continuations.pt")
     return len(stream)
 
 

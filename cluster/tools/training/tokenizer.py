@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.tools.training.corpus import Source
+from parallel.whole_files import write_text
 
 END_OF_TEXT = "<|endoftext|>"
 """The one special token: separates sources, ends a generation, pads a batch. Its id is 0."""
@@ -37,7 +38,7 @@ def train_tokenizer(sources: Iterable[Source], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `folder`; `context` is the model's limit in tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -46,7 +47,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

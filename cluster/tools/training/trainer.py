@@ -24,6 +24,7 @@ from transformers import LlamaForCausalLM
 from cluster.tools.training.checkpoints import save_whole
 from cluster.tools.training.losses import forward_kl
 from cluster.tools.training.models import logits_of
+from parallel.whole_files import append_text, write_text
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Mean loss per token, in nats, of `[sequences, length]` tokens and the expected result at each of them."""
@@ -256,7 +257,7 @@ class _Run:
         self.budget.resume(seconds)
         for log in self.work.glob("*.jsonl") if is_first else ():
             kept = [line for line in log.read_text().splitlines() if _step_of(line) <= self.step]
-            log.write_text("".join(f"{line}\n" for line in kept))
+            write_text(log, "".join(f"{line}\n" for line in kept))
 
     def is_logged(self) -> bool:
         """Whether the step that was just taken has a line in the log."""
@@ -284,8 +285,7 @@ class _Run:
     def write(self, name: str, values: Mapping[str, float]) -> None:
         """Append a line to one of the logs."""
         line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.budget.seconds, 1), **values}
-        with (self.work / f"{name}.jsonl").open("a") as log:
-            log.write(json.dumps(line) + "\n")
+        append_text(self.work / f"{name}.jsonl", json.dumps(line) + "\n")
 
 
 def _step_of(line: str) -> float:
@@ -361,6 +361,6 @@ def fit(
     if is_first:
         measure()
         model.eval()
-        (work / "record.json").write_text(json.dumps(asdict(record), indent=2) + "\n")
+        write_text(work / "record.json", json.dumps(asdict(record), indent=2) + "\n")
         run.save()
     return record

@@ -13,6 +13,8 @@ from cluster.config.jobs import GenerateConfig
 from cluster.io.text import load_tokenizer
 from cluster.jobs import generate
 from cluster.observability.report import Circumstances, RunFigures, write_json
+from parallel.whole_files import WriteError
+from tests.full_disk import full_disk
 
 FILES = {"completions.jsonl", "report.json", "timeline.json", "timeline.png", "logs"}
 
@@ -181,3 +183,15 @@ def test_a_run_that_is_killed_has_a_report(tiny_launch, write_prompts, tmp_path,
     assert [report["interrupted"] for report in seen] == [True, True, True, True, False]
     assert all(report["tokens"] == 13 * report["num_requests"] and report["wall_s"] > 0 for report in seen)
     assert [report["num_spec_steps"] is None for report in seen] == [True, True, True, False, False]
+
+
+def test_a_full_disk_keeps_what_was_finished_and_the_rest_can_be_resumed(tiny_launch, write_prompts, tmp_path):
+    prompts = write_prompts(*({"prompt": f"word {i}", "source": "x" * 20_000} for i in range(4)))
+    config = tiny_launch(GenerateConfig(prompts=prompts, concurrency=1, resume=True, baseline=False, trace=False))
+    with full_disk(50_000), pytest.raises(WriteError, match=rf"^{tmp_path}/completions.jsonl: cannot be written"):
+        generate.run(config, tmp_path)
+    kept = read_lines(tmp_path / "completions.jsonl")
+    assert 0 < len(kept) < 4 and all(line["finish_reason"] == "length" for line in kept)
+    generate.run(config, tmp_path)
+    lines = read_lines(tmp_path / "completions.jsonl")
+    assert lines[: len(kept)] == kept and sorted(line["index"] for line in lines) == [0, 1, 2, 3]

@@ -83,7 +83,8 @@ def test_work_within_other_work_leaves_no_wait():
 def test_lanes_and_records_and_hits_are_all_in_the_picture(tmp_path, monkeypatch):
     """A lane per role with its busy fraction, a mark per hit and miss, a line per record that set work off."""
     pictures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: pictures.append(figure))
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda *args, **options: pictures.append(args[0]) or save(*args, **options))
     spans = [
         span("target", "verify", 1.000, 1.010, 1, rows=6, tokens=3),
         span("messages", "verdict", 1.010, 1.0105, 1),

@@ -7,7 +7,6 @@ that a corrector reads are the text's own. It must not know the training loop.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import RMSNorm
 
 from actors.ranges import OneOf, Range, Section
+from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import (
     acceptance,
     cross_entropy,
@@ -372,7 +371,6 @@ class BlockDrafter(Speculator):
 
     def save(self, folder: Path) -> None:
         options, shape = self.options, self.shape
-        folder.mkdir(parents=True, exist_ok=True)
         fields: dict[str, Any] = {
             "method": options.method,
             "taps": list(self.taps),
@@ -403,9 +401,8 @@ class BlockDrafter(Speculator):
             "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(shape)},
             "dtype": "bfloat16",
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in self.named_parameters()}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        write_checkpoint(folder, {name: tensor.contiguous() for name, tensor in tensors.items()}, config)
 
 
 def build(options: BlockOptions, target: TargetShape) -> BlockDrafter:

@@ -7,7 +7,6 @@ before, sees the rows up to i of step 0 and its own rows of later steps, and pre
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from actors.ranges import OneOf, Range, Section, require
+from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.model.config import DecoderConfig, RopeScaling
@@ -229,7 +228,6 @@ class DraftLayerNet(Speculator):
         return hidden
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         names = self.config.names
         renamed = {
@@ -245,8 +243,7 @@ class DraftLayerNet(Speculator):
             chosen = self.tokens.cpu()
             tensors["d2t"] = chosen - torch.arange(len(chosen))
             tensors["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self.hf, indent=2) + "\n", encoding="utf-8")
+        write_checkpoint(folder, tensors, self.hf)
 
     def _fused(self, features: Tensor) -> Tensor:
         if self.config.norms_taps:

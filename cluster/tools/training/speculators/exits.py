@@ -7,17 +7,16 @@ The modules are those of `parallel/speculators/exits.py` under the same names. K
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from actors.ranges import OneOf, Range, Section
+from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, divergences, masked_mean
 from cluster.tools.training.speculators.eagle import LlamaAttention, LlamaLayer, llama_fields
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, chain_metrics
@@ -87,10 +86,8 @@ class ExitNet(Speculator):
         return self.norm(self.layer(stream, (cos.to(stream.device), sin.to(stream.device)), _causal))
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self.hf, indent=2) + "\n", encoding="utf-8")
+        write_checkpoint(folder, tensors, self.hf)
 
 
 class _Adapter(nn.Module):

@@ -6,7 +6,6 @@ Every anchor of a text is drafted after with the text's own tokens; the arithmet
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from actors.ranges import OneOf, Range, Section
+from cluster.tools.training.checkpoints import write_checkpoint
 from cluster.tools.training.losses import DIVERGENCES, acceptance, cross_entropy, divergences, masked_mean
 from cluster.tools.training.speculators.interface import Speculator, TargetBatch, TargetShape, depth_metrics
 from parallel.speculators.config import FINAL
@@ -182,12 +181,9 @@ class HeadsNet(Speculator):
         return rows, anchors + 1
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         values = {name: self.parameter(name).detach() for name in self._keys}
         tensors = {name: value.cpu().bfloat16().contiguous() for name, value in values.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        content = json.dumps(write_heads(self.config), indent=2)
-        (folder / "config.json").write_text(f"{content}\n", encoding="utf-8")
+        write_checkpoint(folder, tensors, write_heads(self.config))
 
     def _declare(self, name: str, value: Tensor, *, is_table: bool = False) -> None:
         """A parameter's name has no points; what it begins with tells the optimizer whether it is a table."""

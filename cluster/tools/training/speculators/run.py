@@ -45,6 +45,7 @@ from cluster.tools.training.speculators.recipes import RECIPES, SpeculatorRecipe
 from cluster.tools.training.stages import library_sources
 from cluster.tools.training.tokenizer import load_tokenizer, pack
 from cluster.tools.training.trainer import Ranks, Recipe, StepOutcome, TrainingBudget, fit
+from parallel.whole_files import replaced_whole
 
 HELD_OUT_SHARE = 20
 """One of so many prompts is held out where no held-out prompts are given."""
@@ -310,7 +311,8 @@ def draw_curves(folder: Path, path: Path) -> None:
         plot.set(title=title, xlabel="million tokens")
         plot.grid(alpha=0.3)
         plot.legend(fontsize=7)
-    figure.savefig(path)
+    with replaced_whole(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _prompts(course: Course, tokenizer: Tokenizer) -> tuple[list[list[int]], list[list[int]]]:

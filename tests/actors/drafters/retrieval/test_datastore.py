@@ -14,7 +14,9 @@ from actors.drafters.retrieval.config import DEPTH, RestDrafterConfig
 from actors.drafters.retrieval.datastore import SEPARATOR, Datastore, suffix_array, write_datastore
 from actors.drafters.retrieval.rest import RestDrafter, frequent_tree
 from actors.protocol.messages import SamplingParams
+from parallel.whole_files import WriteError
 from tests.damage import damaged_bytes, damaged_json, tried
+from tests.full_disk import full_disk
 
 
 def random_documents(choose, alphabet):
@@ -178,3 +180,11 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
     store.check_tokens(41)
     with pytest.raises(ValueError, match="holds tokens beyond the target's 40; make it again"):
         store.check_tokens(40)
+
+
+def test_a_full_disk_leaves_the_old_datastore(tmp_path):
+    path = tmp_path / "store"
+    write_datastore(path, [[1, 2]], "digest")
+    with full_disk(8192), pytest.raises(WriteError, match=rf"^{path}: cannot be written"):
+        write_datastore(path, [[3] * 1000], "digest")
+    assert Datastore(path).about["num_tokens"] == 3 and [*tmp_path.iterdir()] == [path]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from matplotlib.figure import Figure
 
@@ -10,15 +12,18 @@ from tests.cluster.tools.planning.test_tables import FIDELITY, MEASURED, entry
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """The panels of the figures that are saved, in place of their files."""
-    panels = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: panels.extend(figure.axes))
+def drawn(monkeypatch, tmp_path):
+    """The panels of the figures that are saved."""
+    panels, save = [], Figure.savefig
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        Figure, "savefig", lambda one, *args, **given: panels.extend(one.axes) or save(one, *args, **given)
+    )
     return panels
 
 
 def test_a_bar_has_the_name_and_the_speed_of_its_layout(drawn):
-    draw_plan("plan.png", [entry(0), entry(1, length=0), entry(2, measured=MEASURED)])
+    draw_plan(Path("plan.png"), [entry(0), entry(1, length=0), entry(2, measured=MEASURED)])
     (axes,) = drawn
     assert [label.get_text() for label in axes.get_yticklabels()] == ["layout 0, k=3", "layout 1", "layout 2, k=3"]
     assert [bar.get_width() for bar in axes.patches] == [100.0, 99.0, 98.0]
@@ -29,7 +34,7 @@ def test_a_bar_has_the_name_and_the_speed_of_its_layout(drawn):
 
 
 def test_a_line_is_a_calibration_that_begins_at_the_exact_pass(drawn):
-    draw_fidelity("fidelity.png", FIDELITY)
+    draw_fidelity(Path("fidelity.png"), FIDELITY)
     for axes, name in zip(drawn, ("acceptance_length", "top1_agreement"), strict=True):
         lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
         exact, every, never = (one[name] for one in FIDELITY)
