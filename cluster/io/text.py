@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from actors.drafters.vocabulary.tokenizer_file import open_tokenizer
 from parallel.model.config_fields import read_config_file
 
 _PARTIAL = "\ufffd"
@@ -23,9 +24,9 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
     if not path.is_file():
         raise ValueError(f"target.path: {checkpoint} has no tokenizer.json; save the tokenizer beside the weights")
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for anything it cannot read
-        raise ValueError(f"target.path: {path} cannot be read as a tokenizer ({error}); save it again") from error
+        return open_tokenizer(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"target.path: {error}") from None
 
 
 def read_eos_token_ids(checkpoint: Path) -> tuple[int, ...]:

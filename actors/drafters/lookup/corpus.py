@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from tokenizers import Tokenizer
-
+from actors.drafters.vocabulary.tokenizer_file import open_tokenizer
 from parallel.typed_json import json_lines, read_text
 
 
@@ -19,7 +18,7 @@ def read_corpus(path: Path, checkpoint: Path, key: str = "drafter.corpus") -> li
 
     `key` names the option in it.
     """
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer = open_tokenizer(checkpoint)
     encodings = tokenizer.encode_batch(list(_documents(path, key)), add_special_tokens=False)
     return [encoding.ids for encoding in encodings if encoding.ids]
 

@@ -402,9 +402,13 @@ class ModelDrafterConfig(LearningDrafterConfig):
         if not self.vocabulary:
             return config
         from actors.drafters.vocabulary.token_list import read_token_list
+        from parallel.model.families.registry import read_config
 
         vocabulary = resolve.file(f"{where}.vocabulary", self.vocabulary, "one made by job=vocabulary")
-        read_token_list(Path(vocabulary), Path(resolve.target), f"{where}.vocabulary")
+        tokens = read_token_list(Path(vocabulary), Path(resolve.target), f"{where}.vocabulary")
+        size = read_config(Path(resolve.target)).vocab_size
+        remedy = f"names token {max(tokens)}, beyond the target's {size}; make one with job=vocabulary"
+        require(max(tokens) < size, f"{where}.vocabulary", vocabulary, remedy)
         return replace(config, vocabulary=vocabulary)
 
     def _with_tokenizer(self, resolve: PathResolver, where: str) -> ModelDrafterConfig:

@@ -14,16 +14,26 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
 from actors.drafters.model.tree_growth import Candidate, GrowingTree, StaticGrowth
 from actors.protocol.messages import TokenTree
+from parallel.typed_json import as_type, read_json
 from parallel.whole_files import write_text
 
 _FORMAT = "specdec trees 1"
+MOST_NODES = 4096
+"""Of a tree, with its root."""
 Shape = tuple[int, ...]
 """Parents of the nodes, in level order; -1 for the root."""
+
+
+class TreeFields(TypedDict):
+    format: Literal["specdec trees 1"]
+    trees: Annotated[list[Annotated[list[int], Meta(min_length=2, max_length=MOST_NODES)]], Meta(min_length=1)]
 
 
 def best_trees(acceptance: Sequence[float], num_nodes: int, depth: int) -> list[Shape]:
@@ -87,16 +97,14 @@ def write_trees(path: Path, trees: Sequence[Shape], about: dict[str, object]) ->
 def read_trees(path: Path) -> list[Shape]:
     """The trees of a file; ValueError, one line, for another file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        trees = [tuple(parents) for parents in content["trees"]] if content["format"] == _FORMAT else []
-    except (ValueError, KeyError, TypeError):
-        trees = []
-    if not trees:
-        raise ValueError("is no file of trees; make one with job=tree")
+        content = as_type(read_json(path), TreeFields)
+    except ValueError:
+        raise ValueError("is no file of trees; make one with job=tree") from None
+    trees = [tuple(parents) for parents in content["trees"]]
     for shape in trees:
-        is_tree = shape[0] == -1 and all(type(p) is int and 0 <= p < i for i, p in enumerate(shape[1:], 1))
-        if not is_tree or len(shape) < 2 or list(shape) != sorted(shape):
-            raise ValueError(f"holds {list(shape)}, which gives no parents of a tree in level order")
+        is_tree = shape[0] == -1 and all(0 <= p < i for i, p in enumerate(shape[1:], 1))
+        if not is_tree or list(shape) != sorted(shape):
+            raise ValueError(f"holds {str(list(shape))[:80]}, which gives no parents of a tree in level order")
     return trees
 
 

@@ -45,7 +45,8 @@ class RestDrafterConfig(PlacedDrafterConfig):
         require(longest + self.depth <= DEPTH, f"{where}.depth", self.depth, remedy)
 
     def with_paths(self, resolve: PathResolver, where: str = "drafter") -> DrafterConfig:
-        from actors.drafters.retrieval.datastore import Datastore, tokenizer_digest  # loads numpy
+        from actors.drafters.retrieval.datastore import Datastore  # loads numpy
+        from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 
         key, target = f"{where}.datastore", Path(resolve.target)
         path = resolve.file(key, self.datastore, "one made by job=datastore")

@@ -10,7 +10,6 @@ matches and continuations of `DEPTH` tokens together. Knows tokens, not drafts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 from bisect import bisect_left, bisect_right
@@ -39,14 +38,6 @@ class HeaderFields(TypedDict):
     num_tokens: Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
     num_documents: int
     tokenizer: str
-
-
-def tokenizer_digest(checkpoint: Path) -> str:
-    """Identifies the vocabulary: the model and the added tokens of `tokenizer.json`, without its templates."""
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    added = [(token["id"], token["content"]) for token in tokenizer.get("added_tokens", [])]
-    named = json.dumps([tokenizer["model"], sorted(added)], sort_keys=True)
-    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def write_datastore(path: Path, documents: Sequence[Sequence[int]], digest: str) -> int:

@@ -5,8 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, TypedDict
 
+from msgspec import Meta
+
+from parallel.model.config_fields import MOST_LAYERS
+from parallel.typed_json import as_type, read_json
 from parallel.whole_files import write_text
+
+
+class LayerFields(TypedDict):
+    num_layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+    skip: list[str]
 
 
 def write_layers(path: Path, num_layers: int, skipped: Sequence[str], about: Mapping[str, object]) -> None:
@@ -18,7 +28,7 @@ def write_layers(path: Path, num_layers: int, skipped: Sequence[str], about: Map
 def read_layers(path: Path) -> tuple[int, list[str]]:
     """The target's layers and the sublayers to skip; ValueError, one line, for a file of something else."""
     try:
-        record = json.loads(path.read_text())
-        return int(record["num_layers"]), [str(entry) for entry in record["skip"]]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
+        record = as_type(read_json(path), LayerFields)
+    except ValueError:
         raise ValueError("is no choice of layers; give a file written by job=search") from None
+    return record["num_layers"], record["skip"]

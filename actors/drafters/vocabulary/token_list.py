@@ -10,12 +10,23 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Literal, TypedDict
 
-from actors.drafters.retrieval.datastore import tokenizer_digest
+from msgspec import Meta
+
+from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
+from parallel.model.config_fields import TokenId
+from parallel.typed_json import as_type, read_json
 from parallel.whole_files import write_text
 
 _VERSION = 1
 _REMEDY = "make one with job=vocabulary"
+
+
+class TokenListFields(TypedDict):
+    version: Literal[1]
+    tokenizer: str
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
 
 
 def ranked_tokens(counts: Mapping[int, int], first: Sequence[int] = (), size: int = 0) -> list[int]:
@@ -47,12 +58,12 @@ def read_token_list(path: Path, target: Path | None = None, key: str = "drafter.
     """The tokens; ValueError, one line that begins with `key`, for another file, or another tokenizer than that of the
     checkpoint `target`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version, tokens = content["version"], content["tokens"]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise ValueError(f"{key}={path}: is no token list; {_REMEDY}") from None
-    if version != _VERSION or not tokens or not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise ValueError(f"{key}={path}: is no token list of version {_VERSION}; {_REMEDY}")
-    if target is not None and content.get("tokenizer") != tokenizer_digest(target):
+        content = as_type(read_json(path), TokenListFields)
+    except ValueError:
+        raise ValueError(f"{key}={path}: is no token list of version {_VERSION}; {_REMEDY}") from None
+    tokens = content["tokens"]
+    if len({*tokens}) < len(tokens):
+        raise ValueError(f"{key}={path}: names a token twice; {_REMEDY}")
+    if target is not None and content["tokenizer"] != tokenizer_digest(target):
         raise ValueError(f"{key}={path}: was made with another tokenizer than the target's; {_REMEDY} and this target")
     return tokens

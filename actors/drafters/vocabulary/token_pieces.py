@@ -7,15 +7,21 @@ bytes, so that pieces of a character, spaces and line ends need no rules of thei
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
+
+from actors.drafters.vocabulary.tokenizer_file import (
+    MOST_TOKENS,
+    TokenizerFields,
+    TokenizerStep,
+    open_tokenizer,
+    read_tokenizer_file,
+)
 
 _WINDOWS = (16, 8, 4, 3, 2, 1)
 """Tokens before a text that are encoded with it."""
@@ -37,15 +43,18 @@ class TokenPieces:
     def __init__(self, checkpoint: Path) -> None:
         """Raises ValueError, one line, for a tokenizer whose tokens are no pieces of the text, such as WordPiece."""
         file = checkpoint / "tokenizer.json"
-        content = json.loads(file.read_text(encoding="utf-8"))
-        parts = {part["type"] for part in _parts(content)}
+        content = read_tokenizer_file(checkpoint)
+        parts = {part.get("type") for part in _parts(content)}
         if "ByteLevel" not in parts and not parts & {"Metaspace", "ByteFallback"}:
             raise ValueError(f"{file}: is neither byte-level nor SentencePiece, so its tokens are no pieces of a text")
-        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer = open_tokenizer(checkpoint)
         added = {token["id"]: token for token in content.get("added_tokens", [])}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         alphabet = _byte_alphabet() if "ByteLevel" in parts else None
-        self.of = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= MOST_TOKENS:
+            raise ValueError(f"{file}: names token {largest}; the largest may be {MOST_TOKENS - 1}")
+        self.of = [b""] * (largest + 1)
         self.special: dict[str, int] = {}
         self.names: dict[int, str] = {}
         for text, token in vocabulary.items():
@@ -105,10 +114,9 @@ class TokenPieces:
 
 def has_same_tokens(target: Path, draft: Path) -> bool | None:
     """Whether two checkpoints give every token the same id; None where one of them has no tokenizer."""
-    files = [path / "tokenizer.json" for path in (target, draft)]
-    if not all(file.is_file() for file in files):
+    if not all((path / "tokenizer.json").is_file() for path in (target, draft)):
         return None
-    ours, theirs = (json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("vocab") for file in files)
+    ours, theirs = (read_tokenizer_file(path)["model"].get("vocab") for path in (target, draft))
     return ours == theirs
 
 
@@ -120,9 +128,9 @@ def shared_tokens(target: TokenPieces, draft: TokenPieces) -> list[tuple[int, in
     return sorted(pairs + named)
 
 
-def _parts(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _parts(content: TokenizerFields) -> Iterator[TokenizerStep]:
     """The steps of decoder and pre-tokenizer, sequences opened."""
-    pending = [part for key in ("decoder", "pre_tokenizer") if (part := content.get(key))]
+    pending = [part for part in (content.get("decoder"), content.get("pre_tokenizer")) if part]
     while pending:
         part = pending.pop()
         yield part

@@ -32,7 +32,8 @@ from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.retrieval.config import RestDrafterConfig
-from actors.drafters.retrieval.datastore import tokenizer_digest, write_datastore
+from actors.drafters.retrieval.datastore import write_datastore
+from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 from actors.options import SchedulerConfig, VerifyConfig
 from actors.protocol.messages import Commit, SamplingParams, TopTokens
 from cluster import pocket

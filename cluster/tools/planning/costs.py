@@ -82,6 +82,10 @@ def _fits(cost: TargetCost | DraftCost, cores: int, beside: bool) -> bool:
     return (not cost.cores or not cores or cost.cores == cores) and cost.beside in (None, beside)
 
 
+_LARGEST = 1e12
+"""Of every number in a file."""
+_SHOWN = 60
+"""Characters of a wrong value in an error line."""
 _SHAPE_KEYS = ("parallel", "ranks", "layer_group", "mlp", "partition", "threads")
 _TARGET_KEYS = ("ranks", "pass_ms", "cores", "beside", "with")
 _DRAFT_KEYS = ("target_ranks", "pass_ms", "exact_ms", "acceptance", "cores", "beside")
@@ -130,9 +134,13 @@ def read_costs(path: Path) -> PassCosts:
     """Raises ValueError with one line that names the wrong entry."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date or a number that is none is a ValueError
         line = str(error).strip().splitlines()[0]
         raise ValueError(f"job.costs={path}: is no YAML ({line}); see docs/planning.md") from error
+    except RecursionError:
+        raise ValueError(f"job.costs={path}: is nested too deeply; see docs/planning.md") from None
+    except OSError as error:
+        raise ValueError(f"job.costs={path}: cannot be read ({error.strerror}); see docs/planning.md") from error
     try:
         fields: dict[str, Any] = {"target": (), "drafter": ()} | _read(content, "", _FILE_KEYS)
         if not fields["target"]:
@@ -148,7 +156,7 @@ def _read(entry: Any, where: str, keys: Sequence[str]) -> dict[str, Any]:
     name = where or "the file"
     if not isinstance(entry, Mapping):
         raise ValueError(f"{name}: must be a mapping of keys to values")
-    if unknown := [str(key) for key in entry if key not in keys]:
+    if unknown := [_shown(key) for key in entry if key not in keys]:
         raise ValueError(f"{name} has the unknown key {unknown[0]}; choose from {', '.join(keys)}")
     return {
         _FIELDS.get(key, key): _READERS[key](entry.get(key), f"{where}.{key}".removeprefix("."))
@@ -178,12 +186,18 @@ def _shape_of(fields: dict[str, Any]) -> Shape:
 
 def _need(good: bool, where: str, rule: str, value: Any) -> None:
     if not good:
-        raise ValueError(f"{where}: must be {rule}, not {value}")
+        raise ValueError(f"{where}: must be {rule}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value of the file, in one line."""
+    return " ".join(str(value).split())[:_SHOWN]
 
 
 def _number(value: Any, where: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     _need(is_number and value >= 0, where, "a number of 0 or above", value)
+    _need(value <= _LARGEST, where, f"at most {_LARGEST:g}", value)
     return float(value)
 
 

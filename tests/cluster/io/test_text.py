@@ -165,7 +165,7 @@ class TestCheckpoint:
             load_tokenizer(tmp_path)
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(
-            ValueError, match=r"^target\.path: .*tokenizer.json cannot be read as a tokenizer"
+            ValueError, match=r"^target\.path: .*tokenizer.json: cannot be read as a tokenizer"
         ) as caught:
             load_tokenizer(tmp_path)
         assert "\n" not in str(caught.value)

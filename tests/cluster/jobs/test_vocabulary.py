@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.drafters.retrieval.datastore import tokenizer_digest
 from actors.drafters.vocabulary.token_list import read_token_list, write_token_list
+from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 from cluster import pocket
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, VocabularyConfig
@@ -62,6 +62,12 @@ def test_what_cannot_work_is_refused_in_one_line(overrides, line):
 
 
 def test_a_list_of_tokens_that_the_drafter_lacks_is_refused(tmp_path):
-    write_token_list(tmp_path / "list.json", [10**6, 7], {}, tokenizer_digest(pocket.TARGET))
+    write_token_list(tmp_path / "list.json", [7], {}, tokenizer_digest(pocket.TARGET))
     with pytest.raises(ValueError, match=r"^drafter.path: .* can draft 1 of the target's tokens; use another drafter"):
         load_config(["drafter=model", f"drafter.vocabulary={tmp_path}/list.json"])
+
+
+def test_a_list_of_tokens_beyond_the_target_is_refused(tmp_path):
+    write_token_list(tmp_path / "list.json", [10**6, 7], {}, tokenizer_digest(pocket.TARGET))
+    with pytest.raises(ValueError, match=r"^drafter.vocabulary=.*names token 1000000, beyond the target's 4096; make"):
+        load_config([f"drafter.vocabulary={tmp_path}/list.json"])

@@ -94,11 +94,13 @@ def test_a_file_holds_what_was_written_and_others_are_refused(tmp_path):
     path, trees = tmp_path / "trees.json", best_trees(GOLDEN, 5, 3)
     write_trees(path, trees, {"acceptance": GOLDEN})
     assert read_trees(path) == trees and json.loads(path.read_text())["acceptance"] == list(GOLDEN)
-    for wrong in ([[-1, 1]], [[0]], [[-1]], [[-1, 0, 2, 1]], [[-1, 0, 1, 0]], [[-1, 0.5]]):
+    for wrong in ([[-1, 1]], [[0, 0]], [[-1, 0, 2, 1]], [[-1, 0, 1, 0]]):
         write_trees(path, wrong, {})
         with pytest.raises(ValueError, match="gives no parents of a tree in level order"):
             read_trees(path)
-    for text in ("{}", "[]", "no JSON", '{"format": "specdec trees 2", "trees": [[-1, 0]]}'):
+    start = '{"format": "specdec trees 1", "trees": '
+    others = ("{}", "[]", "no JSON", '{"format": "specdec trees 2", "trees": [[-1, 0]]}')
+    for text in (*others, *(f"{start}{trees}}}" for trees in ("[[]]", "[[-1]]", "[[-1, 0.5]]", "[]", "3"))):
         path.write_text(text)
         with pytest.raises(ValueError, match="is no file of trees; make one with job=tree"):
             read_trees(path)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import random
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster.tools.planning.costs import DraftCost, PassCosts, TargetCost, read_costs, write_costs
 from cluster.tools.planning.layouts import Shape
 from cluster.tools.simulation import PassCost, power_law
+from tests.damage import damaged_json, tried
 
 EXAMPLES = sorted((Path(__file__).parents[4] / "docs" / "plans").glob("*.yaml"))
 
@@ -102,3 +107,23 @@ def test_the_examples_are_costs(path: Path):
 def test_invalid_costs_are_refused_in_one_line(write, text: str, complaint: str):
     with pytest.raises(ValueError, match=f"^job.costs=.*costs.yaml: {complaint}.*see docs/planning.md$"):
         read_costs(write(text))
+
+
+def test_damaged_files_are_one_line_or_costs(tmp_path: Path):
+    rng, path = random.Random(0), tmp_path / "costs.yaml"
+    good = [yaml.safe_load(example.read_text()) for example in EXAMPLES]
+    for _ in range(200):
+        text = json.dumps({str(key): value for key, value in rng.choice(good).items()}, default=str)
+        kind, content = damaged_json(text, rng)
+        path.write_bytes(content[:5000])
+        costs, refusal = tried(lambda: read_costs(path))
+        assert costs or str(path) in refusal, kind
+        assert costs is None or all(math.isfinite(cost.passes(3)) for cost in costs.target), kind
+
+
+@pytest.mark.parametrize(
+    "text", ["target: [{ranks: .inf, pass_ms: 1}]", "link_ms: 2001-99-99", "'a\nb': 1", "[" * 5000]
+)
+def test_what_the_library_does_not_refuse_by_itself(write, text: str):
+    _, refusal = tried(lambda: read_costs(write(text)))
+    assert refusal.startswith("job.costs=")
