@@ -112,6 +112,38 @@ def check_records_of_a_round(world: World) -> None:
             assert all(ordered[item.request_id] <= batch.round for item in batch.items if item.proposal)
 
 
+class Crowded(World):
+    """A pool that is too small for its requests. What a role holds after a batch is what runs."""
+
+    def deliver(self, record) -> None:
+        running, num_sent = self.running(), len(self.sent)
+        super().deliver(record)
+        sent = {type(batch) for batch in self.sent[num_sent:]}
+        if DraftBatch in sent:  # it may have left before room was made for this pass
+            held = set(self.drafter.knows.texts)
+            assert held <= running | self.running(), "the drafter holds a request that waits for room"
+        if VerifyBatch in sent:
+            assert set(self.target.knows.texts) <= self.running(), "the target holds a request that waits for room"
+
+    def running(self) -> set[int]:
+        return {sequence.request_id for sequence in self.coordinator._scheduler.running}
+
+
+@pytest.mark.parametrize("pipeline", sorted(PIPELINES))
+def test_a_preempted_request_takes_no_memory_at_the_roles(pipeline):
+    num_preemptions = 0
+    for seed in range(12):
+        choose = random.Random(seed)
+        world = Crowded(choose, pipeline, slots=40)
+        requests = [Request(i, (3, 4, 5), SamplingParams(max_tokens=20, ignore_eos=True)) for i in range(5)]
+        for request in requests:
+            world.deliver(request)
+        world.settle()
+        assert all(world.tokens[request.request_id] == oracle(request) for request in requests)
+        num_preemptions += world.coordinator.stats.num_preemptions
+    assert num_preemptions > 12
+
+
 @settings(max_examples=40, deadline=None)
 @given(choose=st.randoms(use_true_random=False))
 def test_a_steady_round_is_four_records(choose):

@@ -1,0 +1,48 @@
+"""The bookkeeping of a round, against the sums that it stands for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from actors.coordinator.round import Round, load_of
+from actors.coordinator.sequence import Sequence
+from actors.protocol.messages import Request, SamplingParams, VerdictBatch
+
+
+def running_of(draw: random.Random, temperatures: list[float]) -> list[Sequence]:
+    return [
+        Sequence.start(Request(i, (3,) * draw.randint(1, 9), SamplingParams(temperature=temperature)), 99)
+        for i, temperature in enumerate(temperatures)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_load_is_the_number_of_sequences_their_mean_length_and_what_most_of_them_are(seed):
+    draw = random.Random(seed)
+    temperatures = [draw.choice([0.0, 0.0, 0.3, 1.0]) for _ in range(draw.randint(1, 7))]
+    running = running_of(draw, temperatures)
+    lengths = [len(sequence.token_ids) for sequence in running]
+    sampled = [temperature for temperature in temperatures if temperature > 0]
+    greedy = [temperature for temperature in temperatures if temperature == 0]
+    expected = (len(running), pytest.approx(sum(lengths) / len(lengths)), len(sampled) > len(greedy))
+    assert load_of(running) == expected
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "samples"),
+    [
+        ([], False),
+        ([1.0], True),
+        ([0.0], False),
+        ([0.5, 0.0], False),
+        ([0.5, 0.0, 0.1], True),
+        ([0.5, 0.0, 0.0], False),
+    ],
+)
+def test_the_policy_learns_from_a_round_whether_most_of_the_load_is_sampled(temperatures, samples):
+    running = running_of(random.Random(0), temperatures)
+    batch = VerdictBatch(1, (), 0.0, 0.1)
+    seen = Round(0.0).observation(batch, 1.0, running, len(running))
+    assert (seen.samples, seen.num_running) == (samples, max(1, len(running)))
