@@ -11,6 +11,7 @@ It knows neither models nor processes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -22,10 +23,11 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from actors.coordinator.clients import CLIENT, OUT
+from actors.coordinator.clients import OUT
 from actors.protocol.membership import Alive, Hello, Ready, Stop, identity_of
 from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
-from actors.transport.channel import SECRET_BYTES, Link
+from actors.transport.channel import Link
+from actors.transport.keys import LinkKey
 from cluster.completion import Completion, EngineError
 from cluster.io.text import load_tokenizer
 
@@ -46,12 +48,12 @@ class RemoteTrace(Exception):
 class Connection:
     """Two links to the coordinator's hub, so that threads which send do not wait for the one that receives."""
 
-    def __init__(self, address: str, name: str, secret: bytes) -> None:
+    def __init__(self, address: str, name: str, key: LinkKey) -> None:
         self.address = address
         self._name = name
-        self._secret = secret
+        self._key = key
         self._greet()
-        self._sender: Link | None = Link(address, name + OUT, secret)
+        self._sender: Link | None = Link(address, name + OUT, key)
         self._lock = threading.Lock()
 
     def send(self, record: Any) -> None:
@@ -74,7 +76,7 @@ class Connection:
         return record
 
     def is_refused(self) -> bool:
-        """Whether the engine has another secret; asked where it has not answered."""
+        """Whether the engine does not admit this key; asked where it has not answered."""
         return self._receiver.is_refused(_POLL_S)
 
     def move(self, address: str) -> None:
@@ -83,7 +85,7 @@ class Connection:
             self.address = address
             if self._sender is not None:
                 self._sender.close()
-                self._sender = Link(address, self._name + OUT, self._secret)
+                self._sender = Link(address, self._name + OUT, self._key)
 
     def close(self) -> None:
         """Once no thread is in `receive`."""
@@ -95,7 +97,7 @@ class Connection:
 
     def _greet(self) -> None:
         self._receiver_address, self._heard_at = self.address, time.monotonic()
-        self._receiver = Link(self._receiver_address, self._name, self._secret)
+        self._receiver = Link(self._receiver_address, self._name, self._key)
         self._receiver.send(Hello())
 
 
@@ -316,13 +318,14 @@ def connect(
 ) -> Client:
     """A client of the engine whose coordinator listens at `address` (`Engine.address`), ready to `submit`.
 
-    `secret` is `Engine.secret` or the path of the file that holds it, by default what SPECDEC_SECRET says. Raises
-    ValueError if there is none.
+    `secret` is the key of a client, such as `Engine.secret`, or the path of the file that holds it, by default what
+    SPECDEC_SECRET says. Raises ValueError if there is none.
     The tokenizer is read from the target's checkpoint: `checkpoint`, or the path where the target itself found it.
     `sampling` replaces the defaults of `SamplingParams` for requests without their own. Raises EngineError if no engine
     answers within `timeout_s`; the client fails in the same way after so long without a heartbeat.
     """
-    connection = Connection(address, f"{CLIENT}:{secrets.token_hex(5)}", _read_secret(secret))
+    key = _read_key(secret)
+    connection = Connection(address, f"{key.peer}:{secrets.token_hex(8)}", key)
     try:
         ready = _first_ready(connection, timeout_s)
         tokenizer = load_tokenizer(checkpoint or Path(str(ready.facts["checkpoint"])))
@@ -340,14 +343,16 @@ def _first_ready(connection: Connection, timeout_s: float) -> Ready:
         if isinstance(record, Ready) and identity_of(record.role, record.rank) == _LEAD:
             return record
         if record is None and connection.is_refused():
-            raise EngineError(f"{connection.address}: the engine there has another secret; see {_SECRET}")
+            raise EngineError(f"{connection.address}: the engine there does not admit this key; see {_SECRET}")
     raise EngineError(f"{connection.address}: no engine answered within {timeout_s:.0f} s")
 
 
-def _read_secret(given: str | Path | None) -> bytes:
+def _read_key(given: str | Path | None) -> LinkKey:
     text = str(given or os.environ.get(_SECRET, ""))
     try:
-        return bytes.fromhex(text if len(text) == 2 * SECRET_BYTES else Path(text).read_text())
+        with contextlib.suppress(ValueError):
+            return LinkKey.read(text)
+        return LinkKey.read(Path(text).read_text())
     except (OSError, ValueError) as error:
-        remedy = "give the file that the engine wrote, or its content"
-        raise ValueError(f"{_SECRET}: no secret of an engine there ({type(error).__name__}); {remedy}") from error
+        remedy = "give the file that the engine or `python -m cluster.keys` wrote, or its content"
+        raise ValueError(f"{_SECRET}: no key of a client there ({type(error).__name__}); {remedy}") from error

@@ -14,7 +14,6 @@ It owns the backend and the supervisor; `cluster/client.py` has the requests. It
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,15 +21,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.coordinator.clients import CLIENT
 from actors.protocol.membership import Ready, Stop
 from actors.protocol.messages import Request
+from actors.transport.keys import FIRST_CLIENT, OWNER
 from cluster.client import Client, Connection, RemoteTrace, connect
 from cluster.completion import Completion, EngineError, TooManyRequestsError
 from cluster.config.compose import load_config
 from cluster.config.schema import LaunchConfig
 from cluster.io.checkpoints import check_checkpoints
 from cluster.io.text import load_tokenizer, read_eos_token_ids
+from cluster.keys import ClientFile, ClientFileWatch
 from cluster.observability.startup_time import StartUp
 from cluster.placement.memory import describe_layout, footprints, load_allowance_s
 from cluster.placement.ranks import RankPlacement
@@ -70,7 +70,8 @@ class Engine(Client):
         sampling = config.sampling_params(tokenizer)
         Request(0, (0,), sampling).check(read_config(checkpoint).vocab_size)
         self._end_timer: threading.Timer | None = None
-        self._secret_file: Path | None = None
+        self._client_file: ClientFile | None = None
+        self._key_watch: ClientFileWatch | None = None
         self._backend = make_backend(config, log_dir, progress)
         try:
             places = self._backend.place()
@@ -85,9 +86,10 @@ class Engine(Client):
             raise
         self.startup.mark("processes")
         if log_dir is not None:
-            self._secret_file = _write_secret(log_dir, self.secret)
-            progress(f"listening at {self.address}, secret in {self._secret_file}")
-        connection = Connection(self._backend.address, CLIENT, self._backend.secret)
+            self._client_file = ClientFile(log_dir)
+            file = self._client_file.create(self._backend.keys.of(FIRST_CLIENT))
+            progress(f"listening at {self.address}, secret in {file}")
+        connection = Connection(self._backend.address, OWNER, self._backend.keys.of(OWNER))
         limits = replace(config.cluster, startup_timeout_s=self._startup_s)
         self.supervisor = Supervisor(
             self._backend, limits, on_lost=connection.send, on_moved=connection.move, on_final=self._end
@@ -95,6 +97,8 @@ class Engine(Client):
         # longer than the supervisor takes to replace the coordinator or to give up
         super().__init__(connection, tokenizer, sampling, silence_s=self._startup_s + config.cluster.wait_s)
         self.supervisor.start()
+        if self._client_file is not None:
+            self._key_watch = ClientFileWatch(self._client_file, connection.send)
         try:
             self._await_ranks(places, progress)
         except BaseException:
@@ -110,8 +114,8 @@ class Engine(Client):
 
     @property
     def secret(self) -> str:
-        """What other clients need to `connect`; it gives the use of this engine."""
-        return self._backend.secret.hex()
+        """The key with which other clients `connect`, as one named default; `cluster/keys.py` makes further ones."""
+        return self._backend.keys.of(FIRST_CLIENT).text
 
     @property
     def places(self) -> list[RankPlacement]:
@@ -143,14 +147,16 @@ class Engine(Client):
         if self._end_timer is not None:
             self._end_timer.cancel()
         self.supervisor.stop()
+        if self._key_watch is not None:
+            self._key_watch.close()
         self._connection.send(Stop(_CLOSED))
         self._reader.join(timeout=0 if self._error is not None else _STOP_S)
         has_stopped = not self._reader.is_alive()
         self._stop_reader()
         self._backend.close(graceful=has_stopped)
         self._connection.close()
-        if self._secret_file is not None:
-            self._secret_file.unlink(missing_ok=True)
+        if self._client_file is not None:
+            self._client_file.delete()
         self._fail(_CLOSED)
 
     def _end(self, reason: str, trace: str) -> None:
@@ -189,12 +195,3 @@ def slow_kernels(ready: Mapping[str, Ready]) -> list[str]:
         f"{', '.join(sorted(names))}: no compiled kernels, so passes take several times longer\n  {why}"
         for why, names in ranks.items()
     ]
-
-
-def _write_secret(directory: Path, secret: str) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "secret"
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as writer:
-        writer.write(secret)
-    return file

@@ -11,7 +11,7 @@ from math import isfinite
 
 from actors.coordinator.clients import CLIENT, OUT, Clients
 from actors.coordinator.state_machine import Coordinator
-from actors.protocol.membership import Alive, Hello, PassFailed, RankLost, Ready, Stop
+from actors.protocol.membership import Alive, ClientKeys, Hello, PassFailed, RankLost, Ready, Stop
 from actors.protocol.messages import (
     NO_TOKEN,
     Abort,
@@ -27,7 +27,7 @@ from actors.ranges import LARGEST
 from actors.transport.channel import link_name
 
 _OF_CLIENTS = (Request, Abort, ReportOrder, Hello)
-_OF_OWNER = (*_OF_CLIENTS, RankLost, Stop)
+_OF_OWNER = (*_OF_CLIENTS, RankLost, Stop, ClientKeys)
 _OF_TARGET = (Alive, Ready, PassFailed, VerdictBatch)
 _OF_DRAFT = (Alive, Ready, PassFailed, ProposalBatch, DraftPreviewBatch, DraftBatch)
 _MOST_NAMED = 64

@@ -28,6 +28,7 @@ from actors.policy.policy import make_policy
 from actors.protocol.membership import (
     HEARTBEAT_S,
     Alive,
+    ClientKeys,
     Hello,
     PassFailed,
     RankLost,
@@ -51,6 +52,7 @@ from actors.protocol.messages import (
 )
 from actors.topology import child_role, parent_role, role_name
 from actors.transport.channel import Hub, heart_of
+from actors.transport.keys import CLIENTS
 
 ROUNDS_PER_INCARNATION = 10**9
 """Offset between the round numbers of a coordinator and those of its successor."""
@@ -242,6 +244,8 @@ class CoordinatorService:
             case RankLost() if record.role in self._memberships:
                 self._memberships[record.role].mark_lost(record.rank, record.incarnation, self._awake_s)
                 self._follow(self._memberships[record.role])
+            case ClientKeys():
+                self._hub.admit_clients({public: CLIENTS + name for public, name in record.keys})
             case Hello():
                 self._has_client = True
                 if self._coordinator is None:

@@ -107,6 +107,16 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """The owner of the engine to the coordinator, about once a second: admit these clients, and no other ones.
+
+    `keys` are (public half of the key, name).
+    """
+
+    keys: tuple[tuple[bytes, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankLost:
     """Supervisor to coordinator: this process has ended."""
 

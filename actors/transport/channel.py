@@ -1,26 +1,24 @@
 """The control line: records over ZeroMQ between the coordinator and every rank and client.
 
 The coordinator listens with a `Hub`, which has one port for ranks and the owner of the engine and one for its other
-clients, who share nothing with ranks and may cost only so much; each connects with a `Link`. Four one-way records make
-a round; a role's records are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code
-connects threads, processes and hosts; between threads of one process records pass through memory (`Hub(near=True)`).
-Carries no tensors and decides nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
+clients, which may cost only so much; each connects with a `Link`. Four one-way records make a round; a role's records
+are sent to each of its ranks, so no rank waits for its lead to pass them on. The same code connects threads, processes
+and hosts; between threads of one process records pass through memory (`Hub(near=True)`). Carries no tensors and decides
+nothing; lost records are detected elsewhere (`actors/coordinator/membership.py`).
 
-Every connection is encrypted and authenticated by CurveZMQ (RFC 26). The key pair of the hub is derived from the
-`secret` of the engine, its public half too: that is never sent, and a handshake cannot be begun without it, so the
-holders of the secret alone can connect, or answer as the hub.
+Every connection is encrypted and authenticated by CurveZMQ (RFC 26): a key admits one peer (`keys.py`), at its port and
+under its own names alone (`admission.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, cast
 
@@ -30,8 +28,10 @@ from zmq.utils import z85
 from actors.logs import log_event, logger_of
 from actors.protocol import membership, messages
 from actors.transport import client_limits
+from actors.transport.admission import CLIENTS, RANKS, Admission
 from actors.transport.client_limits import ConnectionGuard, TokenBucket
 from actors.transport.codec import Codec, CodecError
+from actors.transport.keys import HubKeys, LinkKey, is_client, peer_of, public_half
 
 _REQUESTS = (messages.Request, messages.Abort, messages.Tokens, messages.ReportOrder, messages.Report)
 _DRAFTS = (messages.DraftBatch, messages.ProposalBatch, messages.DraftPreviewBatch)
@@ -40,9 +40,8 @@ _PROCESSES = (membership.Alive, membership.RankLost, membership.Silent, membersh
 _FAILURES = (membership.PassFailed,)
 _EPOCHS = (membership.Recall, membership.Join, membership.Ready, membership.RoleLost, membership.RoleBack)
 _BRIDGES = (membership.Bridge,)
-CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES)
-SECRET_BYTES = 32
-"""Length of the secret of an engine."""
+_KEYS = (membership.ClientKeys,)
+CODEC = Codec(_REQUESTS + _DRAFTS + _VERDICTS + _PROCESSES + _EPOCHS + _BRIDGES + _FAILURES + _KEYS)
 LINGER_MS = 200
 """How long `close` may still deliver: enough for a last record, too short to delay an exit."""
 RECONNECT_MS = 20
@@ -65,27 +64,18 @@ MOST_QUEUED = 20_000
 """Records that wait for a peer that does not read; further ones are lost, as for a peer that is gone."""
 _SELECT_BELOW_S = 0.01
 """ZeroMQ polls in milliseconds; below this timeout that is too coarse, so `select` waits on its descriptor."""
+_THREADS = {RANKS: 1, CLIENTS: 2}
+"""The thread of ZeroMQ that serves each port, as a bit."""
 _FD_SETSIZE = 1024
 """`select` cannot watch descriptors from this number on."""
 _WARN_EVERY_S = 5.0
-_NEAR_HUBS: dict[tuple[int, str, bytes], tuple[zmq.Context, str]] = {}
-"""Hubs that threads of this process reach without a network, by process (a fork shares no thread), address, secret."""
+_NEAR_HUBS: dict[tuple[int, str], tuple[zmq.Context, str, Admission]] = {}
+"""Hubs that threads of this process reach without a network, by process (a fork shares no thread) and address."""
 
 
 def link_name(identity: str, incarnation: int) -> str:
     """The name of a process's link: successive processes of one rank have different ones."""
     return f"{identity}#{incarnation}"
-
-
-def _hub_keys(secret: bytes) -> tuple[bytes, bytes]:
-    """The hub's public and private key."""
-    private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"specdec hub").digest())
-    return zmq.curve_public(private), private
-
-
-def is_client(link: str) -> bool:
-    """Whether this is the name of a link of a client, other than the owner of the engine."""
-    return link.startswith("client:")
 
 
 def heart_of(link: str) -> str:
@@ -94,17 +84,17 @@ def heart_of(link: str) -> str:
 
 
 class _TooMuchError(ValueError):
-    """A client sends more than it may; what it sends later is read again."""
+    """A client sends more than it may, or is not admitted now; what it sends later may be read again."""
 
 
 class _Endpoint:
-    """What both ends share: sockets, of which those that use a network are in contexts of this endpoint alone, so that
+    """What both ends share: sockets, of which those that use a network are in a context of this endpoint alone, so that
     `close` waits for what is on its way."""
 
-    def __init__(self) -> None:
+    def __init__(self, io_threads: int = 1) -> None:
         self.num_unreadable = 0
         self._warned_at = -_WARN_EVERY_S
-        self._context = zmq.Context()
+        self._context = zmq.Context(io_threads)
         self._watched: list[tuple[zmq.Socket[bytes], int]] = []
         self._descriptors: list[int] = []
         self._in_use = threading.Lock()  # a socket may be used by one thread after another, not by two at a time
@@ -168,35 +158,38 @@ class Hub(_Endpoint):
 
     Raises ValueError if an address is still taken after `bind_wait_s`. Peers are read in turn, and clients when no rank
     has sent anything, through a thread of ZeroMQ of their own: none that sends without pause delays the others. With
-    `near`, links that this process makes to either address with the same secret, while the hub is there, pass records
+    `near`, links that this process makes to either address with an admitted key, while the hub is there, pass records
     through memory: no network, no encryption, no thread of ZeroMQ in between; they are read before those of other
     processes. Only for a hub that lives as long as they do, since such a link finds no successor of it in another
     process.
     """
 
     def __init__(
-        self, address: str, secret: bytes, bind_wait_s: float = 0.0, *, client_address: str = "", near: bool = False
+        self, address: str, keys: HubKeys, bind_wait_s: float = 0.0, *, client_address: str = "", near: bool = False
     ) -> None:
-        super().__init__()
-        self._client_context = zmq.Context()
-        self._client_socket = self._open_router(self._client_context)
+        super().__init__(io_threads=2)
+        self._keys = keys
+        self._admission = Admission(self._context, keys)
+        self._client_socket = self._open_router(self._context)
         self._client_socket.rcvhwm = client_limits.MOST_WAITING
         self._client_socket.rcvbuf = client_limits.RECEIVE_BUFFER
-        self._guard = ConnectionGuard(self._client_socket)
+        self._guard = ConnectionGuard(self._client_socket, self._admission)
         self._buckets: dict[str, TokenBucket] = {}
         self.limit_clients(LONGEST_OF_CLIENT)
         self._socket = self._open_router(self._context)
         self._names: dict[str, zmq.Socket[bytes]] = {}
-        self._near_keys: list[tuple[int, str, bytes]] = []
+        self._near_keys: list[tuple[int, str]] = []
+        self._near_socket: zmq.Socket[bytes] | None = None
         deadline = time.monotonic() + bind_wait_s
-        self.address = self._bind(self._socket, address, secret, deadline)
+        self.address = self._bind(self._socket, RANKS, address, deadline)
         client_address = client_address or f"{self.address.rpartition(':')[0]}:*"
-        self.client_address = self._bind(self._client_socket, client_address, secret, deadline)
+        self.client_address = self._bind(self._client_socket, CLIENTS, client_address, deadline)
         if near:
             context, endpoint = zmq.Context.instance(), f"inproc://{self.address}"
-            self._open_router(context).bind(endpoint)
-            self._near_keys = [(os.getpid(), place, secret) for place in (self.address, self.client_address)]
-            _NEAR_HUBS.update(dict.fromkeys(self._near_keys, (context, endpoint)))
+            self._near_socket = self._open_router(context)
+            self._near_socket.bind(endpoint)
+            self._near_keys = [(os.getpid(), place) for place in (self.address, self.client_address)]
+            _NEAR_HUBS.update(dict.fromkeys(self._near_keys, (context, endpoint, self._admission)))
 
     def _open_router(self, context: zmq.Context) -> zmq.Socket[bytes]:
         router = self._open(context, zmq.ROUTER, LONGEST_TO_HUB)
@@ -204,9 +197,12 @@ class Hub(_Endpoint):
         router.router_mandatory = True  # report that a peer is gone
         return router
 
-    def _bind(self, socket: zmq.Socket[bytes], address: str, secret: bytes, deadline: float) -> str:
-        socket.curve_publickey, socket.curve_secretkey = _hub_keys(secret)
+    def _bind(self, socket: zmq.Socket[bytes], domain: bytes, address: str, deadline: float) -> str:
+        socket.curve_secretkey = z85.encode(self._keys.private)
+        socket.curve_publickey = z85.encode(public_half(self._keys.private))
         socket.curve_server = True
+        socket.affinity, socket.zap_domain = _THREADS[domain], domain
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no handshake succeeds while the admission does not answer
         socket.ipv6 = "[" in address
         while True:
             try:
@@ -223,13 +219,18 @@ class Hub(_Endpoint):
             _NEAR_HUBS.pop(key, None)
         self._guard.close()
         super().close()
-        self._client_context.destroy(LINGER_MS)
 
     def limit_clients(self, longest: int) -> None:
         """The longest record of a client has so many bytes."""
         self._longest_of_client = longest
         ahead = (client_limits.MOST_WAITING + 2) * longest + 4 * client_limits.RECEIVE_BUFFER
         self._guard.most_waiting = ahead
+
+    def admit_clients(self, clients: Mapping[bytes, str]) -> None:
+        """Admit these clients, by the public halves of their keys, and no other ones: their connections are closed."""
+        gone = self._admission.admit_clients(clients)
+        with self._in_use:
+            self._names = {link: socket for link, socket in self._names.items() if peer_of(link) not in gone}
 
     def identities(self) -> list[str]:
         """Of the links that have sent a record and were connected when they were last sent one."""
@@ -264,28 +265,36 @@ class Hub(_Endpoint):
         """The next (identity, record), or None after `timeout_s`. Unreadable records are counted and skipped."""
         for socket, (name, *payload) in self._messages(timeout_s):
             identity = name.bytes.decode(errors="replace")
+            peer = self._peer(socket, identity, name)
             try:
-                record = self._read(socket, identity, payload)
+                record = self._read(socket, identity, peer, payload)
             except CodecError as error:
-                self.refuse(identity, error)
+                self.refuse(peer, error)
                 continue
             except _TooMuchError as error:
-                super().refuse(identity, error)
+                super().refuse(peer or identity, error)
                 continue
             self._names[identity] = socket
             return identity, record
         return None
 
-    def _read(self, socket: zmq.Socket[bytes], identity: str, payload: list[zmq.Frame]) -> Any:
-        """The record of a message, whose size is looked at first."""
+    def _peer(self, socket: zmq.Socket[bytes], identity: str, name: zmq.Frame) -> str:
+        """Whose key the sender has; empty if it was taken away."""
+        if socket is self._near_socket:
+            return self._admission.near_peer(identity)
+        return self._admission.peer(str(name.get("User-Id")))
+
+    def _read(self, socket: zmq.Socket[bytes], identity: str, peer: str, payload: list[zmq.Frame]) -> Any:
+        """The record of a message, of which sender and size are looked at first."""
+        is_own_name = peer_of(identity) == peer
         if socket is self._client_socket:
-            self._guard.count_read(identity, payload)
-            if not is_client(identity):
-                raise CodecError("only clients may send to this address")
-        elif socket is self._socket and is_client(identity):
-            raise CodecError("clients may not send to this address")
-        if is_client(identity):
-            self._check_cost(identity, sum(map(len, payload)))
+            self._guard.count_read(identity if is_own_name else peer, payload)
+        if not peer:
+            raise _TooMuchError("this client is no longer admitted")
+        if not is_own_name:
+            raise CodecError(f"{identity} is not a name of this peer")
+        if is_client(peer):
+            self._check_cost(peer, sum(map(len, payload)))
         if len(payload) != 1:
             raise CodecError(f"a record has one frame, not {len(payload)}")
         return CODEC.decode(payload[0].buffer)
@@ -297,34 +306,36 @@ class Hub(_Endpoint):
             raise CodecError(f"{size} bytes are more than the {self._longest_of_client} of the longest request")
 
     def _bucket(self, client: str) -> TokenBucket:
-        name = client.partition("/")[0]
-        return self._buckets.get(name) or self._buckets.setdefault(name, TokenBucket(time.monotonic()))
+        return self._buckets.get(client) or self._buckets.setdefault(client, TokenBucket(time.monotonic()))
 
     def refuse(self, sender: str, error: Exception) -> None:
         """Also count its cost, if `sender` is a client."""
         if is_client(sender):
-            self._bucket(sender).spend(client_limits.REFUSED_COST)
+            self._bucket(peer_of(sender)).spend(client_limits.REFUSED_COST)
         super().refuse(sender, error)
 
 
 class Link(_Endpoint):
-    """The end of a rank or a client, known to the hub as `identity`. Use from one thread at a time.
+    """The end of a rank or a client, known to the hub as `identity`, a name of the key's peer. Use from one thread at a
+    time.
 
     It connects again whenever the hub is gone, or not there yet; records sent meanwhile arrive then, all of them or, if
     it `keeps` the "newest", only the last one. Raises ValueError for what is not tcp://host:port.
     """
 
-    def __init__(self, address: str, identity: str, secret: bytes, *, keeps: str = "all") -> None:
+    def __init__(self, address: str, identity: str, key: LinkKey, *, keeps: str = "all") -> None:
         super().__init__()
-        near = _NEAR_HUBS.get((os.getpid(), address, secret))
-        context, self._endpoint = (self._context, address) if near is None else near
+        context, self._endpoint, admission = _NEAR_HUBS.get((os.getpid(), address), (self._context, address, None))
+        is_near = admission is not None and admission.admits(key.public, identity)
+        if not is_near:
+            context, self._endpoint = self._context, address
         self._socket = self._open(context, zmq.DEALER, LONGEST_TO_LINK)
         self.identity = identity
         self._socket.identity = identity.encode()
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.curve_serverkey = _hub_keys(secret)[0]
+        self._socket.curve_publickey, self._socket.curve_secretkey = z85.encode(key.public), z85.encode(key.private)
+        self._socket.curve_serverkey = z85.encode(key.hub)
         # In memory the name of the link is a record of the same queue, which a newer one would replace.
-        self._socket.conflate = keeps == "newest" and near is None
+        self._socket.conflate = keeps == "newest" and not is_near
         self._socket.reconnect_ivl = RECONNECT_MS
         self._socket.connect_timeout = CONNECT_MS
         self._socket.heartbeat_ivl = BEAT_MS
@@ -366,8 +377,10 @@ class Link(_Endpoint):
         return None
 
     def is_refused(self, timeout_s: float) -> bool:
-        """Whether an attempt to connect that ends within `timeout_s` fails in the handshake: the secret is another."""
+        """Whether an attempt to connect that ends within `timeout_s` fails in the handshake: the key is another hub's,
+        or not admitted."""
         failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        failures |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
         with self._socket.get_monitor_socket(failures) as monitor:
             try:
                 return bool(monitor.poll(ceil(timeout_s * 1e3)))

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from actors.transport.admission import Admission
+
 MOST_QUEUED_BYTES = 1 << 24
 """Bytes that wait for a client that does not read; further records for it are lost, as for a client that is gone."""
 MOST_WAITING = 16
@@ -79,6 +81,8 @@ class _Connection:
     num_posted: int = 0
     num_acked: int = 0
     link: str = ""
+    user_id: str = ""
+    """Of ZAP; both from the first message that was read."""
 
     def num_waiting(self, now: float) -> int:
         """Received bytes that are in no message which the hub has read."""
@@ -90,14 +94,15 @@ class _Connection:
 
 class ConnectionGuard:
     """Counts the bytes of all connections to a bound socket, and closes those with more than `most_waiting` bytes that
-    wait for the hub.
+    wait for the hub, and those of peers that are no longer admitted. Its thread also answers for the `admission`.
 
     A thread from construction, before the socket is bound, to `close`, before the socket is closed.
     """
 
-    def __init__(self, listener: zmq.Socket[bytes]) -> None:
+    def __init__(self, listener: zmq.Socket[bytes], admission: Admission) -> None:
         self.most_waiting = 1 << 25
         self._listener = listener
+        self._admission = admission
         self._monitor = listener.get_monitor_socket(_EVENTS)
         self._connections: dict[int, _Connection] = {}
         self._of_link: dict[str, _Connection] = {}
@@ -115,6 +120,7 @@ class ConnectionGuard:
         if connection is not None:
             connection.num_read += sum([wire_size(len(frame)) for frame in message])
             connection.link, self._of_link[link] = link, connection
+            connection.user_id = str(message[0].get("User-Id"))
 
     def takes(self, link: str, payload_len: int) -> bool:
         """Whether there is room for a record to this link, which is then counted."""
@@ -129,13 +135,17 @@ class ConnectionGuard:
     # --- the guard's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            if self._monitor.poll(_LOOK_MS if self._connections else None):
+        sources = [(self._monitor, zmq.POLLIN), (self._admission.asked, zmq.POLLIN)]
+        event = 0
+        while event != zmq.EVENT_MONITOR_STOPPED:
+            ready = dict(zmq.zmq_poll(sources, _LOOK_MS if self._connections else -1))
+            if self._admission.asked in ready:
+                self._admission.answer()
+            if self._monitor in ready:
                 event, descriptor = _EVENT.unpack(self._monitor.recv_multipart()[0])
-                if event == zmq.EVENT_MONITOR_STOPPED:
-                    break
                 self._follow(event, descriptor)
-            self._close_the_overfull(time.monotonic())
+            self._close_connections(time.monotonic())
+        self._admission.asked.close()
         self._monitor.close()
         for connection in self._connections.values():
             connection.wire.close()
@@ -150,8 +160,10 @@ class ConnectionGuard:
             with contextlib.suppress(OSError):  # it has gone already
                 self._connections[descriptor] = _Connection(socket.socket(fileno=socket.dup(descriptor)))
 
-    def _close_the_overfull(self, now: float) -> None:
+    def _close_connections(self, now: float) -> None:
+        """Those that are overfull, or whose peer was taken away."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                if connection.num_waiting(now) > self.most_waiting:
+                is_overfull = connection.num_waiting(now) > self.most_waiting
+                if is_overfull or (connection.user_id and not self._admission.peer(connection.user_id)):
                     connection.wire.shutdown(socket.SHUT_RDWR)

@@ -65,15 +65,16 @@ def serve(
     use_device(spec.device)
     logger = logger_of(spec.identity)
     log_event(logger, "starting", incarnation=spec.incarnation, size=spec.size, device=spec.device, cores=spec.cores)
+    assert spec.key is not None
     name = link_name(spec.identity, spec.incarnation)
-    link = Mailbox(Link(spec.hub_address, name, spec.secret))
+    link = Mailbox(Link(spec.hub_address, name, spec.key))
     bridge = _bridge_end(spec, logger)
 
     def build(spec: RankSpec, group: Group, mailbox: Mailbox) -> tuple[RankRole, dict[str, object]]:
         return build_role(spec, group, mailbox, bridge)
 
     loop = RankLoop(spec, link, _join_group, build, observe, cancelled, bridge)
-    heart = Link(spec.hub_address, heart_of(name), spec.secret, keeps="newest")
+    heart = Link(spec.hub_address, heart_of(name), spec.key, keeps="newest")
     heartbeat = Heartbeat(heart, loop.heartbeat, loop.interrupt)
     try:
         loop.serve()

@@ -20,6 +20,7 @@ import ray
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec, Watch
 from actors.logs import LogSpec, dump_stacks_on_signal, open_logs
 from actors.transport.channel import Hub
+from actors.transport.keys import HubKeys
 from actors.worker import openmp
 from actors.worker.spec import RankSpec
 
@@ -106,7 +107,7 @@ class CoordinatorWorker:
         self,
         host: str,
         ports: tuple[int, int],
-        secret: bytes,
+        keys: HubKeys,
         needs_store: bool,
         interface: str = "",
         bind_wait_s: float = 0.0,
@@ -118,7 +119,7 @@ class CoordinatorWorker:
         """
         host = host or _own_address(interface)
         address, client_address = [f"tcp://{host}:{port or '*'}" for port in ports]
-        self._hub = Hub(address, secret, bind_wait_s, client_address=client_address)
+        self._hub = Hub(address, keys, bind_wait_s, client_address=client_address)
         if needs_store:
             from parallel.comm.rendezvous import host_store
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 from actors.drafters.config import DrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
 from actors.protocol.membership import identity_of
+from actors.transport.keys import LinkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class RankSpec:
     """Weights of the other ranks on the same GPU."""
     memory_part: float = 1.0
     """This rank's part of what the weights of all ranks on its GPU leave."""
-    secret: bytes = field(default=b"", repr=False)
-    """Of the engine: with it the rank connects to the hub."""
+    key: LinkKey | None = None
+    """With which the rank connects to the hub."""
 
     @property
     def identity(self) -> str:

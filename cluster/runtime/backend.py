@@ -10,11 +10,12 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actors.coordinator.service import CoordinatorSpec
 from actors.protocol.membership import Death
-from actors.transport.channel import SECRET_BYTES
+from actors.transport.keys import SECRET_BYTES, HubKeys, LinkKey
 from actors.worker import openmp
 from actors.worker.spec import RankSpec
 from cluster.config.schema import ClusterName, LaunchConfig
@@ -38,8 +39,8 @@ class Backend(ABC):
         self._placements: dict[str, RankPlacement] = {}
         self._specs: dict[str, RankSpec] = {}
         self._relay: Relay | None = None
-        self.secret = secrets.token_bytes(SECRET_BYTES)
-        """Needed to connect to the hub: ranks receive it in their specification, clients from the user."""
+        self.keys = HubKeys(secrets.token_bytes(SECRET_BYTES))
+        """Of the hub and its peers: a rank receives its own in its specification, a client from the user."""
         self.address = ""
         """Of the coordinator's hub for ranks and the engine, from `start` on; another one after the coordinator was
         replaced on another node, as `client_address`."""
@@ -91,6 +92,9 @@ class Backend(ABC):
     def publish(self, file: Path) -> None:  # noqa: B027 (only one backend has such a place)
         """Copy `file` to the cluster's dashboard, if there is one that outlives the engine."""
 
+    def _admit(self, places: Sequence[RankPlacement]) -> None:
+        self.keys = replace(self.keys, peers=tuple([place.identity for place in places]))
+
     def _open_relay(self) -> None:
         """Delay the records of the drafters by `cluster.link_delay_ms`, each way."""
         if delay_ms := self._config.cluster.link_delay_ms:
@@ -100,7 +104,7 @@ class Backend(ABC):
         """What the rank needs to start, kept for its successors."""
         address = self._relay.address if self._relay is not None and place.role != "target" else self.address
         part = sharing(self._config, self.places, place)
-        spec = rank_spec(self._config, place, address, host, eos_token_ids, self.secret, part)
+        spec = rank_spec(self._config, place, address, host, eos_token_ids, self.keys.of(place.identity), part)
         self._specs[place.identity] = spec
         return spec
 
@@ -144,7 +148,7 @@ def rank_spec(
     hub_address: str,
     host: str,
     eos_token_ids: tuple[int, ...],
-    secret: bytes = b"",
+    key: LinkKey | None = None,
     sharing: tuple[int, float] = (0, 1.0),
 ) -> RankSpec:
     """What a rank needs before it starts."""
@@ -164,7 +168,7 @@ def rank_spec(
         pipeline=str(config.pipeline.name),
         scheduler=config.scheduler,
         adaptive=config.pipeline.adaptive,
-        secret=secret,
+        key=key,
         neighbour_bytes=sharing[0],
         memory_part=sharing[1],
     )

@@ -43,7 +43,7 @@ class InprocessBackend(Backend):
         self._threads: list[threading.Thread] = []
         self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._hub = Hub(ANY_PORT, self.secret, near=True)
+        self._hub: Hub | None = None
         self._store = None
 
     def place(self) -> list[RankPlacement]:
@@ -53,6 +53,8 @@ class InprocessBackend(Backend):
     def start(self, coordinator: CoordinatorSpec, places: list[RankPlacement]) -> None:
         self._coordinator = coordinator if self.can_kill else replace(coordinator, silence_s=0.0)
         self._placements = {place.identity: place for place in places}
+        self._admit(places)
+        self._hub = Hub(ANY_PORT, self.keys, near=True)
         self.address, self.client_address = self._hub.address, self._hub.client_address
         self._store = host_store(LOOPBACK) if self._needs_store else None
         self._start_coordinator(self._coordinator)
@@ -82,14 +84,16 @@ class InprocessBackend(Backend):
             thread.join(timeout=10)
         if self._relay is not None:
             self._relay.close()
-        self._hub.close()
+        if self._hub is not None:
+            self._hub.close()
         self._store = None
         if self._logs:
             close_logs()
 
     def _start_coordinator(self, spec: CoordinatorSpec) -> None:
-        store = (LOOPBACK, self._store.port) if self._store is not None else None
-        self._start_thread("coordinator", lambda: CoordinatorService(spec, self._hub, store=store).run())
+        assert self._hub is not None
+        hub, store = self._hub, (LOOPBACK, self._store.port) if self._store is not None else None
+        self._start_thread("coordinator", lambda: CoordinatorService(spec, hub, store=store).run())
 
     def _start_rank(self, spec: RankSpec) -> None:
         self._start_thread(spec.identity, lambda: serve(spec, cancelled=self._closing.is_set))

@@ -127,9 +127,10 @@ class RayBackend(Backend):
         self._coordinator = coordinator
         self._homes = {place.identity: place for place in places}
         self._placements = dict(self._homes)
+        self._admit(places)
         cluster = self._config.cluster
         actor = self._create_coordinator(0)
-        bound = actor.bind.remote(self._host, (0, cluster.port), self.secret, self._needs_store, cluster.interface)
+        bound = actor.bind.remote(self._host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
         self._reservation.reserve(places, cluster.startup_timeout_s, self._progress)
         for place in places:
             self._create_rank(place.identity, 0)
@@ -209,9 +210,9 @@ class RayBackend(Backend):
         if self._coordinator_host == seat:
             ports = tuple([int(address.rpartition(":")[2]) for address in (self.address, self.client_address)])
             host = self.address.removeprefix("tcp://").rpartition(":")[0]
-            actor.bind.remote(host, ports, self.secret, self._needs_store, cluster.interface, _PORT_PATIENCE_S)
+            actor.bind.remote(host, ports, self.keys, self._needs_store, cluster.interface, _PORT_PATIENCE_S)
         else:
-            bound = actor.bind.remote(self._host, (0, cluster.port), self.secret, self._needs_store, cluster.interface)
+            bound = actor.bind.remote(self._host, (0, cluster.port), self.keys, self._needs_store, cluster.interface)
             self.address, self.client_address = ray.get(bound, timeout=cluster.startup_timeout_s)
         self._actors.run("coordinator", replace(self._coordinator, incarnation=incarnation), self._watches)
 

@@ -27,14 +27,14 @@ from actors.roles.attached import AttachedDrafter
 from actors.roles.bridge import FeatureReceiver, FeatureSender
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
-from actors.transport.channel import Hub, Link, is_client
+from actors.transport.channel import Hub, is_client
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.worker.spec import RankSpec
 from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
 from parallel.runtime.runner import open_model
-from tests.actors.service_harness import SECRET, Stage
+from tests.actors.service_harness import KEYS, Stage, link_to
 from tests.actors.small_speculators import train_speculator
 
 EOS = 1
@@ -325,13 +325,13 @@ def spec(models):
         verify=VerifyConfig(),
         pipeline="sync",
         scheduler=SchedulerConfig(max_num_seqs=2),
-        secret=SECRET,
+        key=KEYS.of("target-0"),
     )
 
 
 @pytest.fixture
 def hub():
-    hub = Hub("tcp://127.0.0.1:*", SECRET)
+    hub = Hub("tcp://127.0.0.1:*", KEYS)
     yield hub
     hub.close()
 
@@ -341,7 +341,7 @@ def open_link(hub):
     links = []
 
     def open_(identity):
-        links.append(Link(hub.client_address if is_client(identity) else hub.address, identity, SECRET))
+        links.append(link_to(hub.client_address if is_client(identity) else hub.address, identity))
         return links[-1]
 
     yield open_

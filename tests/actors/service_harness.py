@@ -9,10 +9,17 @@ from actors.coordinator.clients import CLIENT
 from actors.coordinator.service import CoordinatorService, CoordinatorSpec
 from actors.protocol.membership import Alive, Hello, Join, Ready, Stop
 from actors.transport.channel import Hub, Link
+from actors.transport.keys import HubKeys, peer_of
 
 FACTS = {"kv_slots": 400, "max_model_len": 50, "vocab_size": 97}
 WAIT_S = 10.0
-SECRET = bytes(range(32))
+_RANKS = [f"{role}-{rank}" for role in ("target", "draft", "draft2") for rank in range(4)]
+KEYS = HubKeys(bytes(range(32)), (*_RANKS, "sender", "another", "client:1", "client:2", "client:other"))
+
+
+def link_to(address, name, **options) -> Link:
+    """A link with the key of its peer."""
+    return Link(address, name, KEYS.of(peer_of(name)), **options)
 
 
 class Stage:
@@ -21,10 +28,10 @@ class Stage:
     def __init__(self, target_ranks=1, draft_ranks=1, watches=(), **options) -> None:
         pipeline = "sync" if draft_ranks else "plain"
         spec = CoordinatorSpec(pipeline, 4, target_ranks, draft_ranks, (1,), **options)
-        self.hub = Hub("tcp://127.0.0.1:*", SECRET)
+        self.hub = Hub("tcp://127.0.0.1:*", KEYS)
         self.ranks = [f"{role}-{rank}" for role, size in spec.sizes.items() for rank in range(size)]
-        self.links = {name: Link(self.hub.address, f"{name}#0", SECRET) for name in self.ranks}
-        self.links[CLIENT] = Link(self.hub.address, CLIENT, SECRET)
+        self.links = {name: link_to(self.hub.address, f"{name}#0") for name in self.ranks}
+        self.links[CLIENT] = link_to(self.hub.address, CLIENT)
         self.ended: list[object] = []
         service = CoordinatorService(spec, self.hub, watches, ("127.0.0.1", 1) if spec.bridged else None)
         self.thread = threading.Thread(target=self.run_service, args=(service,))

@@ -8,7 +8,7 @@ import pytest
 
 from actors.coordinator import clients
 from actors.coordinator.clients import CLIENT
-from actors.protocol.membership import Alive, Hello, Stop
+from actors.protocol.membership import Alive, ClientKeys, Hello, Stop
 from actors.protocol.messages import (
     Report,
     ReportOrder,
@@ -19,8 +19,7 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.transport.channel import Link
-from tests.actors.service_harness import SECRET, WAIT_S, Stage
+from tests.actors.service_harness import KEYS, WAIT_S, Stage, link_to
 
 OTHER = "client:other"
 MINE = 1
@@ -33,7 +32,7 @@ def stage():
     stage = Stage(draft_ranks=0)
     stage.get_ready()
     for name in (OTHER, f"{OTHER}/out"):
-        stage.links[name] = Link(stage.hub.client_address, name, SECRET)
+        stage.links[name] = link_to(stage.hub.client_address, name)
     stage.send(OTHER, Hello())
     assert receive(stage, OTHER, Alive), "records for a client that is not connected yet are dropped"
     yield stage
@@ -99,3 +98,15 @@ def test_requests_of_a_client_that_left_are_aborted_and_the_others_go_on(stage, 
     assert [item.request_id for item in batch.items] == [SECOND] and FIRST in batch.releases
     stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(SECOND, 0, 2, (), 7),), 0.0, 0.0))
     assert receive(stage, CLIENT, Tokens).request_id == MINE
+
+
+def test_requests_of_a_client_whose_key_was_taken_away_are_aborted(stage, monkeypatch):
+    monkeypatch.setattr(clients, "ABSENT_S", 0.3)
+    submit(stage, f"{OTHER}/out", max_tokens=40)
+    batch = receive(stage, "target-0", VerifyBatch)
+    stage.links[CLIENT].send(ClientKeys(((KEYS.of("client:1").public, "1"),)))
+    receive(stage, CLIENT, Stop, 1.0)  # longer than `ABSENT_S` and a heartbeat
+    submit(stage, CLIENT)
+    stage.links["target-0"].send(VerdictBatch(batch.round, (Verdict(FIRST, 0, 2, (), 7),), 0.0, 0.0))
+    batch = receive(stage, "target-0", VerifyBatch)
+    assert [item.request_id for item in batch.items] == [SECOND] and FIRST in batch.releases

@@ -36,7 +36,7 @@ from actors.protocol.messages import (
     extend_hash,
 )
 from actors.transport.channel import CODEC, Hub
-from tests.actors.service_harness import FACTS, SECRET
+from tests.actors.service_harness import FACTS, KEYS
 from tests.actors.transport.test_codec import values_of
 
 OTHER = "client:2"
@@ -64,7 +64,7 @@ class Table:
     """A coordinator service without a thread, whose links are played by calls; `sent` is what it has sent."""
 
     def __init__(self) -> None:
-        self.hub, self.sent = Hub("tcp://127.0.0.1:*", SECRET), []
+        self.hub, self.sent = Hub("tcp://127.0.0.1:*", KEYS), []
         self.hub.send = lambda names, record: self.sent.extend((name, record) for name in names)
         self.service = CoordinatorService(CoordinatorSpec("sync", 4, 1, 1, (1,)), self.hub)
         for link, record in (

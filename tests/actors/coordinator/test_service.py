@@ -25,8 +25,8 @@ from actors.protocol.messages import (
     VerdictBatch,
     VerifyBatch,
 )
-from actors.transport.channel import CODEC, Link
-from tests.actors.service_harness import FACTS, SECRET, WAIT_S
+from actors.transport.channel import CODEC
+from tests.actors.service_harness import FACTS, WAIT_S, link_to
 
 
 def test_the_client_hears_of_all_ranks_once_the_last_is_there(open_stage):
@@ -133,7 +133,7 @@ def test_without_its_drafter_the_target_goes_on_and_a_successor_gets_all_texts(o
     second = stage.receive("target-0")
     assert second.items[0].proposal is None and second.after == first.round
     stage.links["draft-0"].close()
-    stage.links["draft-0"] = Link(stage.hub.address, "draft-0#1", SECRET)
+    stage.links["draft-0"] = link_to(stage.hub.address, "draft-0#1")
     stage.send_heartbeat("draft-0", incarnation=1)
     order = stage.receive("draft-0")
     assert order == Join(2, first.round)
@@ -152,7 +152,7 @@ def test_what_a_replaced_process_still_says_is_nobodys_word(open_stage):
     stage.send(CLIENT, Request(1, (3, 4), SamplingParams(max_tokens=9)))
     batch = stage.receive("target-0")
     late = stage.links["target-0"]
-    stage.links["target-0"] = Link(stage.hub.address, "target-0#1", SECRET)
+    stage.links["target-0"] = link_to(stage.hub.address, "target-0#1")
     stage.send_heartbeat("target-0", incarnation=1)
     order = stage.receive("target-0")
     stage.send("target-0", Ready("target", 0, FACTS, order.epoch, 1))
@@ -272,7 +272,7 @@ def test_the_longest_request_fits_the_limit_of_clients_and_a_longer_record_does_
     stage = open_stage(draft_ranks=0)
     stage.get_ready()
     name = "client:other"
-    stage.links[name] = Link(stage.hub.client_address, name, SECRET)
+    stage.links[name] = link_to(stage.hub.client_address, name)
     widest = 2**32 - 1
     sampling = SamplingParams(
         logit_bias=tuple((widest, 0.01 * number) for number in range(1024)),

@@ -12,8 +12,8 @@ from actors.coordinator.clients import CLIENT
 from actors.coordinator.round_timeout import FACTOR, FLOOR_S
 from actors.protocol.membership import HEARTBEAT_S, Alive, Bridge, Hello, RankLost, Ready, Recall, Silent
 from actors.protocol.messages import Request, SamplingParams, Verdict, VerdictBatch
-from actors.transport.channel import Link, heart_of
-from tests.actors.service_harness import FACTS, SECRET, WAIT_S
+from actors.transport.channel import heart_of
+from tests.actors.service_harness import FACTS, WAIT_S, link_to
 
 
 def test_a_lost_order_is_noticed_by_heartbeats_and_a_long_pass_is_not_mistaken_for_one(open_stage):
@@ -33,7 +33,7 @@ def test_a_recall_also_goes_to_the_link_of_the_heartbeats(open_stage):
     """A rank that waits inside a pass for a dead peer reads no other."""
     stage = open_stage(target_ranks=2, draft_ranks=0)
     stage.get_ready()
-    heart = stage.links["heart"] = Link(stage.hub.address, heart_of("target-0#0"), SECRET, keeps="newest")
+    heart = stage.links["heart"] = link_to(stage.hub.address, heart_of("target-0#0"), keeps="newest")
     heart.send(Alive("target", 0, 0, 7, epoch=1, waiting=False, round=1, busy=True))
     stage.send(CLIENT, RankLost("target", 1, 0))
     assert stage.receive("heart") == Recall(2)
@@ -42,7 +42,7 @@ def test_a_recall_also_goes_to_the_link_of_the_heartbeats(open_stage):
 def test_the_order_for_a_bridge_also_goes_to_the_link_of_the_heartbeats(open_stage):
     """A target may wait inside a pass for the drafter that was at the end of the last one."""
     stage = open_stage(bridged=True)
-    heart = stage.links["heart"] = Link(stage.hub.address, heart_of("target-0#0"), SECRET, keeps="newest")
+    heart = stage.links["heart"] = link_to(stage.hub.address, heart_of("target-0#0"), keeps="newest")
     heart.send(Alive("target", 0, 0, 7))
     stage.join("target-0", "draft-0")
     assert isinstance(order := stage.receive("target-0"), Bridge)
@@ -79,7 +79,7 @@ def test_a_rank_whose_record_was_refused_is_reported_and_its_successor_gets_the_
     why = "sent a record that was refused (next_token: names token 97, but the target has 97 tokens)"
     assert stage.receive(CLIENT) == Silent("target", 0, 0, 7, why)
     stage.links["target-0"].close()
-    stage.links["target-0"] = Link(stage.hub.address, "target-0#1", SECRET)
+    stage.links["target-0"] = link_to(stage.hub.address, "target-0#1")
     stage.send_heartbeat("target-0", incarnation=1)
     order = stage.receive("target-0")
     stage.send("target-0", Ready("target", 0, FACTS, order.epoch, 1))

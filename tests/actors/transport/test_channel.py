@@ -12,6 +12,7 @@ import zmq
 from actors.protocol.membership import (
     Alive,
     Bridge,
+    ClientKeys,
     Hello,
     Join,
     PassFailed,
@@ -48,7 +49,8 @@ from actors.protocol.messages import (
     VerifyItem,
 )
 from actors.transport.channel import CODEC, Hub, Link
-from tests.actors.service_harness import SECRET
+from actors.transport.keys import HubKeys
+from tests.actors.service_harness import KEYS, link_to
 
 ANY_PORT = "tcp://127.0.0.1:*"
 SAMPLING = SamplingParams(temperature=0.7, logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), stop=("é", "\n"), seed=9)
@@ -81,6 +83,7 @@ RECORDS = [
     Bridge(4, ("127.0.0.1", 2345)),
     DraftBatch(5, exports=(FeatureExport(4, 1, 8, "bfloat16", ((5, 0, 3), (None, 2, 1))),)),
     RankLost("target", 1, 2),
+    ClientKeys(((bytes(32), "alice"),)),
     RoleLost("draft2"),
     RoleBack("draft2"),
     Silent("target", 1, 2, 4711),
@@ -131,7 +134,7 @@ def test_records_to_an_unknown_identity_are_lost_and_block_nothing(hub, open_lin
 
 
 def test_a_link_without_a_hub_blocks_neither_on_sending_nor_on_closing():
-    link = Link("tcp://127.0.0.1:9", "client", SECRET)
+    link = link_to("tcp://127.0.0.1:9", "client")
     for _ in range(3_000):
         link.send(Hello())
     assert link.receive(0.01) is None
@@ -139,8 +142,8 @@ def test_a_link_without_a_hub_blocks_neither_on_sending_nor_on_closing():
 
 
 def test_a_link_outlives_its_hub():
-    hub = Hub(ANY_PORT, SECRET)
-    link = Link(hub.address, "target-0", SECRET)
+    hub = Hub(ANY_PORT, KEYS)
+    link = link_to(hub.address, "target-0")
     greet(hub, link)
     hub.close()
     for _ in range(10):
@@ -181,10 +184,10 @@ def test_a_record_may_have_megabytes(hub, open_link):
 def test_a_link_finds_a_hub_that_opens_after_it():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-    link = Link(address, "draft-0", SECRET)
+    link = link_to(address, "draft-0")
     link.send(Abort(1))
     late = threading.Timer(0.1, link.close)  # it lingers until there is a hub
-    hub = Hub(address, SECRET, bind_wait_s=5.0)
+    hub = Hub(address, KEYS, bind_wait_s=5.0)
     late.start()
     assert hub.receive(5.0) == ("draft-0", Abort(1))
     late.join()
@@ -192,8 +195,8 @@ def test_a_link_finds_a_hub_that_opens_after_it():
 
 
 def test_a_hub_delivers_pending_records_before_it_closes(open_link):
-    hub = Hub(ANY_PORT, SECRET)
-    link, arrived, record = Link(hub.address, "client", SECRET), [], Report({"x": "y" * 20_000_000}, ())
+    hub = Hub(ANY_PORT, KEYS)
+    link, arrived, record = link_to(hub.address, "client"), [], Report({"x": "y" * 20_000_000}, ())
     greet(hub, link)
     thread = threading.Thread(target=lambda: arrived.append(link.receive(10.0)))
     thread.start()
@@ -213,16 +216,16 @@ def test_a_link_skips_what_it_cannot_read(hub, open_link):
 
 
 def test_a_link_finds_the_successor_of_its_hub_at_the_same_port():
-    hub = Hub(ANY_PORT, SECRET)
-    link = Link(hub.address, "target-0", SECRET)
-    beats = Link(hub.address, "target-0/heart", SECRET, keeps="newest")
+    hub = Hub(ANY_PORT, KEYS)
+    link = link_to(hub.address, "target-0")
+    beats = link_to(hub.address, "target-0/heart", keeps="newest")
     greet(hub, link, beats)
     hub.close()
     time.sleep(0.1)
     link.send(Abort(1))
     for round_ in range(50):
         beats.send(Recall(round_))
-    successor = Hub(hub.address, SECRET, bind_wait_s=5.0)
+    successor = Hub(hub.address, KEYS, bind_wait_s=5.0)
     arrived = [successor.receive(5.0), successor.receive(5.0)]
     assert ("target-0", Abort(1)) in arrived and ("target-0/heart", Recall(49)) in arrived, "only the last beat matters"
     assert successor.receive(0.0) is None
@@ -262,9 +265,9 @@ def test_a_port_in_use_is_one_clear_line():
         with pytest.raises(
             ValueError, match=rf"cannot listen on tcp://127\.0\.0\.1:{port}: .*; choose a free port"
         ) as caught:
-            Hub(f"tcp://127.0.0.1:{port}", SECRET)
+            Hub(f"tcp://127.0.0.1:{port}", KEYS)
     assert "\n" not in str(caught.value)
-    hub = Hub(f"tcp://127.0.0.1:{port}", SECRET)  # nothing of the failed one is left
+    hub = Hub(f"tcp://127.0.0.1:{port}", KEYS)  # nothing of the failed one is left
     hub.close()
 
 
@@ -273,14 +276,14 @@ def test_a_hub_waits_for_a_port_that_its_predecessor_still_holds():
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         release = threading.Timer(0.3, taken.close)
         release.start()
-        hub = Hub(address, SECRET, bind_wait_s=20.0)
+        hub = Hub(address, KEYS, bind_wait_s=20.0)
     assert hub.address == address
     hub.close()
     release.join()
 
 
 def test_a_free_port_is_found():
-    hub = Hub(ANY_PORT, SECRET)
+    hub = Hub(ANY_PORT, KEYS)
     assert hub.address.startswith("tcp://127.0.0.1:") and int(hub.address.rpartition(":")[2]) > 0
     hub.close()
 
@@ -312,7 +315,7 @@ def test_an_identity_counts_as_connected_until_a_record_for_it_is_lost(hub, open
 
 @pytest.fixture
 def near_hub():
-    hub = Hub(ANY_PORT, SECRET, near=True)
+    hub = Hub(ANY_PORT, KEYS, near=True)
     yield hub
     hub.close()
 
@@ -323,7 +326,7 @@ def far_address(hub):
 
 
 def test_a_hub_serves_threads_through_memory_and_others_through_the_network(near_hub):
-    near, far = Link(near_hub.address, "target-0", SECRET), Link(far_address(near_hub), "target-1", SECRET)
+    near, far = link_to(near_hub.address, "target-0"), link_to(far_address(near_hub), "target-1")
     greet(near_hub, near, far)
     assert [link._socket.get_string(zmq.LAST_ENDPOINT).partition(":")[0] for link in (near, far)] == ["inproc", "tcp"]
     for record in RECORDS:
@@ -341,8 +344,9 @@ def test_a_hub_serves_threads_through_memory_and_others_through_the_network(near
     far.close()
 
 
-def test_a_thread_needs_the_secret_too(near_hub):
-    link = Link(near_hub.address, "target-0", bytes(32))
+@pytest.mark.parametrize("secret", [bytes(32), KEYS.secret], ids=["another hub", "the key of another"])
+def test_a_thread_needs_a_key_too(near_hub, secret):
+    link = Link(near_hub.address, "target-0", HubKeys(secret).of("target-9"))
     assert link.is_refused(5.0)
     link.send(Hello())
     assert near_hub.receive(0.05) is None
@@ -350,13 +354,13 @@ def test_a_thread_needs_the_secret_too(near_hub):
 
 
 def test_a_near_link_outlives_its_hub_and_finds_the_next_one_of_its_process():
-    hub = Hub(ANY_PORT, SECRET, near=True)
-    link = Link(hub.address, "target-0", SECRET)
+    hub = Hub(ANY_PORT, KEYS, near=True)
+    link = link_to(hub.address, "target-0")
     greet(hub, link)
     hub.close()
     assert link.receive(0.01) is None
     link.send(Abort(1))
-    successor = Hub(hub.address, SECRET, bind_wait_s=5.0, near=True)
+    successor = Hub(hub.address, KEYS, bind_wait_s=5.0, near=True)
     assert successor.receive(5.0) == ("target-0", Abort(1))
     successor.send(["target-0"], Stop("again"))
     assert link.receive(5.0) == Stop("again")

@@ -10,9 +10,8 @@ import zmq
 from actors.protocol.membership import Hello, Stop
 from actors.protocol.messages import Abort, Report, Request
 from actors.transport import client_limits
-from actors.transport.channel import CODEC, Link
+from actors.transport.channel import CODEC
 from actors.transport.client_limits import TokenBucket, wire_size
-from tests.actors.service_harness import SECRET
 from tests.actors.transport.test_channel import greet
 
 
@@ -134,18 +133,7 @@ def test_a_bucket_is_filled_again_up_to_its_burst():
     assert bucket.takes(client_limits.BURST, later) and bucket.takes(1, later) and not bucket.takes(1, later)
 
 
-# --- names and turns --------------------------------------------------------------------------------------------------
-
-
-def test_a_client_has_its_own_address_where_no_other_name_is_accepted(hub):
-    wrong = [Link(hub.client_address, name, SECRET) for name in ("target-0#0", "client", "draft-0#0/heart")]
-    wrong.append(Link(hub.address, "client:1", SECRET))
-    for link in wrong:
-        link.send(Hello())
-    assert hub.receive(0.5) is None and hub.num_unreadable == len(wrong)
-    assert hub.identities() == []
-    for link in wrong:
-        link.close()
+# --- turns --------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_read_before_clients(hub, open_link):

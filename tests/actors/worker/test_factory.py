@@ -36,7 +36,7 @@ from actors.worker import factory
 from actors.worker.factory import build_role, serve
 from parallel.comm.group import SINGLE
 from parallel.comm.rendezvous import host_store
-from tests.actors.service_harness import SECRET
+from tests.actors.service_harness import KEYS
 from tests.parallel.cuda_twin import CudaTwin
 from tests.parallel.fake_accelerator import FakeAccelerator
 
@@ -51,11 +51,11 @@ class Served:
     """Ranks of one role in their threads, and the hub they report to."""
 
     def __init__(self, specs, observe) -> None:
-        self.hub = Hub("tcp://127.0.0.1:*", SECRET)
+        self.hub = Hub("tcp://127.0.0.1:*", KEYS)
         self.errors: list[BaseException] = []
         self.stopped = False
         self.store = host_store() if len(specs) > 1 else None
-        self.specs = [replace(spec, hub_address=self.hub.address) for spec in specs]
+        self.specs = [replace(spec, hub_address=self.hub.address, key=KEYS.of(spec.identity)) for spec in specs]
         self.threads = [threading.Thread(target=self.serve, args=(spec, observe)) for spec in self.specs]
         for thread in self.threads:
             thread.start()
@@ -258,7 +258,7 @@ def test_the_heart_beats_through_a_long_pass_and_says_what_it_is(open_ranks, spe
 
 
 def test_a_rank_without_a_coordinator_ends_by_itself(spec):
-    hub = Hub("tcp://127.0.0.1:*", SECRET)
+    hub = Hub("tcp://127.0.0.1:*", KEYS)
     serve(replace(spec, hub_address=hub.address), cancelled=lambda: True)
     hub.close()
 

@@ -130,7 +130,7 @@ def test_a_client_outlives_neither_the_engine_nor_its_own_end(open_engine):
 
 def test_without_an_engine_connecting_fails_after_its_timeout():
     with pytest.raises(EngineError, match=r"^tcp://127\.0\.0\.1:9: no engine answered within 0 s$"):
-        connect("tcp://127.0.0.1:9", "00" * 32, timeout_s=0.3)
+        connect("tcp://127.0.0.1:9", "default." + "01" * 64, timeout_s=0.3)
 
 
 def test_a_client_asks_the_successor_of_a_coordinator_again(open_engine, monkeypatch):

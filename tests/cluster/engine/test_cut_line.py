@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.multinode, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 HUB = """
 from actors.transport.channel import Hub
-hub = Hub("tcp://{address}:7000", bytes(32))
+from actors.transport.keys import HubKeys
+hub = Hub("tcp://{address}:7000", HubKeys(bytes(32), ("draft-0",)))
 while True:
     identity, record = hub.receive()
     hub.send([identity], record)
@@ -27,7 +28,8 @@ LINK = """
 import time
 from actors.protocol.messages import Abort
 from actors.transport.channel import Link
-link = Link("tcp://{address}:7000", "draft-0", bytes(32))
+from actors.transport.keys import HubKeys
+link = Link("tcp://{address}:7000", "draft-0", HubKeys(bytes(32)).of("draft-0"))
 while True:
     link.send(Abort(0))
     if link.receive(0.1) is not None:

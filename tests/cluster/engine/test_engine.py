@@ -351,7 +351,7 @@ def test_a_request_that_cannot_go_out_at_once_goes_out_as_soon_as_it_can(open_en
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     engine._connection._sender.close()
-    engine._connection._sender = Link(address, "client/out", engine._backend.secret)
+    engine._connection._sender = Link(address, "client/out", engine._backend.keys.of("client"))
     completion = engine.submit("x", SamplingParams(max_tokens=4, ignore_eos=True))
     relay = Relay(engine._backend._hub.address, 0.0, address)
     assert len(completion.result().token_ids) == 4

@@ -32,7 +32,11 @@ def send():
     links: list[Link] = []
 
     def send_and_wait(engine, *records, wait_s=20.0):
-        link = Link(engine.address.replace("127.0.0.1", "localhost"), "client:bad", engine._backend.secret)
+        link = Link(
+            engine.address.replace("127.0.0.1", "localhost"),
+            "client:default:bad",
+            engine._backend.keys.of("client:default"),
+        )
         links.append(link)
         for record in records:
             link.send(record)

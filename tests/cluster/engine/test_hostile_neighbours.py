@@ -11,11 +11,12 @@ from contextlib import suppress
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from actors.protocol.membership import Stop
 from actors.protocol.messages import Request, SamplingParams, Tokens
-from actors.transport import channel
 from actors.transport.channel import CODEC, Link
+from actors.transport.keys import HubKeys
 from cluster import client as client_module
 from cluster.engine import EngineError, connect
 from tests.actors.transport.test_channel import RECORDS
@@ -122,7 +123,7 @@ def foreign_records(engine):
                     foreign.linger, foreign.identity = 0, name.encode()
                     if is_curve:
                         foreign.curve_publickey, foreign.curve_secretkey = zmq.curve_keypair()
-                        foreign.curve_serverkey = channel._hub_keys(os.urandom(32))[0]
+                        foreign.curve_serverkey = z85.encode(HubKeys(os.urandom(32)).of("client").hub)
                     foreign.connect(engine.address)
                     with suppress(zmq.Again):  # a connection that was refused already takes no more
                         for record in RECORDS:
@@ -181,7 +182,7 @@ def test_a_client_can_neither_end_the_engine_nor_play_another(open_engine):
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     by_network = engine.address.replace("127.0.0.1", "localhost")  # not through the memory of this process
-    hostile = Link(by_network, "client:bad", engine._backend.secret)
+    hostile = Link(by_network, "client:default:bad", engine._backend.keys.of("client:default"))
     for record in RECORDS:
         hostile.send(record)
     same = Request(running[0].request_id, tuple(running[0].prompt_token_ids), GREEDY)
@@ -216,10 +217,10 @@ def test_a_bit_that_flips_on_the_way_ends_a_connection_and_changes_no_token(open
     assert engine.report().counters["num_unreadable"] == 0 and not engine.supervisor.incidents
 
 
-def test_the_owner_of_the_secret_can_end_the_engine(open_engine):
+def test_the_owner_of_the_engine_can_end_it(open_engine):
     """The control: what the others send would end it, were it read."""
     engine = open_engine("none")
-    owner = Link(engine._backend.address, "client/out", engine._backend.secret)
+    owner = Link(engine._backend.address, "client/out", engine._backend.keys.of("client"))
     owner.send(Stop("by its name"))
     with pytest.raises(EngineError, match="by its name"):
         engine.submit("x", SamplingParams(max_tokens=400, ignore_eos=True)).result(20)
@@ -236,13 +237,13 @@ def test_the_secret_is_asked_for_and_its_file_is_private(open_engine, tmp_path, 
         assert file.stat().st_mode & 0o777 == 0o600
         assert f"listening at {engine.address}, secret in {file}" in lines
         assert engine.secret not in "".join(lines) + repr(engine._backend._specs) + repr(engine)
-        with pytest.raises(EngineError, match=r"^tcp://127\.0\.0\.1:\d+: the engine there has another secret"):
-            connect(engine.address, "ab" * 32)
-        with pytest.raises(ValueError, match=r"^SPECDEC_SECRET: no secret of an engine there \(\w+\); give the file"):
+        with pytest.raises(EngineError, match=r"^tcp://127\.0\.0\.1:\d+: the engine there does not admit this key"):
+            connect(engine.address, "default." + "ab" * 64)
+        with pytest.raises(ValueError, match=r"^SPECDEC_SECRET: no key of a client there \(\w+\); give the file"):
             connect(engine.address)
         monkeypatch.setenv("SPECDEC_SECRET", str(file))
         with connect(engine.address) as client, connect(engine.address, file) as other:
             assert tokens_of(client.generate(["x"], GREEDY)) == tokens_of(other.generate(["x"], GREEDY))
         for log in (tmp_path / "logs").glob("*.log"):
-            assert engine.secret not in log.read_text() and str(engine._backend.secret) not in log.read_text()
+            assert engine.secret not in log.read_text() and str(engine._backend.keys.secret) not in log.read_text()
     assert not file.exists()

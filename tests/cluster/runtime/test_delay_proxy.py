@@ -10,10 +10,10 @@ import pytest
 from actors.options import PipelineConfig, PipelineName
 from actors.protocol.messages import Abort
 from actors.protocol.sampling_params import SamplingParams
-from actors.transport.channel import Hub, Link
+from actors.transport.channel import Hub
 from cluster.config.schema import ClusterConfig, ClusterName
 from cluster.runtime.delay_proxy import Relay
-from tests.actors.service_harness import SECRET
+from tests.actors.service_harness import KEYS, link_to
 
 DELAY_S = 0.05
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -21,9 +21,9 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 @pytest.fixture
 def line():
-    hub = Hub(ANY_PORT, SECRET)
+    hub = Hub(ANY_PORT, KEYS)
     relay = Relay(hub.address, DELAY_S, ANY_PORT)
-    link = Link(relay.address, "draft-0", SECRET)
+    link = link_to(relay.address, "draft-0")
     yield hub, link
     link.close()
     relay.close()
@@ -55,7 +55,7 @@ def test_who_leaves_one_end_is_gone_at_the_other_behind_the_last_word(line):
     hub.send(["draft-0"], Abort(2))
     hub.close()
     assert link.receive(timeout_s=10) == Abort(2)
-    successor = Hub(hub.address, SECRET, bind_wait_s=5.0)
+    successor = Hub(hub.address, KEYS, bind_wait_s=5.0)
     assert link.receive(timeout_s=4 * DELAY_S) is None  # in here it is connected anew
     link.send(Abort(3))
     assert successor.receive(timeout_s=10) == ("draft-0", Abort(3))
