@@ -4,17 +4,19 @@ A client has two links to the hub: it receives on `client` or `client:NAME` and 
 that threads which submit do not wait for the one that receives. `client` is the owner of the engine, which ends the
 engine when it leaves; any other client may leave at any time, and its requests are aborted `ABSENT_S` later. Every
 client numbers its requests as it likes: here each gets a number of the coordinator's own, by which the roles know it,
-so that no client can take a number of another. Knows nothing of rounds.
+so that no client can take a number of another. Clients that connect with one key share its quota and its turns, so that
+further connections give nothing. Knows nothing of rounds.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from actors.protocol.messages import Request, Tokens
 from actors.transport.channel import Hub
+from actors.transport.keys import peer_of
 
 CLIENT = "client"
 """Name of the client that started the ranks, and of the link on which it receives."""
@@ -22,18 +24,19 @@ OUT = "/out"
 ABSENT_S = 5.0
 """Seconds without a connection after which a client is given up; a link reconnects within milliseconds."""
 MOST_IN_FLIGHT = 10_000
-"""Requests that a client may have at a time."""
+"""Requests that the clients with one key may have at a time."""
 MOST_OF_OWNER = 100_000
 """The same for the owner, whose jobs submit all their prompts at once."""
 MOST_TOKENS = 1 << 23
-"""Tokens that came with a client's requests in flight, the owner's excepted: about 300 MB at the coordinator."""
+"""Tokens that came with their requests in flight, the owner's excepted: about 300 MB at the coordinator."""
 _SCOPE_BYTES = 7
 _REMEDY = "submit this one again once some have ended"
 
 
 def scope_of(client: str) -> int:
-    """The scope of a client: the same at every coordinator, and 0 for the owner."""
-    return 0 if client == CLIENT else int.from_bytes(blake2b(client.encode(), digest_size=_SCOPE_BYTES).digest())
+    """The scope of the clients with the same key: the same at every coordinator, and 0 for the owner."""
+    peer = peer_of(client)
+    return 0 if peer == CLIENT else int.from_bytes(blake2b(peer.encode(), digest_size=_SCOPE_BYTES).digest())
 
 
 def num_tokens(request: Request) -> int:
@@ -43,10 +46,14 @@ def num_tokens(request: Request) -> int:
 
 @dataclass(slots=True)
 class InFlight:
-    """The requests of one client: their numbers here by the client's own, and the tokens they came with."""
+    """What the clients with one key have in flight: requests, and the tokens they came with."""
 
-    numbers: dict[int, int] = field(default_factory=dict)
+    num_requests: int = 0
     num_tokens: int = 0
+
+    def count(self, request: Request, sign: int) -> None:
+        self.num_requests += sign
+        self.num_tokens += sign * num_tokens(request)
 
 
 class Clients:
@@ -54,7 +61,8 @@ class Clients:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._in_flight: dict[str, InFlight] = {}
+        self._numbers: dict[str, dict[int, int]] = {}  # here, by client and its own number
+        self._in_flight: dict[str, InFlight] = {}  # by peer
         self._origins: dict[int, tuple[str, Request]] = {}  # by the number here
         self._next_number = itertools.count(1)
         self._absent_since: dict[str, float] = {}
@@ -66,7 +74,7 @@ class Clients:
 
     def number_of(self, link: str, request_id: int) -> int | None:
         """The number here of a request in flight, by that of its client."""
-        return self._of(link).numbers.get(request_id)
+        return self._numbers.get(link.removesuffix(OUT), {}).get(request_id)
 
     def has_another(self, link: str, request: Request) -> bool:
         """Whether the client has another request in flight under this number, not the same one."""
@@ -78,25 +86,24 @@ class Clients:
 
     def quota_refusal(self, link: str, request: Request) -> str | None:
         """One line why the client has to wait with this request, or None. A repetition is no further request."""
-        held, is_owner = self._of(link), link.removesuffix(OUT) == CLIENT
+        held, is_owner = self._in_flight.get(peer_of(link), InFlight()), link.removesuffix(OUT) == CLIENT
         most = MOST_OF_OWNER if is_owner else MOST_IN_FLIGHT
-        if request.request_id in held.numbers:
+        if self.number_of(link, request.request_id) is not None:
             return None
-        if len(held.numbers) >= most:
+        if held.num_requests >= most:
             return f"this client has {most} requests in flight: {_REMEDY}"
-        if not is_owner and held.numbers and held.num_tokens + num_tokens(request) > MOST_TOKENS:
+        if not is_owner and held.num_requests and held.num_tokens + num_tokens(request) > MOST_TOKENS:
             return f"this client's requests in flight have prompts of {held.num_tokens} tokens: {_REMEDY}"
         return None
 
     def admit(self, link: str, request: Request) -> Request:
         """The request under its number here and in the scope of its client; it may be there already."""
         client = link.removesuffix(OUT)
-        held = self._in_flight.setdefault(client, InFlight())
-        number = held.numbers.get(request.request_id)
+        number = self.number_of(link, request.request_id)
         if number is None:
-            number = held.numbers[request.request_id] = next(self._next_number)
+            number = self._numbers.setdefault(client, {})[request.request_id] = next(self._next_number)
             self._origins[number] = client, request
-            held.num_tokens += num_tokens(request)
+            self._in_flight.setdefault(peer_of(client), InFlight()).count(request, +1)
         return replace(request, request_id=number, scope=scope_of(client))
 
     def address(self, answer: Tokens) -> tuple[str, Tokens]:
@@ -109,18 +116,17 @@ class Clients:
 
     def abandoned(self, now: float) -> list[int]:
         """Numbers here of the requests of clients that have been away for `ABSENT_S` by `now`, a monotonic clock."""
-        away = set(self._in_flight).difference(self.connected(), [CLIENT])
+        away = set(self._numbers).difference(self.connected(), [CLIENT])
         self._absent_since = {client: self._absent_since.get(client, now) for client in away}
         gone = [client for client, since in self._absent_since.items() if now - since >= ABSENT_S]
-        return [number for client in gone for number in self._in_flight[client].numbers.values()]
-
-    def _of(self, link: str) -> InFlight:
-        return self._in_flight.get(link.removesuffix(OUT), InFlight())
+        return [number for client in gone for number in self._numbers[client].values()]
 
     def _forget(self, number: int) -> None:
         client, request = self._origins.pop(number)
-        held = self._in_flight[client]
-        del held.numbers[request.request_id]
-        held.num_tokens -= num_tokens(request)
-        if not held.numbers:
-            del self._in_flight[client]
+        del self._numbers[client][request.request_id]
+        if not self._numbers[client]:
+            del self._numbers[client]
+        held = self._in_flight[peer_of(client)]
+        held.count(request, -1)
+        if not held.num_requests:
+            del self._in_flight[peer_of(client)]

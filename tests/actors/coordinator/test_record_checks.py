@@ -291,6 +291,23 @@ def test_a_client_over_its_quota_is_answered_and_served_again_once_a_request_has
     assert table.receive(OTHER, Abort(12)) and table.receive(OTHER, Request(214, (3, 4)))
 
 
+def test_more_connections_with_one_key_give_neither_a_larger_quota_nor_more_turns(table, monkeypatch):
+    monkeypatch.setattr(clients, "MOST_IN_FLIGHT", 4)
+    monkeypatch.setattr(clients, "MOST_TOKENS", 40)
+    connections = [f"{OTHER}:{number}" for number in range(5)]
+    taken = [table.receive(connection, Request(1, (5, 6), REQUEST.sampling)) for connection in connections]
+    assert [bool(one) for one in taken] == [True] * 4 + [False]
+    assert table.to(connections[4])[-1].finish_reason == "refused"
+    assert table.receive("client:3", Request(1, (3,), REQUEST.sampling)) and table.receive(CLIENT, Abort(1))
+    assert table.receive("target-0#0", verdicts(RIGHT))
+    *_, batch = table.to("target-0#0")
+    assert [admit.token_ids for admit in batch.admits][:2] == [(5, 6), (3,)], "the turn of the other key"
+    for connection in connections[:4]:
+        table.receive(connection, Abort(1))
+    assert table.receive(connections[4], Request(1, (5,) * 39)) and not table.receive(OTHER, Request(9, (5, 6)))
+    assert not table.receive(f"{OTHER}:0", Request(2, (5, 6)))
+
+
 def test_the_tokens_that_come_with_requests_are_counted_too_but_one_request_is_always_taken(table, monkeypatch):
     monkeypatch.setattr(clients, "MOST_TOKENS", 5)
     assert table.receive(OTHER, Request(1, (3,) * 6))

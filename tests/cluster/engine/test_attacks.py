@@ -16,11 +16,11 @@ import pytest
 
 from actors.coordinator import clients
 from actors.options import VerifyConfig, VerifyRule
-from actors.protocol.membership import ClientKeys, Hello
+from actors.protocol.membership import Hello
 from actors.protocol.messages import Abort, ReportOrder, Request, SamplingParams, Tokens
 from actors.transport.channel import CODEC, Link
 from actors.transport.keys import LinkKey
-from cluster.engine import connect
+from tests.cluster.engine.test_clients import connect_with_own_key
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -150,6 +150,13 @@ def more_requests_than_its_quota(attacker: Attacker) -> None:
     assert attacker.ends(9999)[9999].finish_reason == "length", "it is served again"
 
 
+def requests_over_many_connections(attacker: Attacker) -> None:
+    for i in range(30):
+        link = attacker.open(f"bad{i}")
+        for number in range(1, QUOTA):
+            link.send(Request(number, (5, 6), GREEDY))
+
+
 def never_reading(attacker: Attacker) -> None:
     for number in range(1, QUOTA):
         attacker.request(number, sampling=GREEDY)
@@ -182,6 +189,7 @@ ATTACKS: dict[str, tuple[Callable[[Attacker], None], tuple[str, ...]]] = {
         (more_tokens_than_asked_for, (VerifyRule.coupled,)),
         (the_numbers_of_others, (VerifyRule.coupled,)),
         (more_requests_than_its_quota, (VerifyRule.coupled,)),
+        (requests_over_many_connections, (VerifyRule.coupled,)),
         (never_reading, (VerifyRule.coupled,)),
         (prompts_of_any_length, (VerifyRule.coupled,)),
         (what_ranks_and_owners_send, (VerifyRule.coupled,)),
@@ -189,15 +197,6 @@ ATTACKS: dict[str, tuple[Callable[[Attacker], None], tuple[str, ...]]] = {
 }
 """Each attack, and the rules under which it is tried."""
 CASES = [(name, rule) for name, (_, rules) in ATTACKS.items() for rule in rules]
-
-
-def connect_other(engine):
-    """A client with a key of its own, as the attacker has the engine's first one."""
-    first = LinkKey.read(engine.secret)
-    other = LinkKey.made_for("other", first.hub)
-    engine._connection.send(ClientKeys(((first.public, "default"), (other.public, "other"))))
-    engine.report()  # which is sent behind it
-    return connect(engine.address, other.text)
 
 
 def tokens_of(completions):
@@ -248,7 +247,7 @@ def test_the_others_are_served_as_without_the_attack(open_engine, name, rule):
     engine = open_engine(verify=VerifyConfig(rule))
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
     engine.report(reset=True, phase="attacked")
-    with connect_other(engine) as other:
+    with connect_with_own_key(engine) as other:
         served = [*rounds_beside(ATTACKS[name][0], engine, other, plain)]
         assert tokens_of(other.generate(PROMPTS, GREEDY)) == plain
     check_nothing_was_lost(engine)
@@ -260,7 +259,7 @@ def test_the_end_of_the_engine_is_noticed(open_engine):
     """The control: an attack that ends the engine fails the same check."""
     engine = open_engine(verify=VerifyConfig(VerifyRule.coupled))
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
-    with connect_other(engine) as other, pytest.raises(Exception, match="engine was closed"):
+    with connect_with_own_key(engine) as other, pytest.raises(Exception, match="engine was closed"):
         for _ in rounds_beside(lambda _: engine.close(), engine, other, plain, least=2):
             pass
 
@@ -271,7 +270,7 @@ def test_what_attacks_cost_the_others(open_engine, capsys):
     attacker shares the interpreter with the engine, so what it costs to send is in the ratio too."""
     engine = open_engine(verify=VerifyConfig(VerifyRule.coupled))
     plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
-    with connect_other(engine) as other:
+    with connect_with_own_key(engine) as other:
         for name, (attack, _) in ATTACKS.items():
             alone = sorted(rounds_beside(lambda _: None, engine, other, plain, least=9))
             beside = sorted(rounds_beside(attack, engine, other, plain, least=9))

@@ -13,7 +13,9 @@ import pytest
 from actors.coordinator import clients
 from actors.drafters.lookup.suffix import SuffixDrafterConfig
 from actors.drafters.scoped import Share
+from actors.protocol.membership import ClientKeys
 from actors.protocol.messages import SamplingParams
+from actors.transport.keys import LinkKey
 from cluster.engine import EngineError, connect
 
 PROMPTS = ["def median(values):", "x", "class Stack:\n    def push"]
@@ -61,6 +63,15 @@ def until(condition):
         time.sleep(0.02)
 
 
+def connect_with_own_key(engine):
+    """A client with another key than `engine.secret`."""
+    first = LinkKey.read(engine.secret)
+    other = LinkKey.made_for("other", first.hub)
+    engine._connection.send(ClientKeys(((first.public, "default"), (other.public, "other"))))
+    engine.report()  # which is sent behind it
+    return connect(engine.address, other.text)
+
+
 def exchange(engine, start_client, plain):
     """Requests of the owner, of a client in this process and of one in another, all at the same time."""
     elsewhere = start_client(engine, GREEDY.max_tokens, times=2)
@@ -87,7 +98,7 @@ def test_each_client_receives_the_tokens_of_plain_decoding(open_engine, start_cl
 def test_acceptance_tells_no_client_what_another_asked(open_engine, share):
     """The second request for a text is drafted from the answer to the first, if both are of one client."""
     engine = open_engine(SuffixDrafterConfig(share=share))
-    with connect(engine.address, engine.secret) as client, connect(engine.address, engine.secret) as other:
+    with connect(engine.address, engine.secret) as client, connect_with_own_key(engine) as other:
         asked = [one.generate(PROMPTS[:1], GREEDY)[0] for one in (client, other, client)]
         assert len({tuple(one.token_ids) for one in asked}) == 1
         first, of_other, again = [(one.stats.num_draft_tokens, one.stats.num_accepted_tokens) for one in asked]
