@@ -71,6 +71,7 @@ class Join:
     epoch: int
     round: int
     store: tuple[str, int] | None = None
+    """The place of a store: what `connect_store` takes."""
 
 
 @dataclass(frozen=True, slots=True)

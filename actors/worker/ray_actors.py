@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -23,6 +23,9 @@ from actors.transport.channel import Hub
 from actors.transport.keys import HubKeys
 from actors.worker import openmp
 from actors.worker.spec import RankSpec
+
+if TYPE_CHECKING:
+    from parallel.comm.rendezvous import HostedStore
 
 SHOW_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Environment of a rank on a GPU."""
@@ -90,13 +93,12 @@ def visible_device(own: str, visible: str | None) -> str:
 
 
 class CoordinatorWorker:
-    """The process of the coordinator: needs no device; hosts the TCPStore where ranks of a role form their group."""
+    """The process of the coordinator: needs no device; hosts the store where ranks of a role form their group."""
 
     def __init__(self, title: str = "coordinator", logs: LogSpec | None = None) -> None:
         self._title = title
         self._hub: Hub | None = None
-        self._store: tuple[str, int] | None = None
-        self._store_server = None
+        self._store: HostedStore | None = None
         if logs is not None:
             _open_logs("coordinator", logs)
 
@@ -121,23 +123,30 @@ class CoordinatorWorker:
         address, client_address = [f"tcp://{host}:{port or '*'}" for port in ports]
         self._hub = Hub(address, keys, bind_wait_s, client_address=client_address)
         if needs_store:
-            from parallel.comm.rendezvous import host_store
-
-            self._store_server = host_store(host)
-            self._store = (host, self._store_server.port)
+            self._store = _open_store(host)
         return self._hub.address, self._hub.client_address
 
     def run(self, spec: CoordinatorSpec, make_watches: Sequence[Callable[[], Watch]] = ()) -> str:
         """Serve until `Stop`; returns its reason."""
         assert self._hub is not None, "bind() is called first"
         try:
-            return CoordinatorService(spec, self._hub, [make() for make in make_watches], self._store).run()
+            place = self._store and self._store.place
+            return CoordinatorService(spec, self._hub, [make() for make in make_watches], place).run()
         finally:
             self._hub.close()
 
     @ray.method(concurrency_group="ctl")
     def status(self) -> str:
         return f"coordinator pid={os.getpid()}"
+
+
+def _open_store(host: str) -> HostedStore:
+    """In the folder of Ray, which is this user's, if all processes are on this machine."""
+    from parallel.comm.rendezvous import LOOPBACK, store_in_file, store_on_network
+
+    if host == LOOPBACK:
+        return store_in_file(Path(ray.get_runtime_context().get_temp_dir()))
+    return store_on_network(host)
 
 
 def _own_address(interface: str) -> str:

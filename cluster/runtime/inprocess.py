@@ -25,7 +25,7 @@ from actors.worker.spec import RankSpec
 from cluster.config.schema import LaunchConfig
 from cluster.placement.ranks import Devices, RankPlacement, lay_out
 from cluster.runtime.backend import ANY_PORT, LOOPBACK, Backend
-from parallel.comm.rendezvous import host_store
+from parallel.comm.rendezvous import HostedStore, store_in_memory
 
 
 class InprocessBackend(Backend):
@@ -44,7 +44,7 @@ class InprocessBackend(Backend):
         self._deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._hub: Hub | None = None
-        self._store = None
+        self._store: HostedStore | None = None
 
     def place(self) -> list[RankPlacement]:
         cores = sorted(os.sched_getaffinity(0))[: self._config.cluster.num_cpus]
@@ -56,7 +56,7 @@ class InprocessBackend(Backend):
         self._admit(places)
         self._hub = Hub(ANY_PORT, self.keys, near=True)
         self.address, self.client_address = self._hub.address, self._hub.client_address
-        self._store = host_store(LOOPBACK) if self._needs_store else None
+        self._store = store_in_memory() if self._needs_store else None
         self._start_coordinator(self._coordinator)
         self._open_relay()
         for place in places:
@@ -92,7 +92,7 @@ class InprocessBackend(Backend):
 
     def _start_coordinator(self, spec: CoordinatorSpec) -> None:
         assert self._hub is not None
-        hub, store = self._hub, (LOOPBACK, self._store.port) if self._store is not None else None
+        hub, store = self._hub, self._store and self._store.place
         self._start_thread("coordinator", lambda: CoordinatorService(spec, hub, store=store).run())
 
     def _start_rank(self, spec: RankSpec) -> None:

@@ -3,6 +3,9 @@
 The coordinator's process hosts the store; every rank connects its own client and joins its groups. After a rank died
 the others close their groups and join those of the next epoch under the same names. No default group, no environment
 variables, no global ranks: ranks may be processes or threads of one process.
+
+PyTorch's TCPStore answers every process that reaches it, so it serves several machines only: threads of one process
+meet in its memory, and processes of one machine in a file that their user alone can open.
 """
 
 # torch.distributed re-exports its C++ classes without declaring so:
@@ -10,9 +13,13 @@ variables, no global ranks: ranks may be processes or threads of one process.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import tempfile
 from datetime import timedelta
+from pathlib import Path
+from weakref import WeakValueDictionary
 
 import psutil
 import torch
@@ -22,6 +29,37 @@ from parallel.comm.group import SINGLE, GlooGroup, Group, NcclGroup, PeerLost
 from parallel.comm.symmetric import meet
 
 LOOPBACK = "127.0.0.1"
+_MEMORY = "memory"
+_NUMBERS = itertools.count(1)
+_IN_MEMORY: WeakValueDictionary[int, HostedStore] = WeakValueDictionary()
+
+
+class HostedStore:
+    """A store that ranks find at `place`, by `connect_store`, as long as this object is kept."""
+
+    def __init__(self, place: tuple[str, int], store: dist.Store | None = None) -> None:
+        self.place = place
+        self.store = store
+
+
+def store_in_memory() -> HostedStore:
+    """For threads of this process."""
+    hosted = HostedStore((_MEMORY, next(_NUMBERS)), dist.HashStore())
+    _IN_MEMORY[hosted.place[1]] = hosted
+    return hosted
+
+
+def store_in_file(folder: Path) -> HostedStore:
+    """For processes of this user on this machine. The file is in a folder of mode 0700 in `folder`, and left there."""
+    path = Path(tempfile.mkdtemp(prefix="store-", dir=folder)) / "store"
+    path.touch()
+    return HostedStore((str(path), 0))
+
+
+def store_on_network(host: str) -> HostedStore:
+    """For everybody who reaches this address."""
+    store = host_store(host)
+    return HostedStore((host, store.port), store)
 
 
 def host_store(host: str = LOOPBACK) -> dist.TCPStore:
@@ -34,15 +72,26 @@ def host_store(host: str = LOOPBACK) -> dist.TCPStore:
     return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect_store(host: str, port: int, timeout_s: float = 60.0) -> dist.TCPStore:
-    """A client of a hosted store. One per rank: a client that waits for a key blocks its other users.
+def connect_store(host: str, port: int, timeout_s: float = 60.0) -> dist.Store:
+    """A client of the hosted store at this place. One per rank: a client that waits for a key blocks its other users.
 
-    PeerLost if the host does not answer; PyTorch tries for up to twice `timeout_s`.
+    PeerLost if it is gone or the host does not answer; PyTorch tries for up to twice `timeout_s`.
     """
+    if host == _MEMORY or host.startswith("/"):
+        return _connect_here(host, port)
     try:
         return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise PeerLost(f"the store at {host}:{port} does not answer ({str(error).partition(chr(10))[0]})") from error
+
+
+def _connect_here(path: str, number: int) -> dist.Store:
+    hosted = _IN_MEMORY.get(number)
+    if path == _MEMORY and hosted is not None and hosted.store is not None:
+        return hosted.store
+    if path == _MEMORY or not os.path.exists(path):
+        raise PeerLost(f"the store in {path} is gone")
+    return dist.FileStore(path, -1)  # not deleted by the last client that leaves: there is another epoch
 
 
 def join(

@@ -16,7 +16,6 @@ from statistics import median
 import torch
 
 from cluster.placement.ranks import RankPlacement
-from cluster.runtime.backend import LOOPBACK
 from cluster.tools.planning.ranks import RankSync, RoleWork, run_on_ranks
 from cluster.tools.planning.read_bandwidth import ReadBandwidth
 from cluster.tools.planning.tables import PARTS
@@ -112,7 +111,7 @@ def measure_passes(task: PassTask, device: str = "cpu") -> list[PassTime]:
 
 
 def _measure(task: PassTask, place: RankPlacement, _group: Group, sync: RankSync) -> list[PassTime]:
-    device, store = torch.device(place.device), connect_store(LOOPBACK, sync.store_port)
+    device, store = torch.device(place.device), connect_store(*sync.store)
     sizes = sorted({place.size, *(sharing.ranks for sharing in task.sharings if place.rank < sharing.ranks)})
     groups = {size: join(store, f"passes-{size}", 0, place.rank, size, device, _TIMEOUT_S) for size in sizes}
     all_ranks = groups[place.size]

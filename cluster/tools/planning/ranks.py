@@ -10,11 +10,13 @@ import multiprocessing
 import multiprocessing.context
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from actors.worker.factory import SWITCH_INTERVAL_S
 from cluster.placement.ranks import RankPlacement
 from cluster.runtime.backend import LOOPBACK
 from parallel.comm.group import Group
-from parallel.comm.rendezvous import connect_store, host_store, join
+from parallel.comm.rendezvous import connect_store, join, store_in_file, store_in_memory
 
 _BARRIER_S = 120.0
 NUM_PHASES = 2
@@ -67,10 +69,10 @@ class RankSync:
     """
 
     def __init__(
-        self, primitives: Any, num_ranks: int, roles: Sequence[str], store_port: int, *, in_turn: bool
+        self, primitives: Any, num_ranks: int, roles: Sequence[str], store: tuple[str, int], *, in_turn: bool
     ) -> None:
         self.in_turn = in_turn
-        self.store_port = store_port
+        self.store = store
         self.phases = tuple(AlternatingTurns(primitives, roles) for _ in range(NUM_PHASES))
         self._barrier = primitives.Barrier(num_ranks)
 
@@ -99,12 +101,13 @@ class RoleWork:
 
 def run_on_ranks(roles: Sequence[RoleWork], *, as_threads: bool, in_turn: bool = False) -> list[Any]:
     """The results of the lead rank of each role. Raises the error of the first rank that failed."""
-    store = host_store(LOOPBACK)
     ranks = [(place, role.work) for role in roles for place in role.places]
     context = multiprocessing.get_context("spawn")
     names = [role.places[0].role for role in roles]
-    sync = RankSync(threading if as_threads else context, len(ranks), names, store.port, in_turn=in_turn)
-    results = _in_threads(ranks, sync) if as_threads else _in_processes(ranks, sync, context)
+    with tempfile.TemporaryDirectory(prefix="specdec-") as folder:
+        store = store_in_memory() if as_threads else store_in_file(Path(folder))
+        sync = RankSync(threading if as_threads else context, len(ranks), names, store.place, in_turn=in_turn)
+        results = _in_threads(ranks, sync) if as_threads else _in_processes(ranks, sync, context)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:  # a broken barrier only follows from the failure of another rank
         raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
@@ -169,7 +172,7 @@ def _serve(place: RankPlacement, work: RankWork, sync: RankSync) -> Any:
         if place.cores:
             os.sched_setaffinity(0, place.cores)
         torch.set_num_threads(max(1, place.num_threads))
-        store = connect_store(LOOPBACK, sync.store_port) if place.size > 1 else None
+        store = connect_store(*sync.store) if place.size > 1 else None
         group = join(store, place.role, 0, place.rank, place.size, torch.device(place.device), host=LOOPBACK)
         return work(place, group, sync)
     except Exception as error:

@@ -183,6 +183,8 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert {identity: ready.facts["openmp"] for identity, ready in engine.ready.items()} == settings
     assert answers(engine) == expected
     assert not listening(), "reached from other machines"
+    (store,) = Path(ray.get_runtime_context().get_temp_dir()).glob("store-*/store")
+    assert store.parent.stat().st_mode & 0o777 == 0o700, "where the ranks met, no other user can"
 
     running = engine.submit(PROMPTS[0], LONG)
     deadline = time.monotonic() + WAIT_S

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,7 +15,15 @@ import torch
 import torch.distributed as dist
 
 from parallel.comm.group import SINGLE, PeerLost
-from parallel.comm.rendezvous import connect_store, host_store, interface_of, join
+from parallel.comm.rendezvous import (
+    connect_store,
+    host_store,
+    interface_of,
+    join,
+    store_in_file,
+    store_in_memory,
+    store_on_network,
+)
 from tests.parallel.conftest import in_threads
 
 
@@ -60,19 +73,20 @@ def test_the_sum_has_the_same_bits_on_every_rank_and_in_every_run(on_ranks):
         assert torch.equal(summed, terms[0] + terms[1] + terms[2])
 
 
-def _process_main(port, results):
-    group = join(connect_store("127.0.0.1", port), "processes", 0, 1, 2, timeout_s=60)
+def _process_main(place, results):
+    group = join(connect_store(*place), "processes", 0, 1, 2, timeout_s=60)
     results.put([tensor.tolist() for tensor in collectives(group)])
     group.close()
 
 
-def test_collectives_between_processes():
-    store = host_store()
+@pytest.mark.parametrize("kind", ["file", "network"])
+def test_collectives_between_processes(tmp_path, kind):
+    store = store_in_file(tmp_path) if kind == "file" else store_on_network("127.0.0.1")
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    other = spawn.Process(target=_process_main, args=(store.port, results))
+    other = spawn.Process(target=_process_main, args=(store.place, results))
     other.start()
-    group = join(connect_store("127.0.0.1", store.port), "processes", 0, 0, 2, timeout_s=60)
+    group = join(connect_store(*store.place), "processes", 0, 0, 2, timeout_s=60)
     own = collectives(group)
     check_collectives([own, [torch.tensor(tensor) for tensor in results.get(timeout=60)]])
     group.close()
@@ -102,13 +116,53 @@ def test_the_interface_of_an_address_is_found():
     assert [interface_of("127.0.0.1"), interface_of("192.0.2.77")] == ["lo", ""]
 
 
-def test_a_closed_peer_is_an_error_at_once_and_the_next_epoch_works():
+@pytest.mark.parametrize("make", [lambda folder: store_in_memory(), store_in_file], ids=["memory", "file"])
+def test_on_one_machine_no_other_user_reaches_the_store(tmp_path, make):
+    """A TCPStore answers, stores for and forgets what every process asks that reaches its port: the control."""
+
+    def listening():
+        return {one.laddr.port for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    tmp_path.chmod(0o755)
+    store = make(tmp_path)
+    connect_store(*store.place).set("key", "value")
+    assert listening() == before and connect_store(*store.place).get("key") == b"value"
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in tmp_path.iterdir())
+    control = store_on_network("127.0.0.1")
+    assert listening() - before == {control.place[1]}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_cannot_open_the_file_of_a_store():
+    with tempfile.TemporaryDirectory(prefix="specdec-test-", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        store = store_in_file(Path(folder))
+        for command in ('cat "$0"', 'echo >> "$0"', 'rm "$0"'):
+            of = ["sh", "-c", command, store.place[0]]
+            done = subprocess.run(of, user=65534, group=65534, extra_groups=[], capture_output=True, check=False)
+            assert done.returncode and b"ermission denied" in done.stderr
+        assert subprocess.run(of, check=False).returncode == 0, "the control: its own user can"
+
+
+@pytest.mark.parametrize("make", [lambda folder: store_in_memory(), store_in_file], ids=["memory", "file"])
+def test_a_store_that_is_gone_is_a_lost_peer(tmp_path, make):
+    store = make(tmp_path)
+    place = store.place
+    del store
+    shutil.rmtree(tmp_path)
+    with pytest.raises(PeerLost, match=r"^the store in .* is gone$"):
+        connect_store(*place)
+
+
+@pytest.mark.parametrize("make", [lambda folder: store_in_memory(), store_in_file], ids=["memory", "file"])
+def test_a_closed_peer_is_an_error_at_once_and_the_next_epoch_works(tmp_path, make):
     """A group that noticed it by its time-out only would wait for longer than a test may take."""
-    store = host_store()
+    store = make(tmp_path)
     errors, sums = [], []
 
     def rank_main(rank):
-        own_store = connect_store("127.0.0.1", store.port)
+        own_store = connect_store(*store.place)
         group = join(own_store, "tp", 0, rank, 2, timeout_s=1000)
         if rank == 1:
             group.close()
