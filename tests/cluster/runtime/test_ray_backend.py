@@ -209,6 +209,36 @@ def test_tokens_names_and_status(open_engine_on_ray, open_engine, launch):
     assert free == 4.0, "bundles were given back"
 
 
+def test_a_request_with_which_the_target_raises_ends_and_its_neighbours_do_not(open_engine_on_ray, launch, monkeypatch):
+    """Each failure costs the process of the rank: one in company, one alone."""
+    from actors.worker import ray_actors
+    from cluster.runtime import ray_backend
+
+    class RaisingWorker(ray_actors.RankWorker):
+        def run(self, spec, interface=""):
+            from actors.roles.target import TargetRole
+
+            verify_input = TargetRole._verify_input
+
+            def raising(role, item, **options):
+                if role.contexts[item.request_id].sampling.seed == 666:
+                    raise RuntimeError("index out of range")
+                return verify_input(role, item, **options)
+
+            TargetRole._verify_input = raising
+            return ray_actors.RankWorker.run(self, spec, interface)
+
+    monkeypatch.setattr(ray_backend, "RankActor", ray.remote(**ray_actors._OPTIONS)(RaisingWorker))
+    engine = open_engine_on_ray(drafter=NgramDrafterConfig(min_ngram=1))
+    plain = tokens_of(engine.generate(PROMPTS, GREEDY, speculate=False))
+    running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    with pytest.raises(EngineError, match=r"^target: 2 passes with this request failed \(RuntimeError: index out of"):
+        engine.submit("x", replace(GREEDY, seed=666)).result(2 * WAIT_S)
+    assert tokens_of(completion.result(WAIT_S) for completion in running) == plain
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == plain
+    assert [incident.identity for incident in engine.supervisor.incidents] == ["target-0"] * 2
+
+
 @pytest.mark.parametrize(
     "name", ["target-0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coordinator", "draft-0"))]
 )
