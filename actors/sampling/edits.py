@@ -56,16 +56,20 @@ class _Edits:
     """In every row: bad words of one token."""
     banned_early: np.ndarray
     """Before the output has `min_tokens`: the tokens that would end it."""
-    words: Mapping[int, Sequence[tuple[tuple[int, ...], int]]]
-    """Longer bad words, as beginning and last token, by the last token of the beginning."""
+    words: Mapping[tuple[int, ...], Sequence[int]]
+    """Longer bad words: the last tokens by the beginning."""
+    lengths: Mapping[int, Sequence[int]]
+    """Of these beginnings, each once, by their last token: what a row looks up, however many words there are."""
 
     @staticmethod
     @lru_cache(maxsize=512)  # a few times the sequences of a batch; the longest lists take 30 us to look up
     def of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> _Edits:
-        words: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        for *beginning, last in params.bad_words:
+        words: dict[tuple[int, ...], list[int]] = {}
+        lengths: dict[int, set[int]] = {}
+        for *beginning, last in dict.fromkeys(params.bad_words):
             if beginning:
-                words.setdefault(beginning[-1], []).append((tuple(beginning), last))
+                words.setdefault(tuple(beginning), []).append(last)
+                lengths.setdefault(beginning[-1], set()).add(len(beginning))
         single = [word[0] for word in params.bad_words if len(word) == 1]
         return _Edits(
             np.array([token for token, _ in params.logit_bias], dtype=np.int64),
@@ -73,16 +77,17 @@ class _Edits:
             np.array(single, dtype=np.int64),
             np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64),
             words,
+            {token: sorted(of_token) for token, of_token in lengths.items()},
         )
 
     def banned_after(self, token_ids: Sequence[int], path: Sequence[int]) -> list[int]:
         """The last token of each longer bad word after a history that ends with the rest of it."""
-        following = self.words.get(path[-1] if path else token_ids[-1], ())
-        if not following:
+        lengths = self.lengths.get(path[-1] if path else token_ids[-1], ())
+        if not lengths:
             return []
-        reach = max(len(beginning) for beginning, _ in following)
-        history = (*token_ids[max(0, len(token_ids) - reach) :], *path)
-        return [last for beginning, last in following if history[max(0, len(history) - len(beginning)) :] == beginning]
+        history = (*token_ids[max(0, len(token_ids) - lengths[-1]) :], *path)
+        ends = [history[-length:] for length in lengths if length <= len(history)]
+        return [last for end in ends for last in self.words.get(end, ())]
 
 
 class _Cells:

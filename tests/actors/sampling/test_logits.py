@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.protocol.messages import SamplingParams, TokenTree
+from actors.sampling.edits import _Edits
 from actors.sampling.logits import (
     NO_TOKEN,
     LogitRows,
@@ -390,6 +391,15 @@ def test_the_lists_of_a_request_are_walked_once_however_many_rows_and_passes():
         process_logits(torch.randn(len(TREE.parents), 97), rows, EOS)
         walks.add(Counted.walks)
     assert len(walks) == 1 and Counted.walks < 9
+
+
+def test_what_a_row_looks_up_does_not_grow_with_the_number_of_bad_words():
+    """All of these end a beginning with the same token: a text of it would compare each of them in every row."""
+    words = [(5, 7, token) for token in range(97)] + [(7, token) for token in range(97)] + [(5, 7, 7)] * 500
+    own = _Edits.of(SamplingParams(bad_words=tuple(words)), EOS)
+    assert own.lengths == {7: [1, 2]} and len(own.words) == 2
+    assert sorted(own.banned_after([5], [7])) == sorted([*range(97)] * 2)
+    assert own.banned_after([7], []) == [*range(97)] and own.banned_after([7, 5], []) == []
 
 
 IMPOSSIBLE = {"NaN": (13, torch.nan), "infinite": (13, torch.inf), "all banned": (slice(None), -torch.inf)}
