@@ -151,6 +151,24 @@ def test_a_key_is_worthless_once_its_name_has_another(hub):
         link.close()
 
 
+def test_a_link_that_was_refused_connects_once_its_key_is_admitted(hub):
+    """As at the successor of a coordinator, which is sent the keys of clients a moment after it listens."""
+    alice = Link(hub.client_address, "client:alice", ALICE)
+    alice.send(Hello())
+    assert alice.is_refused(5.0) and hub.receive(0.1) is None
+    hub.admit_clients({ALICE.public: "client:alice"})
+    deadline = time.monotonic() + 20
+    while hub.receive(0.05) is None:
+        assert time.monotonic() < deadline
+        assert alice.receive(0.05) is None
+        alice.send(Hello())
+    hub.send(["client:alice"], Stop("arrived"))
+    while (answer := alice.receive(1.0)) is None:
+        assert time.monotonic() < deadline
+    assert answer == Stop("arrived")
+    alice.close()
+
+
 def test_a_client_in_the_same_process_is_taken_away_too():
     hub = Hub("tcp://127.0.0.1:*", KEYS, near=True)
     near, far = link_to(hub.client_address, "client:1"), link_to(far_address(hub), "target-0")
