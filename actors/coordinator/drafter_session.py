@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from actors.coordinator.exports import Exports
 from actors.coordinator.outbox import Outbox
 from actors.coordinator.sequence import DraftState, PreviewTree, Sequence
+from actors.policy.decision import Mode
 from actors.policy.policy import Policy
-from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import (
     Commit,
     DraftBatch,

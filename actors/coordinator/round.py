@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from actors.coordinator.sequence import Sequence
-from actors.policy.draft_length import DraftOutcome
+from actors.policy.acceptance import DraftOutcome
 from actors.policy.policy import RoundObservation
 from actors.protocol.messages import Commit, Proposal, ProposalBatch, VerdictBatch
 

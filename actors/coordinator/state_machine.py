@@ -271,7 +271,7 @@ class Coordinator:
                 policy.mode, seen.seconds + seen.unused_s, [outcome.num_ordered for outcome in seen.outcomes]
             )
         policy.update(seen)
-        stats.switch = policy.switch
+        stats.guard = policy.findings()
         for outcome in seen.outcomes:
             if outcome.request_id not in self._sequences:
                 policy.release(outcome.request_id)

@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Any
 
 from actors.coordinator.sequence import Sequence, SpeculationCounts, count_at
-from actors.policy.speculation_switch import SpeculationSwitch
 from actors.protocol.messages import Commit, LevelWork, Proposal, ProposalBatch, Report, VerdictBatch
 from actors.protocol.token_tree import TokenTree
 
@@ -164,7 +163,8 @@ class PolicyCounters:
     seconds_by_mode: dict[str, float] = field(default_factory=dict)
     num_by_mode: dict[str, int] = field(default_factory=dict)
     mode: str = ""
-    switch: SpeculationSwitch | None = None
+    guard: dict[str, str | float | None] | None = None
+    """What the policy found last of plain decoding against speculation."""
 
     def add_mode(self, mode: StrEnum, seconds: float, num_ordered: list[int]) -> None:
         """A round took `seconds` in one mode of the policy, and ordered these numbers of draft tokens."""
@@ -276,10 +276,9 @@ class CoordinatorStats(RequestCounters, DraftCounters, TimeCounters, ExportCount
     def report(self, now: float) -> Report:
         counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         counters["window_s"] = now - self.since
-        counters["guard"] = None if self.switch is None else self.switch.findings()
         return Report(counters, tuple(self.spans))
 
 
 _LEVEL_COUNTS = ("num_passes", "busy_s", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
-_NOT_COUNTERS = ("since", "phase", "mode", "switch", "ended", "spans")
+_NOT_COUNTERS = ("since", "phase", "mode", "ended", "spans")
 _COUNTERS = tuple(one.name for one in fields(CoordinatorStats) if one.name not in _NOT_COUNTERS)

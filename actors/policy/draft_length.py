@@ -1,40 +1,25 @@
-"""How many tokens to draft: the length with the most tokens per second, E(k) / T(k).
+"""How many tokens to draft for each request, once it is decided that there are drafts.
 
-E follows from the measured acceptance of every place in a draft, T from measured rounds. In a batch each request gets
-draft tokens as long as its next one is likelier to be accepted than what its time brings elsewhere. A request whose
-drafts are never accepted gets none but for a rare attempt. Whether to speculate at all is the speculation switch's
-decision. Works on counts and seconds; has no clock.
+All requests get the length with the most tokens per second, E(k) / T(k). In a batch each gets draft tokens as long as
+its next one is likelier to be accepted than what its time brings elsewhere. A request whose drafts are never accepted
+gets none but for a rare attempt. Works on counts and seconds; has no clock.
 
 Sources: goodput of SmartSpec (arXiv 2406.14066), survival-ordered allocation of TETRIS (2502.15197).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from actors.policy.estimators import RequestAcceptance, RoundCosts, Survival
+from actors.policy.acceptance import AcceptanceModel, DraftOutcome
 
-FIRST_LENGTH = 4
-"""Draft tokens until costs are measured, if the bounds allow."""
 EXPLORE_EVERY = 6
 """Every so many rounds drafts are a token shorter or longer than the best: costs show only where lengths vary."""
+FIRST_LENGTH = 2
+"""Draft tokens of the first drafts, whose cost is not known."""
 FIRST_RETRY, MAX_RETRY = 16, 512
 """Rounds after which a request without drafts is tried again; doubles each time nothing is accepted."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftOutcome:
-    """Draft tokens that were ordered for a request in a round, and the nodes of its draft that were accepted.
-
-    Tokens that were ordered and did not come, or not in time, count as not accepted: the order is what is chosen.
-    `num_tokens` is what the pass brought the request if it verified a draft, else 0.
-    """
-
-    request_id: int
-    num_ordered: int
-    path: Sequence[int]
-    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -45,6 +30,24 @@ class _Retry:
     rounds: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Tradeoff:
+    """What lengths bring and cost: `tokens` and `seconds` of a round with drafts of 0, 1, 2, ... tokens for every
+    request; one more token costs `draft_s` outside of the target's pass and `verify_s` in it."""
+
+    tokens: Sequence[float]
+    seconds: Sequence[float]
+    draft_s: float
+    verify_s: float
+
+    def speed(self, length: int) -> float:
+        return self.tokens[length] / self.seconds[length]
+
+    def best(self, shortest: int) -> int:
+        """The length with the most tokens per second, at least one token and `shortest`."""
+        return max(range(max(1, shortest), len(self.tokens)), key=self.speed)
+
+
 class DraftLengths:
     """Lengths within [`shortest`, `longest`], one for all requests or, in a batch, one for each."""
 
@@ -52,11 +55,13 @@ class DraftLengths:
         self._shortest, self._longest = shortest, longest
         self._length = max(shortest, min(longest, FIRST_LENGTH))
         self._by_request: dict[int, int] = {}  # where lengths differ from `_length`
-        self._survivals: dict[Hashable, Survival] = {}
-        self._survival = Survival(longest)
-        self._acceptance: dict[int, RequestAcceptance] = {}
         self._retries: dict[int, _Retry] = {}
         self._num_choices = 0
+
+    @property
+    def retried(self) -> Collection[int]:
+        """Requests that get no drafts but for a rare attempt."""
+        return self._retries.keys()
 
     def of(self, request_id: int) -> int:
         retry = self._retries.get(request_id)
@@ -65,64 +70,53 @@ class DraftLengths:
         return self._by_request.get(request_id, self._length)
 
     def release(self, request_id: int) -> None:
-        self._acceptance.pop(request_id, None)
         self._by_request.pop(request_id, None)
         self._retries.pop(request_id, None)
 
-    def update(self, outcomes: Sequence[DraftOutcome], context: Hashable) -> None:
-        """A round ended; acceptance is kept apart by `context`, a class of texts."""
-        survival = self._survivals.get(context)
-        if survival is None:
-            survival = self._survivals[context] = Survival(self._longest, like=self._survival)
-        self._survival = survival
+    def update(self, outcomes: Sequence[DraftOutcome], acceptance: AcceptanceModel) -> None:
+        """A round ended: attempts that had waited long enough are judged."""
         for outcome in outcomes:
-            request_id, retry = outcome.request_id, self._retries.get(outcome.request_id)
-            if not outcome.num_ordered:
-                if retry is not None:
-                    retry.rounds += 1
-                continue
-            if request_id not in self._acceptance:
-                self._acceptance[request_id] = RequestAcceptance()
-            self._acceptance[request_id].update(outcome.num_ordered, len(outcome.path), survival)
+            retry = self._retries.get(outcome.request_id)
             if retry is None:
-                survival.update(outcome.num_ordered, outcome.path)
+                continue
+            if not outcome.num_ordered:
+                retry.rounds += 1
             elif outcome.path:
-                del self._retries[request_id]
-                self._acceptance[request_id] = RequestAcceptance()
+                del self._retries[outcome.request_id]
+                acceptance.release(outcome.request_id)
             else:
                 retry.wait, retry.rounds = min(2 * retry.wait, MAX_RETRY), 0
 
-    def choose(self, costs: RoundCosts, plain_verify_s: float, num_sequences: int) -> float:
-        """Set the lengths of the next drafts, for a batch of `num_sequences`, once rounds with drafts were measured.
-
-        Returns the tokens per second of one sequence that are expected of the best length, 0 before.
-        """
-        if not costs.gap.weight:
-            return 0.0
-        per_token_s = costs.per_token_s(plain_verify_s)
-        tokens, seconds = self._survival.expected(), costs.seconds(self._longest, per_token_s)
-        speeds = [tokens[k] / seconds[k] for k in range(self._longest + 1)]
+    def choose(
+        self, tradeoff: Tradeoff, request_ids: Collection[int], acceptance: AcceptanceModel, chances: Sequence[float]
+    ) -> None:
+        """Set the lengths of the next drafts of these requests; `chances` are the average acceptance by place."""
         least = max(1, self._shortest)
-        best = max(speeds[least:])
-        length = speeds.index(best, least)
+        length = tradeoff.best(least)
         self._num_choices += 1
         if self._num_choices % EXPLORE_EVERY == 0:
             is_shorter = length > least and self._num_choices % (2 * EXPLORE_EVERY)
             length = min(length + (-1 if is_shorter else 1), self._longest)
         self._length = length
         self._by_request = {}
-        if num_sequences > 1:
-            self._share_out(num_sequences, speeds[length], *per_token_s)
-        return best
+        if len(request_ids) > 1:
+            self._share_out(tradeoff, tradeoff.speed(length), request_ids, acceptance, chances)
 
-    def _share_out(self, num_sequences: int, speed: float, draft_s: float, verify_s: float) -> None:
+    def _share_out(
+        self,
+        tradeoff: Tradeoff,
+        speed: float,
+        request_ids: Collection[int],
+        acceptance: AcceptanceModel,
+        average: Sequence[float],
+    ) -> None:
         """Lengths of the requests of a batch: place by place, as long as a place brings more than its time elsewhere.
 
         `speed` is tokens per second of one sequence. A drafting pass costs `draft_s` however few requests take part.
         """
-        lengths = dict.fromkeys(self._acceptance.keys() - self._retries.keys(), self._shortest)
-        ratios = {request_id: self._acceptance[request_id].ratio() for request_id in lengths}
-        average = self._survival.chances
+        lengths = {one: self._shortest for one in acceptance.requests if one not in self._retries}
+        ratios = {request_id: acceptance.ratio(request_id) for request_id in lengths}
+        draft_s, verify_s = tradeoff.draft_s * len(request_ids), tradeoff.verify_s
         for place in range(self._shortest + 1, self._longest + 1):
             chances = (
                 (request_id, average[place - 1] * ratios[request_id] ** place)
@@ -130,9 +124,9 @@ class DraftLengths:
                 if length == place - 1
             )
             worth = {request_id: chance for request_id, chance in chances if chance >= speed * verify_s}
-            if sum(worth.values()) < speed * (draft_s * num_sequences + verify_s * len(worth)):
+            if sum(worth.values()) < speed * (draft_s + verify_s * len(worth)):
                 break
             lengths.update(dict.fromkeys(worth, place))
-        if any(lengths.values()):  # else the speculation switch decides, on measured rounds
+        if any(lengths.values()):  # else the decision is for plain decoding, on measured rounds
             self._retries.update({request_id: _Retry() for request_id, length in lengths.items() if not length})
             self._by_request = lengths

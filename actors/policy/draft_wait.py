@@ -61,13 +61,20 @@ class DraftWait:
         self._rest_s.clear()
 
     def wait_s(
-        self, num_expecting: int, num_ready: int = 0, num_plain: int = 0, *, has_first_part: bool = False
+        self,
+        num_expecting: int,
+        num_ready: int = 0,
+        num_plain: int = 0,
+        *,
+        has_first_part: bool = False,
+        works_ahead: bool = True,
     ) -> float:
         """Seconds to wait for the next part of an answer; 0 if the target should verify now.
 
         Of the requests of the pass `num_expecting` await a draft, `num_ready` have one, `num_plain` need none. Waiting
         pays if it would have saved time for the recent delays. The first part is judged by what drafts would bring if
-        all of their tokens were accepted: whether they bring it is measured by the speculation switch.
+        all of their tokens were accepted: whether they bring it is measured by the decision. Where the drafter does not
+        work ahead, an answer without its rest is next to nothing, so its rest is judged as its first part is.
         """
         pass_s = self._verify_s.mean or self._prefill_s
         acceptance_len = self._acceptance_len.mean
@@ -77,7 +84,7 @@ class DraftWait:
             return num_expecting * (tokens - 1) / (num_ready * tokens + num_expecting + num_plain) * pass_s
 
         lately = break_even_s(acceptance_len)
-        if has_first_part:
+        if has_first_part and works_ahead:
             if not _saves(self._rest_s, lately):
                 return 0.0
             return max(lately, JITTER_S) if self.weighs else HANG_S

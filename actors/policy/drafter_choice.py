@@ -20,7 +20,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, combinations
 
-from actors.policy.estimators import Ewma, RequestAcceptance, Survival
+from actors.policy.acceptance import RelativeAcceptance, Survival
+from actors.policy.estimators import Ewma
 
 NO_DRAFTER = -1
 """Stands for a request that gets no draft."""
@@ -160,7 +161,7 @@ class DrafterAcceptance:
         self._longest = longest
         self._all = _Kind(Survival(longest))
         self._kinds: dict[Hashable, _Kind] = {}
-        self._requests: dict[int, RequestAcceptance] = {}
+        self._requests: dict[int, RelativeAcceptance] = {}
         self.num_drafts = 0.0
         """Drafts that were scored, decayed by the rounds that went by without one."""
 
@@ -169,7 +170,7 @@ class DrafterAcceptance:
         one = self._kinds.get(kind)
         if one is None:
             one = self._kinds[kind] = _Kind(Survival(self._longest, like=self._all.survival, weight=PRIOR_DRAFTS))
-        self._requests.setdefault(request_id, RequestAcceptance()).update(depth, num_accepted, one.survival)
+        self._requests.setdefault(request_id, RelativeAcceptance()).update(depth, num_accepted, one.survival)
         for scored in (self._all, one):
             scored.update(depth, num_accepted)
         self.num_drafts += 1

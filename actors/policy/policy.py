@@ -7,14 +7,15 @@ target verifies is decided on its side (`actors/drafters/draft_ahead`).
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log2
 
-from actors.policy.draft_ahead_choice import DraftAheadChoice
-from actors.policy.draft_length import DraftLengths, DraftOutcome
+from actors.policy.acceptance import AcceptanceModel, DraftOutcome
+from actors.policy.costs import IDLE_DECAY, LoadCosts, MachineSpeed, MeasuredRound
+from actors.policy.decision import PLAIN_ROUNDS, Decision, Decoding, Estimate, Mode
+from actors.policy.draft_length import DraftLengths, Tradeoff
 from actors.policy.draft_wait import DraftWait
-from actors.policy.estimators import Ewma, LinearFit, Rate, RoundCosts
-from actors.policy.speculation_switch import Mode, SpeculationSwitch
+from actors.policy.estimators import Ewma
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,10 @@ class Policy:
     @property
     def may_end(self) -> bool:
         """Whether the next round with drafts may be the last one for now."""
-        return self.switch is not None and self.switch.may_end
+        return False
 
-    @property
-    def switch(self) -> SpeculationSwitch | None:
-        """The comparison of speculation with plain decoding under the present load, if there is one."""
+    def findings(self) -> dict[str, str | float | None] | None:
+        """The mode and the speeds that it follows from, under the present load; None where nothing is compared."""
         return None
 
     def draft_length(self, request_id: int, remaining: int) -> int:  # noqa: ARG002 (a policy may tell requests apart)
@@ -120,7 +120,9 @@ class Policy:
         """
         if not num_expecting or (self.alternates and num_ready):
             return 0.0
-        return self.wait.wait_s(num_expecting, num_ready, num_plain, has_first_part=has_first_part)
+        return self.wait.wait_s(
+            num_expecting, num_ready, num_plain, has_first_part=has_first_part, works_ahead=self.works_ahead
+        )
 
     def update(self, seen: RoundObservation) -> None:
         """A round ended."""
@@ -139,47 +141,21 @@ class Policy:
         """The request ended."""
 
 
-_PLAIN_MEMORY = 0.8
+TRIAL_SHARE = 8
+"""One of so many requests takes part in a trial, at least two."""
+LATE_ROUNDS = 8
+"""Rounds in a row without their drafts, which came late, that end speculation."""
+_PROMPT_MEMORY = 0.9
+_STEADY = 0.4
+"""Share of rounds that read prompts from which on such rounds, and those after them, count as others do: there may be
+hardly any others."""
 
 
-@dataclass(slots=True)
-class _PassCosts:
-    """What rounds cost, with drafts and without."""
-
-    with_drafts: RoundCosts = field(default_factory=RoundCosts)
-    in_turn: RoundCosts = field(default_factory=RoundCosts)
-    """The same where the drafter does not work ahead: no pass of the target hides drafting or is slowed by it."""
-    plain_verify_s: Ewma = field(default_factory=lambda: Ewma(_PLAIN_MEMORY))
-
-    @property
-    def slowdown(self) -> float:
-        """A pass over drafts beside a working drafter, in plain passes; 1 until both were measured."""
-        plain_s, verify_s = self.plain_verify_s.mean, self.with_drafts.verify.mean_y
-        return verify_s / plain_s if plain_s and verify_s else 1.0
-
-
-@dataclass(slots=True)
-class LoadEstimate:
-    """What was measured under one kind of load: so many sequences of about such a length."""
-
-    switch: SpeculationSwitch = field(default_factory=SpeculationSwitch)
-    decoding: _PassCosts = field(default_factory=_PassCosts)
-    reading: _PassCosts = field(default_factory=_PassCosts)
-    """Of rounds that also read prompts: under steady traffic there may be no others."""
-    ahead: DraftAheadChoice = field(default_factory=DraftAheadChoice)
-
-
-_BATCH_STIFFNESS = 1.0
-"""Variance of batch sizes at which the measured time of one more request and the expected one weigh the same."""
-_LEAST_PASS = 0.25
-"""Least plain round that is extrapolated to, in mean plain rounds."""
-SIMILAR = 2
-"""Steps of the batch size by which two loads may differ for one to begin with the conclusion of the other."""
-_Kind = tuple[int, int, bool]
+_Kind = tuple[int, bool, int]
 
 
 class AdaptivePolicy(Policy):
-    """Lengths within [`shortest`, `longest`]; `shortest` 0 also allows plain decoding where that measures faster.
+    """Lengths within [`shortest`, `longest`]; `shortest` 0 also allows plain decoding where that is faster.
 
     Where plain decoding is ruled out, drafts are always waited for. With `longest_only` a request is ordered the
     longest draft or none, for a drafter that chooses lengths itself.
@@ -189,134 +165,192 @@ class AdaptivePolicy(Policy):
         shortest = min(shortest, longest)
         self.weighs_waiting = shortest == 0
         super().__init__(pipeline, longest)
-        self._lengths = DraftLengths(shortest, longest)
+        self._shortest = shortest
         self._longest_only = longest_only
-        self._loads: dict[_Kind, LoadEstimate] = {}
-        self._load = LoadEstimate()
-        self._plain_rounds: dict[Hashable, LinearFit] = {}  # seconds against requests, by context and sampling
+        self._drafting = Decoding.ahead if self._may_work_ahead else Decoding.in_turn
+        self._decision = Decision(self._drafting)
+        if self.weighs_waiting:
+            self._decision = Decision(Decoding.plain, awaited=self._drafting)
+        self._lengths = DraftLengths(shortest, longest)
+        self._acceptance = AcceptanceModel(longest)
+        self._speed = MachineSpeed()
+        self._loads: dict[_Kind, LoadCosts] = {}
+        self._load = LoadCosts()
+        self._reads = Ewma(_PROMPT_MEMORY, weight=10.0)  # share of rounds that read prompts
         self._last_read_prompt = False
+        self._num_late = 0
 
     @property
     def works_ahead(self) -> bool:
-        return self._may_work_ahead and self._load.ahead.works_ahead
+        return self._decision.choice is Decoding.ahead or (self._may_work_ahead and not self._decision.choice.drafts)
 
     @property
     def mode(self) -> Mode:
-        return self._load.switch.mode if self.weighs_waiting else Mode.speculate
+        return self._decision.mode if self.weighs_waiting else Mode.speculate
 
     @property
-    def switch(self) -> SpeculationSwitch | None:
-        return self._load.switch if self.weighs_waiting else None
+    def may_end(self) -> bool:
+        return self.weighs_waiting and self._decision.may_end
+
+    def findings(self) -> dict[str, str | float | None] | None:
+        if not self.weighs_waiting:
+            return None
+        plain_s = self._speed.factor * self._load.plain.seconds
+        return {
+            "mode": self.mode.value,
+            "plain_tokens_per_s": self._num_running / plain_s if plain_s else None,
+            "gain": self._decision.gain,
+        }
 
     def draft_length(self, request_id: int, remaining: int) -> int:
+        if self.weighs_waiting and not self._decision.choice.drafts:
+            return 0
         length = self._lengths.of(request_id)
-        if self.weighs_waiting:
-            if not self._load.switch.speculates:
-                return 0
-            if self._load.switch.mode is Mode.trial:
-                length = self._load.switch.trial_length
         if self._longest_only and length:
             length = self.longest_draft
         return max(0, min(self.longest_draft, remaining - 1, length))
 
     def num_followed(self, num_requests: int) -> int:
-        return self._load.switch.num_followed(num_requests) if self.weighs_waiting else num_requests
+        """Requests whose texts the drafter should have read: all, those of a trial, or none."""
+        match self.mode:
+            case Mode.rest:
+                return 0
+            case Mode.catch_up | Mode.trial:
+                return min(num_requests, max(2, num_requests // TRIAL_SHARE))
+        return num_requests
 
-    def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:
-        self._load = self._estimate_of(_kind_of_load(num_running, mean_len, samples))
+    def expect_load(self, num_running: int, mean_len: float, samples: bool) -> None:  # noqa: ARG002
+        self._load = self._costs_of((_batch_class(num_running), samples, 0))
+
+    def caught_up(self) -> None:
+        if self._decision.caught_up():
+            self.wait.clear_delays()
+
+    def release(self, request_id: int) -> None:
+        self._lengths.release(request_id)
+        self._acceptance.release(request_id)
 
     def update(self, seen: RoundObservation) -> None:
         super().update(seen)
         if not seen.outcomes:
             return
-        kind = _kind_of_load(seen.num_running, seen.mean_len, seen.samples)
-        self._load = load = self._estimate_of(kind)
-        reads = seen.num_prompt_rows > 0
-        costs = load.reading if reads else load.decoding
-        drafting = costs.with_drafts if load.ahead.works_ahead else costs.in_turn
+        self._num_running = seen.num_running
+        self._reads.update(seen.num_prompt_rows > 0)
+        self._load = self._costs_of((_batch_class(seen.num_running), seen.samples, seen.num_prompt_rows.bit_length()))
+        speculated = any(outcome.num_ordered for outcome in seen.outcomes)
+        choice = self._choice_of(seen, speculated=speculated)
+        self._learn_acceptance(seen, speculated=speculated)
+        if speculated is self._decision.choice.drafts:
+            tokens = self._acceptance.expected_of(self._text_class, seen.outcomes, self._way)
+            self._decision.count(tokens * len(seen.outcomes) / seen.num_running, seen.seconds / self._speed.factor)
+        if choice is not None:
+            self._measure(choice, seen)
+        self._decision.charge(seen.unused_s / self._speed.factor)
+        self._notice_late_drafts(seen, late=seen.skipped_drafts and not speculated)
+        if seen.num_may_speculate and (not seen.num_prompt_rows or self._reads.mean > _STEADY):
+            self._decide(seen)
+
+    def _notice_late_drafts(self, seen: RoundObservation, *, late: bool) -> None:
+        """Drafts that never come in time show no cost: what was measured is dropped, and a trial is due later."""
+        self._num_late = self._num_late + 1 if late and self._decision.choice.drafts else 0
+        if self._num_late:
+            self._decision.charge(max(0.0, seen.seconds / self._speed.factor - self._load.plain.seconds))
+        if self._num_late == LATE_ROUNDS:
+            self._num_late = 0
+            self._load.drafted.clear()
+            self._decision.give_up()
+
+    # --- what was measured --------------------------------------------------------------------------------------------
+
+    def _choice_of(self, seen: RoundObservation, *, speculated: bool) -> Decoding | None:
+        """The choice whose costs the round shows, if it shows any."""
+        after_prompt, self._last_read_prompt = self._last_read_prompt, seen.num_prompt_rows > 0
+        if after_prompt and not seen.num_prompt_rows and self._reads.mean < _STEADY:
+            return None  # it finds other data in the caches, and may be the first of its size
+        if not speculated:
+            is_disturbed = self.mode is Mode.catch_up and self._load.plain.weight >= PLAIN_ROUNDS
+            return None if seen.serves_drafts or is_disturbed else Decoding.plain
+        return self._way
+
+    def _measure(self, choice: Decoding, seen: RoundObservation) -> None:
         lengths = [outcome.num_ordered for outcome in seen.outcomes]
-        longest = max(lengths)
-        # Where drafts are always waited for, the first one also reads the prompt.
-        is_first, self._last_read_prompt = not self.weighs_waiting and (reads or self._last_read_prompt), reads
-        if not longest and not (seen.serves_drafts and self.weighs_waiting):
-            costs.plain_verify_s.update(seen.verify_s)
-            if not reads:
-                self._plain_rounds.setdefault(kind[1:], LinearFit()).update(seen.num_running, seen.seconds)
-        elif longest and not is_first:
-            mean = sum(lengths) / len(lengths)
-            drafting.update(longest, mean, seen.seconds, seen.verify_s, seen.draft_s)
-        self._lengths.update(seen.outcomes, kind[1:])
-        speed = self._lengths.choose(drafting, costs.plain_verify_s.mean, len(lengths))
-        mode = load.switch.mode
-        if self._may_work_ahead and longest and not reads and self.mode is Mode.speculate:
-            load.ahead.update(seen.num_tokens, seen.seconds, costs.slowdown)
-        load.switch.update(
-            seen.num_tokens,
-            seen.seconds,
-            speculated=longest > 0,
-            willing=seen.num_may_speculate > 0,
-            skipped_drafts=seen.skipped_drafts,
-            num_prompt_rows=seen.num_prompt_rows,
-            whole_tokens=_whole_tokens(seen.outcomes) if mode is Mode.trial else None,
-            prospect=speed,
-            draft_s=seen.draft_s,
-            unused_s=seen.unused_s,
-            serves_drafts=seen.serves_drafts,
-        )
-        if mode is Mode.catch_up and load.switch.mode is Mode.trial:
-            self.wait.clear_delays()
+        gap_s, served = max(0.0, seen.seconds - seen.verify_s), len(seen.outcomes) / seen.num_running
+        times = MeasuredRound(seen.verify_s, gap_s, seen.draft_s, max(lengths), sum(lengths) / len(lengths), served)
+        way = choice if choice.drafts else None
+        self._load.measure(way, times, self._speed, is_first=not self._decision.is_settled)
 
-    def caught_up(self) -> None:
-        if self._load.switch.caught_up():
-            self.wait.clear_delays()
+    def _learn_acceptance(self, seen: RoundObservation, *, speculated: bool) -> None:
+        key = self._text_class = _text_class(seen)
+        if speculated:
+            self._acceptance.update(key, self._way, seen.outcomes, self._lengths.retried)
+        else:
+            self._acceptance.of_class(key).fade(IDLE_DECAY)
+        self._lengths.update(seen.outcomes, self._acceptance)
 
-    def release(self, request_id: int) -> None:
-        self._lengths.release(request_id)
+    # --- what follows -------------------------------------------------------------------------------------------------
 
-    def _estimate_of(self, kind: _Kind) -> LoadEstimate:
-        """A load that was never seen begins with the conclusion of a similar one; its context may be any."""
-        if kind not in self._loads:
-            similar = [known for known in self._loads if known[2] == kind[2] and abs(known[0] - kind[0]) <= SIMILAR]
-            nearest = min(
-                similar, key=lambda known: 4 * abs(known[1] - kind[1]) + abs(known[0] - kind[0]), default=None
+    def _decide(self, seen: RoundObservation) -> None:
+        request_ids = [outcome.request_id for outcome in seen.outcomes]
+        estimates = {}
+        if self.weighs_waiting:
+            plain = self._load.plain
+            estimates[Decoding.plain] = Estimate(1.0, max(plain.seconds, 1e-9), 0, plain.weight)
+        tradeoffs = {}
+        for choice in (Decoding.ahead, Decoding.in_turn) if self._may_work_ahead else (Decoding.in_turn,):
+            tokens = self._acceptance.expected(self._text_class, request_ids, choice)
+            tradeoff = tradeoffs[choice] = self._tradeoff(choice, tokens)
+            best = tradeoff.best(self._shortest)
+            if self._longest_only:
+                best = self.longest_draft
+            estimates[choice] = Estimate(
+                tokens[best] * self._load.way(choice).served.mean,
+                tradeoff.seconds[best],
+                best,
+                self._load.way(choice).weight,
+                self._acceptance.of_class(self._text_class).weight,
+                min([self._acceptance.num_drafts(one) for one in request_ids]),
             )
-            switch = SpeculationSwitch()
-            if nearest is not None:
-                switch = self._loads[nearest].switch.for_similar_load(self._expected_plain(kind, nearest))
-            self._loads[kind] = LoadEstimate(switch)
+        drafted = self._decision.choice.drafts
+        self._decision.decide(estimates)
+        if self._decision.choice.drafts and not drafted:
+            self.wait.clear_delays()
+        if self._load.way(self._way).weight:
+            chances = self._acceptance.of_class(self._text_class).chances
+            self._lengths.choose(tradeoffs[self._way], request_ids, self._acceptance, chances)
+
+    @property
+    def _way(self) -> Decoding:
+        """How drafts are made, or would be."""
+        return self._decision.choice if self._decision.choice.drafts else self._drafting
+
+    def _tradeoff(self, choice: Decoding, tokens: list[float]) -> Tradeoff:
+        """Of the choice; drafts in turn that were never made are expected to cost what drafting ahead showed."""
+        plain_s, costs = self._load.plain.verify.mean, self._load.way(choice)
+        if costs.weight:
+            per_token_s = costs.per_token_s(plain_s)
+            return Tradeoff(tokens, costs.seconds(self.longest_draft, per_token_s), *per_token_s)
+        known = self._load.drafted.get(Decoding.ahead, costs)
+        draft_s = known.draft_s.mean_y / known.draft_s.mean_x if known.draft_s.mean_x else 0.0
+        pass_s = max(plain_s or known.verify.mean_y, 1e-9)
+        return Tradeoff(tokens, [pass_s + k * draft_s for k in range(self.longest_draft + 1)], draft_s, 0.0)
+
+    def _costs_of(self, kind: _Kind) -> LoadCosts:
+        """A load never seen begins with the estimates of the most similar one that reads as many prompt rows."""
+        if kind not in self._loads:
+            similar = [known for known in self._loads if known[2] == kind[2]]
+            nearest = min(similar, key=lambda known: (known[1] != kind[1], abs(known[0] - kind[0])), default=None)
+            self._loads[kind] = LoadCosts() if nearest is None else self._loads[nearest].inherited()
         return self._loads[kind]
 
-    def _expected_plain(self, kind: _Kind, nearest: _Kind) -> Rate | None:
-        """One plain round of a load that was never seen, on the line through those of other batch sizes.
 
-        Where batch sizes hardly varied, a row of a plain pass is taken to cost what a row of a draft costs.
-        """
-        rounds = self._plain_rounds.get(kind[1:])
-        if rounds is None:
-            return None
-        costs = self._loads[nearest].decoding
-        per_token_s = costs.with_drafts.per_token_s(costs.plain_verify_s.mean)[1]
-        num_running = _num_running(kind)
-        seconds = rounds.at(num_running, rounds.slope(per_token_s / _num_running(nearest), _BATCH_STIFFNESS))
-        rate = Rate()
-        rate.update(num_running, max(seconds, _LEAST_PASS * rounds.mean_y))
-        return rate
+def _batch_class(num_running: int) -> int:
+    """Class of batch sizes, in steps of a half more."""
+    return round(2 * log2(num_running))
 
 
-def _whole_tokens(outcomes: Sequence[DraftOutcome]) -> float | None:
-    """What a round would have brought if each request had had a draft as the requests of a trial had."""
-    drafted = [max(1, outcome.num_tokens) for outcome in outcomes if outcome.num_ordered]
-    return len(outcomes) * sum(drafted) / len(drafted) if drafted else None
-
-
-def _num_running(kind: _Kind) -> float:
-    """Batch size in the middle of the class."""
-    return 2 ** (kind[0] / 2)
-
-
-def _kind_of_load(num_running: int, mean_len: float, samples: bool) -> _Kind:
-    """Class of batch sizes, in steps of a half more, of context lengths, in steps of twice as much, and of sampling."""
-    return round(2 * log2(num_running)), int(mean_len / 512).bit_length(), samples
+def _text_class(seen: RoundObservation) -> Hashable:
+    """Class of texts whose acceptance is alike: context lengths in steps of twice as much, and sampling."""
+    return int(seen.mean_len / 512).bit_length(), seen.samples
 
 
 def make_policy(pipeline: str, shortest: int, longest: int, *, adaptive: bool, longest_only: bool = False) -> Policy:

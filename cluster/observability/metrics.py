@@ -15,7 +15,7 @@ from typing import Protocol
 
 from actors.coordinator.service import StatsSnapshot
 from actors.coordinator.stats import CoordinatorStats, RequestTimes
-from actors.policy.speculation_switch import Mode
+from actors.policy.decision import Mode
 from actors.protocol.membership import Ready
 from cluster.config.schema import LaunchConfig
 

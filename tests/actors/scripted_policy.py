@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from actors.policy.decision import Mode
 from actors.policy.policy import Policy, RoundObservation
-from actors.policy.speculation_switch import Mode
 
 
 class MoodyPolicy(Policy):

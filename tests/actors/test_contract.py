@@ -25,8 +25,8 @@ from actors.drafters.retrieval.config import RestDrafterConfig
 from actors.drafters.self_speculation.config import Search, SelfDrafterConfig
 from actors.drafters.speculator.config import SpeculatorDrafterConfig
 from actors.options import PipelineName, SchedulerConfig, VerifyRule
+from actors.policy.decision import Mode
 from actors.policy.policy import PIPELINES
-from actors.policy.speculation_switch import Mode
 from actors.protocol.messages import SamplingParams, TokenTree
 from actors.verification.compatibility import is_exact
 from parallel.kv.pool import FP8

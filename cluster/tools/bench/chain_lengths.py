@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from actors.drafters.interface import Context
 from actors.drafters.model.chain_rules import ChainRule
 from actors.drafters.model.drafter import ModelDrafter
-from actors.policy.draft_length import DraftLengths, DraftOutcome
-from actors.policy.estimators import RoundCosts
+from actors.policy.acceptance import DraftOutcome
+from actors.policy.policy import AdaptivePolicy, RoundObservation
 from actors.protocol.messages import Commit
 
 
@@ -130,14 +130,16 @@ def replay_rule(texts: Sequence[Sequence[RecordedDraft]], times: PassTimes, rule
 
 def replay_ordered(texts: Sequence[Sequence[RecordedDraft]], times: PassTimes, longest: int) -> Outcome:
     """Value per cost: the coordinator's lengths, from acceptance and costs as they are measured."""
-    lengths, costs = DraftLengths(1, longest), RoundCosts()
+    policy = AdaptivePolicy("sync", 1, longest)
 
     def update(request_id: int, length: int, accepted: int) -> None:
-        lengths.update([DraftOutcome(request_id, length, range(1, accepted + 1))], 0)
-        costs.update(length, length, times.round_s(length), times.verify_s[length], length * times.draft_s)
-        lengths.choose(costs, times.verify_s[0], 1)
+        outcome = DraftOutcome(request_id, length, range(1, accepted + 1), accepted + 1)
+        drafted_s, verify_s = length * times.draft_s, times.verify_s[length]
+        policy.update(
+            RoundObservation(drafted_s + verify_s, verify_s, drafted_s, accepted + 1, 1, 1.0, 1, 0, [outcome])
+        )
 
-    return _replay(texts, times, lambda request_id, *_: lengths.of(request_id), update)
+    return _replay(texts, times, lambda request_id, *_: policy.draft_length(request_id, longest + 1), update)
 
 
 def _replay(

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from actors.policy.draft_length import FIRST_LENGTH
 from actors.policy.draft_wait import HANG_S, JITTER_S, DraftWait
 from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy
 from actors.protocol.messages import (
@@ -187,10 +188,11 @@ def test_the_loop_tells_when_time_is_up():
             pass
         verify = first
         for length in range(2, 6):  # plain rounds are measured before the first trial
-            stage.send("target-0", VerdictBatch(verify.round, (Verdict(1, 0, length, (), 7),), 0.0, 0.001, 2))
+            rows = 2 if length == 2 else 1  # the first pass reads the prompt
+            stage.send("target-0", VerdictBatch(verify.round, (Verdict(1, 0, length, (), 7),), 0.0, 0.001, rows))
             if length < 5:
                 verify = stage.receive("target-0")
-        assert stage.receive("draft-0").orders[0].num_draft_tokens == 1
+        assert stage.receive("draft-0").orders[0].num_draft_tokens == FIRST_LENGTH
         assert stage.receive("target-0").items[0].proposal is None
     finally:
         stage.stop()

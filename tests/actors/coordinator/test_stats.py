@@ -8,7 +8,7 @@ import pytest
 
 from actors.coordinator.sequence import Sequence
 from actors.coordinator.stats import MESSAGES, SPAN_LIMIT, CoordinatorStats, RequestTimes
-from actors.policy.speculation_switch import Mode
+from actors.policy.decision import Mode
 from actors.protocol.messages import Proposal, ProposalBatch, Request, TokenTree, Verdict, VerdictBatch
 
 CHAIN = Proposal(1, 0, 3, 0, TokenTree.chain(5, (6, 7, 8)))

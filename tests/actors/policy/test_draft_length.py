@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from actors.policy.decision import Mode
 from actors.policy.draft_length import DraftOutcome
 from actors.policy.policy import AdaptivePolicy, Policy, RoundObservation, make_policy
-from actors.policy.speculation_switch import Mode
 
 
 class Rounds:

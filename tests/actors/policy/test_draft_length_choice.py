@@ -7,17 +7,18 @@ import random
 import numpy as np
 import pytest
 
-from actors.policy.draft_length import EXPLORE_EVERY, FIRST_LENGTH, FIRST_RETRY, DraftLengths, DraftOutcome
-from actors.policy.estimators import RequestAcceptance, RoundCosts, Survival
+from actors.policy.acceptance import AcceptanceModel, DraftOutcome, RelativeAcceptance, Survival
+from actors.policy.costs import DraftedCosts, MeasuredRound
+from actors.policy.draft_length import EXPLORE_EVERY, FIRST_LENGTH, FIRST_RETRY, DraftLengths, Tradeoff
 
 LONGEST, PLAIN_S = 6, 0.010
 
 
 def costs_of(draft_s, row_s, mean_share=1.0):
-    costs = RoundCosts()
+    costs = DraftedCosts()
     for length in [1, 2, 3, 4, 5, 6] * 5:
-        verify_s = PLAIN_S + row_s * length * mean_share
-        costs.update(length, length * mean_share, 0.001 + draft_s * length + verify_s, verify_s, draft_s * length)
+        mean = length * mean_share
+        costs.update(MeasuredRound(PLAIN_S + row_s * mean, 0.001 + draft_s * length, draft_s * length, length, mean))
     return costs
 
 
@@ -28,21 +29,45 @@ def accepted(draw, chance, length):
     return range(1, path + 1)
 
 
-class Trained:
+def tradeoff_of(tokens, costs):
+    slopes = costs.per_token_s(PLAIN_S)
+    return Tradeoff(tokens, costs.seconds(len(tokens) - 1, slopes), *slopes)
+
+
+class Rounds:
+    """Lengths and acceptance as a round moves them."""
+
+    def __init__(self, shortest=0):
+        self.lengths, self.acceptance = DraftLengths(shortest, LONGEST), AcceptanceModel(LONGEST)
+
+    @property
+    def chances(self):
+        return self.acceptance.of_class(0).chances
+
+    def update(self, *outcomes):
+        self.acceptance.update(0, None, outcomes, self.lengths.retried)
+        self.lengths.update(outcomes, self.acceptance)
+
+    def choose(self, costs, request_ids):
+        tradeoff = tradeoff_of(1 + np.cumsum([0, *self.chances]), costs)
+        self.lengths.choose(tradeoff, request_ids, self.acceptance, self.chances)
+
+
+class Trained(Rounds):
     """Lengths after some rounds of requests that accept more and less, and a second count of their acceptance."""
 
     def __init__(self, seed, num_requests, shortest=0):
+        super().__init__(shortest)
         self.draw = random.Random(seed)
-        self.lengths = DraftLengths(shortest, LONGEST)
         self.survival = Survival(LONGEST)
-        self.requests = {i: RequestAcceptance() for i in range(num_requests)}
+        self.requests = {i: RelativeAcceptance() for i in range(num_requests)}
         chances = [self.draw.choice([0.3, 0.6, 0.95]) for _ in range(num_requests)]
         for _ in range(25):
             outcomes = [
                 DraftOutcome(i, ordered := self.draw.randrange(LONGEST + 1), accepted(self.draw, chances[i], ordered))
                 for i in range(num_requests)
             ]
-            self.lengths.update(outcomes, 0)
+            self.update(*outcomes)
             for outcome in outcomes:
                 if outcome.num_ordered:
                     self.requests[outcome.request_id].update(outcome.num_ordered, len(outcome.path), self.survival)
@@ -51,9 +76,20 @@ class Trained:
     def best(self, costs, shortest):
         """Tokens per second of every length, and the fastest of those allowed."""
         slopes = costs.per_token_s(PLAIN_S)
-        speeds = np.array(self.survival.expected()) / costs.seconds(LONGEST, slopes)
+        speeds = (1 + np.cumsum([0, *self.survival.chances])) / costs.seconds(LONGEST, slopes)
         least = max(1, shortest)
         return speeds, least + int(speeds[least:].argmax())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_length_has_the_most_tokens_per_second_of_those_allowed(seed):
+    draw = random.Random(seed)
+    tokens, seconds = ([draw.uniform(1, 5) for _ in range(8)] for _ in range(2))
+    tradeoff = Tradeoff(tokens, seconds, 0.0, 0.0)
+    for shortest in range(8):
+        speeds = {k: tokens[k] / seconds[k] for k in range(max(1, shortest), 8)}
+        assert tradeoff.best(shortest) == max(speeds, key=lambda k: speeds[k])
+        assert tradeoff.speed(shortest) == pytest.approx(tokens[shortest] / seconds[shortest])
 
 
 @pytest.mark.parametrize("shortest", [0, 2])
@@ -62,12 +98,11 @@ def test_a_single_request_gets_the_fastest_length_and_now_and_then_one_beside_it
     trained = Trained(seed, 1, shortest)
     lengths, costs = trained.lengths, costs_of(trained.draw.uniform(0.0, 0.01), trained.draw.uniform(0.0, 0.004))
     assert lengths.of(0) == max(shortest, FIRST_LENGTH), "nothing is known of costs"
-    lengths.choose(RoundCosts(), PLAIN_S, 1)
-    assert lengths.of(0) == max(shortest, FIRST_LENGTH)
+    assert [DraftLengths(*bounds).of(0) for bounds in ((0, 1), (5, 6))] == [1, 5]
     _, best = trained.best(costs, shortest)
     found = []
     for _ in range(4 * EXPLORE_EVERY):
-        lengths.choose(costs, PLAIN_S, 1)
+        trained.choose(costs, [0])
         found.append(lengths.of(0))
     shorter = best - 1 if best > max(1, shortest) else min(best + 1, LONGEST)
     beside = [shorter, min(best + 1, LONGEST)] * 2
@@ -81,7 +116,7 @@ def test_in_a_batch_a_place_is_drafted_where_it_brings_more_than_its_time_elsewh
     trained = Trained(seed, 5, shortest)
     lengths, size = trained.lengths, 5 + trained.draw.randrange(3)  # some take no part in speculation
     costs = costs_of(trained.draw.choice([0.0, 0.0005, 0.004]), trained.draw.choice([0.0, 0.0005, 0.002]))
-    lengths.choose(costs, PLAIN_S, size)
+    trained.choose(costs, range(size))
     speeds, best = trained.best(costs, shortest)
     draft_s, verify_s = costs.per_token_s(PLAIN_S)
     places = np.arange(1, LONGEST + 1)
@@ -93,43 +128,56 @@ def test_in_a_batch_a_place_is_drafted_where_it_brings_more_than_its_time_elsewh
     drafted = np.logical_and.accumulate((gain >= 0) | ~later)
     expected = (worth & drafted).sum(axis=1)
     if not expected.any():
-        expected[:] = best  # whether to speculate at all is the switch's decision
+        expected[:] = best  # whether to speculate at all is decided elsewhere
     assert [lengths.of(i) for i in trained.requests] == expected.tolist()
     if shortest == 0 and expected.any():
-        for i in np.flatnonzero(expected == 0):
+        for i in np.flatnonzero(expected == 0).tolist():
             assert lengths._retries[i].wait == FIRST_RETRY
 
 
 def test_a_request_without_drafts_is_tried_again_ever_more_rarely_until_one_is_accepted():
-    lengths = DraftLengths(0, LONGEST)
-    lengths.update([DraftOutcome(i, 4, range(1, 5 * (i > 0))) for i in range(4)], 0)
-    for _ in range(30):
-        lengths.update([DraftOutcome(i, 4, range(1, 5) if i else ()) for i in range(4)], 0)
-    lengths.choose(costs_of(0.0, 0.002), PLAIN_S, 4)
+    rounds = Rounds()
+    lengths, acceptance = rounds.lengths, rounds.acceptance
+    for _ in range(31):
+        rounds.update(*(DraftOutcome(i, 4, range(1, 5) if i else ()) for i in range(4)))
+    rounds.choose(costs_of(0.0, 0.002), range(4))
+    assert list(lengths.retried) == [0] and acceptance.ratio(0) < 0.6
     tried = []
     for round_ in range(1, 200):
         if lengths.of(0):
             assert lengths.of(0) == 1
             tried.append(round_)
-            lengths.update([DraftOutcome(0, 1, ())], 0)
+            rounds.update(DraftOutcome(0, 1, ()))
         else:
-            lengths.update([DraftOutcome(0, 0, ())], 0)
+            rounds.update(DraftOutcome(0, 0, ()))
     assert tried == [17, 50, 115]
     for _ in range(400):
-        lengths.update([DraftOutcome(0, 0, ())], 0)
-    before = list(lengths._survival.chances)
-    lengths.update([DraftOutcome(0, 1, (1,))], 0)
-    assert lengths._survival.chances == before, "a single attempt says nothing of the others"
-    assert 0 not in lengths._retries and lengths._acceptance[0].ratio() == 1.0
+        rounds.update(DraftOutcome(0, 0, ()))
+    before = list(rounds.chances)
+    rounds.update(DraftOutcome(0, 1, (1,)))
+    assert rounds.chances == before, "a single attempt says nothing of the others"
+    assert not lengths.retried and acceptance.ratio(0) == 1.0
+    rounds.choose(costs_of(0.0, 0.002), range(4))
+    assert lengths.of(0) == lengths.of(9) > 1, "and the request is as one that has had no draft yet"
+    rounds.update(DraftOutcome(0, 4, ()))
+    assert rounds.chances < before, "an order of a request that has drafts counts"
     lengths.release(0)
-    assert 0 not in lengths._acceptance and 0 not in lengths._by_request
+    lengths.release(1)
+    assert not lengths._by_request.keys() & {0, 1}
 
 
-def test_acceptance_is_kept_apart_by_context_and_starts_from_the_last_one():
-    lengths, first, second = DraftLengths(0, 3), Survival(3), None
-    for context, path in ((0, (1, 2)), (0, ()), (1, (1, 2, 3)), (0, (1,))):
-        lengths.update([DraftOutcome(1, 3, path)], context)
-        if context and second is None:
-            second = Survival(3, like=first)
-        (second if context else first).update(3, path)
-        assert lengths._survival.chances == (second if context else first).chances
+def test_a_request_that_ended_is_not_tried_again():
+    rounds = Rounds()
+    for _ in range(31):
+        rounds.update(*(DraftOutcome(i, 4, range(1, 5) if i else ()) for i in range(4)))
+    rounds.choose(costs_of(0.0, 0.002), range(4))
+    assert rounds.lengths.of(0) == 0
+    rounds.lengths.release(0)
+    assert not rounds.lengths.retried and rounds.lengths.of(0) > 1
+
+
+def test_requests_without_a_draft_so_far_get_the_best_length_of_all():
+    trained = Trained(3, 4)
+    costs = costs_of(0.0005, 0.0005)
+    trained.choose(costs, range(5))
+    assert trained.lengths.of(4) == trained.best(costs, 0)[1]

@@ -12,7 +12,7 @@ PASS_S = 0.1
 counts = st.integers(0, 6)
 
 
-def measured(weighs=True, tokens=4.0, longest=7, first=(), rest=()):
+def measured(weighs=True, tokens=4, longest=7, first=(), rest=()):
     """Passes of 100 ms, drafts that bring `tokens` with the target's own, delays as given."""
     wait = DraftWait(weighs, longest)
     wait.update_pass(3.0, reads_prompt=True)
@@ -59,10 +59,23 @@ def test_a_wait_is_worth_it_if_it_had_saved_time_lately(delays, waits, is_rest):
 
 
 def test_the_first_part_is_judged_by_what_a_draft_brings_at_best():
-    late = measured(longest=7, tokens=2.0, first=[0.5] * 8, rest=[0.5] * 8)
+    late = measured(longest=7, tokens=2, first=[0.5] * 8, rest=[0.5] * 8)
     assert late.wait_s(1) == pytest.approx(0.7), "longer than it pays lately, not longer than it might"
     assert late.wait_s(1, has_first_part=True) == 0.0
-    assert measured(longest=7, tokens=2.0, first=[0.8] * 8).wait_s(1) == 0.0
+    assert measured(longest=7, tokens=2, first=[0.8] * 8).wait_s(1) == 0.0
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("delays", [{}, {"first": [0.5] * 8}, {"first": [0.8] * 8}, {"rest": [9.0] * 8}])
+def test_where_the_drafter_does_not_work_ahead_the_rest_is_judged_as_the_first_part(delays, weighs):
+    """The first part holds next to nothing then: a pass that begins without the rest verifies almost no draft."""
+    wait = measured(weighs=weighs, longest=7, tokens=2, **delays)
+    for load in ((1,), (3, 2, 1), (1, 0, 40)):
+        rest_s = wait.wait_s(*load, has_first_part=True, works_ahead=False)
+        assert rest_s == wait.wait_s(*load, works_ahead=False) == wait.wait_s(*load)
+        assert rest_s > 0 or load != (1,) or "first" in delays
+    pays = {"works_ahead": True, "has_first_part": True}
+    assert (wait.wait_s(1, **pays) == 0) is ("rest" in delays), "a drafter that works ahead is judged by its rests"
 
 
 def test_where_waiting_is_not_weighed_the_first_part_is_awaited_until_it_hangs():

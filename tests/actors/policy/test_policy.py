@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from math import log2
 
 import pytest
 
-from actors.policy.draft_length import DraftLengths, DraftOutcome
-from actors.policy.estimators import Ewma, RoundCosts
-from actors.policy.policy import PIPELINES, AdaptivePolicy, Policy, RoundObservation, make_policy
-from actors.policy.speculation_switch import CREDIT, Mode
+from actors.policy.acceptance import DraftOutcome
+from actors.policy.costs import LoadCosts
+from actors.policy.decision import Decoding, Mode
+from actors.policy.policy import LATE_ROUNDS, PIPELINES, AdaptivePolicy, Policy, RoundObservation, make_policy
 
 LONGEST = 6
 
@@ -25,7 +24,7 @@ def test_orders_are_within_their_bounds(pipeline):
     assert policy.wait_s(0, 3, 1, has_first_part=False) == 0.0, "no request expects a draft"
     assert (policy.wait_s(1, 1, 0, has_first_part=False) == 0.0) == order.alternates, "the other half is ready"
     assert policy.wait_s(1, 0, 1, has_first_part=False) > 0
-    assert policy.mode is Mode.speculate and policy.switch is None
+    assert policy.mode is Mode.speculate and policy.findings() is None and not policy.may_end
 
 
 def test_a_wait_is_learned_from_passes_and_from_drafts_that_were_verified():
@@ -38,58 +37,70 @@ def test_a_wait_is_learned_from_passes_and_from_drafts_that_were_verified():
     assert policy.wait._acceptance_len.mean == pytest.approx((4 * 0.81 + 2 * 0.9 + 2) / (0.81 + 0.9 + 1))
 
 
-def kind_of(num_running, mean_len):
-    """Batch sizes in steps of a half more, contexts in steps of twice as much from 512 tokens on."""
-    context = 0 if mean_len < 512 else 1 + int(log2(mean_len / 512))
-    return round(2 * log2(num_running)), context
+class Measured:
+    """Which costs a round was put down to: (batch class, sampled, class of prompt rows, way), or None."""
 
+    def __init__(self, monkeypatch):
+        self.calls = []
+        monkeypatch.setattr(
+            LoadCosts, "measure", lambda load, way, times, speed, is_first: self.calls.append((load, way, times))
+        )
 
-class ShadowPolicy:
-    """The measurements of every kind of load, kept apart for rounds that read prompts."""
-
-    def __init__(self, shortest):
-        self.shortest, self.after_prompt = shortest, False
-        self.plain, self.drafted, self.kinds = {}, {}, []
-
-    def update(self, seen):
-        kind = kind_of(seen.num_running, seen.mean_len)
-        if kind not in self.kinds:
-            self.kinds.append(kind)
-        reads = seen.num_prompt_rows > 0
-        lengths = [outcome.num_ordered for outcome in seen.outcomes]
-        plain = self.plain.setdefault((kind, reads), Ewma(0.8))
-        drafted = self.drafted.setdefault((kind, reads), RoundCosts())
-        if not any(lengths):
-            plain.update(seen.verify_s)
-        elif not (self.shortest and (reads or self.after_prompt)):  # the first draft also read the prompt
-            mean = sum(lengths) / len(lengths)
-            drafted.update(max(lengths), mean, seen.seconds, seen.verify_s, seen.draft_s)
-        self.after_prompt = reads
-        return drafted, plain.mean, len(lengths)
-
-
-@pytest.mark.parametrize("shortest", [0, 2])
-@pytest.mark.parametrize("seed", range(8))
-def test_costs_are_learned_by_load_and_apart_where_prompts_were_read(monkeypatch, seed, shortest):
-    chosen = []
-    monkeypatch.setattr(DraftLengths, "choose", lambda self, *arguments: float(chosen.append(arguments) or 0))
-    draw, policy, shadow = random.Random(seed), AdaptivePolicy("sync", shortest, LONGEST), ShadowPolicy(shortest)
-    switches = {}
-    for _ in range(60):
-        num_running, mean_len = draw.choice([1, 2, 3, 8]), draw.choice([100.0, 600.0, 1024.0, 5000.0])
-        lengths = [draw.choice([0, draw.randrange(LONGEST)]) for _ in range(num_running)]
-        outcomes = [DraftOutcome(i, length, (), length) for i, length in enumerate(lengths)]
-        draft_s, verify_s = draw.uniform(0.01, 0.02), draw.uniform(0.1, 0.12)
-        numbers = num_running, num_running, mean_len, draw.randrange(2), draw.choice([0, 0, 50])
-        seen = RoundObservation(draft_s + verify_s, verify_s, draft_s, *numbers, outcomes)
+    def after(self, policy, seen):
+        self.calls.clear()
         policy.update(seen)
-        assert chosen.pop() == shadow.update(seen)
-        switch = switches.setdefault(kind_of(num_running, mean_len), policy._load.switch)
-        assert policy._load.switch is switch and policy.switch is (None if shortest else switch)
-        policy.expect_load(num_running, mean_len, False)
-        assert policy._load.switch is switch
-    policy.update(RoundObservation(0.1, 0.1, 0.0, 0, 1, 10.0, 0, 5, []))
-    assert not chosen, "a round without verdicts says nothing of drafts"
+        assert len(self.calls) <= 1
+        return self.calls[0] if self.calls else None
+
+
+def observation(lengths, *, draft_s=0.02, verify_s=0.1, mean_len=100.0, prompt_rows=0, **others):
+    outcomes = [DraftOutcome(i, length, (), 1) for i, length in enumerate(lengths)]
+    size = len(lengths)
+    numbers = size, size, mean_len, size, prompt_rows
+    return RoundObservation(draft_s + verify_s, verify_s, draft_s, *numbers, outcomes, **others)
+
+
+def test_costs_are_kept_apart_by_batch_size_sampling_and_prompt_rows(monkeypatch):
+    policy, measured = AdaptivePolicy("sync", 2, LONGEST), Measured(monkeypatch)
+    loads = {}
+    for size in (1, 2, 3, 4, 8):
+        for samples in (False, True):
+            for prompt_rows in (0, 60, 40, 500):
+                policy._last_read_prompt = False
+                load, way, _ = measured.after(policy, observation([2] * size, samples=samples, prompt_rows=prompt_rows))
+                assert way is Decoding.in_turn
+                loads.setdefault((size, samples, prompt_rows.bit_length()), set()).add(id(load))
+    assert all(len(same) == 1 for same in loads.values()), "40 and 60 rows are one class"
+    assert len({next(iter(same)) for same in loads.values()}) == len(loads)
+    again, _, _ = measured.after(policy, observation([2] * 8, mean_len=9000.0))
+    assert id(again) in loads[8, False, 0], "longer contexts are in the machine's speed"
+    policy.expect_load(3, 100.0, True)
+    assert id(policy._load) in loads[3, True, 0]
+
+
+def test_the_times_of_a_round_are_those_of_its_parts(monkeypatch):
+    policy, measured = AdaptivePolicy("sync", 2, LONGEST), Measured(monkeypatch)
+    found = measured.after(policy, observation([1, 4, 4], draft_s=0.02, verify_s=0.1))
+    times = found[2]
+    assert (times.verify_s, times.gap_s, times.draft_s) == pytest.approx((0.1, 0.02, 0.02))
+    assert (times.longest, times.mean, times.served) == (4, 3.0, 1.0)
+    half = observation([1, 4, 4], draft_s=0.02)
+    half = RoundObservation(half.seconds, half.verify_s, half.draft_s, 3, 6, 100.0, 6, 0, half.outcomes)
+    assert measured.after(policy, half)[2].served == 0.5
+
+
+def test_rounds_that_show_no_cost_are_not_measured(monkeypatch):
+    policy, measured = AdaptivePolicy("sync", 0, LONGEST), Measured(monkeypatch)
+    plain = observation([0], draft_s=0.0)
+    assert measured.after(policy, plain)[1] is None
+    assert measured.after(policy, observation([0], draft_s=0.0, serves_drafts=True)) is None
+    assert measured.after(policy, observation([0], draft_s=0.0, prompt_rows=30)) is not None
+    assert measured.after(policy, plain) is None, "it is the first after a prompt"
+    assert measured.after(policy, plain) is not None
+    assert measured.after(policy, RoundObservation(0.1, 0.1, 0.0, 0, 1, 10.0, 0, 5, [])) is None
+    for _ in range(40):
+        measured.after(policy, observation([0], draft_s=0.0, prompt_rows=30))
+    assert measured.after(policy, plain) is not None, "there are hardly any others"
 
 
 @pytest.mark.parametrize("shortest", [0, 2])
@@ -132,41 +143,81 @@ def played(policy, num_running, num_rounds, gains_of, *, samples=False):
 
 
 @pytest.mark.parametrize("num_running", [1, 16, 64])
-def test_a_poor_drafter_rests_after_two_rounds_of_drafts(num_running):
+def test_a_poor_drafter_rests_after_a_few_rounds_of_drafts(num_running):
     policy = AdaptivePolicy("sync", 0, LONGEST)
     modes = played(policy, num_running, 16, (1.5e-3, 0.02), samples=True)
-    assert modes.count(Mode.trial) <= 2 and Mode.speculate not in modes and modes[-1] is Mode.rest
-    assert policy.switch is not None and policy.switch.balance > 0
+    assert 1 <= modes.count(Mode.trial) <= 3 and Mode.speculate not in modes and modes[-1] is Mode.rest
+    assert policy._decision.budget > -1.5
 
 
 @pytest.mark.parametrize("num_running", [1, 16, 64])
 def test_a_good_drafter_is_used_after_two_rounds_of_drafts(num_running):
     modes = played(AdaptivePolicy("sync", 0, LONGEST), num_running, 20, (5e-4, 0.9))
-    assert modes.count(Mode.speculate) >= 14 and Mode.rest not in modes
+    assert modes.count(Mode.speculate) >= 14 and Mode.rest not in modes[1:]
 
 
-def test_sampled_and_greedy_requests_are_judged_apart_and_other_batch_sizes_anew():
+def test_a_load_never_seen_begins_with_the_costs_of_the_most_similar_one():
+    """What the full batch found out holds for its last requests too."""
     policy = AdaptivePolicy("sync", 0, LONGEST)
-    played(policy, 16, 14, (1.5e-3, 0.02), samples=True)
-    for (num_running, samples), mode in {
-        (16, True): Mode.rest,
-        (20, True): Mode.rest,
-        (16, False): Mode.catch_up,
-        (1, True): Mode.catch_up,
-    }.items():
-        policy.expect_load(num_running, 100.0, samples)
-        assert policy.mode is mode
-    assert policy.switch is not None and policy.switch.balance == CREDIT
-
-
-def test_a_smaller_batch_that_loses_is_found_in_two_rounds():
-    """Requests end one after the other: what plain rounds of the smaller batch take is known before any was made."""
-    policy = AdaptivePolicy("sync", 0, LONGEST)
-    good, bad = (5e-4, 0.9), (2e-3, 0.02)
+    good, bad = (5e-4, 0.9), (4e-3, 0.02)
     assert played(policy, 16, 30, good)[-1] is Mode.speculate
     assert set(played(policy, 11, 6, good)) == {Mode.speculate}
-    modes = played(policy, 8, 6, bad)
-    assert modes == [Mode.speculate] * 2 + [Mode.probe] * 2 + [Mode.rest] * 2
+    assert Mode.rest in played(policy, 8, 30, bad)
+    policy.expect_load(2, 100.0, False)
+    assert policy._load.plain.weight == pytest.approx(2.0), "of another load, so little"
+
+
+def test_acceptance_is_learned_apart_by_context_and_sampling():
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 1, 40, (5e-4, 0.9))
+    tokens = policy._acceptance.of_class(policy._text_class).chances
+    played(policy, 1, 40, (5e-4, 0.2), samples=True)
+    sampled = policy._acceptance.of_class(policy._text_class).chances
+    assert sampled[0] < 0.5 < tokens[0]
+    policy.update(observation([0], draft_s=0.0))
+    assert policy._acceptance.of_class(policy._text_class).chances == tokens
+
+
+def test_drafts_that_always_come_late_end_speculation():
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 1, 40, (5e-4, 0.9))
+    late = observation([0], draft_s=0.0, verify_s=0.01, skipped_drafts=True)
+    for _ in range(LATE_ROUNDS - 1):
+        policy.update(late)
+        assert policy.mode is Mode.speculate
+    policy.update(late)
+    assert not policy._decision.choice.drafts and policy.draft_length(0, 100) == 0
+    assert played(policy, 1, 60, (5e-4, 0.9))[-1] is Mode.speculate
+    for _ in range(LATE_ROUNDS - 1):
+        policy.update(late)
+    policy.update(observation([2], draft_s=1e-3, verify_s=0.01))
+    for _ in range(LATE_ROUNDS - 1):
+        policy.update(late)
+    assert policy._decision.choice.drafts, "the count begins anew"
+
+
+def test_what_was_done_for_drafts_outside_of_rounds_is_charged():
+    """But only before the next trial: it ends no speculation that pays."""
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 1, 60, (5e-4, 0.9))
+    before = policy._decision.budget
+    policy.update(observation([3], draft_s=2e-3, verify_s=0.01, unused_s=0.05))
+    assert policy._decision.budget < before - 1 and policy.mode is Mode.speculate
+
+
+def test_a_pass_that_becomes_slower_does_not_favour_a_choice():
+    """The machine runs at a third of its speed: speculation that pays goes on without a plain round."""
+    policy = AdaptivePolicy("sync", 0, LONGEST)
+    played(policy, 1, 60, (5e-4, 0.8))
+    modes = []
+    for _ in range(60):
+        length = policy.draft_length(0, 100)
+        outcomes = [DraftOutcome(0, length, tuple(range(1, length)), max(1, length))]
+        draft_s, verify_s = 3 * 5e-4 * length, 3 * (0.01 + 5e-4 * length)
+        policy.update(RoundObservation(draft_s + verify_s, verify_s, draft_s, length, 1, 100.0, 1, 0, outcomes))
+        modes.append(policy.mode)
+    assert set(modes) == {Mode.speculate}
+    assert policy._speed.factor == pytest.approx(3, rel=0.25)
 
 
 def test_delays_from_before_a_rest_are_forgotten_at_its_trial():
@@ -188,9 +239,9 @@ def test_a_drafter_that_chooses_lengths_is_ordered_the_longest():
         policy = make_policy("sync", 0, LONGEST, adaptive=True, longest_only=longest_only)
         assert isinstance(policy, AdaptivePolicy)
         while policy.mode is not Mode.trial:
-            played(policy, 1, 1, (4e-4, 0.4))
+            played(policy, 1, 1, (4e-4, 0.6))
         tried[longest_only] = policy.draft_length(0, 99)
-        assert played(policy, 1, 40, (4e-4, 0.4))[-1] is Mode.speculate
+        assert played(policy, 1, 40, (4e-4, 0.6))[-1] is Mode.speculate
         ordered[longest_only] = policy.draft_length(0, 99)
     assert tried[True] == LONGEST > tried[False]
     assert ordered[True] == LONGEST > ordered[False]

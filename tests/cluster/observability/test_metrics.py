@@ -9,7 +9,7 @@ import pytest
 from actors.coordinator.scheduler import Load
 from actors.coordinator.service import StatsSnapshot
 from actors.coordinator.stats import CoordinatorStats, RequestTimes
-from actors.policy.speculation_switch import Mode
+from actors.policy.decision import Mode
 from actors.protocol.membership import Ready
 from cluster.observability.metrics import (
     COUNTERS,

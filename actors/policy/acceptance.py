@@ -1,0 +1,161 @@
+"""How many draft tokens are accepted: by their place in a draft, by the class of the text, and by request.
+
+Chances follow counts of accepted draft tokens, with exponential forgetting. Knows no seconds and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from actors.policy.estimators import Ewma
+
+_FIRST_CHANCE = 0.7
+"""Acceptance per draft token that is expected before anything was measured."""
+_LEAST_CHANCE = 1e-6
+_MEMORY = 0.98
+"""About the last 50 drafts count."""
+_LONG_MEMORY = 0.99
+"""Of ways to draft: they differ alike in all texts."""
+_UNOFFERED_DECAY = 0.995
+"""Weight that the estimate of a node keeps in each round that did not offer the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutcome:
+    """Draft tokens that were ordered for a request in a round, and the nodes of its draft that were accepted.
+
+    Tokens that were ordered and did not come, or not in time, count as not accepted: the order is what is chosen.
+    `num_tokens` is what the pass brought the request if it verified a draft, else 0.
+    """
+
+    request_id: int
+    num_ordered: int
+    path: Sequence[int]
+    num_tokens: int = 0
+
+
+class Survival:
+    """P(node i of a proposal is accepted): for a chain, that its first i tokens are; by place in a tree otherwise."""
+
+    def __init__(self, longest: int, like: Survival | None = None, weight: float = 0.0) -> None:
+        """`weight`: observations that the first estimates, those of `like`, count as."""
+        means = like.chances if like is not None else [_FIRST_CHANCE ** (i + 1) for i in range(longest)]
+        self._places = [Ewma(_MEMORY, mean=mean, weight=weight) for mean in means]
+
+    @property
+    def chances(self) -> list[float]:
+        return [place.mean for place in self._places]
+
+    @property
+    def weight(self) -> float:
+        """Drafts that were observed, with forgetting."""
+        return self._places[0].weight
+
+    def fade(self, share: float) -> None:
+        """A round without drafts passed: keep the chances, but only this `share` of their weight."""
+        for place in self._places:
+            place.decay(share)
+
+    def update(self, num_offered: int, path: Sequence[int]) -> None:
+        """Of nodes 1, 2, ... `num_offered` those in `path` were accepted."""
+        places = self._places
+        for i in range(num_offered):
+            places[i].update(i + 1 in path)
+            places[i].mean = max(places[i].mean, _LEAST_CHANCE)
+        # A place that was not offered drifts towards the extrapolation from the places before it; else an estimate from
+        # an earlier text would keep drafts short for ever.
+        step = places[num_offered - 1].mean ** (1 / num_offered)
+        for i in range(num_offered, len(places)):
+            place = places[i]
+            place.weight *= _UNOFFERED_DECAY
+            kept = min(place.weight * (1 - place.memory), 1.0) * _UNOFFERED_DECAY
+            place.mean = kept * place.mean + (1 - kept) * places[i - 1].mean * step
+
+    def expected_accepted(self, num_tested: int) -> float:
+        """Sum over the first `num_tested` nodes of P(the node is accepted | the one before it is)."""
+        total, before = 0.0, 1.0
+        for place in self._places[:num_tested]:
+            total += min(1.0, place.mean / before)
+            before = place.mean
+        return total
+
+
+_AVERAGE_STEPS = 16.0
+"""Accepted draft tokens that the average expects of a request until its own acceptance weighs as much."""
+_MOST_OVER_AVERAGE = 1.25
+
+
+@dataclass(slots=True)
+class RelativeAcceptance:
+    """Accepted draft tokens of one request, or of one way to draft, and how many the average expected."""
+
+    accepted: Ewma = field(default_factory=Ewma)
+    expected: Ewma = field(default_factory=Ewma)
+
+    def update(self, num_ordered: int, num_accepted: int, average: Survival) -> None:
+        """The tokens tested are the accepted ones and the first rejected one."""
+        self.accepted.update(num_accepted)
+        self.expected.update(average.expected_accepted(min(num_accepted + 1, num_ordered)))
+
+    def ratio(self) -> float:
+        """Acceptance per draft token, relative to the average."""
+        ratio = (self.accepted.total + _AVERAGE_STEPS) / (self.expected.total + _AVERAGE_STEPS)
+        return min(ratio, _MOST_OVER_AVERAGE)
+
+
+class AcceptanceModel:
+    """Chances of every place of a draft by class of text, and how requests and ways to draft differ from them."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._classes: dict[Hashable, Survival] = {}
+        self._latest = Survival(longest)
+        self.requests: dict[int, RelativeAcceptance] = {}
+        self._ways: dict[Hashable, RelativeAcceptance] = {}
+
+    def of_class(self, key: Hashable) -> Survival:
+        """The average of a class; one that was never seen begins with the chances of the latest, without weight."""
+        if key not in self._classes:
+            self._classes[key] = Survival(self._longest, like=self._latest)
+        return self._classes[key]
+
+    def update(
+        self, key: Hashable, way: Hashable, outcomes: Collection[DraftOutcome], left_out: Collection[int]
+    ) -> None:
+        """A round with drafts, made in this way, ended; requests that are `left_out` do not count for the average."""
+        self._latest = average = self.of_class(key)
+        of_way = self._ways.setdefault(way, RelativeAcceptance(Ewma(_LONG_MEMORY), Ewma(_LONG_MEMORY)))
+        for outcome in outcomes:
+            if outcome.num_ordered:
+                request = self.requests.setdefault(outcome.request_id, RelativeAcceptance())
+                request.update(outcome.num_ordered, len(outcome.path), average)
+                if outcome.request_id not in left_out:
+                    of_way.update(outcome.num_ordered, len(outcome.path), average)
+                    average.update(outcome.num_ordered, outcome.path)
+
+    def release(self, request_id: int) -> None:
+        self.requests.pop(request_id, None)
+
+    def ratio(self, request_id: int) -> float:
+        request = self.requests.get(request_id)
+        return 1.0 if request is None else request.ratio()
+
+    def num_drafts(self, request_id: int) -> float:
+        """Drafts of the request that were observed, with forgetting."""
+        request = self.requests.get(request_id)
+        return 0.0 if request is None else request.accepted.weight
+
+    def expected(self, key: Hashable, request_ids: Collection[int], way: Hashable = None) -> list[float]:
+        """Tokens of a pass for each request, in the mean, with drafts of 0, 1, 2, ... nodes; its own token included."""
+        of_way = self._ways[way].ratio() if way in self._ways else 1.0
+        ratios = [of_way * self.ratio(request_id) for request_id in request_ids] or [of_way]
+        tokens = [1.0]
+        for place, chance in enumerate(self.of_class(key).chances, 1):
+            tokens.append(tokens[-1] + sum(min(1.0, chance * ratio**place) for ratio in ratios) / len(ratios))
+        return tokens
+
+    def expected_of(self, key: Hashable, outcomes: Collection[DraftOutcome], way: Hashable = None) -> float:
+        """Tokens that drafts of the ordered lengths bring a request in the mean, its own token included."""
+        tokens = [self.expected(key, [outcome.request_id], way)[outcome.num_ordered] for outcome in outcomes]
+        return sum(tokens) / len(tokens)

@@ -1,0 +1,179 @@
+"""What a round costs: seconds of plain rounds and of rounds with drafts, at the machine's present speed.
+
+All estimates are divided by one factor, the present slowness of the machine, which follows the target's passes: they
+are part of every kind of round, so a slow phase moves every choice alike, and a kind of round that was not measured
+lately keeps its place beside the others. Works on seconds and counts that the caller measured; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+from actors.policy.estimators import MEMORY, OUTLIER, Ewma, LinearFit
+
+SPEED_SHARE = 0.25
+"""Share of a pass's deviation that is put down to the machine's speed, where the pass time is well known: the factor
+follows a change within about four passes."""
+WELL_KNOWN = 8.0
+"""Weight of an estimate at which half of `SPEED_SHARE` applies; before, a deviation rather corrects the estimate."""
+IDLE_DECAY = 0.99
+"""Weight that an estimate keeps per round of another kind: after 70 rounds it has half."""
+INHERITED = 2.0
+"""Weight of estimates that are taken over from a similar load."""
+UNSETTLED = 0.2
+"""Weight of the first round after a change, which only counts until the next one."""
+_LENGTH_STIFFNESS = 0.1
+"""Variance of draft lengths at which their measured cost and the expected one weigh the same."""
+_LEAST_VERIFY = 0.5
+"""Least pass that is extrapolated to, in mean passes."""
+
+
+@dataclass(slots=True)
+class MachineSpeed:
+    """The present slowness of the machine: seconds of a pass over what its estimate says."""
+
+    factor: float = 1.0
+
+    def update(self, seconds: float, expected_s: float, weight: float) -> None:
+        """A pass took `seconds`; `expected_s` is its estimate, of this weight, without the factor."""
+        if not expected_s or seconds <= 0:
+            return
+        deviation = min(seconds / (expected_s * self.factor), OUTLIER) - 1
+        # A power of what the same deviation makes of the estimate: their product is known from passes, their ratio is
+        # not, and unless both move together the noise of passes turns the one up and the other down without end.
+        corrected = 1 / (MEMORY * weight + 1)
+        share = SPEED_SHARE * weight / (weight + WELL_KNOWN)
+        self.factor *= (1 + corrected * deviation) ** (share / corrected)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRound:
+    """Seconds of a round: the target's pass, the time outside of it, and drafting; with its draft lengths, the longest
+    and the mean of the batch, and the share of the batch that the pass served."""
+
+    verify_s: float
+    gap_s: float
+    draft_s: float
+    longest: int
+    mean: float
+    served: float = 1.0
+
+    def at(self, factor: float) -> MeasuredRound:
+        """The same on a machine without this slowness."""
+        return replace(self, verify_s=self.verify_s / factor, gap_s=self.gap_s / factor, draft_s=self.draft_s / factor)
+
+
+@dataclass(slots=True)
+class PlainCosts:
+    """Seconds of rounds without drafts: the target's pass, and the rest of the round."""
+
+    verify: Ewma = field(default_factory=lambda: Ewma(MEMORY, OUTLIER))
+    gap: Ewma = field(default_factory=lambda: Ewma(MEMORY, OUTLIER))
+
+    @property
+    def weight(self) -> float:
+        return self.verify.weight
+
+    @property
+    def seconds(self) -> float:
+        return self.verify.mean + self.gap.mean
+
+    def verify_s(self, mean: float, plain_verify_s: float) -> float:  # noqa: ARG002  as of `DraftedCosts`
+        return self.verify.mean
+
+    def update(self, times: MeasuredRound) -> None:
+        self.verify.update(times.verify_s)
+        self.gap.update(times.gap_s)
+
+    def fade(self, share: float) -> None:
+        self.verify.decay(share)
+        self.gap.decay(share)
+
+
+@dataclass(slots=True)
+class DraftedCosts:
+    """Seconds of rounds with drafts as a function of draft length.
+
+    Two lines: the time in which the target does not work, against the longest draft (drafting, messages, waiting), and
+    the target's pass, against the mean draft. The slope of the first tells whether the target's pass hides drafting.
+    """
+
+    gap: LinearFit = field(default_factory=LinearFit)
+    verify: LinearFit = field(default_factory=LinearFit)
+    draft_s: LinearFit = field(default_factory=LinearFit)
+    served: Ewma = field(default_factory=lambda: Ewma(mean=1.0))
+    """Share of the batch that a pass serves: where two halves take turns about a half."""
+
+    @property
+    def weight(self) -> float:
+        return self.verify.weight
+
+    def update(self, times: MeasuredRound) -> None:
+        self.gap.update(times.longest, times.gap_s)
+        self.verify.update(times.mean, times.verify_s)
+        self.draft_s.update(times.longest, times.draft_s)
+        self.served.update(times.served)
+
+    def fade(self, share: float) -> None:
+        for line in (self.gap, self.verify, self.draft_s, self.served):
+            line.decay(share)
+
+    def per_token_s(self, plain_verify_s: float) -> tuple[float, float]:
+        """Seconds that one more draft token for every request costs: outside the target's pass, and in it.
+
+        `plain_verify_s` is the mean target pass without drafts; 0: not measured.
+        """
+        drafted = self.draft_s.mean_y / self.draft_s.mean_x if self.draft_s.mean_x else 0.0
+        read = 0.0
+        if plain_verify_s and self.verify.mean_x:
+            read = max(0.0, self.verify.mean_y - plain_verify_s) / self.verify.mean_x
+        return self.gap.slope(drafted, _LENGTH_STIFFNESS), self.verify.slope(read, _LENGTH_STIFFNESS)
+
+    def verify_s(self, mean: float, plain_verify_s: float) -> float:
+        """Seconds of a pass over drafts of `mean` tokens."""
+        return self._pass_s(mean, self.per_token_s(plain_verify_s)[1])
+
+    def _pass_s(self, mean: float, per_token_s: float) -> float:
+        return max(_LEAST_VERIFY * self.verify.mean_y, self.verify.at(mean, per_token_s))
+
+    def seconds(self, longest: int, per_token_s: tuple[float, float]) -> list[float]:
+        """Seconds of a round in which every request gets a draft of 0, 1, ... `longest` tokens."""
+        gap_s = self.gap.at(0, per_token_s[0])
+        return [max(0.0, gap_s + k * per_token_s[0]) + self._pass_s(k, per_token_s[1]) for k in range(longest + 1)]
+
+
+@dataclass(slots=True)
+class LoadCosts:
+    """What rounds under one kind of load cost: without drafts, and for every way to draft."""
+
+    plain: PlainCosts = field(default_factory=PlainCosts)
+    drafted: dict[Hashable, DraftedCosts] = field(default_factory=dict)
+
+    def way(self, way: Hashable) -> DraftedCosts:
+        return self.drafted.setdefault(way, DraftedCosts())
+
+    def measure(self, way: Hashable | None, times: MeasuredRound, speed: MachineSpeed, *, is_first: bool) -> None:
+        """A round with drafts made in this way, or without, ended; after a change the first one hardly counts."""
+        costs = self.plain if way is None else self.way(way)
+        self._fade_others(costs)
+        if is_first and costs.weight:
+            return
+        factor = speed.factor
+        speed.update(times.verify_s, costs.verify_s(times.mean, self.plain.verify.mean), costs.weight)
+        costs.update(times.at(factor))
+        if is_first:
+            costs.fade(UNSETTLED)
+
+    def inherited(self) -> LoadCosts:
+        """Estimates for a similar load, to be corrected soon."""
+        costs = deepcopy(self)
+        for one in (costs.plain, *costs.drafted.values()):
+            one.fade(min(1.0, INHERITED / one.weight) if one.weight else 1.0)
+        return costs
+
+    def _fade_others(self, present: PlainCosts | DraftedCosts) -> None:
+        for one in (self.plain, *self.drafted.values()):
+            if one is not present:
+                one.fade(IDLE_DECAY)

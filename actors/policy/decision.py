@@ -1,0 +1,274 @@
+"""The decision: which choice has the most expected tokens per second, where plain decoding is one of the choices.
+
+A choice is plain decoding, drafts in turn with the target, or drafts while the target works. Its speed is expected
+tokens over expected seconds (`acceptance`, `costs`) at its best draft length.
+
+Exploration follows one rule, optimism within a budget. A choice that looks slower is tried where the error of the
+estimates could make it the fastest; that error shrinks with every round of the choice and grows with every round of
+others. What such a trial loses against the choice that looks best is taken from a budget, counted in rounds of that
+choice. It starts with `CREDIT`, gets `EXPLORED_SHARE` of every round, and no trial begins without it. So exploration
+loses at most that credit, that share of the time, and what the last trial went beyond the budget.
+
+It counts rounds and compares speeds. It knows neither how drafts are made nor whose they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import exp, inf, log, sqrt
+
+from actors.policy.estimators import MEMORY, OUTLIER
+
+
+class Decoding(StrEnum):
+    plain = "plain"
+    in_turn = "in_turn"
+    ahead = "ahead"
+
+    @property
+    def drafts(self) -> bool:
+        return self is not Decoding.plain
+
+
+class Mode(StrEnum):
+    """What the next rounds are for."""
+
+    speculate = "speculate"
+    probe = "probe"  # plain rounds, to measure what speculation is compared with
+    rest = "rest"  # plain rounds because they are faster
+    catch_up = "catch_up"  # plain rounds in which the drafter reads the text of the requests of a trial
+    trial = "trial"  # speculation with a few requests, to measure whether it pays
+
+
+CREDIT = 0.4
+"""Rounds that exploration may lose at the start."""
+EXPLORED_SHARE = 0.015
+"""Share of all rounds that exploration may lose."""
+MOST_BUDGET = 4.0
+"""Rounds that may be saved up for exploration."""
+MOST_CHARGED = 8.0
+"""Rounds that a round of a choice never measured counts as at most: the machine may have paused."""
+NEW_COST = 0.5
+"""Rounds that must have been saved up before a way to draft that was never tried takes the place of another."""
+MOST_CHARGED_BESIDE = 16.0
+"""The same for what is done for drafts outside of rounds."""
+TIME_ERROR = 0.12
+"""Relative error of the seconds of one round."""
+TOKEN_ERROR = 0.6
+"""Relative error of the tokens that one draft shows a choice to bring."""
+REQUEST_ERROR = 0.4
+"""Relative difference of requests in what drafts bring them."""
+FULL_WEIGHT = 1 / (1 - MEMORY)
+"""Weight of an estimate that more measurements do not make any better: as many are forgotten."""
+RETURN_GAIN = 0.02
+"""Relative gain that another choice must have or promise, so that noise does not switch back and forth."""
+SETTLE_ROUNDS = 1
+"""Rounds after a change of the choice that are not measured: caches, prepared drafts and unread text."""
+PROBE_ROUNDS = 2
+"""Measured rounds of plain decoding before drafts are tried."""
+PLAIN_ROUNDS = 1.5
+"""Rounds of plain decoding that must be measured, less what was forgotten of them, before a trial."""
+IMMINENT = 0.97
+"""Share of its weight that plain decoding may lose until the next probe is due, for it to be expected at any round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A choice as expected now: `tokens` of a request in a round of so many `seconds`, at its best draft `length`.
+
+    `num_rounds` and `num_drafts` were measured, with forgetting; `num_own_drafts` are those of the present requests.
+    """
+
+    tokens: float
+    seconds: float
+    length: int = 0
+    num_rounds: float = 0.0
+    num_drafts: float = 0.0
+    num_own_drafts: float = 0.0
+
+    @property
+    def log_speed(self) -> float:
+        return log(self.tokens / self.seconds)
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_rounds > 0
+
+    def error(self, *, of_tokens: bool, fade: float = 1.0) -> float:
+        """Standard error of `log_speed`, of which more rounds can rid it, once its measurements have lost all but this
+        share of their weight."""
+        variance = TIME_ERROR**2 * max(0.0, 1 / (fade * self.num_rounds) - 1 / FULL_WEIGHT)
+        if of_tokens:
+            variance += TOKEN_ERROR**2 * max(0.0, 1 / max(self.num_drafts, 1e-6) - 1 / FULL_WEIGHT)
+            variance += REQUEST_ERROR**2 * max(0.0, 1 / (1 + self.num_own_drafts) - 1 / FULL_WEIGHT)
+        return sqrt(variance)
+
+
+Estimates = Mapping[Decoding, Estimate]
+
+
+@dataclass(slots=True)
+class Decision:
+    """The choice for the next rounds, and what it follows from."""
+
+    choice: Decoding
+    budget: float = CREDIT
+    estimates: Estimates = field(default_factory=dict)
+    best: Decoding = Decoding.plain
+    """By the estimates alone."""
+    awaited: Decoding | None = None
+    """Begins once plain decoding is known and the drafter has read the text."""
+    _rounds: int = SETTLE_ROUNDS  # of the present choice
+    _is_caught_up: bool = False
+    _is_probe: bool = False
+    _is_trial: bool = False
+    _unpaid_s: float = 0.0  # done for drafts outside of rounds, not yet taken from the budget
+
+    @property
+    def mode(self) -> Mode:
+        if self.choice.drafts:
+            return Mode.trial if self._is_trial else Mode.speculate
+        if self.awaited is not None:
+            return Mode.catch_up
+        return Mode.probe if self._is_probe else Mode.rest
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the round that ended shows what rounds of this choice cost."""
+        return self._rounds > SETTLE_ROUNDS
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the next round with drafts may be the last one for now."""
+        return self._is_trial or (self.choice.drafts and not self._wanted(IMMINENT).drafts)
+
+    @property
+    def gain(self) -> float | None:
+        """Expected speed of the best way to draft over plain decoding; None until both are known."""
+        plain = self.estimates.get(Decoding.plain)
+        drafting = [one.log_speed for choice, one in self.estimates.items() if choice.drafts and one.is_known]
+        if plain is None or not plain.is_known or not drafting:
+            return None
+        return exp(max(drafting) - plain.log_speed)
+
+    def charge(self, seconds: float) -> None:
+        """So much was done for drafts outside of the rounds. It delays the next trial, and ends none."""
+        self._unpaid_s += seconds
+
+    def _pay(self) -> None:
+        best = self.estimates.get(self.best)
+        if self.awaited is None and not self._is_trial and best is not None and best.is_known:
+            self.budget -= min(self._unpaid_s / best.seconds, MOST_CHARGED_BESIDE)
+            self._unpaid_s = 0.0
+
+    def count(self, tokens: float, seconds: float) -> None:
+        """A round of the present choice took so long; by acceptance it brings a request so many tokens in the mean."""
+        self._rounds += 1
+        best, one = self.estimates.get(self.best), self.estimates.get(self.choice)
+        if best is None or one is None or not best.is_known:
+            return
+        most = OUTLIER * one.seconds if one.is_known else MOST_CHARGED * best.seconds
+        took = min(seconds, most) / best.seconds
+        if self._is_trial or self.choice is not self.best or not self.is_settled:
+            self.budget -= max(0.0, took - tokens / best.tokens)
+        self.budget = min(self.budget + EXPLORED_SHARE * took, MOST_BUDGET)
+
+    def give_up(self) -> None:
+        """The drafts of the present choice do not come in time: plain decoding, for a while."""
+        self.budget -= NEW_COST
+        self.best = Decoding.plain
+        self._change(Decoding.plain)
+
+    def caught_up(self) -> bool:
+        """The drafter has read the text of the requests to be drafted for; returns whether drafts begin."""
+        self._is_caught_up = self.awaited is not None
+        return self._begin_drafts()
+
+    def decide(self, estimates: Estimates) -> None:
+        """Choose for the next round."""
+        self.estimates, self.best = estimates, self._best(estimates)
+        self._pay()
+        if self._rounds < _least_rounds(self.choice):
+            if self.awaited is None and not self._is_probe:
+                self._await_drafts()
+            return
+        wanted = self._wanted()
+        self._is_trial &= self.choice is not self.best
+        if self.choice.drafts or (self._is_probe and wanted.drafts):
+            self._change(wanted)
+        else:
+            self._is_probe = False
+            self._await_drafts()
+
+    def _await_drafts(self) -> None:
+        """Decoding is plain: let the drafter read what a trial needs, if there is to be one."""
+        wanted = self._wanted()
+        self.awaited = wanted if wanted.drafts else None
+        self._begin_drafts()
+
+    def _begin_drafts(self) -> bool:
+        if self.awaited is None or not self._is_caught_up or not self._knows_plain:
+            return False
+        self._change(self.awaited)
+        self._is_trial = True
+        return True
+
+    @property
+    def _knows_plain(self) -> bool:
+        plain = self.estimates.get(Decoding.plain)
+        return plain is not None and plain.num_rounds >= PLAIN_ROUNDS
+
+    def _change(self, choice: Decoding) -> None:
+        if choice is not self.choice:
+            self._is_probe = self.choice.drafts and self.best.drafts
+            self.choice, self._rounds, self._is_trial = choice, 0, False
+        self.awaited, self._is_caught_up = None, False
+
+    def _best(self, estimates: Estimates) -> Decoding:
+        known = {choice: one.log_speed for choice, one in estimates.items() if one.is_known}
+        if self.choice in known:
+            known[self.choice] += RETURN_GAIN
+        return max(known, key=lambda choice: known[choice], default=self.best)
+
+    def _wanted(self, fade: float = 1.0) -> Decoding:
+        """The best choice, or one that might be better and is affordable to try."""
+        if self.budget < 0 or self.best not in self.estimates:
+            return self.best
+        hopes = {choice: self._hope(choice, fade) for choice in self._candidates if self._is_affordable(choice)}
+        wanted = max(hopes, key=lambda choice: hopes[choice])
+        return wanted if hopes[wanted] > self.estimates[self.best].log_speed + RETURN_GAIN else self.best
+
+    @property
+    def _candidates(self) -> list[Decoding]:
+        """While plain decoding is best only the best way to draft is tried: the ways differ little."""
+        if self.best.drafts:
+            return list(self.estimates)
+        drafting = [choice for choice in self.estimates if choice.drafts]
+        known = [choice for choice in drafting if self.estimates[choice].is_known] or drafting[:1]
+        return [Decoding.plain, max(known, key=lambda choice: self.estimates[choice].log_speed)]
+
+    def _is_affordable(self, choice: Decoding) -> bool:
+        """Whether what a trial of the choice loses at least, by the estimates, has been saved up."""
+        one, best = self.estimates[choice], self.estimates[self.best]
+        if choice in (self.choice, self.best):
+            return True
+        if not one.is_known:
+            return self.budget >= (NEW_COST if self.best.drafts else 0.0)
+        lost = _least_rounds(choice) * (one.seconds / best.seconds - one.tokens / best.tokens)
+        return self.budget >= min(lost, MOST_BUDGET)
+
+    def _hope(self, choice: Decoding, fade: float) -> float:
+        """Logarithm of the speed that the choice has if the error of its estimate is in its favour."""
+        one, best = self.estimates[choice], self.best
+        if choice is best:
+            return one.log_speed
+        if not one.is_known:
+            return one.log_speed if best.drafts else inf
+        return one.log_speed + one.error(of_tokens=choice.drafts and not best.drafts, fade=fade)
+
+
+def _least_rounds(choice: Decoding) -> int:
+    """Rounds that have to pass before the choice can change again."""
+    return SETTLE_ROUNDS + (1 if choice.drafts else PROBE_ROUNDS)

@@ -1,0 +1,227 @@
+"""The decision on scripted estimates: what it tries, what a trial may lose, when it returns, and what it reports."""
+
+from __future__ import annotations
+
+import random
+from itertools import groupby
+from math import exp, log
+
+import pytest
+
+from actors.policy.decision import (
+    CREDIT,
+    EXPLORED_SHARE,
+    FULL_WEIGHT,
+    MOST_BUDGET,
+    NEW_COST,
+    PROBE_ROUNDS,
+    SETTLE_ROUNDS,
+    Decision,
+    Decoding,
+    Estimate,
+    Mode,
+)
+
+PLAIN, IN_TURN, AHEAD = Decoding.plain, Decoding.in_turn, Decoding.ahead
+ROUND_S = 0.01
+
+
+class World:
+    """Rounds of the decision: plain ones of 10 ms and one token; with drafts of `costs` as many and `tokens`.
+
+    Estimates are exact from the first measured round on, and lose a hundredth of their weight in each round of others.
+    """
+
+    def __init__(self, decision: Decision, tokens: float = 2.0, *, noise: float = 0.0, **costs: float) -> None:
+        self.decision, self.tokens, self.noise = decision, tokens, noise
+        self.costs = {PLAIN: 1.0} | {Decoding(name): cost for name, cost in costs.items()}
+        self.weights = dict.fromkeys(self.costs, 0.0)
+        self.draw, self.lost, self.rounds, self.seconds = random.Random(0), 0.0, [], 0.0
+
+    def speed(self, choice: Decoding) -> float:
+        return (self.tokens if choice.drafts else 1.0) / self.costs[choice]
+
+    def estimates(self) -> dict[Decoding, Estimate]:
+        drafts = sum(weight for choice, weight in self.weights.items() if choice.drafts)
+        return {
+            choice: Estimate(
+                self.tokens if choice.drafts else 1.0, cost * ROUND_S, choice.drafts, self.weights[choice], drafts, 0.0
+            )
+            for choice, cost in self.costs.items()
+        }
+
+    def run(self, num_rounds: int, *, reads: bool = True) -> World:
+        for _ in range(num_rounds):
+            if self.decision.mode is Mode.catch_up and reads:
+                self.decision.caught_up()
+            choice = self.decision.choice
+            self.rounds.append((self.decision.mode, choice))
+            tokens, seconds = self.tokens if choice.drafts else 1.0, self.costs[choice] * ROUND_S
+            self.decision.count(tokens, seconds * exp(self.draw.gauss(0, self.noise)))
+            self.weights = {one: weight * (0.97 if one is choice else 0.99) for one, weight in self.weights.items()}
+            if self.decision.is_settled or not self.weights[choice]:
+                self.weights[choice] += 1
+            self.lost += max(0.0, seconds / ROUND_S - tokens * self.costs[PLAIN])
+            self.seconds += seconds
+            self.decision.decide(self.estimates())
+        return self
+
+    @property
+    def modes(self) -> list[tuple[Mode, int]]:
+        return [(mode, len(list(same))) for mode, same in groupby(mode for mode, _ in self.rounds)]
+
+    def share(self, choice: Decoding, last: int = 400) -> float:
+        return sum(one is choice for _, one in self.rounds[-last:]) / len(self.rounds[-last:])
+
+
+def test_plain_decoding_is_measured_then_drafts_are_tried_and_kept_where_they_pay():
+    world = World(Decision(PLAIN), in_turn=1.5).run(400)
+    assert world.modes[:2] == [(Mode.rest, 1), (Mode.catch_up, PROBE_ROUNDS - 1)]
+    assert world.modes[2][0] is Mode.trial
+    assert world.share(IN_TURN) > 0.97
+    assert world.decision.gain == pytest.approx(2 / 1.5)
+    assert {mode for mode, _ in world.modes[3:]} == {Mode.speculate, Mode.probe}
+
+
+@pytest.mark.parametrize("cost", [2.1, 2.5, 4.0, 20.0])
+@pytest.mark.parametrize("num_rounds", [25, 100, 1000])
+def test_exploration_loses_at_most_its_credit_its_share_and_one_trial(cost, num_rounds):
+    """In plain rounds; the last trial may go below zero by its own two rounds at most."""
+    world = World(Decision(PLAIN), in_turn=cost).run(num_rounds)
+    share = EXPLORED_SHARE * world.seconds / ROUND_S
+    assert 0 < world.lost <= CREDIT + share + 2 * (cost - world.tokens) + 1e-9
+
+
+def test_what_costs_more_is_tried_more_rarely():
+    trials = [
+        sum(mode is Mode.trial for mode, _ in World(Decision(PLAIN), in_turn=cost).run(3000).modes)
+        for cost in (2.2, 2.6, 4.0)
+    ]
+    assert trials[0] > trials[1] > trials[2] > 0
+
+
+def test_drafts_that_begin_to_pay_are_found_and_drafts_that_cease_to_pay_are_left():
+    world = World(Decision(PLAIN), in_turn=2.6).run(600)
+    assert world.share(PLAIN) > 0.95
+    world.costs[IN_TURN] = 1.2
+    world.weights[IN_TURN] = 0.0  # as where the text of a new request is another
+    assert world.run(800).share(IN_TURN) > 0.95
+    world.costs[IN_TURN] = 3.0
+    assert world.run(100).share(IN_TURN, 80) < 0.1, "its own rounds show it"
+
+
+def test_plain_decoding_that_becomes_faster_is_noticed_by_probes():
+    world = World(Decision(PLAIN), in_turn=1.7).run(300)
+    real = world.estimates
+
+    def as_measured():
+        """The estimate of plain decoding changes once plain rounds are measured again."""
+        old = real() | {PLAIN: Estimate(1.0, ROUND_S, 0, world.weights[PLAIN])}
+        return old if world.weights[PLAIN] < 1 else real()
+
+    world.costs[PLAIN] = 0.5
+    world.estimates = as_measured
+    assert world.run(1500).share(PLAIN) > 0.9
+
+
+def test_probes_become_due_with_the_doubt_and_are_rarer_where_more_would_be_lost():
+    gaps = []
+    for cost in (1.8, 1.2):
+        world = World(Decision(PLAIN), in_turn=cost).run(4000)
+        probes = [count for mode, count in world.modes if mode is Mode.probe]
+        assert set(probes) == {SETTLE_ROUNDS + PROBE_ROUNDS}
+        gaps.append(4000 / len(probes))
+    assert gaps[1] > 1.5 * gaps[0]
+
+
+def test_of_two_ways_to_draft_the_faster_is_found_but_not_tried_where_neither_pays():
+    assert World(Decision(PLAIN), ahead=1.5, in_turn=1.2).run(600).share(IN_TURN, 300) > 0.9
+    assert World(Decision(PLAIN), ahead=1.2, in_turn=1.5).run(600).share(AHEAD, 300) > 0.9
+    assert {choice for _, choice in World(Decision(PLAIN), ahead=3.0, in_turn=2.9).run(600).rounds} == {PLAIN, AHEAD}
+
+
+def test_a_way_that_was_never_tried_waits_until_its_cost_is_saved_up():
+    world = World(Decision(AHEAD), ahead=1.5, in_turn=1.3)
+    for _ in range(200):
+        budget = world.decision.budget
+        if world.run(1).decision.choice is IN_TURN:
+            assert budget + 2 * EXPLORED_SHARE >= NEW_COST > CREDIT
+            return
+    raise AssertionError("never tried")
+
+
+def test_noise_of_a_round_in_a_trial_does_not_end_it_but_what_is_expected_does():
+    """A pause of the machine counts as at most twice the estimate of the choice."""
+    decision = Decision(PLAIN)
+    World(decision, in_turn=1.9).run(30)
+    before = decision.budget
+    decision.count(2.0, 50 * ROUND_S)
+    assert decision.budget > before - 3
+
+
+def test_the_budget_is_bounded():
+    world = World(Decision(PLAIN), in_turn=50.0).run(5000)
+    assert max(0.0, world.decision.budget) <= MOST_BUDGET
+    world.decision.charge(1e9)
+    assert world.run(1).decision.budget > -100, "one pause is not the end of exploration"
+
+
+def test_no_plain_round_is_made_to_learn_what_is_known():
+    """An estimate of full weight has no error that more rounds could remove: the better choice is taken."""
+    known = {
+        PLAIN: Estimate(1.0, ROUND_S, 0, FULL_WEIGHT),
+        IN_TURN: Estimate(2.0, 1.96 * ROUND_S, 1, FULL_WEIGHT, FULL_WEIGHT, FULL_WEIGHT),
+    }
+    decision = Decision(IN_TURN, budget=MOST_BUDGET)
+    for _ in range(20):
+        decision.count(2.0, 1.96 * ROUND_S)
+        decision.decide(known)
+        assert decision.choice is IN_TURN
+
+
+def test_drafts_that_are_late_end_speculation_until_the_budget_allows_a_trial():
+    world = World(Decision(PLAIN), in_turn=1.5).run(100)
+    world.decision.give_up()
+    assert world.decision.mode is Mode.rest and world.decision.choice is PLAIN
+    world.decision.budget = -1.0
+    world.weights[IN_TURN] = 0.0
+    rested = world.run(40).rounds[-40:]
+    assert {choice for _, choice in rested} == {PLAIN}
+
+
+def test_what_is_read_for_a_trial_delays_the_next_one_and_ends_none():
+    """Before the first trial the drafter reads the text, which takes as long as ten plain rounds."""
+    trials = []
+    for unpaid in (0.0, 10 * ROUND_S):
+        world = World(Decision(PLAIN, awaited=IN_TURN), in_turn=2.3)
+        world.decision.charge(unpaid)
+        trials.append([count for mode, count in world.run(400).modes if mode is Mode.trial])
+    assert trials[0][0] == trials[1][0] and len(trials[1]) == 1 < len(trials[0])
+
+
+def test_a_trial_waits_until_the_drafter_has_read_the_text():
+    world = World(Decision(PLAIN), in_turn=1.5).run(50, reads=False)
+    assert world.modes == [(Mode.rest, 1), (Mode.catch_up, 49)]
+    assert world.decision.caught_up() and world.decision.mode is Mode.trial
+    assert not Decision(PLAIN).caught_up(), "nothing was wanted"
+
+
+def test_the_gain_is_unknown_until_both_sides_are_measured():
+    decision = Decision(PLAIN)
+    assert decision.gain is None
+    plain = Estimate(1.0, ROUND_S, 0, 2.0)
+    decision.decide({PLAIN: plain, IN_TURN: Estimate(3.0, ROUND_S)})
+    assert decision.gain is None
+    decision.decide({PLAIN: plain, IN_TURN: Estimate(3.0, ROUND_S, 2, 1.0, 1.0)})
+    assert log(decision.gain or 0) == pytest.approx(log(3))
+
+
+def test_the_next_round_may_be_the_last_one_only_in_a_trial_or_before_a_probe():
+    world = World(Decision(PLAIN), in_turn=1.3)
+    for _ in range(800):
+        may_end = world.decision.may_end
+        before = world.decision.choice
+        world.run(1)
+        if before.drafts and not world.decision.choice.drafts:
+            assert may_end
+    assert sum(choice.drafts for _, choice in world.rounds) > 700
