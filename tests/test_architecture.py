@@ -237,6 +237,11 @@ EXAMPLE_FILES = {"echo.py", "test_echo.py", "test_MODULE.py"}
 """Named in recipes, without being there."""
 
 
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 120
+
+
 def test_the_index_of_the_documentation_has_every_page_once():
     index = ROOT / "docs" / "README.md"
     links = re.findall(r"^\| \[[^]]*\]\(([^)#]+)\)", index.read_text(), re.MULTILINE)
