@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from actors.logs import dump_stacks_on_signal
 from cluster.config.compose import register, typed_config
 from cluster.config.errors import describe
-from cluster.config.options_page import groups_help, help_text
+from cluster.config.options_page import SECTIONS, config_help, groups_help, help_text
 from cluster.config.schema import LaunchConfig
 from cluster.io.console import Terminal
 from parallel.whole_files import WriteError
@@ -47,6 +48,7 @@ def main() -> None:
 
     register()
     OmegaConf.register_new_resolver("groups_help", groups_help, replace=True)  # for the help of conf/config.yaml
+    OmegaConf.register_new_resolver("config_help", _config_help, replace=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     dump_stacks_on_signal()
@@ -69,6 +71,11 @@ def main() -> None:
         remedy = "; choose another place with hydra.run.dir=DIR" if error.filename else ""
         codes.append(_fail(f"error: {error}{remedy}", FAILURE))
     sys.exit(max(codes))
+
+
+def _config_help(*, _root_: DictConfig) -> str:
+    sections = OmegaConf.masked_copy(_root_, list(SECTIONS))
+    return config_help(cast(dict[str, Any], OmegaConf.to_container(sections, resolve=True)))
 
 
 def _keys_to_explain(arguments: Sequence[str]) -> list[str]:

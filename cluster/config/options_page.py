@@ -9,6 +9,7 @@ import ast
 import inspect
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -30,6 +31,21 @@ Every key of the command line: `python -m cluster.launch [GROUP=CHOICE] [KEY=VAL
 refused in one line before anything starts. `python -m cluster.launch --help KEY` prints one entry, `--help GROUP` the
 keys of a group.
 """
+
+
+MOST_SET = (
+    "target.path",
+    "target.tp",
+    "target.dtype",
+    "job.prompts",
+    "job.limit",
+    "sampling.max_tokens",
+    "sampling.temperature",
+    "sampling.seed",
+    "scheduler.max_num_seqs",
+    "cluster.address",
+)
+"""The keys that are set most often, whatever the groups; those of the drafter and of the job follow them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,26 @@ def groups_help() -> str:
         text = _docstrings(LaunchConfig)[group]
         lines.append(f"{listed:<58} {text}" if len(listed) <= 58 else f"{listed}\n{'':<58} {text}")
     return "\n".join(lines)
+
+
+def config_help(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """The keys that are set most often, with their values and the beginning of what they mean, and the keys of the
+    chosen drafter and job."""
+    chosen = {option.key: option for section in SECTIONS for option in _chosen(section, config[section].get("name"))}
+    values = {f"{section}.{name}": value for section in SECTIONS for name, value in config[section].items()}
+    lines = []
+    for key in MOST_SET:
+        shown = f"{key}={_written(values[key])}" if key in chosen else ""
+        lines += [f"{shown:<28} {textwrap.shorten(chosen[key].text, 90, placeholder=' ...')}"] if shown else []
+    for section in ("drafter", "job"):
+        lines += ["", f"of {section}={config[section]['name']}:"]
+        others = (key for key in chosen if key.startswith(f"{section}.") and key not in MOST_SET)
+        lines += [f"  {key}={_written(values[key])}" for key in others]
+    return "\n".join(lines)
+
+
+def _chosen(section: str, name: str | None) -> list[Option]:
+    return [one for title, _, options in _tables(section) if title in (section, f"{section}={name}") for one in options]
 
 
 def help_text(key: str) -> str:

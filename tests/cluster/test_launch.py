@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -234,9 +235,9 @@ def test_the_configuration_can_be_shown_from_anywhere(tmp_path: Path):
 def test_help_names_groups_keys_and_examples(entered):
     code, out, err = entered("--help")
     assert (code, err) == (0, "")
-    for word in ("num_draft_tokens: 5", "== Examples ==", "--cfg job --resolve", "explained by --help KEY"):
+    for word in ("drafter.num_draft_tokens=5", "== Examples ==", "--cfg job --resolve", "explained by --help KEY"):
         assert word in out
-    groups = out.partition("== Groups")[2].partition("== Configuration")[0]
+    groups = out.partition("== Groups")[2].partition("== Keys")[0]
     named = {word for line in groups.splitlines() for word in line.replace(",", " ").split()}
     assert not [choice for choices in CHOICES.values() for choice in choices if choice not in named]
 
@@ -263,8 +264,11 @@ def test_help_explains_a_key(entered):
     assert err.startswith("error: drafter.widht: no such key; did you mean drafter.width")
 
 
-def test_help_with_an_override_shows_the_configuration(entered):
-    assert "max_ngram: 4" in entered("--help", "drafter=ngram")[1]
+def test_help_with_overrides_shows_the_keys_of_what_is_chosen_with_their_values(entered):
+    out = entered("--help", "drafter=ngram", "drafter.max_ngram=7", "job=certify", "sampling.seed=5")[1]
+    shown = re.findall(r"^ *((?:target|drafter|job|sampling|scheduler|cluster)\.\w+)=(\S*)", out, re.MULTILINE)
+    assert dict(shown).items() >= {"drafter.max_ngram": "7", "sampling.seed": "5", "job.draws": "4000"}.items()
+    assert len(shown) == len(dict(shown)) < 40 and "Seed of the noise" in out
 
 
 def test_shell_completion_offers_choices(entered, monkeypatch: pytest.MonkeyPatch):
