@@ -100,9 +100,9 @@ class DraftedCosts:
     the target's pass, against the mean draft. The slope of the first tells whether the target's pass hides drafting.
     """
 
-    gap: LinearFit = field(default_factory=LinearFit)
-    verify: LinearFit = field(default_factory=LinearFit)
-    draft_s: LinearFit = field(default_factory=LinearFit)
+    gap: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
+    verify: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
+    draft_s: LinearFit = field(default_factory=lambda: LinearFit(doubts_first=True))
     served: Ewma = field(default_factory=lambda: Ewma(mean=1.0))
     """Share of the batch that a pass serves: where two halves take turns about a half."""
 

@@ -51,6 +51,8 @@ class LinearFit:
     """Exponentially weighted least squares of y on x, with a prior for the slope where x hardly varied."""
 
     memory: float = MEMORY
+    doubts_first: bool = False
+    """Whether the first observations are taken back to twice a later one: they may have been pauses."""
     weight: float = 0.0
     mean_x: float = 0.0
     mean_y: float = 0.0
@@ -60,7 +62,7 @@ class LinearFit:
     def update(self, x: float, y: float) -> None:
         if self.mean_y > 0 and self.weight > _CLAMP_FROM:
             y = min(y, OUTLIER * self.mean_y)
-        elif y > 0:  # the first ones may have been outliers
+        elif y > 0 and self.doubts_first:
             self.mean_y = min(self.mean_y, OUTLIER * y)
         self.weight = self.memory * self.weight + 1
         share = 1 / self.weight

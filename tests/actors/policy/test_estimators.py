@@ -58,11 +58,13 @@ def test_a_line_is_the_least_squares_fit_with_a_prior_for_its_slope(points, prio
 
 
 def test_an_outlier_counts_as_two_means_in_a_line_whenever_it_came():
-    late, early = LinearFit(1.0), LinearFit(1.0)
+    late, early, plain = LinearFit(1.0), LinearFit(1.0, doubts_first=True), LinearFit(1.0)
     for _ in range(5):
         late.update(1, 1.0)
     late.update(1, 100.0)
     assert late.mean_y == pytest.approx((5 * 1 + 2) / 6)
-    early.update(1, 100.0)
-    early.update(1, 1.0)
+    for line in (early, plain):
+        line.update(1, 100.0)
+        line.update(1, 1.0)
+    assert plain.mean_y == 50.5
     assert early.mean_y == pytest.approx((2 + 1) / 2), "once there is an ordinary one, the first shows as an outlier"

@@ -9,8 +9,10 @@ import pytest
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import SchedulerConfig, TargetConfig, VerifyConfig
+from actors.transport.keys import LinkKey
 from actors.worker.spec import RankSpec
 
+KEY = LinkKey("target-1", b"h" * 32, b"p" * 32)
 MEASURED = {"kv_slots": 4321, "mlp_parallel": 3}
 FACTS = {**MEASURED, "pid": 7, "dtype": "bfloat16", "path": "elsewhere", "load_s": 1.5, "num_draft_tokens": 99}
 """Of a rank's `Ready`: only the first two are options that a successor takes over."""
@@ -20,7 +22,7 @@ def spec_of(role: str, drafter) -> RankSpec:
     target = TargetConfig(path="target", device="cpu", kv_slots=10)
     parts = dict(target=target, drafter=drafter, verify=VerifyConfig(), pipeline="sync", scheduler=SchedulerConfig())
     place = dict(device="cpu", num_threads=2, cores=(1, 3), hub_address="tcp://hub:1", host="here", eos_token_ids=(2,))
-    return RankSpec(role, 1, 2, **place, **parts, adaptive=True, neighbour_bytes=5, memory_part=0.5, secret=b"s")
+    return RankSpec(role, 1, 2, **place, **parts, adaptive=True, neighbour_bytes=5, memory_part=0.5, key=KEY)
 
 
 @pytest.mark.parametrize("role", ["target", "draft", "draft2"])

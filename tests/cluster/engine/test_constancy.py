@@ -18,7 +18,7 @@ from actors.coordinator.state_machine import Coordinator
 from actors.coordinator.stats import CoordinatorStats
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, PipelineName
-from actors.policy.policy import LoadEstimate
+from actors.policy.costs import LoadCosts
 from actors.protocol.messages import SamplingParams
 from actors.roles.draft import DraftRole
 from actors.roles.target import TargetRole
@@ -62,7 +62,7 @@ def coordinators(monkeypatch) -> list[Coordinator]:
 
 LEAVES = (
     CoordinatorStats,
-    LoadEstimate,
+    LoadCosts,
     type,
     types.ModuleType,
     types.FunctionType,
