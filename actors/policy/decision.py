@@ -236,9 +236,9 @@ class Decision:
         """The best choice, or one that might be better and is affordable to try."""
         if self.budget < 0 or self.best not in self.estimates:
             return self.best
-        hopes = {choice: self._hope(choice, fade) for choice in self._candidates if self._is_affordable(choice)}
-        wanted = max(hopes, key=lambda choice: hopes[choice])
-        return wanted if hopes[wanted] > self.estimates[self.best].log_speed + RETURN_GAIN else self.best
+        bounds = {choice: self._upper_bound(choice, fade) for choice in self._candidates if self._is_affordable(choice)}
+        wanted = max(bounds, key=lambda choice: bounds[choice])
+        return wanted if bounds[wanted] > self.estimates[self.best].log_speed + RETURN_GAIN else self.best
 
     @property
     def _candidates(self) -> list[Decoding]:
@@ -259,7 +259,7 @@ class Decision:
         lost = _least_rounds(choice) * (one.seconds / best.seconds - one.tokens / best.tokens)
         return self.budget >= min(lost, MOST_BUDGET)
 
-    def _hope(self, choice: Decoding, fade: float) -> float:
+    def _upper_bound(self, choice: Decoding, fade: float) -> float:
         """Logarithm of the speed that the choice has if the error of its estimate is in its favour."""
         one, best = self.estimates[choice], self.best
         if choice is best:

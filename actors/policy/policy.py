@@ -168,7 +168,7 @@ class AdaptivePolicy(Policy):
         self._shortest = shortest
         self._longest_only = longest_only
         self._drafting = Decoding.ahead if self._may_work_ahead else Decoding.in_turn
-        self._decision = Decision(self._drafting)
+        self._decision = Decision(self._drafting, best=self._drafting)
         if self.weighs_waiting:
             self._decision = Decision(Decoding.plain, awaited=self._drafting)
         self._lengths = DraftLengths(shortest, longest)
