@@ -17,7 +17,7 @@ MOST_SCOPES = 8
 
 
 class Share(StrEnum):
-    """Between whom a drafter's memory of ended requests is shared."""
+    """Which clients share what a drafter remembers of ended requests: none, or all."""
 
     client = "client"
     all = "all"

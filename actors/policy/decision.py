@@ -191,7 +191,7 @@ class Decision:
         self.estimates, self.best = estimates, self._best(estimates)
         self._pay()
         if self._rounds < _least_rounds(self.choice):
-            if self.awaited is None and not self._is_probe:
+            if self.awaited is None and not self._is_probe and not self.choice.drafts:
                 self._await_drafts()
             return
         wanted = self._wanted()

@@ -179,6 +179,8 @@ class AdaptivePolicy(Policy):
         self._reads = Ewma(_PROMPT_MEMORY, weight=10.0)  # share of rounds that read prompts
         self._last_read_prompt = False
         self._num_late = 0
+        self._num_running = 1
+        self._text_class: Hashable = None
 
     @property
     def works_ahead(self) -> bool:

@@ -5,19 +5,44 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from actors.drafters.config import DrafterConfig, NoDrafterConfig
 from actors.drafters.lookup.ngram import NgramDrafterConfig
 from actors.drafters.model.config import ModelDrafterConfig
 from actors.options import PipelineConfig, SamplingConfig, TargetConfig, VerifyConfig
+from cluster import launch
 from cluster.config.jobs import GenerateConfig
 from cluster.config.schema import ClusterConfig, ClusterName, LaunchConfig, PlacementConfig, PlacementName
 from cluster.engine import Engine
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs `main` in this process, on Hydra state and signals of its own: exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv(launch.FULL_ERROR, "0")
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        GlobalHydra.instance().clear()
+        try:
+            with pytest.raises(SystemExit) as left:
+                launch.main()
+        finally:
+            GlobalHydra.instance().clear()
+            for number, listener in before.items():
+                signal.signal(number, listener)
+        return left.value.code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from types import ModuleType
 import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 
 from actors.logs import LogSpec, close_logs, log_event, logger_of, open_logs
 from cluster import launch, pocket
@@ -47,27 +46,6 @@ def paths(tmp_path: Path) -> list[str]:
         "hydra/job_logging=none",
         "hydra/hydra_logging=none",
     ]
-
-
-@pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs `main` in this process, on Hydra state and signals of its own: exit code, stdout, stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setenv(launch.FULL_ERROR, "0")
-        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        GlobalHydra.instance().clear()
-        try:
-            with pytest.raises(SystemExit) as left:
-                launch.main()
-        finally:
-            GlobalHydra.instance().clear()
-            for number, listener in before.items():
-                signal.signal(number, listener)
-        return left.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

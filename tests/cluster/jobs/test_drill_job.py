@@ -6,7 +6,6 @@ The processes that it kills stand beside the engine. That real ones recover is s
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 from actors.verification.rules import RULES
 from cluster import launch
@@ -61,13 +59,11 @@ class StruckEngine(Engine):
 
 
 @pytest.fixture
-def run_drill(tiny_checkpoint, half_agreeing_drafter, write_prompts, one_free_thread, monkeypatch, capsys, tmp_path):
+def run_drill(tiny_checkpoint, half_agreeing_drafter, write_prompts, one_free_thread, entered, monkeypatch, tmp_path):
     """The command line with `job=drill`; returns its exit code, `drill.json` and the last line on stderr."""
     monkeypatch.setattr(drill, "Engine", StruckEngine)
-    monkeypatch.setenv(launch.FULL_ERROR, "0")
     prompts = write_prompts(*({"prompt": text} for text in ("Name a bird.", "abab" * 8, "def f():")))
-    monkeypatch.setattr(sys, "argv", [
-        "launch",
+    arguments = [
         "job=drill",
         f"job.prompts={prompts}",
         f"job.faults={NUM_FAULTS}",
@@ -86,20 +82,11 @@ def run_drill(tiny_checkpoint, half_agreeing_drafter, write_prompts, one_free_th
         f"hydra.run.dir={tmp_path}/run",
         "hydra/job_logging=none",
         "hydra/hydra_logging=none",
-    ])  # fmt: skip
+    ]
 
     def run():
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        GlobalHydra.instance().clear()
-        try:
-            with pytest.raises(SystemExit) as left:
-                launch.main()
-        finally:
-            GlobalHydra.instance().clear()
-            for number, listener in before.items():
-                signal.signal(number, listener)
-        lines = capsys.readouterr().err.splitlines()
-        return left.value.code, json.loads((tmp_path / "run" / "drill.json").read_text()), lines
+        code, _, err = entered(*arguments)
+        return code, json.loads((tmp_path / "run" / "drill.json").read_text()), err.splitlines()
 
     return run
 
