@@ -14,21 +14,18 @@ are served again, what was learned is dropped, and learning starts anew. Knows n
 
 from __future__ import annotations
 
-import json
 import random
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from actors.drafters.online.saved_state import SavedCounts, read_state, write_state
 from actors.drafters.online.windows import LawWindow, WindowMemory
 from actors.policy.estimators import Ewma
 from parallel.model.adapted import AdaptedModel, Adapter
-from parallel.whole_files import replaced_whole
 
 RANK = 32
 """Of the adapters, at most; never more than a matrix has outputs."""
@@ -181,47 +178,24 @@ class OnlineLearner:
 
     def save(self, path: Path) -> None:
         """Write adapters, average and counters; a reader finds the old file or the new one."""
-        pairs = {"live": self._live, "average": self._average}
-        tensors = {
-            f"{kind}.{i}.{part}": tensor.detach().cpu().contiguous()
-            for kind, adapters in pairs.items()
-            for i, pair in enumerate(adapters)
-            for part, tensor in zip(("up", "down"), pair, strict=True)
-        }
-        state = {
-            "model": self._fingerprint(),
-            "serves": self.serves,
-            "num_averaged": self._num_averaged,
-            "num_steps": self.num_steps,
-            "num_positions": self.num_positions,
-            "num_rollbacks": self.num_rollbacks,
-        }
-        with replaced_whole(path) as partial:
-            save_file(tensors, partial, {"online": json.dumps(state)})
+        counts = SavedCounts(
+            model=self._fingerprint(),
+            serves=self.serves,
+            num_averaged=self._num_averaged,
+            num_steps=self.num_steps,
+            num_positions=self.num_positions,
+            num_rollbacks=self.num_rollbacks,
+        )
+        write_state(path, counts, live=self._live, average=self._average)
 
     def restore(self, path: Path) -> None:
         """Continue from a saved state; ValueError, one line, if it is none of this model."""
-        wrong = f"drafter.online_state={path}: "
-        try:
-            with safe_open(path, framework="pt") as file:
-                state = json.loads((file.metadata() or {}).get("online", "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-        except Exception as error:
-            raise ValueError(f"{wrong}is not a saved state ({error}); name a new file or delete it") from error
-        if state.get("model") != self._fingerprint():
-            raise ValueError(f"{wrong}was learned for another model; name a new file or delete it")
-        live, average = (
-            [
-                tuple(tensors[f"{kind}.{i}.{part}"].to(self._device) for part in ("up", "down"))
-                for i in range(len(self._model.weights))
-            ]
-            for kind in ("live", "average")
-        )
-        self._begin(live, average)
-        self._num_averaged = state["num_averaged"]
-        self.num_steps, self.num_positions = state["num_steps"], state["num_positions"]
-        self.num_rollbacks = state["num_rollbacks"]
-        if state["serves"] and self._strength:
+        counts, adapters = read_state(path, self._fingerprint(), live=self._live, average=self._average)
+        self._begin(adapters["live"], adapters["average"])
+        self._num_averaged = counts.num_averaged
+        self.num_steps, self.num_positions = counts.num_steps, counts.num_positions
+        self.num_rollbacks = counts.num_rollbacks
+        if counts.serves and self._strength:
             self._staged = self._model.folded(self._average, self._strength)
 
     def _fingerprint(self) -> str:
