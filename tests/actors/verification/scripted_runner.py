@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ class ScriptedRunner:
     """Row `i` of a pass has hidden state `i`, `1000 * tap + i` at a tap, and logits that prefer token `(7 * t) % VOCAB`
     after token `t`. Sequence `s` has cached `cached[s]` rows, in the slots `100 * s, 100 * s + 1` and so on."""
 
-    def __init__(self, cached, num_heads=2, pruned=frozenset()):
+    def __init__(self, cached, num_heads=2, pruned: Iterable[int] = ()):
         self.cached, self.passes, self._pruned = dict(cached), [], frozenset(pruned)
         self.pool = SimpleNamespace(keys=torch.empty(0), slots=self._slots, read=self._read)
         self.decoder = SimpleNamespace(group=SimpleNamespace(size=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def two_texts():
     ]
 
 
-def read(taps, paths, runner=None):
+def read(taps, paths, runner: Any = None):
     runner = runner or ScriptedRunner({1: 2, 2: 0})
     reader = FeatureReader(taps)
     Verifier(runner, "coupled", (), features=reader).forward(two_texts())
@@ -52,7 +53,8 @@ def test_taps_stand_side_by_side_in_the_order_they_were_asked_for(taps):
 
 def test_rows_of_a_pass_without_drafts_are_a_copy_the_next_pass_does_not_change():
     """The runner may write its next hidden states into the same memory."""
-    runner, reader = ScriptedRunner({2: 1}), FeatureReader([FINAL])
+    runner: Any = ScriptedRunner({2: 1})
+    reader = FeatureReader([FINAL])
     hidden = torch.arange(2.0)[:, None]
     runner.forward = lambda *_: SimpleNamespace(logits=None, hidden=hidden, features=(), pruned=frozenset())
     inputs = [VerifyInput(2, [40, 41, 42], 3, SamplingParams(), 2)]
@@ -78,7 +80,7 @@ def test_keys_and_values_are_those_that_the_pass_wrote_in_the_layer_of_each_tap(
 @pytest.mark.parametrize(("size", "heads"), [(2, 4), (2, 2), (4, 2)])
 def test_ranks_that_hold_the_same_head_give_it_once(size, heads):
     """`size` ranks share `heads` heads; where there are fewer heads than ranks, neighbours hold the same one."""
-    runner = ScriptedRunner({1: 2, 2: 0}, num_heads=heads)
+    runner: Any = ScriptedRunner({1: 2, 2: 0}, num_heads=heads)
     own = max(1, heads // size)
 
     def gather(pair, dim):
@@ -100,7 +102,8 @@ def test_ranks_that_hold_the_same_head_give_it_once(size, heads):
 
 
 def test_a_pass_is_read_once_and_its_pruned_rows_are_those_of_the_runner():
-    runner, reader = ScriptedRunner({1: 2, 2: 0}, pruned={1, 3}), FeatureReader([FINAL])
+    runner: Any = ScriptedRunner({1: 2, 2: 0}, pruned={1, 3})
+    reader = FeatureReader([FINAL])
     assert reader.pruned == frozenset()
     Verifier(runner, "coupled", (), features=reader).forward(two_texts())
     assert reader.pruned == {1, 3}

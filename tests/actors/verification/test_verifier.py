@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from parallel.speculators.config import FINAL
 from tests.actors.verification.scripted_runner import VOCAB, ScriptedRunner
 
 PARAMS = SamplingParams()
+
+
+def verifier_of(runner: Any, rule: str = "coupled", eos: tuple[int, ...] = (), **options: Any) -> Verifier:
+    """Over a scripted runner, or None where logits are given."""
+    return Verifier(runner, rule, eos, **options)
 
 
 def with_tree(seq_id, text, num_fed, tree, **fields):
@@ -46,7 +52,7 @@ FED = [4, 5, 4, 5, 6, 9, 63, 56, 2, 3, 21, 22, 50, 7]
 
 def test_a_pass_feeds_what_is_not_cached_and_reads_the_nodes_of_trees_whose_root_it_reaches():
     runner = ScriptedRunner(CACHED)
-    verifier = Verifier(runner, "coupled", ())
+    verifier = verifier_of(runner)
     assert [verifier.reaches_root(one) for one in BATCH] == [False, True, True, True, True]
     logits, num_rows = verifier.forward(BATCH)
     assert runner.passes == [(SPANS, FED, ())]
@@ -55,7 +61,7 @@ def test_a_pass_feeds_what_is_not_cached_and_reads_the_nodes_of_trees_whose_root
 
 def test_the_results_are_of_the_texts_whose_root_was_reached_in_their_order():
     runner = ScriptedRunner(CACHED)
-    verifier = Verifier(runner, "coupled", ())
+    verifier = verifier_of(runner)
     results = verifier.verify(BATCH[1:], verifier.forward(BATCH)[0])
     found = [(result.path, result.next_token, result.distributions) for result in results]
     # After token t comes 7 t modulo 97: 9, 63, 53 in text 3, and 3, 21, 50, 59 in text 4.
@@ -65,7 +71,7 @@ def test_the_results_are_of_the_texts_whose_root_was_reached_in_their_order():
 
 def test_a_proposal_whose_root_is_not_reached_is_refused():
     with pytest.raises(AssertionError, match="a proposal needs the logits of the root"):
-        Verifier(ScriptedRunner({3: 0}), "coupled", ()).forward([BATCH[2]])
+        verifier_of(ScriptedRunner({3: 0})).forward([BATCH[2]])
 
 
 @pytest.mark.parametrize("pruned", [set(), {0}, {2}, {4}, {1, 4}, {5}, {7}])
@@ -73,7 +79,7 @@ def test_rows_that_the_pass_gave_up_end_the_walk_of_their_own_text_only(pruned):
     """Rows are numbered over the batch: 1 to 3 are the chain of text 3, 4 to 7 the tree of text 4."""
     batch = BATCH[1:]
     runner, reader = ScriptedRunner(CACHED, pruned=pruned), FeatureReader([FINAL])
-    verifier = Verifier(runner, "coupled", (), features=reader)
+    verifier = verifier_of(runner, features=reader)
     found = [result.path for result in verifier.verify(batch, verifier.forward(batch)[0])]
     chain = () if 2 in pruned else (1,)
     tree = () if 5 in pruned else (1,) if 7 in pruned else (1, 3)
@@ -84,7 +90,7 @@ def test_rows_that_the_pass_gave_up_end_the_walk_of_their_own_text_only(pruned):
 def test_top_tokens_are_kept_if_a_reader_is_there_and_they_are_asked_for(has_reader, keeps):
     runner = ScriptedRunner(CACHED)
     reader = TopTokensReader(1, reads_prompts=True) if has_reader else None
-    verifier = Verifier(runner, "coupled", (), top_tokens=reader)
+    verifier = verifier_of(runner, top_tokens=reader)
     logits, num_rows = verifier.forward(BATCH, keeps_top_tokens=keeps)
     assert (len(logits), num_rows) == (9, 14), "the rule sees the rows that it asked for"
     top = verifier.top_tokens()
@@ -113,7 +119,7 @@ def test_a_text_in_a_batch_is_judged_as_alone(rule, law_size):
     parts = [torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(one.seq_id)) for one in batch]
     for part in parts:
         part[:, :9] += 4
-    verifier = Verifier(None, rule, (), law_size=law_size)
+    verifier = verifier_of(None, rule, law_size=law_size)
     together = verifier.verify(batch, torch.cat(parts))
     alone = [verifier.verify([one], part)[0] for one, part in zip(batch, parts, strict=True)]
     assert together == alone
@@ -122,8 +128,9 @@ def test_a_text_in_a_batch_is_judged_as_alone(rule, law_size):
         assert not any(result.distributions for result in alone)
     for one, part, result in zip(batch, parts, alone, strict=True) if law_size else ():
         nodes, tokens = (0, *result.path), [*(one.tree.token_ids[node] for node in result.path), result.next_token]
+        assert {len(law.token_ids) for law in result.distributions} == {law_size}
         for node, law, token in zip(nodes, result.distributions, tokens, strict=True):
-            likeliest = part[node].topk(law_size)
+            likeliest = part[node].topk(len(law.token_ids))
             assert set(law.token_ids) == set(likeliest.indices.tolist()) and token in law.token_ids
             share = dict(zip(likeliest.indices.tolist(), likeliest.values.softmax(0).tolist(), strict=True))
             assert dict(zip(law.token_ids, law.probs, strict=True)) == pytest.approx(share, rel=1e-4)
@@ -148,7 +155,7 @@ def test_a_level_decides_with_the_random_source_that_it_brings(rule):
     batch = [drawn(rng, i, rule) for i in range(3)]
     logits = torch.zeros(12, VOCAB)
     logits[:, 80:83] = 9.0  # no draft names these
-    verifier = Verifier(None, rule, (), law_size=3)
+    verifier = verifier_of(None, rule, law_size=3)
     results = verifier.verify(batch, logits, lambda one: made.append(one.seq_id) or Source(one.seq_id))
     assert made == [0, 1, 2]
     assert [(result.path, result.next_token) for result in results] == [((), 82)] * 3
@@ -162,7 +169,7 @@ def test_end_tokens_and_the_prompt_count_as_the_request_says(rule):
 
     def next_token(text, prompt_len, eos, **sampling):
         one = VerifyInput(1, text, prompt_len, SamplingParams(temperature=0.0, **sampling), 1)
-        return Verifier(None, rule, eos).verify([one], logits.clone())[0].next_token
+        return verifier_of(None, rule, eos).verify([one], logits.clone())[0].next_token
 
     assert next_token([1, 2], 1, ()) == 7
     assert next_token([1, 2], 1, (7,), min_tokens=2) == 5
