@@ -9,18 +9,20 @@ import queue
 import random
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from actors.coordinator.stats import CoordinatorStats
-from actors.protocol.membership import Alive, Hello
-from actors.protocol.messages import Abort, ReportOrder, Request, SamplingParams, Tokens
+from actors.protocol.membership import Alive, Hello, Ready, Stop
+from actors.protocol.messages import Abort, Report, ReportOrder, Request, SamplingParams, Tokens
 from cluster import client as module
 from cluster.client import Client
+from cluster.completion import EngineError, TooManyRequestsError
 from cluster.io.text import load_tokenizer
 
-READY = {"target-0": SimpleNamespace(facts={"max_model_len": 99, "vocab_size": 97})}
+READY = {"target-0": Ready("target", 0, {"max_model_len": 99, "vocab_size": 97})}
+DEFAULT = SamplingParams(max_tokens=50)
 
 
 class Line:
@@ -30,6 +32,7 @@ class Line:
 
     def __init__(self) -> None:
         self.sent: list[object] = []
+        self.num_closed = 0
         self._coming: queue.Queue[object] = queue.Queue()
         self._is_read = False
 
@@ -48,7 +51,7 @@ class Line:
         return record
 
     def close(self) -> None:
-        """Nothing is open."""
+        self.num_closed += 1
 
     def hear(self, record) -> list[object]:
         """What the client sends because of this record."""
@@ -62,9 +65,8 @@ class Line:
 def opened(tiny_checkpoint, monkeypatch):
     """A client and its line; time alone makes it send nothing."""
     monkeypatch.setattr(module, "_RESUME_S", 1e9)
-    line = Line()
-    tokenizer = load_tokenizer(tiny_checkpoint("Llama"))
-    with Client(line, tokenizer, SamplingParams(max_tokens=50), ready=READY) as client:
+    line: Any = Line()
+    with Client(line, load_tokenizer(tiny_checkpoint("Llama")), DEFAULT, ready=dict(READY)) as client:
         yield client, line
 
 
@@ -141,3 +143,220 @@ def test_a_successor_is_asked_for_the_report_that_the_last_one_owed(opened):
     line.hear(report := CoordinatorStats(since=0.0).report(1.0))
     asking.join()
     assert reports == [report] and line.hear(heartbeat(2)) == []
+
+
+OTHER = SamplingParams(temperature=0.5, seed=3, max_tokens=7)
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("sampling", [None, OTHER])
+@pytest.mark.parametrize("prompt", ["ab", (3, 4, 5)])
+def test_a_request_is_what_was_asked_for(opened, prompt, sampling, speculate):
+    client, line = opened
+    token_ids = tuple(client.tokenizer.encode("ab").ids) if prompt == "ab" else prompt
+    for number in (1, 2):
+        completion = client.submit(prompt, sampling, speculate=speculate)
+        assert line.sent[-1] == Request(number, token_ids, sampling or DEFAULT, speculate)
+        assert (completion.prompt, completion.request_id) == (prompt, number)
+    plain = threading.Thread(target=lambda: client.generate([prompt], sampling, speculate=speculate))
+    plain.start()
+    while len(line.sent) < 3:
+        assert plain.is_alive()
+    assert line.sent[-1] == Request(3, token_ids, sampling or DEFAULT, speculate)
+    line.hear(Tokens(3, 0, (5,), "length"))
+    plain.join(10)
+
+
+def test_what_the_target_cannot_read_is_not_sent(opened):
+    client, line = opened
+    for prompt, reason in (((5,) * 99, "prompt: 99 tokens do not fit the context of 99"), ((), "prompt: is empty")):
+        with pytest.raises(EngineError, match=f"^{reason}"):
+            client.submit(prompt).result(0)
+    for prompt, sampling in (((97,), None), ((5,), replace(OTHER, temperature=-1.0))):
+        with pytest.raises(ValueError):
+            client.submit(prompt, sampling)
+    assert line.sent == [] and line.hear(heartbeat(1)) == [], "nor is it sent to a successor"
+    client.submit((96,) * 98)
+    assert len(line.sent) == 1
+
+
+def test_generate_waits_for_all_and_raises_the_first_failure(opened):
+    client, line = opened
+    finished: list[Any] = []
+    failures: list[EngineError] = []
+
+    def ask():
+        try:
+            client.generate([(1,), (2,), (3,), (4,)], on_finished=finished.append)
+        except EngineError as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while len(line.sent) < 4:
+        assert asking.is_alive()
+    line.hear(Tokens(4, 0, (9,), "length"))
+    line.hear(Tokens(3, 0, (), "refused", None, "later"))
+    line.hear(Tokens(2, 0, (), "error", None, "first"))
+    assert asking.is_alive() and not finished
+    line.hear(Tokens(1, 0, (8,), "length"))
+    asking.join(10)
+    assert [completion.token_ids for completion in finished] == [[8], [9]], "in the order of the prompts"
+    assert [str(error) for error in failures] == ["first"] and type(failures[0]) is EngineError
+    refused = client.submit((3,))
+    line.hear(Tokens(refused.request_id, 0, (), "refused", None, "later"))
+    with pytest.raises(TooManyRequestsError, match="^later$"):
+        refused.result(0)
+
+
+def test_generate_returns_the_completions_of_all_prompts(opened):
+    client, line = opened
+    made: list[Any] = []
+    asking = threading.Thread(target=lambda: made.extend(client.generate(["a", "b"])))
+    asking.start()
+    while len(line.sent) < 2:
+        assert asking.is_alive()
+    line.hear(Tokens(2, 0, (9,), "length"))
+    line.hear(Tokens(1, 0, (8,), "length"))
+    asking.join(10)
+    assert [(one.prompt, one.token_ids) for one in made] == [("a", [8]), ("b", [9])]
+
+
+def test_tokens_of_a_request_that_ended_ask_for_nothing(opened):
+    client, line = opened
+    completion = client.submit((3,))
+    line.hear(Tokens(1, 0, (5,), "length"))
+    assert line.hear(Tokens(1, 4, (6,))) == [] and line.hear(Tokens(9, 4, (6,))) == []
+    assert completion.token_ids == [5]
+
+
+def test_closing_aborts_what_runs_and_ends_everything_once(opened):
+    client, line = opened
+    ended, running, other = (client.submit((token,)) for token in (1, 2, 3))
+    line.hear(Tokens(1, 0, (5,), "length"))
+    line.sent.clear()
+    client.close()
+    client.close()
+    assert line.sent == [Abort(2), Abort(3)] and line.num_closed == 1
+    assert ended.result(0).token_ids == [5]
+    for completion in (running, other):
+        with pytest.raises(EngineError, match="^the client was closed$"):
+            completion.result(0)
+    for ask in (lambda: client.submit((1,)), client.report):
+        with pytest.raises(EngineError, match="^the client was closed$"):
+            ask()
+    assert line.sent == [Abort(2), Abort(3)]
+
+
+def test_the_end_of_the_engine_ends_requests_reports_and_what_is_asked_later(opened):
+    client, line = opened
+    completion, failures = client.submit((3,)), list[str]()
+
+    def ask():
+        with pytest.raises(EngineError) as caught:
+            client.report()
+        failures.append(str(caught.value))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while ReportOrder() not in line.sent:
+        assert asking.is_alive()
+    line._coming.put(Stop("the engine was closed"))
+    asking.join(10)
+    assert failures == ["the engine was closed"]
+    for late in (lambda: completion.result(10), lambda: client.submit((1,))):
+        with pytest.raises(EngineError, match="^the engine was closed$") as caught:
+            late()
+        assert caught.value.__cause__ is None
+
+
+def test_a_report_is_the_answer_to_its_own_order(opened, monkeypatch):
+    """What came unasked is not taken for it, and without an answer it ends."""
+    client, line = opened
+    line.hear(Report({"stale": 1}))
+    reports: list[Report] = []
+    asking = threading.Thread(target=lambda: reports.append(client.report()))
+    asking.start()
+    while ReportOrder(False, "") not in line.sent:
+        assert asking.is_alive()
+    assert not reports
+    line.hear(Report({"fresh": 1}))
+    asking.join(10)
+    assert reports == [Report({"fresh": 1})]
+    monkeypatch.setattr(module, "_REPORT_S", 0.01)
+    with pytest.raises(EngineError, match="^the coordinator does not answer$"):
+        client.report(reset=True, phase="x")
+    assert line.sent[-1] == ReportOrder(True, "x")
+    assert line.hear(heartbeat(1)) == [], "an order that was given up is not repeated"
+
+
+def test_what_ranks_measured_is_known_by_their_identity(opened):
+    client, line = opened
+    assert client.ready == READY and client.address == "tcp://here:1"
+    again = Ready("target", 0, {"max_model_len": 3, "vocab_size": 97}, epoch=1)
+    for record in (Ready("draft", 1, {"kv": 4}), again):
+        line.hear(record)
+    assert client.ready == {"target-0": again, "draft-1": Ready("draft", 1, {"kv": 4})}
+    with pytest.raises(EngineError, match="do not fit the context of 3"):
+        client.submit((1, 2, 3)).result(0)
+
+
+@pytest.fixture
+def impatient(tiny_checkpoint, monkeypatch):
+    """Opens a client that looks up every few milliseconds."""
+    monkeypatch.setattr(module, "_POLL_S", 0.005)
+    opened: list[Client] = []
+
+    def open_(line: Any, **options: Any) -> Client:
+        opened.append(Client(line, load_tokenizer(tiny_checkpoint("Llama")), DEFAULT, ready=dict(READY), **options))
+        return opened[-1]
+
+    yield open_
+    for client in opened:
+        client.close()
+
+
+def test_a_request_without_tokens_is_sent_again_after_those_it_has(impatient, monkeypatch):
+    monkeypatch.setattr(module, "_RESUME_S", 0.05)
+    line = Line()
+    client = impatient(line)
+    client.submit((3,))
+    client.submit((4,)).abort()
+    line.hear(Tokens(1, 0, (5, 6)))
+    first, second = Request(1, (3,), DEFAULT, generated=(5, 6)), Request(2, (4,), DEFAULT)
+    while not {first, second} <= set(line.sent):
+        assert client._reader.is_alive()
+    assert line.sent[line.sent.index(second) + 1] == Abort(2), "what was to end is to end there, too"
+    assert Abort(1) not in line.sent
+    for request_id in (1, 2):
+        line.hear(Tokens(request_id, 0, (), "abort"))
+    line.sent.clear()
+    client._stopped.wait(0.2)
+    assert line.sent == [], "what ended is sent no more"
+
+
+def test_silence_of_the_engine_ends_the_client(impatient):
+    client = impatient(Line(), silence_s=0.05)
+    completion = client.submit((3,))
+    with pytest.raises(EngineError, match="^tcp://here:1: no heartbeat of the engine for 0 s$"):
+        completion.result(10)
+    steady = Line()
+    heard = impatient(steady, silence_s=0.5)
+    for number in range(80):
+        steady.hear(heartbeat(number))
+        heard._stopped.wait(0.01)
+    heard.submit((3,))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_the_reader_ends_the_client_with_its_name(opened, monkeypatch):
+    client, line = opened
+    completion = client.submit((3,))
+
+    def broken(timeout_s):
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(line, "receive", broken)
+    line._coming.put(heartbeat(1))
+    with pytest.raises(EngineError, match="^engine: ZeroDivisionError: by nothing$"):
+        completion.result(10)

@@ -112,6 +112,7 @@ def collect(completion, *, feed=()):
         async def read():
             async for token in completion:
                 found.append(token)
+                assert len(found) <= 9, "each is given once"
 
         reading = asyncio.create_task(read())
         for record in feed:
