@@ -85,7 +85,7 @@ def test_a_known_draft_ends_where_the_text_leaves_it_if_it_pays_at_all():
 
 
 class Below(ChainRule):
-    """Ends a chain at the first token whose figure is below a half; notes what it is asked and told."""
+    """Ends a chain at the first token whose figure is below a half; notes what it is asked and given."""
 
     def __init__(self, *, reads_gaps: bool, least: float) -> None:
         self.reads_gaps = reads_gaps
