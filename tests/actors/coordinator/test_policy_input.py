@@ -1,0 +1,155 @@
+"""What the coordinator gives its policy to learn from, against the records that came and went: loads, delays, rounds, ends."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from actors.options import SchedulerConfig
+from actors.policy.draft_wait import DraftWait
+from actors.policy.policy import Policy
+from actors.protocol.messages import Abort, DraftBatch, ProposalBatch, Request, VerdictBatch, VerifyBatch
+from tests.actors.scripted_roles import World
+from tests.actors.small_language import requests_of
+
+
+class HeardWait(DraftWait):
+    """Keeps the delays that it is given."""
+
+    delays: list[tuple[float, bool]] = []  # noqa: RUF012  one of each policy, set below
+
+    def update_delay(self, seconds, *, is_rest):
+        self.delays.append((seconds, is_rest))
+        super().update_delay(seconds, is_rest=is_rest)
+
+
+class RecordingPolicy(Policy):
+    """Fixed lengths; keeps what it is given, in order."""
+
+    def __init__(self, pipeline):
+        super().__init__(pipeline, 4)
+        self.wait = HeardWait(self.weighs_waiting, 4)
+        self.wait.delays = []
+        self.loads, self.seen, self.released = [], [], []
+        self.asked: dict[int, int] = {}
+
+    def expect_load(self, num_running, mean_len, samples):
+        self.loads.append((num_running, mean_len, samples))
+
+    def update(self, seen):
+        self.seen.append(seen)
+        super().update(seen)
+
+    def draft_length(self, request_id, remaining):
+        self.asked[request_id] = remaining
+        return super().draft_length(request_id, remaining)
+
+    def release(self, request_id):
+        self.released.append(request_id)
+
+
+class Listened(World):
+    """Records come at uneven times; what the policy must be given is written down from them."""
+
+    def __init__(self, choose, pipeline, limits, policy):
+        super().__init__(choose, pipeline, ("right", "bushy", "missing"), limits, policy=policy, splits=0.4)
+        self.policy = policy
+        self.requests: dict[int, Request] = {}
+        self.loads, self.delays = [], []
+        self.asked_at, self.has_first_part = None, False
+        self.began, self.waited_s, self.pass_of = 0.0, 0.0, None
+        self.ordered: dict[int, int] = {}
+
+    def length(self, request_id):
+        return len(self.requests[request_id].prompt) + len(self.tokens.get(request_id, ()))
+
+    def is_sampled(self, request_id):
+        return self.requests[request_id].sampling.temperature > 0
+
+    def post(self, answers) -> None:
+        for answer in answers:
+            if isinstance(answer, DraftBatch):
+                orders = {order.request_id: order.num_draft_tokens for order in answer.orders if order.num_draft_tokens}
+                self.ordered |= orders
+                self.asked_at, self.has_first_part = (self.clock if orders else None), False
+        super().post(answers)
+        for answer in answers:
+            if isinstance(answer, VerifyBatch):
+                self.pass_of = answer
+                if answer.admits:
+                    texts = self.target.knows.texts
+                    num_sampled = sum(self.is_sampled(request_id) for request_id in texts)
+                    mean_len = sum(map(len, texts.values())) / len(texts)
+                    self.loads.append((len(texts), mean_len, 2 * num_sampled > len(texts)))
+
+    def deliver(self, record) -> None:
+        self.tick_s = self.choose.randint(1, 32) / 32
+        now, held = self.clock + self.tick_s, set(self.target.knows.texts) - self.ends.keys()
+        ordered, ordered_for = self.pass_of, dict(self.ordered)
+        if isinstance(record, Request):
+            if len(self.requests) == len(self.ends) and self.pass_of is None:
+                self.began, self.waited_s = now, 0.0
+            self.requests[record.request_id] = record
+        if isinstance(record, ProposalBatch):
+            if self.asked_at is not None:
+                self.delays.append((now - self.asked_at, self.has_first_part))
+                self.asked_at, self.has_first_part = (now, True) if record.num_missing else (None, False)
+            self.waited_s += (record.finished - record.started) * (self.pass_of is None)
+        if isinstance(record, VerdictBatch):
+            self.pass_of = None
+            for verdict in record.verdicts:
+                self.ordered.pop(verdict.request_id, None)
+        num_rounds, before = len(self.policy.seen), {i: len(tokens) for i, tokens in self.tokens.items()}
+        super().deliver(record)
+        if isinstance(record, VerdictBatch):
+            assert len(self.policy.seen) == num_rounds + 1
+            self.check_round(self.policy.seen[-1], record, ordered, ordered_for, now, held, before)
+            self.began, self.waited_s = now, 0.0
+
+    def check_round(self, seen, record, ordered, ordered_for, now, held, before) -> None:
+        new = {i: len(self.tokens[i]) - before.get(i, 0) for i in held if i in self.tokens}
+        drafted = {item.request_id: item.proposal for item in ordered.items if item.proposal}
+        judged = [one for one in record.verdicts if new.get(one.request_id)]
+        running = held - self.ends.keys()
+        assert (seen.seconds, seen.verify_s, seen.draft_s) == (now - self.began, 0.5, self.waited_s)
+        assert seen.num_tokens == sum(new.values())
+        assert seen.num_running == max(1, len(running), len(judged))
+        assert seen.mean_len == pytest.approx(sum(map(self.length, running)) / max(1, len(running)))
+        assert seen.num_may_speculate == sum(self.requests[i].speculate for i in running)
+        sizes = {i: proposal.tree.num_draft_tokens for i, proposal in drafted.items()}
+        rows = sum(1 + sizes.get(one.request_id, 0) for one in judged)
+        assert seen.num_prompt_rows == record.num_tokens - rows
+        assert [one.request_id for one in seen.outcomes] == [one.request_id for one in judged]
+        for one, verdict in zip(seen.outcomes, judged, strict=True):
+            num_new, was_drafted = new[one.request_id], sizes.get(one.request_id, 0) > 0
+            assert one.path == verdict.path[: len(one.path)] and len(verdict.path) - len(one.path) <= 1 + 4 - num_new
+            assert one.num_tokens == num_new * was_drafted and one.num_ordered == ordered_for.get(one.request_id, 0)
+        assert seen.samples == (2 * sum(map(self.is_sampled, running)) > max(1, len(running)))
+        assert (seen.unused_s, seen.serves_drafts) == (0.0, False), "of attached drafters"
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_policy_hears_of_every_load_delay_round_and_end(seed):
+    choose = random.Random(seed)
+    pipeline = choose.choice(["sync", "pearl", "tree", "plain"])
+    limits = choose.choice([SchedulerConfig(), SchedulerConfig(3, 20, 6)])
+    policy = RecordingPolicy(pipeline)
+    world = Listened(choose, pipeline, limits, policy)
+    coming = [
+        replace(one, sampling=replace(one.sampling, temperature=choose.choice([0.0, 0.7])))
+        for one in requests_of(choose, 6)
+    ]
+    while coming:
+        if choose.random() < 0.3:
+            world.deliver(coming.pop(0))
+        elif choose.random() < 0.03:
+            world.deliver(Abort(choose.randrange(6)))
+        elif not world.deliver_one():
+            world.deliver(coming.pop(0))
+    world.settle()
+    assert policy.loads == world.loads
+    assert policy.wait.delays == world.delays
+    assert set(policy.released) == {*world.ends} and len(world.ends) == 6
+    assert pipeline == "plain" or policy.asked
