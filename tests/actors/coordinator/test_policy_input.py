@@ -1,4 +1,4 @@
-"""What the coordinator gives its policy to learn from, against the records that came and went: loads, delays, rounds, ends."""
+"""What the coordinator gives its policy to learn from, against the records: loads, delays, rounds and ends."""
 
 from __future__ import annotations
 
