@@ -166,9 +166,9 @@ def test_without_the_lead_of_the_target_or_with_another_key_no_client_is_made(se
     others = serve(Coordinator(lambda _: [Ready("target", 1, {}), Ready("draft", 0, {})]))
     with pytest.raises(EngineError, match=f"^{others.address}: no engine answered within 1 s$"):
         connect(others.address, KEY.text, timeout_s=0.6)
-    stranger = LinkKey.made_for("other", KEY.hub)
+    foreign = LinkKey.made_for("other", KEY.hub)
     with pytest.raises(EngineError, match=f"^{others.address}: the engine there does not admit this key; see SPECDEC_"):
-        connect(others.address, stranger.text)
+        connect(others.address, foreign.text)
 
 
 @pytest.mark.parametrize("secret", [None, "", "short", "no/such/file"])

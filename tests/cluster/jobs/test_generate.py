@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from actors.drafters.config import NoDrafterConfig
+from actors.protocol.messages import RequestStats
 from cluster.completion import EngineError
 from cluster.config.jobs import GenerateConfig
+from cluster.io.prompts import Prompt
 from cluster.io.text import load_tokenizer
 from cluster.jobs import generate
 from cluster.observability.report import Circumstances, RunFigures, write_json
+from cluster.observability.results import Served
 from parallel.whole_files import WriteError
 from tests.full_disk import full_disk
 
@@ -61,6 +65,22 @@ def test_writes_completions_report_and_timeline(tiny_launch, write_prompts, tmp_
     assert {event["cat"] for event in trace if event["ph"] == "X"} == {"target", "draft", "messages"}
     shown = capsys.readouterr().out
     assert "speed-up" in shown and "all equal" in shown
+    for label, value in {
+        "requests": "2, 0 failed",
+        "tokens": f"26 in {report['wall_s']:.1f} s",
+        "speed": f"{report['tokens_per_s']:,.1f} tokens/s",
+        "speed, plain decoding": f"{report['plain_tokens_per_s']:,.1f} tokens/s",
+        "speed-up over plain decoding": f"{report['speedup_vs_ar']:.2f}x",
+        "time to first token": f"{1e3 * report['ttft_s']['median']:.1f} ms, median",
+        "time per later token": f"{report['decode_ms_per_token']:.2f} ms",
+        "the same, plain decoding": f"{report['plain']['decode_ms_per_token']:.2f} ms",
+        "mean acceptance length": "4.00 tokens per target pass with a draft",
+        "draft tokens accepted": "100%",
+        "busy": f"target {report['target_busy']:.0%}, drafter {report['draft_busy']:.0%} of the time",
+        "round with a draft": f"{report['round_ms']:.2f} ms, most of it: {report['bound_by']}",
+        "round overhead": f"{report['round_overhead_ms']:.2f} ms in which",
+    }.items():
+        assert re.search(rf"^ *{re.escape(label)}  +{re.escape(value)}", shown, re.M), label
     last = shown.splitlines()[-1]
     assert "plain decoding" in last and last.endswith(
         f"report.json, completions.jsonl, timeline.png, logs in {run_dir}"
@@ -97,6 +117,35 @@ def test_the_last_line_names_what_deserves_a_look(changed, line):
         "notes": [],
     }
     assert generate.finding(report | changed).startswith(line)
+
+
+def test_a_line_has_every_field_of_its_request():
+    stats = RequestStats(2, 6, 3, (0, 1, 1), 5)
+    prompt = Prompt("a", category="qa")
+    served = Served(7, prompt, (3, 4), "xy", "length", None, stats, 0.25, 0.75)
+    assert generate.completion_record(served, 3) == {
+        "index": 7,
+        "prompt": "a",
+        **prompt.labels(),
+        "text": "xy",
+        "token_ids": [3, 4],
+        "finish_reason": "length",
+        "error": None,
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 2.5,
+                "draft_acceptance_rate": 0.5,
+                "acceptance_histogram": [0, 1, 1, 0],
+                "num_spec_steps": 2,
+                "num_accepted_draft_tokens": 3,
+                "num_draft_tokens": 6,
+                "num_spec_tokens": 3,
+            },
+            "ttft_s": 0.25,
+            "latency_s": 0.75,
+            "num_preemptions": 5,
+        },
+    }
 
 
 def test_a_refused_prompt_is_recorded_and_the_others_run(tiny_launch, write_prompts, tmp_path):

@@ -61,7 +61,9 @@ def test_rules_differ_by_their_decisions_alone():
 
 
 @pytest.mark.parametrize("drafter", ["model", "self"])
-def test_a_drafter_is_measured_after_every_token(tiny_launch, write_prompts, tmp_path, one_free_thread, drafter):
+def test_a_drafter_is_measured_after_every_token(
+    tiny_launch, write_prompts, tmp_path, one_free_thread, capsys, drafter
+):
     """The draft model is the target itself, and so are all layers but stretched ones: everything is accepted."""
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     config = tiny_launch(LengthsConfig(prompts=prompts), sampling=SamplingConfig(max_tokens=16, temperature=1.0))
@@ -69,7 +71,24 @@ def test_a_drafter_is_measured_after_every_token(tiny_launch, write_prompts, tmp
         record = SelfDrafterConfig(skip=["2"], num_draft_tokens=3)
         config = replace(config, drafter=record, target=replace(config.target, stretch=1))
     lengths.run(config, tmp_path)
-    rules = json.loads((tmp_path / "lengths.json").read_text())["rules"]
+    report = json.loads((tmp_path / "lengths.json").read_text())
+    rules, draft_s, verify_s = report["rules"], report["draft_pass_s"], report["verify_s"]
+    assert report["job"] == "lengths" and report["config"]["sampling"]["max_tokens"] == 16
+    longest = len(verify_s) - 1
+    for length in range(1, longest + 1):
+        fixed, round_s = rules[f"fixed {length}"], length * draft_s + verify_s[length]
+        assert fixed["mean_length"] == length and fixed["tokens_per_round"] == length + 1
+        assert fixed["speedup"] == pytest.approx((length + 1) * verify_s[0] / round_s), "all is accepted"
+    fastest = max(rules[f"fixed {length}"]["speedup"] for length in range(1, longest + 1))
+    assert rules["known"]["speedup"] >= min(1.0, 0.99 * fastest)
+    shown = capsys.readouterr().out
+    num_drafts = 2 * (16 - longest)
+    assert f"{num_drafts:,} drafts; a draft pass takes {draft_s / verify_s[0]:.2f} of a pass of the target" in shown
+    assert f"a pass over {longest} draft tokens {verify_s[-1] / verify_s[0]:.2f}" in shown
+    rows = {line[:16].strip(): line[16:].split() for line in shown.splitlines()[-len(rules) :]}
+    for name, one in rules.items():
+        numbers = one["speedup"], one["tokens_per_round"], one["mean_length"], one["accepted"]
+        assert [float(cell) for cell in rows[name]] == pytest.approx(numbers, abs=0.0051), name
     assert rules["fixed 3"]["tokens_per_round"] == 4.0 and rules["fixed 2"]["accepted"] == 1.0
     assert {"known", "ordered", "thompson", "probability", "probability 0.6", "threshold 0.5", "gap 0.6"} < set(rules)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from cluster.tools.planning.layer_choice import LayerValues
 STRETCH = 2
 
 
-def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, one_free_thread):
+def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, one_free_thread, capsys):
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     job = SearchConfig(prompts=prompts, methods=["bayesian", "random", "swift"], evaluations=12)
     drafter = SelfDrafterConfig(num_draft_tokens=3, search_every=1, search_window=8, search_trials=5, skip_share=0.3)
@@ -33,10 +34,23 @@ def test_the_layers_that_it_finds_draft(tiny_launch, write_prompts, tmp_path, on
     assert best == sorted(best) and best[-1] == max(point[1] for point in curves["bayesian"])
     num_layers, skipped = read_layers(tmp_path / "layers.json")
     assert skipped == report["skip"] and skipped and report["expected_speedup"] > 0
+    for curve in curves.values():
+        assert [point[0] for point in curve] == sorted(point[0] for point in curve), "in the order of their times"
+        assert [point[2] for point in curve][-1] >= max(point[1] for point in curve[:1])
+    found_last = max((curve[-1] for curve in curves.values()), key=lambda point: point[2])
+    assert found_last[3] == skipped, "the best of all methods is written"
+    assert report["layers"] == str(tmp_path / "layers.json") and report["job"] == "search"
+    assert (report["verify"], report["sampling"]["max_tokens"]) == ("coupled", 16)
+    assert report["sampling"] == report["config"]["sampling"] and report["plain_pass_s"] > 0
+    assert 1 <= report["num_draft_tokens"] <= 3 and report["pass_share"] > 0
+    assert all(0 <= chance <= 1 for chance in report["acceptance"])
+    shown = capsys.readouterr().out.replace("\n", "")
+    expected = f"expected {report['expected_speedup']:.2f} times plain decoding with {report['num_draft_tokens']} draft"
+    assert expected in shown and f"drafter.num_draft_tokens={report['num_draft_tokens']}" in shown
     assert (tmp_path / "search.png").stat().st_size > 1000
 
     found = str(tmp_path / "layers.json")
-    named = load_config(
+    named: Any = load_config(
         ["drafter=self", f"drafter.layers={found}", f"target.path={config.target.path}", f"target.stretch={STRETCH}"]
     ).drafter
     assert named.skip == skipped

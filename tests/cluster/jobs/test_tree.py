@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_ranks_are_counted_among_siblings_below_the_root():
 
 @pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection])
 def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
-    tiny_launch, write_prompts, tmp_path, one_free_thread, rule
+    tiny_launch, write_prompts, tmp_path, one_free_thread, capsys, rule
 ):
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     options = {"verify": VerifyConfig(rule, law_size=10**6), "sampling": SamplingConfig(temperature=1.0, max_tokens=13)}
@@ -41,6 +42,18 @@ def test_the_trees_of_a_perfect_drafter_are_chains_and_the_engine_grows_them(
     tree.run(config, tmp_path)
     found = json.loads((tmp_path / "trees.json").read_text())
     assert found["acceptance"] == [1.0, 0.0, 0.0] and found["verify"] == rule
+    about = json.loads((tmp_path / "tree_report.json").read_text())
+    assert {name: about[name] for name in ("acceptance", "rounds", "verify", "sampling")} == {
+        "acceptance": [1.0, 0.0, 0.0],
+        "rounds": 2 * 7,  # two tokens a round, until each prompt has 13 more
+        "verify": rule,
+        "sampling": about["config"]["sampling"],
+    }
+    assert (about["job"], about["trees"]) == ("tree", str(tmp_path / "trees.json"))
+    assert (about["config"]["job"]["nodes"], about["sampling"]["temperature"]) == (4, 1.0)
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert "acceptance by rank: 1.000, 0.000, 0.000, over 14 rounds" in shown
+    assert "the largest is expected to give 3.00" in shown and "drafter.num_draft_tokens=4" in shown
     assert read_trees(tmp_path / "trees.json")[:3] == [(-1, 0), (-1, 0, 1), (-1, 0, 1, 2)]
     drafter = replace(config.drafter, strategy=Strategy.tree, tree=str(tmp_path / "trees.json"), num_draft_tokens=3)
     generate.run(replace(config, drafter=drafter, job=GenerateConfig(prompts=prompts, trace=False)), tmp_path)
@@ -52,7 +65,7 @@ def test_trees_fitted_to_heads_are_no_deeper_than_they(tiny_launch, write_prompt
     """Fresh Medusa heads say what the target says one token before."""
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     config = tiny_launch(TreeConfig(prompts=prompts, nodes=9, depth=8, width=3, out=str(tmp_path / "trees.json")))
-    model = AutoModelForCausalLM.from_pretrained(config.target.path)
+    model: Any = AutoModelForCausalLM.from_pretrained(config.target.path)
     tables = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
     heads = build(HeadsOptions("medusa", heads=2), TargetShape(model.config, *tables, torch.ones(len(tables[0]))))
     heads.save(tmp_path / "heads")
@@ -77,7 +90,7 @@ def test_speculators_on_the_targets_layers_are_counted_too(
 ):
     prompts = write_prompts({"prompt": "def f():"}, {"prompt": "x = 1"})
     config = tiny_launch(TreeConfig(prompts=prompts, nodes=4, depth=3, width=3, out=str(tmp_path / "trees.json")))
-    model = AutoModelForCausalLM.from_pretrained(config.target.path)
+    model: Any = AutoModelForCausalLM.from_pretrained(config.target.path)
     path = train_speculator(recipe, model, tmp_path, tmp_path / "speculator")
     tree.run(replace(config, drafter=SpeculatorDrafterConfig(path=str(path), num_draft_tokens=4)), tmp_path)
     assert sum(json.loads((tmp_path / "trees.json").read_text())["acceptance"]) > 0

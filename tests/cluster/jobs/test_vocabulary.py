@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from actors.drafters.lookup.corpus import read_corpus
 from actors.drafters.model.config import ModelDrafterConfig
-from actors.drafters.vocabulary.token_list import read_token_list, write_token_list
+from actors.drafters.vocabulary.token_list import count_tokens, read_token_list, write_token_list
 from actors.drafters.vocabulary.tokenizer_file import tokenizer_digest
 from cluster import pocket
 from cluster.config.compose import load_config
 from cluster.config.jobs import GenerateConfig, VocabularyConfig
+from cluster.engine import Engine
 from cluster.jobs import generate, vocabulary
 
 
@@ -24,6 +26,12 @@ def test_the_list_of_the_targets_output_serves_a_drafter(tiny_launch, write_prom
     report = json.loads((tmp_path / "vocabulary_report.json").read_text())
     assert (report["texts"], report["counted"], report["covered"]) == (2, 26, 1.0)
     assert tokens[0] == 0 and len(set(tokens)) == len(tokens) == report["tokens"], "the end token, then those counted"
+    assert (report["job"], report["list"]) == ("vocabulary", str(tmp_path / "list.json"))
+    assert report["config"]["job"]["prompts"] == prompts
+    with Engine(config) as engine:
+        sampling = config.sampling_params(engine.tokenizer)
+        written = [one.token_ids for one in engine.generate(["def f():", "x = 1"], sampling)]
+    assert set(tokens) == {0, *(token for text in written for token in text)}
     drafter = replace(config.drafter, vocabulary=str(tmp_path / "list.json"))
     config = replace(config, drafter=drafter, job=GenerateConfig(prompts=prompts, trace=False))
     generate.run(config, tmp_path)
@@ -37,7 +45,11 @@ def test_texts_are_counted_without_an_engine(tmp_path, capsys):
     job = ["job=vocabulary", f"job.files=[{tmp_path}/a.txt]", f"job.out={tmp_path}/list.json", "job.size=5"]
     vocabulary.run(load_config(job), tmp_path)
     assert len(read_token_list(tmp_path / "list.json")) == 5
-    assert json.loads((tmp_path / "vocabulary_report.json").read_text())["covered"] < 1
+    counts = count_tokens(read_corpus(tmp_path / "a.txt", pocket.TARGET))
+    about = json.loads((tmp_path / "vocabulary_report.json").read_text())
+    covered = sum(counts[token] for token in read_token_list(tmp_path / "list.json")) / counts.total()
+    assert (about["texts"], about["tokens"], about["counted"]) == (1, 5, counts.total())
+    assert about["covered"] == pytest.approx(covered) and 0 < covered < 1
     assert f"drafter.vocabulary={tmp_path}/list.json" in capsys.readouterr().out.replace("\n", "")
     chosen = ["drafter=model", f"drafter.vocabulary={tmp_path}/list.json", "drafter.vocabulary_size=3"]
     drafter = load_config(chosen).drafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ def run(levels: dict[str, dict[str, float]] | None = None, num_rounds: int = 10,
         "levels": levels or {},
     }
     spans = [("draft", "prefill", 0.0, 9.0, {}), ("target", "prefill", 0.0, 9.0, {})]
-    spans += [("draft", "propose", 0.0, 0.005, {}), ("target", "verify", 0.0, 0.018, {})] * num_rounds
+    for i in range(num_rounds):
+        spans += [("draft", "propose", 10.0 + i, 10.005 + i, {}), ("target", "verify", 10.5 + i, 10.518 + i, {})]
     return Run([served], 1.0, counters, tuple(spans))
 
 
@@ -87,7 +89,7 @@ def test_a_lookup_pays_for_the_rounds_in_which_it_finds_nothing():
     assert found["predicted_tokens_per_s"] == pytest.approx(3 / 0.025, rel=1e-2)
 
 
-def entry(name: str, speed: float, predicted: float | None, workload: str = "agent") -> dict[str, object]:
+def entry(name: str, speed: float, predicted: float | None, workload: str = "agent") -> Any:
     labels = {"pipeline": "sync", "temperature": 0.0, "batch": 1, "context": None, "workload": workload}
     return {
         "name": name,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_every_combination_once(bench_launch):
 def test_the_configured_choice_keeps_its_keys(bench_launch):
     config = bench_launch(drafters=["ngram"], pipelines=["plain", "sync"])
     config = replace(config, drafter=NgramDrafterConfig(max_ngram=9))
-    settings = expand(config)
+    settings: Any = expand(config)
     assert {setting.drafter.max_ngram for setting in settings} == {9}
     names_ = (PipelineName.plain, PipelineName.sync)
     assert [setting.pipeline for setting in settings] == [PipelineConfig(name, adaptive=False) for name in names_]
@@ -74,10 +75,19 @@ def test_a_draft_model_is_shared_in_every_way_on_the_same_ranks(bench_launch, ti
     config = bench_launch(parallels=["single", "tensor", "layer"])
     path = str(tiny_checkpoint("Llama", num_hidden_layers=5))
     drafter = replace(config.drafter, path=path, parallel=Parallel.layer, ranks=2, layer_group=2)
-    settings = expand(replace(config, drafter=drafter))
+    settings: Any = expand(replace(config, drafter=drafter))
     shared = [(one.drafter.parallel, one.drafter.ranks, one.drafter.layer_group) for one in settings]
     assert shared == [("single", 1, 0), ("tensor", 2, 0), ("layer", 2, 2)]
     assert setting_names(settings) == ["model k=3 single", "model k=3 tensor", "model k=3 layer"]
+
+
+def test_only_layers_side_by_side_have_a_partition(bench_launch, tiny_checkpoint):
+    config = bench_launch(parallels=["single", "tensor", "layer"])
+    path = str(tiny_checkpoint("Llama", num_hidden_layers=5))
+    sizes = [[0], [1, 2], [3, 4]]
+    drafter = replace(config.drafter, path=path, parallel=Parallel.layer, ranks=2, layer_partition=sizes)
+    settings: Any = expand(replace(config, drafter=drafter))
+    assert [one.drafter.layer_partition for one in settings] == [[], [], sizes]
 
 
 def test_a_drafter_is_a_name_or_its_keys_or_the_levels_of_a_cascade(bench_launch):
@@ -85,7 +95,7 @@ def test_a_drafter_is_a_name_or_its_keys_or_the_levels_of_a_cascade(bench_launch
     auto = {"name": "cascade", "levels": ["ngram", "model"], "lengths": "auto"}
     config = bench_launch(drafters=["ngram", deep, ["ngram", deep], auto])
     config = replace(config, target=replace(config.target, path=str(pocket.TARGET)))
-    settings = expand(config)
+    settings: Any = expand(config)
     assert setting_names(settings) == ["ngram k=5", "pocket-deep k=5", "ngram+pocket-deep k=5", "ngram+model auto k=5"]
     assert settings[2].drafter.levels[1] == settings[1].drafter
     assert len({setting.engine_key for setting in settings}) == 4
