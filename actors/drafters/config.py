@@ -19,8 +19,8 @@ from actors.verification.compatibility import DraftTrait
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
     from parallel.comm.group import Group
+    from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.runtime.kv_sizing import DeviceShare
-    from parallel.runtime.runner import ModelRunner
     from parallel.speculators.fusing import TapFuser
 
 
@@ -54,7 +54,7 @@ class DraftSetup:
     device: str
     eos_token_ids: tuple[int, ...]
     target: TargetConfig = field(default_factory=TargetConfig)
-    target_runner: ModelRunner | None = None
+    target_runner: DecoderRunner | None = None
     sharing: DeviceShare | None = None
 
     @property
@@ -137,7 +137,7 @@ class DrafterConfig(Choice):
         """What the target makes of the taps before they leave for a drafter elsewhere; None: they leave as they are."""
         return None
 
-    def on_target(self, target: ModelRunner) -> ModelRunner:
+    def on_target(self, target: DecoderRunner) -> DecoderRunner:
         """The target's runner, or another that also computes what this drafter reads."""
         return target
 

@@ -32,7 +32,7 @@ from actors.protocol.messages import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from parallel.runtime.runner import ModelRunner
+    from parallel.runtime.decoder_runner import DecoderRunner
 
 
 @dataclass(slots=True, eq=False)
@@ -233,7 +233,7 @@ class SharesRows(Protocol):
     """Drafts in the target's own pool of KV rows, on its ranks. When it drafts, the target has committed the rows of
     all text but the last token."""
 
-    def verifying(self, target: ModelRunner) -> ModelRunner:
+    def verifying(self, target: DecoderRunner) -> DecoderRunner:
         """The runner with which the target verifies: itself, or one that uses what drafting computed."""
         ...
 

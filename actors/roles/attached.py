@@ -29,7 +29,7 @@ from actors.protocol.messages import (
 )
 from actors.roles.draft import DraftRole
 from parallel.comm.group import Group
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.decoder_runner import DecoderRunner
 
 
 class AttachedDrafter:
@@ -43,7 +43,7 @@ class AttachedDrafter:
         self._releases: list[int] = []
         self._commits: dict[int, Commit] = {}  # of rounds without orders, one for each request
 
-    def verifying(self, target: ModelRunner) -> ModelRunner:
+    def verifying(self, target: DecoderRunner) -> DecoderRunner:
         """The runner for the target's passes."""
         shares = self.role.drafter.capabilities.shares_rows
         return target if shares is None else shares.verifying(target)

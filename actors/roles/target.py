@@ -31,8 +31,8 @@ from actors.roles.bridge import FeatureSender
 from actors.verification.features import FeatureReader
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import wait_for
-from parallel.runtime.runner import ModelRunner
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class TargetRole:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: DecoderRunner,
         rule: str,
         eos_token_ids: Sequence[int],
         *,

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from actors.drafters.interface import FeatureRows
-from parallel.runtime.runner import ModelRunner, PassOutput, Span
+from parallel.kv.pass_plan import Span
+from parallel.runtime.decoder_runner import DecoderRunner
+from parallel.runtime.interface import PassOutput, Runner
 from parallel.speculators.config import FINAL, kv_tap
 from parallel.transfers import upload
 
@@ -33,7 +35,7 @@ class FeatureReader:
         self._kv: dict[int, Tensor] = {}
         self._output: PassOutput | None = None
 
-    def forward(self, runner: ModelRunner, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+    def forward(self, runner: Runner, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
         """The pass; returns its logits and keeps the rest until `rows`."""
         self._output = runner.forward(spans, token_ids, self.streams)
         self._kv = {tap: _written(runner, spans, kv_tap(tap)) for tap in self._kv_taps}
@@ -71,8 +73,9 @@ class FeatureReader:
         return picked[0].clone() if len(picked) == 1 and index is None else torch.cat(picked, -1)
 
 
-def _written(runner: ModelRunner, spans: Sequence[Span], layer: int) -> Tensor:
+def _written(runner: Runner, spans: Sequence[Span], layer: int) -> Tensor:
     """Keys and values that the last pass wrote in a layer, of all ranks' heads, [T, 2 * KV heads * head size]."""
+    assert isinstance(runner, DecoderRunner), "keys and values are read from the pool of a target"
     pool, group = runner.pool, runner.decoder.group
     slots = np.concatenate([pool.slots(span.seq_id)[-span.num_tokens :] for span in spans])
     pair = torch.stack(pool.read(layer, upload(slots, pool.keys.device)), 1)

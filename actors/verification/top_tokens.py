@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from actors.protocol.messages import NO_TOKEN, TopTokens
-from parallel.runtime.runner import ModelRunner, Span
+from parallel.kv.pass_plan import Span
+from parallel.runtime.interface import Runner
 from parallel.transfers import upload
 
 
@@ -55,7 +56,7 @@ class TopTokensReader:
 
     def forward(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         run: Callable[[Sequence[Span], Sequence[int]], Tensor],
         spans: Sequence[Span],
         token_ids: Sequence[int],

@@ -31,7 +31,8 @@ from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.rules import RULES
 from actors.verification.target_rows import DeferredDraw, NamedDraft, TargetRows
 from actors.verification.top_tokens import TopTokensReader
-from parallel.runtime.runner import ModelRunner, Span
+from parallel.kv.pass_plan import Span
+from parallel.runtime.interface import Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Verifier:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         rule: str,
         eos_token_ids: Sequence[int],
         *,
@@ -92,7 +93,13 @@ class Verifier:
         self._law_size = law_size
         self._reader = top_tokens
         self._features = features
-        self.splits_choice = splits_choice and rule == "coupled" and top_tokens is None and _splits_head(runner)
+        may_split = splits_choice and rule == "coupled" and top_tokens is None
+        self._split_head = runner.split_head if may_split else None
+
+    @property
+    def splits_choice(self) -> bool:
+        """Whether ranks choose among their own tokens where nothing needs whole rows."""
+        return self._split_head is not None
 
     def reaches_root(self, verified: VerifyInput) -> bool:
         """Whether the pass, whose rows are still pending, feeds or fed the last token of the text."""
@@ -120,8 +127,8 @@ class Verifier:
             spans.append(Span(verified.seq_id, num_rows, parents, num_nodes, verified.drafts_follow))
             token_ids += [*fed, *tree.token_ids[1:]]
         reached = [one for one, span in zip(inputs, spans, strict=True) if span.num_logits]
-        if self.splits_choice and reached and all(is_plain(one.sampling) for one in reached):
-            head = self.runner.decoder.lm_head
+        head = self._split_head
+        if head is not None and reached and all(is_plain(one.sampling) for one in reached):
             with head.ungathered():
                 logits = self._pass(inputs, spans, token_ids, keeps_top_tokens=False)
             return choose_split(logits, _logit_rows(reached), head.first, head.group), len(token_ids)
@@ -208,12 +215,6 @@ class Verifier:
 
         path, next_token = RULES[self._rule](rows.tree, *_drawn(verified), target_row, random_source)
         return VerifyResult(path, next_token, tuple(cut[node] for node in (0, *path)))
-
-
-def _splits_head(runner: ModelRunner) -> bool:
-    """Whether ranks share the rows of the head, all of them and in the order of the tokens, and the runner reads no
-    logits itself: those of other classes may."""
-    return type(runner) is ModelRunner and runner.decoder.lm_head.group.size > 1 and runner.config.head is None
 
 
 def _logit_rows(inputs: Sequence[VerifyInput]) -> list[LogitRows]:

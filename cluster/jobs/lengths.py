@@ -39,7 +39,7 @@ from cluster.tools.bench.chain_lengths import (
 from cluster.tools.planning.layer_choice import LayerValues, open_target, write_texts
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.decoder_runner import DecoderRunner
 
 _RULES = {
     **{f"threshold {chance}": lambda chance=chance: ThresholdRule(chance) for chance in (0.3, 0.5, 0.7)},
@@ -107,7 +107,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
         terminal.line(f"{name:<16}{numbers}{one['accepted']:>10.2f}")
 
 
-def _again(target: ModelRunner, written: Context, request_id: int) -> Context:
+def _again(target: DecoderRunner, written: Context, request_id: int) -> Context:
     """A request with the same prompt, whose text begins anew; the target has rows of all of it but the last token."""
     context = Context(request_id, 0, written.prompt, written.prompt_len, written.sampling)
     target.open(request_id)
@@ -116,7 +116,7 @@ def _again(target: ModelRunner, written: Context, request_id: int) -> Context:
 
 
 def _record(
-    target: ModelRunner, drafter: ModelDrafter, written: Sequence[Context], longest: int
+    target: DecoderRunner, drafter: ModelDrafter, written: Sequence[Context], longest: int
 ) -> list[list[RecordedDraft]]:
     """Drafts after every token of the texts; drafting is repeated for each thing that rules read."""
     shares = drafter.capabilities.shares_rows
@@ -142,7 +142,7 @@ def _record(
     ]
 
 
-def _draft_s(target: ModelRunner, drafter: ModelDrafter, written: Context, longest: int) -> float:
+def _draft_s(target: DecoderRunner, drafter: ModelDrafter, written: Context, longest: int) -> float:
     """Seconds of one draft token of a draft of the longest length, one request alone; the median of some drafts."""
     context, times = _again(target, written, -1), []
     drafter.open(context)

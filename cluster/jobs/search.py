@@ -32,7 +32,7 @@ from cluster.tools.bench.rounds import complete
 from cluster.tools.planning.layer_choice import Evaluation, LayerValues, open_target, search_masks, write_texts
 from cluster.tools.planning.plots import draw_searches
 from parallel.comm.group import SINGLE
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.decoder_runner import DecoderRunner
 
 _RANDOM_SHARE = 6
 """One of so many evaluations is of a mask drawn at random, before the process proposes."""
@@ -104,7 +104,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
 
 def _swift(
     config: LaunchConfig,
-    target: ModelRunner,
+    target: DecoderRunner,
     texts: Sequence[Sequence[int]],
     params: SamplingParams,
     values: LayerValues,

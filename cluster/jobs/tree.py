@@ -28,9 +28,10 @@ from cluster.observability.report import write_json
 from cluster.tools.bench.rounds import CountedRound, acceptance_by_rank, complete
 from cluster.tools.planning.layer_choice import open_target
 from parallel.comm.group import SINGLE
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.kv_sizing import choose_dtype, choose_weights
 from parallel.runtime.nested_runner import NestedRunner
-from parallel.runtime.runner import ModelRunner, open_model
+from parallel.runtime.runner import open_model
 
 BATCH = 8
 """Prompts that are completed together."""
@@ -84,7 +85,7 @@ def run(config: LaunchConfig, run_dir: Path) -> None:
     terminal.line(f"drafter.strategy=tree drafter.tree={out} drafter.num_draft_tokens={job.nodes}")
 
 
-def _drafter(config: LaunchConfig, target: ModelRunner, num_slots: int, eos: tuple[int, ...]) -> ModelDrafter:
+def _drafter(config: LaunchConfig, target: DecoderRunner, num_slots: int, eos: tuple[int, ...]) -> ModelDrafter:
     """The launch's drafter, in turn; each draft has `job.width` children of the root."""
     assert isinstance(config.drafter, ModelDrafterConfig | SpeculatorDrafterConfig)
     width = config.job.width
@@ -100,7 +101,7 @@ def _drafter(config: LaunchConfig, target: ModelRunner, num_slots: int, eos: tup
     return drafter
 
 
-def _open(config: ModelDrafterConfig, num_slots: int) -> ModelRunner:
+def _open(config: ModelDrafterConfig, num_slots: int) -> DecoderRunner:
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype, weights = (
         choose_dtype(config.dtype, device),

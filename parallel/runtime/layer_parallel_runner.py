@@ -17,7 +17,8 @@ from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.layer_parallel import LayerParallelDecoder
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.runtime.interface import PassOutput
+from parallel.runtime.runner import ModelRunner
 from parallel.transfers import upload
 
 

@@ -18,7 +18,8 @@ from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
 from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.runtime.interface import PassOutput
+from parallel.runtime.runner import ModelRunner
 from parallel.transfers import upload
 
 MEMORY = 0.75
@@ -54,12 +55,18 @@ class NestedRunner(ModelRunner):
     fewest serve whose confidence, the probability of their likeliest token, is at least `confidence`; if no model that
     ran has it, the next larger one is tried. The prompt is read by the whole model."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, depths: Sequence[int], confidence: float) -> None:
-        super().__init__(decoder, pool)
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, depths: Sequence[int], confidence: float, *, backend: str | None = None
+    ) -> None:
+        super().__init__(decoder, pool, backend=backend)
         self._whole = decoder.config.num_layers
         self._depths = sorted({*depths, self._whole} if len(set(depths)) > 1 else set(depths))
         self._least = confidence
         self._sequences: dict[SeqId, _NestedState] = {}
+
+    @property
+    def split_head(self) -> None:
+        """None: it reads whole rows of logits itself, of the models that it compares."""
 
     def depth_of(self, seq_id: SeqId) -> int:
         """Layers that the next pass of this sequence runs."""

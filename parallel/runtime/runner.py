@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.comm.group import SINGLE, Group
-from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
+from parallel.kv.pass_plan import Span, SpanRows, logit_rows
 from parallel.kv.pool import FP8, KVPool, SeqId
+from parallel.kv.sequences import PooledSequences
 from parallel.model.checkpoint import resolve_checkpoint
-from parallel.model.config import DecoderConfig, HeadRows
+from parallel.model.config import HeadRows
 from parallel.model.decoder import Decoder
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import AttentionShape, PassPlan
+from parallel.model.layers.embedding import VocabTable
 from parallel.model.layers.linear import ColumnLinear
 from parallel.model.layers.norm import RMSNorm
 from parallel.model.layers.padded import PaddedBackend
@@ -35,29 +37,15 @@ from parallel.model.layers.weight import Layer, Stored
 from parallel.model.partition import LayerLayout
 from parallel.model.weights import load_weights, read_kv_scales
 from parallel.runtime.cuda_graphs import CapturedPasses, StepChoice, run_pass
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.device import use_device
 from parallel.runtime.graph_list import ChainShape, GraphList, GraphShape, bucket, example_rows
+from parallel.runtime.interface import PassOutput
 from parallel.transfers import upload
 
 
-@dataclass(frozen=True, slots=True)
-class PassOutput:
-    """logits [N, `num_logits`] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap.
-
-    `acceptance` [N], of a speculator that was trained to predict it: the chance that the target accepts a token drawn
-    from these logits. It follows from the rows alone, not from what is drawn. `pruned` are rows of the logits that the
-    pass gave up, of tokens to be rejected (`StreamingRunner`).
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    features: tuple[Tensor, ...]
-    acceptance: Tensor | None = None
-    pruned: frozenset[int] = frozenset()
-
-
-class ModelRunner:
-    """Passes of one model over one pool. `forward` is `run(plan(...))`; plans may also be built ahead.
+class ModelRunner(DecoderRunner):
+    """Passes of one model over one pool.
 
     `backend` is "ragged", in float32 on CPU where its kernel can be had, "triton", on CUDA where Triton can be had,
     "padded", on CUDA elsewhere, or "sdpa"; None or "auto" is the first that can be had. `graphs` captures passes of
@@ -72,8 +60,7 @@ class ModelRunner:
     def __init__(
         self, decoder: Decoder, pool: KVPool, *, backend: str | None = None, graphs: bool | None = None
     ) -> None:
-        self.decoder = decoder
-        self.pool = pool
+        super().__init__(decoder, PooledSequences(pool))
         backend = default_backend(pool) if backend in (None, "auto") else backend
         can_capture = decoder.device.type == "cuda" and backend in CAPTURED
         graphs = can_capture and not decoder.config.num_experts if graphs is None else graphs
@@ -85,58 +72,17 @@ class ModelRunner:
         self.attention = backend
         self._backend = make_backend(backend, pool, shape, decoder, bucketed=graphs)
         self._passes = CapturedPasses(decoder) if graphs else None
-        self._pending: dict[SeqId, PendingRows] = {}
 
     @property
-    def config(self) -> DecoderConfig:
-        return self.decoder.config
+    def split_head(self) -> VocabTable | None:
+        head = self.decoder.lm_head
+        return head if head.group.size > 1 and self.config.head is None else None
 
-    @property
-    def longest_draft(self) -> int:
-        """Tokens of one path after the text, at most, that it has logits for."""
-        return self.config.max_positions
-
-    # --- sequences ---------------------------------------------------------------------------------------------------
-
-    def open(self, seq_id: SeqId) -> None:
-        self.pool.open(seq_id)
-        self._pending[seq_id] = PendingRows()
-
-    def close(self, seq_id: SeqId) -> None:
-        self.pool.close(seq_id)
-        del self._pending[seq_id]
-
-    def cached_len(self, seq_id: SeqId) -> int:
-        return self.pool.cached_len(seq_id)
-
-    def can_reserve(self, num_rows: int) -> bool:
-        return self.pool.can_reserve(num_rows)
-
-    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
-        """Commit the pending rows `keep`, a path that starts after the committed rows; rows `retain` stay pending."""
-        self._pending[seq_id] = self._pending[seq_id].after_commit(keep, retain)
-        self.pool.commit(seq_id, keep, retain)
-
-    def drop_pending(self, seq_id: SeqId) -> None:
-        self.truncate(seq_id, self.cached_len(seq_id))
-
-    def truncate(self, seq_id: SeqId, length: int) -> None:
-        self.pool.truncate(seq_id, length)
-        self._pending[seq_id] = PendingRows()
-
-    def drop_fuzzy(self, seq_id: SeqId) -> bool:  # noqa: ARG002  of LayerParallelRunner
-        """Drop committed rows from the first fuzzy one on and return whether there were any; here all are exact."""
-        return False
+    # --- captured passes ---------------------------------------------------------------------------------------------
 
     def capture(
         self, graphs: GraphList, taps: Sequence[int] = (), choices: Callable[[int, int], StepChoice] | None = None
     ) -> GraphList:
-        """Capture these passes and chains, which no sequence may be open for; those that gave a graph of their own.
-        `choices(sequences, steps)` chooses the tokens of a chain.
-
-        With several ranks all do so, in the same order. Empty where passes are not captured; shapes that the pool
-        cannot hold are left out.
-        """
         if self._passes is None:
             return GraphList()
 
@@ -173,11 +119,9 @@ class ModelRunner:
 
     @property
     def captures(self) -> bool:
-        """Whether passes are captured."""
         return self._passes is not None
 
     def run_eagerly(self) -> None:
-        """Stop using captured passes, because only the parts of an eager pass can be timed."""
         if self._passes is not None:
             self._passes.drop()
         self._passes = None
@@ -194,29 +138,25 @@ class ModelRunner:
     # --- passes ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def plan(self, spans: Sequence[Span]) -> PassPlan:
-        """Reserve the rows of a pass and build its plan; call `can_reserve` first."""
-        return self._plan(spans)
+    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        return self._backend.plan(rows, wanted)
 
-    def _plan(self, spans: Sequence[Span], room: int = 0) -> PassPlan:
-        """`room`: rows that later steps of a chain append to each sequence."""
-        assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
-        laid_out = lay_out(self.pool, self._pending, spans)
+    def _plan_chain(self, spans: Sequence[Span], num_steps: int) -> list[PassPlan]:
+        """Plans of passes of one row of each sequence, one after the other, all of one shape."""
+        if isinstance(self._backend, SplitKVBackend):
+            rows = [replace(span, num_tokens=num_steps) for span in spans]
+            return self._backend.plan_chain(self.sequences.lay_out(rows), num_steps)
+        return [self._plan_step(spans, num_steps - 1 - step) for step in range(num_steps)]
+
+    def _plan_step(self, spans: Sequence[Span], room: int) -> PassPlan:
+        """`room`: rows that later steps of the chain append to each sequence."""
+        laid_out = self.sequences.lay_out(spans)
         for rows in laid_out:
             rows.room = room
         return self._backend.plan(laid_out, logit_rows(spans))
 
-    def _plan_chain(self, spans: Sequence[Span], num_steps: int) -> list[PassPlan]:
-        """Of passes of one row of each sequence, one after the other, all of one shape."""
-        if isinstance(self._backend, SplitKVBackend):
-            assert self.pool.can_reserve(num_steps * len(spans)), "call can_reserve before planning"
-            rows = [replace(span, num_tokens=num_steps) for span in spans]
-            return self._backend.plan_chain(lay_out(self.pool, self._pending, rows), num_steps)
-        return [self._plan(spans, room=num_steps - 1 - step) for step in range(num_steps)]
-
     @torch.inference_mode()
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
-        """Run a plan on its rows' tokens, [T]; the host does not wait for a tensor that is on the device."""
         token_ids = upload(token_ids, self.decoder.device)
         num_rows, padding = plan.num_rows, len(plan.positions) - plan.num_rows
         assert token_ids.shape == (num_rows,), f"{num_rows} rows planned, tokens {tuple(token_ids.shape)} given"
@@ -229,16 +169,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
-        """Feed each sequence its token, choose the next one from the logits, feed that, for all steps of `choice`: the
-        chosen tokens, [steps, sequences]. The host waits for none of them. As graphs where chains are captured; passes
-        of runners that have fuzzy ones are fuzzy."""
+        """As graphs where chains are captured."""
+        if self._passes is None or not self._chain_lengths:
+            return super().extend(seq_ids, token_ids, choice)
         spans = [Span(seq_id, 1) for seq_id in seq_ids]
         chosen: list[Tensor] = []
-        if self._passes is None or not self._chain_lengths:
-            for step in range(len(choice)):
-                token_ids = choice.choose(self.forward(spans, token_ids, fuzzy=True).logits, step)
-                chosen.append(token_ids[None])
-            return torch.cat(chosen)
         token_ids = F.pad(token_ids, (0, bucket(len(spans)) - len(spans)))
         while (done := sum(map(len, chosen))) < len(choice):
             # what is left in few graphs; the host lays out the next one while this one runs
@@ -248,21 +183,9 @@ class ModelRunner:
             token_ids = chosen[-1][-1]
         return torch.cat(chosen)[:, : len(spans)]
 
-    def forward(
-        self,
-        spans: Sequence[Span],
-        token_ids: Tensor | Sequence[int],
-        taps: Sequence[int] = (),
-        *,
-        fuzzy: bool = False,  # noqa: ARG002  of LayerParallelRunner
-    ) -> PassOutput:
-        """Plan and run. `fuzzy` allows an approximate pass with layers side by side (EasySpec), whose KV rows are later
-        computed again exactly; here every pass is exact."""
-        return self.run(self.plan(spans), token_ids, taps)
-
 
 def captured_facts(
-    runner: ModelRunner,
+    runner: DecoderRunner,
     graphs: GraphList,
     taps: Sequence[int] = (),
     choices: Callable[[int, int], StepChoice] | None = None,

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
+from parallel.kv.sequences import PooledSequences
 from parallel.model.decoder import Decoder
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.self_speculation.runner import RowsBehind
 from parallel.transfers import upload
 
@@ -50,18 +51,17 @@ class ReplayedRows:
         return self.decoder.head(self.decoder.normalize(hidden)).float()
 
 
-class Replay(ModelRunner):
+class Replay:
     """Passes over rows of `target` that leave them as they are."""
 
-    def __init__(self, target: ModelRunner) -> None:
+    def __init__(self, target: DecoderRunner) -> None:
         self.decoder = target.decoder
-        self.pool = target.pool
-        self._backend = target._backend
-        self._pending = {}
+        self._target = target
+        self._sequences = PooledSequences(target.pool)
 
     def can_read(self, num_rows: int) -> bool:
         """Whether the pool has slots for so many rows."""
-        return self.can_reserve(num_rows)
+        return self._target.can_reserve(num_rows)
 
     @contextmanager
     def rows(
@@ -69,9 +69,10 @@ class Replay(ModelRunner):
     ) -> Iterator[ReplayedRows]:
         """Rows after the sequence's first `first` committed ones: a chain, or by `parents` as in `Span`."""
         replayed = RowsBehind(seq_id, id(self))
-        self.pool.borrow(replayed, seq_id)
+        self._sequences.borrow(replayed, seq_id)
         try:
-            self.truncate(replayed, first)
-            yield ReplayedRows(self.decoder, self.plan([Span(replayed, num_rows, parents, 0)]))
+            self._sequences.truncate(replayed, first)
+            rows = self._sequences.lay_out([Span(replayed, num_rows, parents, 0)])
+            yield ReplayedRows(self.decoder, self._target.plan_rows(rows, []))
         finally:
-            self.close(replayed)
+            self._sequences.close(replayed)

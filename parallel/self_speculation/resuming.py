@@ -7,18 +7,21 @@ run those layers, and all rows run the rest. Results are those of a pass from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out, logit_rows
+from parallel.kv.pass_plan import PendingRows, Span, SpanRows, logit_rows
 from parallel.kv.pool import SeqId
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.runtime.cuda_graphs import StepChoice
+from parallel.runtime.decoder_runner import DecoderRunner
+from parallel.runtime.graph_list import GraphList
+from parallel.runtime.interface import PassOutput
 from parallel.transfers import to_device, upload
 
 
@@ -48,15 +51,12 @@ class KeptRows:
         return found
 
 
-class ResumingRunner(ModelRunner):
-    """The target as another runner shows it: same sequences, rows and weights."""
+class ResumingRunner(DecoderRunner):
+    """The target with the same sequences, rows and passes, some of which begin above the draft's layers."""
 
-    def __init__(self, target: ModelRunner) -> None:
+    def __init__(self, target: DecoderRunner) -> None:
+        super().__init__(target.decoder, target.sequences)
         self.target = target
-        self.decoder = target.decoder
-        self.pool = target.pool
-        self._backend = target._backend
-        self._pending = target._pending
         self._kept: dict[SeqId, KeptRows] = {}
 
     def keep(self, kept: dict[SeqId, KeptRows]) -> None:
@@ -67,8 +67,23 @@ class ResumingRunner(ModelRunner):
         self._kept.pop(seq_id, None)
         super().close(seq_id)
 
+    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        return self.target.plan_rows(rows, wanted)
+
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         return self.target.run(plan, token_ids, taps)
+
+    @property
+    def captures(self) -> bool:
+        return self.target.captures
+
+    def capture(
+        self, graphs: GraphList, taps: Sequence[int] = (), choices: Callable[[int, int], StepChoice] | None = None
+    ) -> GraphList:
+        return self.target.capture(graphs, taps, choices)
+
+    def run_eagerly(self) -> None:
+        self.target.run_eagerly()
 
     @torch.inference_mode()
     def forward(
@@ -77,14 +92,13 @@ class ResumingRunner(ModelRunner):
         kept, self._kept = self._kept, {}
         stops = {rows.stop for rows in kept.values()}
         if len(stops) != 1 or min(taps, default=max(stops)) < max(stops):
-            return super().forward(spans, token_ids, taps, fuzzy=fuzzy)
+            return self.target.forward(spans, token_ids, taps, fuzzy=fuzzy)
         stop = stops.pop()
         tokens: list[int] = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
-        assert self.can_reserve(len(tokens)), "call can_reserve before planning"
-        laid_out = lay_out(self.pool, self._pending, spans)
+        laid_out = self.sequences.lay_out(spans)
         taken = [_Taken.of(rows, kept.get(span.seq_id), tokens) for span, rows in zip(spans, laid_out, strict=True)]
         self._take_over(taken, stop)
-        plan = self._backend.plan(laid_out, logit_rows(spans))
+        plan = self.plan_rows(laid_out, logit_rows(spans))
         plan.layers = LayerPlan.span(stop, self.config.num_layers)
         states = plan.entering = self._states(taken, tokens, stop, len(plan.positions))
         above = [tap for tap in taps if tap > stop]
@@ -109,7 +123,7 @@ class ResumingRunner(ModelRunner):
             for rows in fresh:
                 laid_out.append(replace(rows, first=first))
                 first += rows.num_rows
-            plan = self._backend.plan(laid_out, [])
+            plan = self.plan_rows(laid_out, [])
             plan.layers = LayerPlan.prefix(stop)
             places = [row for one in taken for row in one.places(kept=False)]
             computed = self.run(plan, [tokens[row] for row in places], (stop,)).features[0]

@@ -15,11 +15,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span
+from parallel.kv.pass_plan import Span, SpanRows
 from parallel.kv.pool import SeqId
+from parallel.kv.sequences import PooledSequences
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.runtime.decoder_runner import DecoderRunner
+from parallel.runtime.interface import PassOutput
 from parallel.self_speculation.resuming import KeptRows, ResumingRunner
 
 
@@ -41,26 +43,24 @@ class _PassMade:
     states: Tensor
 
 
-class SelfDraftRunner(ModelRunner):
-    """A `ModelRunner` that runs `layers` of the target's decoder, which may be replaced between two drafts.
+class SelfDraftRunner(DecoderRunner):
+    """Runs `layers` of the target's decoder, which may be replaced between two drafts.
 
     Its rows follow those of the target: `cached_len` is the target's until a draft keeps rows of its own. A
     draft begins with its first pass after `release_rows`. With `resumes`, the target's next pass takes over what draft
     rows computed in the leading layers that ran whole; only for rows that are nothing but tokens.
     """
 
-    def __init__(self, target: ModelRunner, layers: LayerPlan, *, resumes: bool = False) -> None:
+    def __init__(self, target: DecoderRunner, layers: LayerPlan, *, resumes: bool = False) -> None:
+        super().__init__(target.decoder, PooledSequences(target.pool))
         self.target = target
         self.layers = layers
-        self.decoder = target.decoder
-        self.pool = target.pool
-        self._backend = target._backend
-        self._pending: dict[SeqId, PendingRows] = {}
+        self._drafts = self.sequences.pending
         self._resumes = resumes
         self._verifying: ResumingRunner | None = None
         self._passes_made: list[_PassMade] = []  # of the drafts that are open
 
-    def verifying(self, target: ModelRunner) -> ModelRunner:
+    def verifying(self, target: DecoderRunner) -> DecoderRunner:
         """The runner for the target's own passes."""
         if not self._resumes:
             return target
@@ -75,18 +75,18 @@ class SelfDraftRunner(ModelRunner):
 
     def cached_len(self, seq_id: SeqId) -> int:
         draft = self._draft_of(seq_id)
-        return self.pool.cached_len(draft) if draft in self._pending else self.target.cached_len(seq_id)
+        return self.pool.cached_len(draft) if draft in self._drafts else self.target.cached_len(seq_id)
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         """Keep rows for the rest of the draft; after its end the target has computed those of accepted tokens."""
         draft = self._draft_of(seq_id)
-        if draft in self._pending:
+        if draft in self._drafts:
             super().commit(draft, keep, retain)
 
     def truncate(self, seq_id: SeqId, length: int) -> None:
         """Take rows of the draft back; those of the target are not the draft's to drop."""
         draft = self._draft_of(seq_id)
-        if draft not in self._pending:
+        if draft not in self._drafts:
             return
         if length < self.target.cached_len(seq_id):
             self._end(draft)
@@ -97,7 +97,7 @@ class SelfDraftRunner(ModelRunner):
         """End all drafts: the target is about to change its rows, and may need the slots."""
         if self._verifying is not None and self._passes_made:
             self._verifying.keep(self._kept_rows())
-        for draft in list(self._pending):
+        for draft in list(self._drafts):
             self._end(draft)
 
     def forward(
@@ -112,19 +112,24 @@ class SelfDraftRunner(ModelRunner):
         return replace(output, features=tuple(features))
 
     def plan(self, spans: Sequence[Span]) -> PassPlan:
-        if not self._pending:
+        if not self._drafts:
             self._passes_made.clear()
         drafts = [replace(span, seq_id=self._draft_of(span.seq_id)) for span in spans]
         for span, draft in zip(spans, drafts, strict=True):
-            if draft.seq_id not in self._pending:
-                self.pool.borrow(draft.seq_id, span.seq_id)
-                self._pending[draft.seq_id] = PendingRows()
+            if draft.seq_id not in self._drafts:
+                self.sequences.borrow(draft.seq_id, span.seq_id)
         plan = super().plan(drafts)
         plan.layers = self.layers
         return plan
 
+    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        return self.target.plan_rows(rows, wanted)
+
     def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
         return self.target.run(plan, token_ids, taps)
+
+    def run_eagerly(self) -> None:
+        self.target.run_eagerly()
 
     def _kept_rows(self) -> dict[SeqId, KeptRows]:
         """What the open drafts' passes computed, by the sequence that they draft for."""
@@ -142,8 +147,8 @@ class SelfDraftRunner(ModelRunner):
         kept = {}
         for seq_id, fed in tokens.items():
             draft = self._draft_of(seq_id)
-            if draft in self._pending and len(self._pending[draft].parents) == len(fed):  # none was committed
-                context, parents = self.pool.cached_len(draft), self._pending[draft].parents
+            if draft in self._drafts and len(self._drafts[draft].parents) == len(fed):  # none was committed
+                context, parents = self.pool.cached_len(draft), self._drafts[draft].parents
                 slots = self.pool.slots(draft)[context:].copy()
                 rows = fed, parents, slots, torch.cat(states[seq_id])
                 kept[seq_id] = KeptRows(context, stop, *rows)
@@ -162,5 +167,5 @@ class SelfDraftRunner(ModelRunner):
         return RowsBehind(seq_id, id(self))
 
     def _end(self, draft: SeqId) -> None:
-        if self._pending.pop(draft, None) is not None:
-            self.pool.close(draft)
+        if draft in self._drafts:
+            self.sequences.close(draft)

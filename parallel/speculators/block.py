@@ -23,11 +23,12 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import MutualRows, Span, SpanRows
 from parallel.kv.pool import SeqId
-from parallel.model.config import CheckpointNames
+from parallel.model.config import CheckpointNames, DecoderConfig
 from parallel.model.families.fields import HfConfig, refuse, require
 from parallel.model.families.registry import read_config
 from parallel.model.layers.attention import PassPlan
-from parallel.runtime.runner import PassOutput, default_backend, make_backend
+from parallel.runtime.interface import PassOutput
+from parallel.runtime.runner import default_backend, make_backend
 from parallel.speculators.block_layers import MASK, BlockConfig, BlockLayers, tensor_shapes
 from parallel.speculators.config import record_of
 from parallel.speculators.correctors import MarkovCorrector, PositionRows
@@ -77,17 +78,31 @@ class BlockRunner(SpeculatorRunner):
     """
 
     speculator: BlockConfig
+    layers: BlockLayers
 
-    def __init__(self, layers: BlockLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
-        pool, shape = place.make_pool(layers.config.layers)
-        super().__init__(layers.config, place.tables, pool)
+    def __init__(
+        self,
+        layers: Any,  # `layers`, which a family has of its own
+        place: SpeculatorPlace,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(layers.config, place.tables)
         self.layers = layers
-        backend = backend or ("sdpa" if layers.device.type == "cpu" else default_backend(pool))
+        self.pool, shape = place.make_pool(self._rows_of())
+        self._backend = make_backend(self._choose_backend(backend), self.pool, shape, layers)
+        self._sequences: dict[SeqId, _Sequence] = {}
+
+    def _rows_of(self) -> DecoderConfig:
+        """The shape of the layers whose rows the pool has."""
+        return self.speculator.layers
+
+    def _choose_backend(self, backend: str | None) -> str:
+        """The rows of a block see each other, which the ragged kernel does not do."""
+        backend = backend or ("sdpa" if self.decoder.device.type == "cpu" else default_backend(self.pool))
         if backend == "ragged":
             raise ValueError("backend='ragged' has no rows that see each other; use 'sdpa'")
-        self._backend = make_backend(backend, pool, shape, layers)
-        self._dtype = pool.keys.dtype
-        self._sequences: dict[SeqId, _Sequence] = {}
+        return backend
 
     @property
     def longest_draft(self) -> int:
@@ -95,10 +110,12 @@ class BlockRunner(SpeculatorRunner):
 
     def open(self, seq_id: SeqId) -> None:
         super().open(seq_id)
+        self.pool.open(seq_id)
         self._sequences[seq_id] = _Sequence()
 
     def close(self, seq_id: SeqId) -> None:
         super().close(seq_id)
+        self.pool.close(seq_id)
         del self._sequences[seq_id]
 
     def cached_len(self, seq_id: SeqId) -> int:
@@ -210,7 +227,7 @@ class BlockRunner(SpeculatorRunner):
         if not positions:
             return
         device = self.layers.device
-        rows = (features[0] if len(features) == 1 else torch.cat(features)).to(device, self._dtype)
+        rows = (features[0] if len(features) == 1 else torch.cat(features)).to(device, self.pool.dtype)
         places, where = to_device([np.array(positions), np.concatenate(slots)], device)
         keys, values = self.layers.context(rows, places)
         self.pool.keys.index_copy_(1, where, keys)

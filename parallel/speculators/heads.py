@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
-from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.pool import SeqId
 from parallel.model.decoder import Decoder
-from parallel.runtime.runner import PassOutput
+from parallel.runtime.interface import PassOutput
 from parallel.speculators.head_cells import TARGET_TABLE, HeadCell
 from parallel.speculators.head_tensors import LoadedTensors
 from parallel.speculators.runner import SpeculatorRunner
@@ -72,7 +72,7 @@ class HeadsRunner(SpeculatorRunner):
     """`tensors` are those of the cell; what they do not have is the target's, of `tables`."""
 
     def __init__(self, cell: HeadCell, tensors: LoadedTensors, tables: Decoder) -> None:
-        super().__init__(cell.config, tables, KVPool(1, 0, 1, 1))
+        super().__init__(cell.config, tables)
         self.cell = cell
         self._tensors = tensors
         self._rows: dict[SeqId, _SequenceRows] = {}

@@ -15,26 +15,27 @@ from torch import Tensor
 
 from parallel.kv.pass_plan import PendingRows, Span, lay_out, logit_rows
 from parallel.kv.pool import SeqId
-from parallel.runtime.runner import default_backend, make_backend
+from parallel.model.config import DecoderConfig
+from parallel.runtime.runner import default_backend
 from parallel.speculators.block import BlockNode, BlockPass, BlockRunner
 from parallel.speculators.draft_layer import DraftLayers
 from parallel.speculators.draft_layer_config import DraftLayerConfig
 from parallel.speculators.eagle import load_draft_layers
 from parallel.speculators.place import SpeculatorPlace
-from parallel.speculators.runner import SpeculatorRunner
 
 
 class ParallelEagleRunner(BlockRunner):
     """The pool's row r is that of token r + 1 of the text."""
 
     speculator: DraftLayerConfig
+    layers: DraftLayers
 
-    def __init__(self, layers: DraftLayers, place: SpeculatorPlace, *, backend: str | None = None) -> None:
-        pool, shape = place.make_pool(layers.config.block)
-        SpeculatorRunner.__init__(self, layers.config, place.tables, pool)
-        self.layers = layers
-        self._backend = make_backend(backend or default_backend(pool), pool, shape, layers)
-        self._sequences = {}
+    def _rows_of(self) -> DecoderConfig:
+        return self.speculator.block
+
+    def _choose_backend(self, backend: str | None) -> str:
+        """Masks see what is before them only."""
+        return backend or default_backend(self.pool)
 
     def open(self, seq_id: SeqId) -> None:
         super().open(seq_id)

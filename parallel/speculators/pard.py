@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from parallel.kv.pass_plan import Span
-from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.pool import SeqId
 from parallel.model.checkpoint import resolve_checkpoint
+from parallel.model.config import DecoderConfig
 from parallel.model.config_fields import read_config_file
-from parallel.model.decoder import Decoder
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.runtime.decoder_runner import DecoderRunner
+from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import upload
 
 MASK_FIELD, DEPTH_FIELD = "pard_token", "pard_depth"
@@ -48,26 +49,30 @@ class _MaskedText:
     is_drafted: bool = False
 
 
-class PardRunner(ModelRunner):
-    """Passes of such a model; a node below its deepest mask has logits of minus infinity."""
+class PardRunner(Runner):
+    """Passes of such a model, of which `runner` has the rows of text and masks; a node below its deepest mask has
+    logits of minus infinity."""
 
-    def __init__(
-        self, decoder: Decoder, pool: KVPool, mask_token: int, depth: int, *, backend: str | None = None
-    ) -> None:
-        super().__init__(decoder, pool, backend=backend)
+    def __init__(self, runner: DecoderRunner, mask_token: int, depth: int) -> None:
+        self.runner = runner
+        self.decoder = runner.decoder
         self._mask_token, self._depth = mask_token, depth
         self._texts: dict[SeqId, _MaskedText] = {}
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.runner.config
 
     @property
     def longest_draft(self) -> int:
         return self._depth
 
     def open(self, seq_id: SeqId) -> None:
-        super().open(seq_id)
+        self.runner.open(seq_id)
         self._texts[seq_id] = _MaskedText()
 
     def close(self, seq_id: SeqId) -> None:
-        super().close(seq_id)
+        self.runner.close(seq_id)
         del self._texts[seq_id]
 
     def cached_len(self, seq_id: SeqId) -> int:
@@ -75,7 +80,7 @@ class PardRunner(ModelRunner):
 
     def can_reserve(self, num_rows: int) -> bool:
         """Every open sequence may have masks in the pass."""
-        return self.pool.can_reserve(num_rows + (self._depth - 1) * len(self._texts))
+        return self.runner.can_reserve(num_rows + (self._depth - 1) * len(self._texts))
 
     def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
         text = self._texts[seq_id]
@@ -87,7 +92,7 @@ class PardRunner(ModelRunner):
         text.nodes = [text.nodes[row] for row in retain]
 
     def truncate(self, seq_id: SeqId, length: int) -> None:
-        super().truncate(seq_id, min(length, self.pool.cached_len(seq_id)))
+        self.runner.truncate(seq_id, min(length, self.runner.cached_len(seq_id)))
         self._texts[seq_id] = _MaskedText(min(length, self._texts[seq_id].length))
 
     def drop_fuzzy(self, seq_id: SeqId) -> bool:
@@ -114,6 +119,9 @@ class PardRunner(ModelRunner):
         logits = torch.cat(rows) if rows else silent[:0]
         return PassOutput(logits, logits.new_empty(0, self.config.hidden_size), ())
 
+    def run_eagerly(self) -> None:
+        self.runner.run_eagerly()
+
     def _fill_masks(self, spans: Sequence[Span], token_ids: Tensor) -> dict[SeqId, _MaskNode]:
         """Write the text's rows, with masks behind every root; returns the roots."""
         fed, parts, first = list[Span](), list[Tensor](), 0
@@ -124,12 +132,12 @@ class PardRunner(ModelRunner):
             parts += [token_ids[first : first + num_text], masks[: len(masks) * has_root]]
             fed.append(Span(span.seq_id, num_text + len(masks) * has_root, None, self._depth * has_root))
             first += span.num_tokens
-        output = super().forward(fed, torch.cat(parts))
+        output = self.runner.forward(fed, torch.cat(parts))
         blocks = iter(output.logits.split(self._depth))
         roots = {}
         for span in spans:
             num_text = span.num_tokens - max(0, span.num_logits - 1)
-            super().commit(span.seq_id, range(num_text))
+            self.runner.commit(span.seq_id, range(num_text))
             if span.num_logits:
                 roots[span.seq_id] = _MaskNode(next(blocks), 0)
         return roots
@@ -151,9 +159,9 @@ class PardRunner(ModelRunner):
         return added
 
 
-def filling_masks(runner: ModelRunner, path: str | Path) -> ModelRunner:
+def filling_masks(runner: DecoderRunner, path: str | Path) -> DecoderRunner | PardRunner:
     """The runner of the checkpoint at `path`, as one that fills masks if its config.json says that it is trained to."""
     hf = read_config_file(resolve_checkpoint(str(path)))
     if MASK_FIELD not in hf:
         return runner
-    return PardRunner(runner.decoder, runner.pool, int(hf[MASK_FIELD]), int(hf.get(DEPTH_FIELD, DEPTH)))
+    return PardRunner(runner, int(hf[MASK_FIELD]), int(hf.get(DEPTH_FIELD, DEPTH)))

@@ -16,7 +16,7 @@ from parallel.model.decoder import Decoder, pack_weights
 from parallel.model.layers.attention import AttentionShape
 from parallel.model.layers.weight import Layer, Shard, TensorOptions, Weight
 from parallel.model.weights import load_shards
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.decoder_runner import DecoderRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class SpeculatorPlace:
     num_slots: int
     weights: torch.dtype | None = None
     target_layers: int = 0
-    target: ModelRunner | None = None
+    target: DecoderRunner | None = None
     reads_fused: bool = False
 
     @property
     def options(self) -> TensorOptions:
         return TensorOptions(dtype=self.dtype, device=self.device)
 
-    def its_target(self, directory: Path, method: str) -> ModelRunner:
+    def its_target(self, directory: Path, method: str) -> DecoderRunner:
         """The target; ValueError, one line, if it is not there."""
         if self.target is None:
             remedy = "use pipeline=sync with drafter.placement=attached"

@@ -18,7 +18,7 @@ from parallel.model.families.fields import HfConfig
 from parallel.model.families.registry import read_config
 from parallel.model.layers.weight import Stored
 from parallel.model.weights import load_weights
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.speculators import block, chimera, exits, glide, head_layouts, streams
 from parallel.speculators import eagle_layouts as layouts
 from parallel.speculators.config import STREAMS, TARGET_LAYERS, SpeculatorConfig
@@ -131,7 +131,7 @@ def open_fuser(
     return fuser
 
 
-def with_streams(path: str | Path, target: ModelRunner, prune_below: float = 0.0) -> ModelRunner:
+def with_streams(path: str | Path, target: DecoderRunner, prune_below: float = 0.0) -> DecoderRunner:
     """The target's runner, with streams in its passes if the speculator at `path` drafts from such; nodes are pruned
     (`StreamingRunner`) only with a checkpoint that has early logits."""
     config = read_speculator(path, target.config.num_layers - target.config.stretch)

@@ -15,46 +15,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import KVPool, SeqId
+from parallel.kv.sequences import PooledSequences
 from parallel.model.decoder import Decoder
 from parallel.model.layers.attention import AttentionShape
 from parallel.model.layers.weight import Layer
-from parallel.runtime.runner import ModelRunner, PassOutput, default_backend, make_backend
+from parallel.runtime.interface import PassOutput, Runner
+from parallel.runtime.runner import default_backend, make_backend
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import SpeculatorConfig
 from parallel.speculators.features import TextFeatures
 from parallel.transfers import upload
 
 
-class SpeculatorRunner(ModelRunner):
+class SpeculatorRunner(Runner):
     """`tables` is the target's own decoder, or one of no layers with its embedding and head (`open_tables`).
 
-    A family implements the methods of `ModelRunner` that a drafter calls: `cached_len`, `can_reserve`, `commit`,
-    `truncate`, `drop_fuzzy`, and `_forward`, which may be asked for text only up to the first token whose predecessor
-    has no features (`num_known`). The pool may be empty. A family that drafts with the target's layers too sets
-    `self_draft`.
+    A family keeps the rows: `cached_len`, `can_reserve`, `commit`, `truncate`, `drop_fuzzy`, and `_forward`, which may
+    be asked for text only up to the first token whose predecessor has no features (`num_known`). One that drafts with
+    the target's layers too sets `self_draft`.
     """
 
     self_draft: SelfDraftRunner | None = None
 
-    def __init__(self, config: SpeculatorConfig, tables: Decoder, pool: KVPool) -> None:
+    def __init__(self, config: SpeculatorConfig, tables: Decoder) -> None:
         self.speculator = config
         self.decoder = tables
-        self.pool = pool
         self._features: dict[SeqId, TextFeatures] = {}
 
     @property
-    def config(self) -> SpeculatorConfig:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Its `vocab_size`, `num_logits` and `max_positions` are what a drafter asks of a model."""
+    def config(self) -> SpeculatorConfig:
         return self.speculator
 
     def open(self, seq_id: SeqId) -> None:
-        self.pool.open(seq_id)
         self._features[seq_id] = TextFeatures()
 
     def close(self, seq_id: SeqId) -> None:
-        self.pool.close(seq_id)
         del self._features[seq_id]
 
     def read_features(self, seq_id: SeqId, start: int, rows: Tensor) -> None:
@@ -96,24 +93,32 @@ class PooledRunner(SpeculatorRunner):
         shape: AttentionShape,
         backend: str | None = None,
     ) -> None:
-        super().__init__(config, tables, pool)
+        super().__init__(config, tables)
+        self.pool = pool
+        self._sequences = PooledSequences(pool)
+        self._pending = self._sequences.pending
         self._backend = make_backend(backend or default_backend(pool), pool, shape, layers)
-        self._pending: dict[SeqId, PendingRows] = {}
         self._is_fuzzy = np.zeros(pool.num_slots, dtype=bool)
 
     def open(self, seq_id: SeqId) -> None:
         super().open(seq_id)
-        self._pending[seq_id] = PendingRows()
+        self._sequences.open(seq_id)
 
     def close(self, seq_id: SeqId) -> None:
         super().close(seq_id)
-        del self._pending[seq_id]
+        self._sequences.close(seq_id)
+
+    def can_reserve(self, num_rows: int) -> bool:
+        return self.pool.can_reserve(num_rows)
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        self._sequences.commit(seq_id, keep, retain)
 
     def cached_len(self, seq_id: SeqId) -> int:
         return self.pool.cached_len(seq_id) + self.first_row_token
 
     def truncate(self, seq_id: SeqId, length: int) -> None:
-        super().truncate(seq_id, max(0, length - self.first_row_token))
+        self._sequences.truncate(seq_id, max(0, length - self.first_row_token))
 
     def drop_fuzzy(self, seq_id: SeqId) -> bool:
         features, num_rows = self._features[seq_id], self.pool.cached_len(seq_id)

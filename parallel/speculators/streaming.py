@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel.kv.pass_plan import PendingRows, Span, SpanRows, lay_out, logit_rows
+from parallel.kv.pass_plan import PendingRows, Span, SpanRows, logit_rows
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.layers.attention import PassPlan
 from parallel.runtime.cuda_graphs import StepChoice
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.graph_list import GraphList
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.runtime.interface import PassOutput
+from parallel.runtime.runner import default_backend, make_backend
 from parallel.speculators.config import STREAMS
 from parallel.speculators.stream_layers import StreamLayers
 from parallel.transfers import to_device, upload
@@ -40,7 +42,7 @@ class _Grown:
     """Rows of the pass that have streams, int64 [n]."""
 
 
-class StreamingRunner(ModelRunner):
+class StreamingRunner(DecoderRunner):
     """The target's runner with streams where its features are asked for. Spans without streams, and sequences for whose
     streams the pool has no free rows, have zeros as features: a poor draft, never a wrong token. A pass in which no
     span has streams is the target's own.
@@ -50,13 +52,13 @@ class StreamingRunner(ModelRunner):
     """
 
     def __init__(
-        self, target: ModelRunner, layers: StreamLayers, *, prune_below: float = 0.0, backend: str | None = None
+        self, target: DecoderRunner, layers: StreamLayers, *, prune_below: float = 0.0, backend: str | None = None
     ) -> None:
-        if backend is None and target.decoder.device.type == "cuda":
-            backend = "padded"  # its plans take the slots that they are given, not all of a sequence
-        super().__init__(target.decoder, target.pool, backend=backend, graphs=False)
+        super().__init__(target.decoder, target.sequences)
+        if backend is None:  # on CUDA plans that take the slots which they are given, not all of a sequence
+            backend = "padded" if target.decoder.device.type == "cuda" else default_backend(self.pool)
+        self._backend = make_backend(backend, self.pool, self.decoder.attention_shape(), self.decoder)
         self._target = target
-        self._pending = target._pending
         self.layers = layers
         self._prune_below = prune_below
 
@@ -69,10 +71,9 @@ class StreamingRunner(ModelRunner):
             nothing = output.hidden.new_zeros(1, 1).expand(len(output.hidden), self.layers.config.feature_size)
             return replace(output, features=(nothing,) * len(taps))
         assert tuple(taps) == (STREAMS,), "a drafter of streams reads nothing else"
-        assert self.pool.can_reserve(sum(span.num_tokens for span in spans)), "call can_reserve before planning"
         token_ids = upload(token_ids, self.decoder.device)
         decoder, wanted = self.decoder, logit_rows(spans)
-        laid_out = lay_out(self.pool, self._pending, spans)
+        laid_out = self.sequences.lay_out(spans)
         plan = self._backend.plan(laid_out, wanted)
         assert len(plan.positions) == plan.num_rows, "passes that are not captured are not padded"
         hidden = decoder.embed(token_ids, plan.positions)
@@ -80,10 +81,20 @@ class StreamingRunner(ModelRunner):
         pruned = self._pruned(spans, laid_out, hidden, token_ids)
         hidden, features = self._finish(hidden, plan, self._grow(spans, laid_out, pruned))
         for span in spans:
-            self.pool.commit(span.seq_id, (), range(len(self._pending[span.seq_id].parents)))
+            self.pool.commit(span.seq_id, (), range(len(self.sequences.pending[span.seq_id].parents)))
         read = hidden if plan.logit_rows is None else hidden.index_select(0, plan.logit_rows)
         places = frozenset(place for place, row in enumerate(wanted) if row in pruned) if pruned else frozenset[int]()
         return PassOutput(decoder.head(read).float(), hidden, (features,), pruned=places)
+
+    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        return self._target.plan_rows(rows, wanted)
+
+    def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
+        """A pass without streams."""
+        return self._target.run(plan, token_ids, taps)
+
+    def run_eagerly(self) -> None:
+        self._target.run_eagerly()
 
     @property
     def captures(self) -> bool:

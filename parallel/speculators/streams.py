@@ -20,7 +20,7 @@ from parallel.model.config import DecoderConfig
 from parallel.model.families.fields import HfConfig
 from parallel.model.layer_plan import LayerPlan
 from parallel.model.weights import load_shards
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.self_speculation.runner import SelfDraftRunner
 from parallel.speculators.config import record_of
 from parallel.speculators.head_cells import TARGET_TABLE, HeadCell, HeadShapes, MatrixShape, Tensors
@@ -75,7 +75,7 @@ class StreamsDraftRunner(HeadsRunner):
 
     self_draft: SelfDraftRunner
 
-    def __init__(self, cell: StreamsCell, tensors: LoadedTensors, layers: StreamLayers, target: ModelRunner) -> None:
+    def __init__(self, cell: StreamsCell, tensors: LoadedTensors, layers: StreamLayers, target: DecoderRunner) -> None:
         super().__init__(cell, tensors, target.decoder)
         self.self_draft = SelfDraftRunner(target, LayerPlan(cell.config.layers, cell.config.layers))
         self._layers = layers

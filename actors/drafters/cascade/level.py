@@ -42,7 +42,7 @@ from actors.sampling.noise import NoiseStream, noise_key
 from actors.verification.random_source import HashRandomSource, RandomSource
 from actors.verification.top_tokens import TopTokensReader
 from actors.verification.verifier import Verifier, VerifyInput, VerifyResult
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.interface import Runner
 from parallel.self_speculation.runner import SelfDraftRunner
 
 _RULES_OF_LEVELS = {"kseq": "rejection", "block": "traversal"}
@@ -76,7 +76,7 @@ class CascadeDrafter:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         child: ChildLevel,
         spec: LevelSpec,
         options: ModelOptions,

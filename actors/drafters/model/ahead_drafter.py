@@ -27,7 +27,8 @@ from actors.drafters.model.drafter import ModelDrafter, node_rows
 from actors.protocol.draft_tree import DraftTree
 from actors.protocol.messages import Commit, DraftPreview, TokenTree
 from actors.sampling.logits import process_batch, top_children
-from parallel.runtime.runner import ModelRunner, Span
+from parallel.kv.pass_plan import Span
+from parallel.runtime.interface import Runner
 from parallel.transfers import to_host
 
 MAX_ROWS_AHEAD = 192
@@ -54,7 +55,7 @@ class AheadDrafter(ModelDrafter):
     waits_for_child = False
     may_work_ahead = True
 
-    def __init__(self, runner: ModelRunner, config: PassDrafterConfig, options: ModelOptions, pipeline: str) -> None:
+    def __init__(self, runner: Runner, config: PassDrafterConfig, options: ModelOptions, pipeline: str) -> None:
         super().__init__(runner, config, options)
         self.capabilities = Capabilities(
             runner.config.vocab_size, prefills=self, truncates=self, works_ahead=self, sends_previews=self

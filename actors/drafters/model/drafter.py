@@ -46,7 +46,8 @@ from actors.sampling.logits import (
     process_batch,
     top_children,
 )
-from parallel.runtime.runner import ModelRunner, PassOutput, Span
+from parallel.kv.pass_plan import Span
+from parallel.runtime.interface import PassOutput, Runner
 from parallel.transfers import to_host, upload
 
 
@@ -70,7 +71,7 @@ class _Rows:
 class ModelDrafter:
     """Drafts with `runner`; the verification rule decides how tokens are drawn."""
 
-    def __init__(self, runner: ModelRunner, config: PassDrafterConfig, options: ModelOptions) -> None:
+    def __init__(self, runner: Runner, config: PassDrafterConfig, options: ModelOptions) -> None:
         self.runner = runner
         self.capabilities = Capabilities(runner.config.vocab_size, prefills=self, truncates=self)
         self._options = options

@@ -43,11 +43,12 @@ from parallel.model.config import DecoderConfig, HeadRows
 from parallel.model.families.registry import read_config
 from parallel.model.partition import LayerLayout, Partition, default_partition, partition_of
 from parallel.runtime.graph_list import GraphList, chain_shapes, graph_shapes
+from parallel.runtime.interface import Runner
 from parallel.runtime.kv_sizing import DeviceShare, choose_dtype, fit_slots
 from parallel.runtime.model_bytes import dtype_name
 from parallel.runtime.nested_runner import NestedRunner
 from parallel.runtime.profiling import faster_mlp
-from parallel.runtime.runner import ModelRunner, captured_facts, open_model
+from parallel.runtime.runner import captured_facts, open_model
 from parallel.speculators.pard import filling_masks
 
 _FEWEST = 2
@@ -84,7 +85,7 @@ def open_draft_model(
     device: str,
     pipeline: str = PipelineName.sync,
     sharing: DeviceShare | None = None,
-) -> tuple[ModelRunner, dict[str, object]]:
+) -> tuple[Runner, dict[str, object]]:
     """This rank's part of the draft model, and the facts it reports."""
     layout = layer_layout(config, group, device, pipeline) if config.parallel is Parallel.layer else None
     head = head_rows(config)
@@ -117,11 +118,11 @@ def open_draft_model(
     options["kv_dtype"] = fit.kv_dtype
     runner = open_model(config.path, group, device, fit.dtype, fit.num_slots, **options)
     if config.prefixes:
-        runner = NestedRunner(runner.decoder, runner.pool, config.prefixes, config.prefix_confidence)
+        depths, backend = (config.prefixes, config.prefix_confidence), runner.attention
+        runner = NestedRunner(runner.decoder, runner.pool, *depths, backend=backend)
     facts |= captured_facts(runner, graphs, choices=partial(_sampled_chains, runner.decoder.device))
-    if layout is None and not config.prefixes:
-        runner = filling_masks(runner, config.path)
-    return translated(runner, config), facts
+    reads_text = runner if layout is not None or config.prefixes else filling_masks(runner, config.path)
+    return _translated(reads_text, config, head), facts
 
 
 def graph_list(config: ModelDrafterConfig, scheduler: SchedulerConfig, pipeline: str) -> GraphList:
@@ -139,9 +140,8 @@ def _sampled_chains(device: torch.device, num_sequences: int, num_steps: int) ->
     return ChoicesAhead.of([SamplingParams(temperature=1.0)] * num_sequences, [0] * num_sequences, num_steps, device)
 
 
-def translated(runner: ModelRunner, config: ModelDrafterConfig) -> ModelRunner:
+def _translated(runner: Runner, config: ModelDrafterConfig, head: HeadRows | None) -> Runner:
     """The runner as one of the target's tokens, if its own differ."""
-    head = runner.config.head
     if not config.tokenizer or head is None:
         return runner
     target, draft = _token_pieces(config)

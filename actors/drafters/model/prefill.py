@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
-from parallel.runtime.runner import ModelRunner, Span
+from parallel.runtime.interface import Runner
 
 
-def prefill(runner: ModelRunner, seq_id: SeqId, token_ids: Sequence[int], *, leave: int, chunk: int) -> None:
+def prefill(runner: Runner, seq_id: SeqId, token_ids: Sequence[int], *, leave: int, chunk: int) -> None:
     """Cache the text until at most its last `leave` tokens are uncached, `chunk` rows a pass; stops where the pool or
     the model's context is full."""
     end = min(len(token_ids) - leave, runner.config.max_positions)

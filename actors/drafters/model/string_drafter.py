@@ -18,7 +18,8 @@ from actors.drafters.model.prefill import prefill
 from actors.drafters.vocabulary.retokenized import RetokenizedText
 from actors.drafters.vocabulary.token_pieces import TokenPieces
 from actors.protocol.messages import Commit, TokenTree
-from parallel.runtime.runner import ModelRunner, Span
+from parallel.kv.pass_plan import Span
+from parallel.runtime.interface import Runner
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class _DraftedText:
 class StringDrafter:
     """Drafts with `runner`, whose tokenizer is `draft`, for a target with the tokenizer `target`."""
 
-    def __init__(self, runner: ModelRunner, target: TokenPieces, draft: TokenPieces, prefill_chunk: int) -> None:
+    def __init__(self, runner: Runner, target: TokenPieces, draft: TokenPieces, prefill_chunk: int) -> None:
         self.runner = runner
         self.capabilities = Capabilities(prefills=self, truncates=self)
         self._target = target

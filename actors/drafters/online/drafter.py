@@ -20,7 +20,7 @@ from actors.drafters.online.window_features import WindowFeatures
 from actors.drafters.online.windows import LawWindow, TextLaws
 from actors.protocol.messages import Commit, LearningWork, TopTokens
 from parallel.model.layers.weight import Weight
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.interface import Runner
 
 STEPS_PER_SAVE = 64
 """Steps of AdamW from one saved state to the next."""
@@ -33,7 +33,7 @@ class OnlineDrafter:
     def __init__(
         self,
         drafter: Drafter,
-        runner: ModelRunner,
+        runner: Runner,
         served: Sequence[Weight],
         learner: OnlineLearner,
         idle_share: float,

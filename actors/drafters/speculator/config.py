@@ -13,7 +13,7 @@ from actors.ranges import OneOf, Range, require
 if TYPE_CHECKING:
     from actors.drafters.interface import Drafter
     from actors.options import TargetConfig
-    from parallel.runtime.runner import ModelRunner
+    from parallel.runtime.decoder_runner import DecoderRunner
     from parallel.speculators.config import SpeculatorConfig
     from parallel.speculators.fusing import TapFuser
     from parallel.speculators.memory import SpeculatorMemory
@@ -63,7 +63,7 @@ class SpeculatorDrafterConfig(LearningDrafterConfig):
 
         return open_feature_fuser(self, target_layers, device)
 
-    def on_target(self, target: ModelRunner) -> ModelRunner:
+    def on_target(self, target: DecoderRunner) -> DecoderRunner:
         from parallel.speculators.registry import with_streams
 
         return with_streams(self.path, target, self.prune_below)

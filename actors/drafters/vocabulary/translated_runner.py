@@ -17,8 +17,7 @@ from actors.drafters.vocabulary.retokenized import RetokenizedText
 from actors.drafters.vocabulary.token_pieces import TokenPieces
 from parallel.kv.pass_plan import Span
 from parallel.kv.pool import SeqId
-from parallel.model.config import DecoderConfig
-from parallel.runtime.runner import ModelRunner, PassOutput
+from parallel.runtime.interface import PassOutput, Runner, RunnerSizes
 
 _NO_ROWS = range(0)
 
@@ -41,7 +40,14 @@ class _TranslatedText:
     num_rows: int = 0  # pending rows of the draft model
 
 
-class TranslatedRunner(ModelRunner):
+@dataclass(frozen=True, slots=True)
+class _TranslatedSizes:
+    vocab_size: int
+    num_logits: int
+    max_positions: int
+
+
+class TranslatedRunner(Runner):
     """`runner` has a head of the shared tokens, whose target ids `draft_ids` maps to their own, and `width` columns.
 
     A pass of a sequence without pending rows begins with text: all rows up to the first whose logits are wanted, which
@@ -49,21 +55,24 @@ class TranslatedRunner(ModelRunner):
     """
 
     def __init__(
-        self, runner: ModelRunner, target: TokenPieces, draft: TokenPieces, draft_ids: Mapping[int, int], width: int
+        self, runner: Runner, target: TokenPieces, draft: TokenPieces, draft_ids: Mapping[int, int], width: int
     ) -> None:
         self.runner = runner
         self.decoder = runner.decoder
-        self.pool = runner.pool
         self._target = target
         self._draft = draft
-        self._config = replace(runner.config, vocab_size=width)
+        self._config = _TranslatedSizes(width, width, runner.config.max_positions)
         self._draft_ids = draft_ids
         self._sequences: dict[SeqId, _TranslatedText] = {}
         self._promised = 0
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> RunnerSizes:
         return self._config
+
+    @property
+    def longest_draft(self) -> int:
+        return self.runner.longest_draft
 
     def open(self, seq_id: SeqId) -> None:
         self.runner.open(seq_id)
@@ -127,6 +136,9 @@ class TranslatedRunner(ModelRunner):
             draft_spans.append(self._lay_out(span, tokens, start, len(piece)))
             fed += [*piece, *(self._draft_ids.get(token, 0) for token in nodes)]
         return self.runner.forward(draft_spans, fed, taps, fuzzy=fuzzy)
+
+    def run_eagerly(self) -> None:
+        self.runner.run_eagerly()
 
     def _num_text_rows(self, span: Span) -> int:
         if self._sequences[span.seq_id].pending:

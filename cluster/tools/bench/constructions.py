@@ -24,7 +24,8 @@ from cluster.io.console import Terminal
 from cluster.io.prompts import read_prompts
 from cluster.io.text import load_tokenizer, read_eos_token_ids
 from cluster.tools.bench.rounds import CountedRound, complete
-from parallel.runtime.runner import ModelRunner, open_model
+from parallel.runtime.decoder_runner import DecoderRunner
+from parallel.runtime.runner import open_model
 
 WORKLOADS = {"completion": pocket.PROMPTS, "editing": pocket.PROMPTS.with_name("editing.jsonl")}
 BUDGETS = (16, 64)
@@ -35,7 +36,7 @@ class TeachingVerifier(Verifier):
     """Its verdicts bring the drafter what the target ranked highest."""
 
     def __init__(
-        self, target: ModelRunner, eos: tuple[int, ...], config: AdedDrafterConfig, drafter: AdedDrafter
+        self, target: DecoderRunner, eos: tuple[int, ...], config: AdedDrafterConfig, drafter: AdedDrafter
     ) -> None:
         self._rows = TopTokensReader.of(config.target_top_k, reads_prompts=config.reads_prompts)
         super().__init__(target, "coupled", eos, top_tokens=self._rows)
@@ -54,7 +55,7 @@ class TeachingVerifier(Verifier):
 
 
 def rounds_of(
-    target: ModelRunner,
+    target: DecoderRunner,
     config: AdedDrafterConfig,
     eos: tuple[int, ...],
     prompts: Sequence[tuple[int, ...]],

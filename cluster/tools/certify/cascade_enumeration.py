@@ -32,10 +32,11 @@ from cluster.tools.certify.rule_enumeration import (
     emission,
     total_variation,
 )
-from parallel.runtime.runner import PassOutput, Span
+from parallel.kv.pass_plan import Span
+from parallel.runtime.interface import PassOutput
 
 if TYPE_CHECKING:
-    from parallel.runtime.runner import ModelRunner
+    from parallel.runtime.interface import Runner
 
 VOCAB, PROMPT = 3, (0, 0)
 _LONGEST = 99
@@ -151,7 +152,7 @@ def toy_level(
     runner = ToyRunner(distribution, VOCAB, len(PROMPT))
     child_width, width = widths[number - 1 : number + 1] if widths else (1, 1)
     return CascadeDrafter(
-        cast("ModelRunner", runner),  # the part of it that a level uses
+        cast("Runner", runner),  # the part of it that a level uses
         ChildLevel(LocalChild(child), str(number - 1), max(lengths[:number])),
         LevelSpec(number, str(number), tail, width=width, child_width=child_width, works_ahead=works_ahead),
         ModelOptions(rule, law_size, (), _LONGEST),

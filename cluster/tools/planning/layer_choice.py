@@ -26,8 +26,9 @@ from cluster.tools.planning.layer_costs import LayerCosts, Value, contradiction
 from parallel.comm.group import SINGLE
 from parallel.kv.pass_plan import Span
 from parallel.model.layer_plan import LayerPlan
+from parallel.runtime.decoder_runner import DecoderRunner
 from parallel.runtime.kv_sizing import choose_dtype, choose_kv_dtype, choose_weights
-from parallel.runtime.runner import ModelRunner, open_model
+from parallel.runtime.runner import open_model
 from parallel.self_speculation.replay import Replay
 
 _REPEATS = 25
@@ -45,7 +46,7 @@ class Evaluation:
     layers: LayerPlan
 
 
-def open_target(config: TargetConfig, num_slots: int) -> ModelRunner:
+def open_target(config: TargetConfig, num_slots: int) -> DecoderRunner:
     """The target in this process."""
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = choose_dtype(config.dtype, device)
@@ -55,7 +56,7 @@ def open_target(config: TargetConfig, num_slots: int) -> ModelRunner:
 
 
 def write_texts(
-    target: ModelRunner,
+    target: DecoderRunner,
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
     num_tokens: int,
@@ -82,7 +83,7 @@ def write_texts(
 class LayerValues:
     """Measures choices of layers on these texts; drafts have at most `longest` tokens."""
 
-    def __init__(self, target: ModelRunner, contexts: Sequence[Context], longest: int, *, coupled: bool) -> None:
+    def __init__(self, target: DecoderRunner, contexts: Sequence[Context], longest: int, *, coupled: bool) -> None:
         self._target = target
         self._whole = LayerPlan.whole(target.config.num_layers)
         self._longest = longest

@@ -24,7 +24,7 @@ from cluster.tools.simulation.costs import PassCost
 from cluster.tools.simulation.language import RequestText
 from parallel.kv.pass_plan import PendingRows, Span
 from parallel.kv.pool import SeqId
-from parallel.runtime.runner import ModelRunner
+from parallel.runtime.interface import Runner
 
 TextOf = Callable[[Any], RequestText]
 """Request id -> its text."""
@@ -68,7 +68,7 @@ class _ScriptedSequence:
 
 
 class ScriptedRunner:
-    """The methods of `ModelRunner` that drafters call: rows and their positions, and time instead of arithmetic.
+    """The methods of `Runner` that drafters call: rows and their positions, and time instead of arithmetic.
 
     `exact`: cost of an exact pass of a layer-parallel model, whose other passes are fuzzy; None for other models.
     """
@@ -96,7 +96,7 @@ class ScriptedRunner:
     def cached_len(self, request_id: SeqId) -> int:
         return self._sequences[request_id].cached_len
 
-    def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  the signature of ModelRunner
+    def can_reserve(self, num_rows: int) -> bool:  # noqa: ARG002  the signature of Runner
         return True
 
     def commit(self, request_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
@@ -173,7 +173,7 @@ def draft_role(
     pipeline: str, config: ModelDrafterConfig, scripted: ScriptedRunner, time: LaneClock, *, adapts: bool
 ) -> DraftRole:
     """The role as `actors/worker/factory.py` would build it for this pipeline."""
-    runner = cast(ModelRunner, scripted)  # it has the methods that drafters call
+    runner = cast(Runner, scripted)  # it has the methods that drafters call
     options = ModelOptions("coupled", law_size=0, eos_token_ids=(), prefill_chunk=512)
     if pipeline in AHEAD:
         drafter = ScriptedAheadDrafter(runner, config, options, pipeline)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from actors.drafters.config import DraftSetup
@@ -13,6 +19,9 @@ from parallel.comm.group import SINGLE
 from parallel.model.config import DecoderConfig
 from parallel.model.families.registry import read_config
 from parallel.runtime.layer_parallel_runner import LayerParallelRunner
+from parallel.runtime.nested_runner import NestedRunner
+from parallel.runtime.runner import ModelRunner
+from parallel.speculators.pard import MASK_FIELD, PardRunner
 
 
 def config_of(**choices) -> ModelDrafterConfig:
@@ -96,6 +105,18 @@ def test_the_facts_of_a_layer_parallel_drafter(models):
     assert not isinstance(runner, LayerParallelRunner) and "layer_groups" not in facts
 
 
+def test_attention_is_computed_as_the_record_says_by_the_first_layers_and_behind_masks_too(models, tmp_path):
+    record = ModelDrafterConfig(path=str(models["deep"]), attention="sdpa")
+    nested, _ = open_draft_model(replace(record, prefixes=[1, 2]), SchedulerConfig(), SINGLE, "cpu")
+    assert isinstance(nested, NestedRunner) and nested.attention == "sdpa"
+    shutil.copytree(models["deep"], tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {MASK_FIELD: 3}))
+    filling, _ = open_draft_model(replace(record, path=str(tmp_path)), SchedulerConfig(), SINGLE, "cpu")
+    assert isinstance(filling, PardRunner) and isinstance(filling.runner, ModelRunner)
+    assert filling.runner.attention == "sdpa"
+
+
 @pytest.mark.parametrize(
     ("pipeline", "strategy", "rows"),
     [
@@ -115,8 +136,6 @@ def test_mlps_are_measured_over_the_rows_they_will_mostly_see(models, monkeypatc
 
 
 def test_broadcast_keeps_whole_mlps_whatever_is_faster(models):
-    class Two:
-        rank, size = 0, 2
-
+    two: Any = SimpleNamespace(rank=0, size=2)
     config = config_of(path=str(models["deep"]), ranks=2, calibration=Calibration.broadcast)
-    assert layer_layout(config, Two(), "cpu").mlp == "replicated"
+    assert layer_layout(config, two, "cpu").mlp == "replicated"

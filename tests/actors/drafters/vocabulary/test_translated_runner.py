@@ -49,11 +49,32 @@ def pair(tmp_path_factory):
     return target, draft
 
 
-def open_translated(pair, **options):
+def open_translated(pair, **options) -> tuple[ModelDrafterConfig, Any, dict[str, object]]:
     target, draft = pair
     config = ModelDrafterConfig(path=str(draft), tokenizer=str(target), kv_slots=2000, **options)
     runner, facts = open_draft_model(config, SchedulerConfig(), SINGLE, "cpu")
     return config, runner, facts
+
+
+def test_what_is_asked_of_the_model_behind_the_tokens_reaches_it(pair):
+    _, runner, _ = open_translated(pair)
+    runner.runner = Narrow(runner.runner)
+    assert runner.longest_draft == 3, "a model that fills masks has no logits below its deepest one"
+    runner.run_eagerly()
+    assert runner.runner.eager, "only the parts of an eager pass can be timed"
+
+
+class Narrow:
+    """A runner that drafts three tokens at most."""
+
+    longest_draft = 3
+    eager = False
+
+    def __init__(self, runner) -> None:
+        self.runner = runner
+
+    def run_eagerly(self) -> None:
+        self.eager = True
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
@@ -116,7 +137,7 @@ def test_rows_and_laws_after_any_verdict_over_awkward_text(pair, strategy, rule)
         tokens = (*(draft.tree.token_ids[node] for node in path), *written[start : start + 3])
         drafter.observe(context, Commit(1, 0, len(context.token_ids), path, tokens))
         context.token_ids += tokens
-        runner.pool.check()
+        runner.runner.pool.check()
         check_rows(runner, pair[1], 1)
         if choose.random() < 0.2:
             context.cut(len(context.token_ids) - choose.randrange(1, 9))

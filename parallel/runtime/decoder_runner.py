@@ -1,0 +1,101 @@
+"""A runner whose rows stand in a KV pool as they were fed, computed by layers of one decoder.
+
+Others can take part in its passes: they lay rows out, choose the layers or what enters them, and run the plan. So the
+target's own layers draft over its rows, and its passes go on where drafts left off. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from parallel.kv.pass_plan import Span, SpanRows, logit_rows
+from parallel.kv.pool import SeqId
+from parallel.kv.sequences import PooledSequences
+from parallel.model.config import DecoderConfig
+from parallel.model.decoder import Decoder
+from parallel.model.layers.attention import PassPlan
+from parallel.runtime.cuda_graphs import StepChoice
+from parallel.runtime.graph_list import GraphList
+from parallel.runtime.interface import PassOutput, Runner
+
+
+class DecoderRunner(Runner):
+    """`sequences` may be those of another runner, whose rows this one then reads and writes."""
+
+    def __init__(self, decoder: Decoder, sequences: PooledSequences) -> None:
+        self.decoder = decoder
+        self.sequences = sequences
+        self.pool = sequences.pool
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.decoder.config
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self, seq_id: SeqId) -> None:
+        self.sequences.open(seq_id)
+
+    def close(self, seq_id: SeqId) -> None:
+        self.sequences.close(seq_id)
+
+    def cached_len(self, seq_id: SeqId) -> int:
+        return self.pool.cached_len(seq_id)
+
+    def can_reserve(self, num_rows: int) -> bool:
+        return self.pool.can_reserve(num_rows)
+
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        self.sequences.commit(seq_id, keep, retain)
+
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        self.sequences.truncate(seq_id, length)
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        spans: Sequence[Span],
+        token_ids: Tensor | Sequence[int],
+        taps: Sequence[int] = (),
+        *,
+        fuzzy: bool = False,  # noqa: ARG002  of LayerParallelRunner
+    ) -> PassOutput:
+        """Plan and run; plans may also be built ahead."""
+        return self.run(self.plan(spans), token_ids, taps)
+
+    def plan(self, spans: Sequence[Span]) -> PassPlan:
+        """Reserve the rows of a pass and build its plan; call `can_reserve` first."""
+        return self.plan_rows(self.sequences.lay_out(spans), logit_rows(spans))
+
+    @abstractmethod
+    def plan_rows(self, rows: Sequence[SpanRows], wanted: list[int]) -> PassPlan:
+        """The plan of a pass over rows that are laid out; the head reads those `wanted`."""
+        ...
+
+    @abstractmethod
+    def run(self, plan: PassPlan, token_ids: Tensor | Sequence[int], taps: Sequence[int] = ()) -> PassOutput:
+        """Run a plan on its rows' tokens, [T]; the host does not wait for a tensor that is on the device."""
+        ...
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured as CUDA graphs."""
+        return False
+
+    def capture(
+        self,
+        graphs: GraphList,  # noqa: ARG002  of runners that capture
+        taps: Sequence[int] = (),  # noqa: ARG002
+        choices: Callable[[int, int], StepChoice] | None = None,  # noqa: ARG002
+    ) -> GraphList:
+        """Capture these passes and chains, which no sequence may be open for; those that gave a graph of their own.
+        `choices(sequences, steps)` chooses the tokens of a chain.
+
+        With several ranks all do so, in the same order. Empty where passes are not captured; shapes that the pool
+        cannot hold are left out.
+        """
+        return GraphList()

@@ -1,0 +1,149 @@
+"""What a runner is: passes of one model over rows of sequences, and how its rows follow the text.
+
+Drafters and the verifier (`actors`) call a `Runner` and know no more of a model. `DecoderRunner`, in a file of its own,
+is one whose rows stand in a KV pool as they were fed; other runners take part in its passes. A runner that holds
+another one, to fill masks or to translate tokens, wraps it. Knows no pool and no rule of drafting.
+
+A sequence has committed rows, in the order of the text, and after them pending ones, which form trees (`Span`). A
+drafter opens a sequence, feeds the text and draft tokens, commits the rows of what was accepted, and closes it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.kv.pass_plan import Span
+from parallel.kv.pool import SeqId
+
+if TYPE_CHECKING:
+    from parallel.model.decoder import Decoder
+    from parallel.model.layers.embedding import VocabTable
+    from parallel.runtime.cuda_graphs import StepChoice
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """logits [N, `num_logits`] float32 of the rows they were asked for; hidden [T, H]; one [T, H] per tap.
+
+    `acceptance` [N], of a speculator that was trained to predict it: the chance that the target accepts a token drawn
+    from these logits. It follows from the rows alone, not from what is drawn. `pruned` are rows of the logits that the
+    pass gave up, of tokens to be rejected (`StreamingRunner`).
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    features: tuple[Tensor, ...]
+    acceptance: Tensor | None = None
+    pruned: frozenset[int] = frozenset()
+
+
+class RunnerSizes(Protocol):
+    """What callers ask of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_logits(self) -> int:
+        """Columns of its logits."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Rows of a sequence, at most."""
+        ...
+
+
+class Runner(Protocol):
+    """Passes of one model. The methods with a body are those of a model whose rows are all exact and whose passes are
+    run one by one."""
+
+    decoder: Decoder
+    """Whose embedding and head it uses, on whose device it runs, and whose ranks all make the same passes."""
+
+    @property
+    @abstractmethod
+    def config(self) -> RunnerSizes: ...
+
+    @property
+    def longest_draft(self) -> int:
+        """Tokens of one path after the text, at most, that it has logits for."""
+        return self.config.max_positions
+
+    @property
+    def split_head(self) -> VocabTable | None:
+        """The head of which each rank has some tokens, all of them and in their order, if passes without the exchange
+        of logits (`ungathered`) are sound: the runner reads none itself. The verifier asks; None where not."""
+        return None
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open(self, seq_id: SeqId) -> None:
+        """A sequence without rows."""
+
+    @abstractmethod
+    def close(self, seq_id: SeqId) -> None:
+        """Give its rows back."""
+
+    @abstractmethod
+    def cached_len(self, seq_id: SeqId) -> int:
+        """Leading tokens of the text that need not be fed again: its committed rows."""
+        ...
+
+    @abstractmethod
+    def can_reserve(self, num_rows: int) -> bool:
+        """Whether a pass may feed so many rows; `forward` relies on it."""
+        ...
+
+    @abstractmethod
+    def commit(self, seq_id: SeqId, keep: Sequence[int], retain: Sequence[int] = ()) -> None:
+        """Commit the pending rows `keep`, a path that starts after the committed rows; rows `retain` stay pending, all
+        others are dropped."""
+
+    @abstractmethod
+    def truncate(self, seq_id: SeqId, length: int) -> None:
+        """Drop the pending rows and those of tokens from `length` on."""
+
+    def drop_pending(self, seq_id: SeqId) -> None:
+        self.truncate(seq_id, self.cached_len(seq_id))
+
+    def drop_fuzzy(self, seq_id: SeqId) -> bool:  # noqa: ARG002  here all rows are exact
+        """Drop committed rows from the first fuzzy one on, whose tokens are then fed again; returns whether there were
+        any. Drafters call it when a verdict arrives."""
+        return False
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def forward(
+        self, spans: Sequence[Span], token_ids: Tensor | Sequence[int], taps: Sequence[int] = (), *, fuzzy: bool = False
+    ) -> PassOutput:
+        """One pass over the tokens of all spans, [T]. `taps` are residual streams to return as features, numbered as
+        `Decoder.forward` does.
+
+        `fuzzy` allows an approximate pass, whose rows are later computed again exactly: drafters set it for all passes
+        of a draft but the first, which feeds text.
+        """
+        ...
+
+    @torch.inference_mode()
+    def extend(self, seq_ids: Sequence[SeqId], token_ids: Tensor, choice: StepChoice) -> Tensor:
+        """Feed each sequence its token, choose the next one from the logits, feed that, for all steps of `choice`: the
+        chosen tokens, [steps, sequences]. The host waits for none of them. The passes are fuzzy where there are such.
+        """
+        spans = [Span(seq_id, 1) for seq_id in seq_ids]
+        chosen: list[Tensor] = []
+        for step in range(len(choice)):
+            token_ids = choice.choose(self.forward(spans, token_ids, fuzzy=True).logits, step)
+            chosen.append(token_ids[None])
+        return torch.cat(chosen)
+
+    def run_eagerly(self) -> None:
+        """Stop using captured passes, because only the parts of an eager pass can be timed."""
