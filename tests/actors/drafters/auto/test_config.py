@@ -1,0 +1,78 @@
+"""What `drafter=auto` needs and says follows from its drafters, whichever of them it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.drafters.adjacency.config import AdedDrafterConfig, RecyclingDrafterConfig
+from actors.drafters.auto.config import AutoDrafterConfig
+from actors.drafters.cascade.config import CascadeDrafterConfig
+from actors.drafters.config import DrafterConfig, DraftSetup
+from actors.drafters.lookup.maxgram import MaxgramDrafterConfig
+from actors.drafters.lookup.ngram import NgramDrafterConfig
+from actors.drafters.lookup.suffix import SuffixDrafterConfig
+from actors.drafters.model.config import ModelDrafterConfig, Strategy
+from actors.drafters.retrieval.config import RestDrafterConfig
+from actors.options import PipelineName, SchedulerConfig, VerifyConfig, VerifyRule
+from actors.protocol.messages import SamplingKind
+from actors.verification.compatibility import DraftTrait
+from parallel.comm.group import SINGLE
+from tests.actors.drafters.retrieval.small_store import small_store
+
+SMALL, LARGE = ModelDrafterConfig(path="small"), ModelDrafterConfig(path="large")
+LEVELS = CascadeDrafterConfig(levels=[NgramDrafterConfig(), LARGE], num_draft_tokens=5)
+TREE = ModelDrafterConfig(path="small", strategy=Strategy.tree)
+SYNC = PipelineName.sync
+
+
+def auto(*drafters: DrafterConfig, **fields: Any) -> AutoDrafterConfig:
+    return AutoDrafterConfig(drafters=list(drafters), **fields)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "is_chain", "top_k", "reads_prompts"),
+    [
+        ([NgramDrafterConfig(), SMALL], True, 0, False),
+        ([SMALL, SuffixDrafterConfig(width=2)], False, 0, False),
+        ([TREE, NgramDrafterConfig()], False, 0, False),
+        ([RecyclingDrafterConfig(width=3, reads_prompts=False), AdedDrafterConfig(width=5)], False, 5, True),
+        ([NgramDrafterConfig(), RecyclingDrafterConfig(width=3, reads_prompts=False)], False, 3, False),
+    ],
+)
+def test_it_needs_what_any_of_them_needs(drafters, is_chain, top_k, reads_prompts):
+    both = auto(*drafters)
+    assert (both.is_chain, both.target_top_k, both.reads_prompts) == (is_chain, top_k, reads_prompts)
+    assert both.chooses_lengths
+
+
+def test_its_models_are_those_of_all_drafters_and_levels():
+    both = auto(SuffixDrafterConfig(), SMALL, LEVELS)
+    assert both.draft_models == [SMALL, LARGE] and both.models() == ["small", "large"]
+    assert auto(SuffixDrafterConfig()).draft_models == auto(SuffixDrafterConfig()).models() == []
+
+
+def test_drafters_of_one_name_are_numbered():
+    three = auto(SMALL, SuffixDrafterConfig(), LARGE)
+    assert [three.drafter_name(i) for i in range(3)] == ["0-model", "suffix", "2-model"]
+
+
+@pytest.mark.parametrize("rule", [VerifyRule.coupled, VerifyRule.rejection, VerifyRule.block])
+def test_kinds_and_traits_are_those_of_any_of_them(rule):
+    parts = [NgramDrafterConfig(), SMALL, TREE]
+    kinds, traits = auto(*parts).sampling_kinds(rule, SYNC), auto(*parts).draft_traits(rule, SYNC)
+    assert kinds == set().union(*(one.sampling_kinds(rule, SYNC) for one in parts))
+    assert traits == set().union(*(one.draft_traits(rule, SYNC) for one in parts))
+    assert SamplingKind.DETERMINISTIC in kinds and len(kinds) > 1 and DraftTrait.BRANCHES in traits
+
+
+def test_it_is_built_of_its_drafters_and_says_what_they_hold():
+    rest = RestDrafterConfig(datastore=small_store(), num_draft_tokens=9)
+    both = auto(MaxgramDrafterConfig(num_draft_tokens=3), rest, SuffixDrafterConfig(width=2), num_draft_tokens=6)
+    setup = DraftSetup(VerifyConfig(), "sync", SchedulerConfig(), SINGLE, "cpu", ())
+    built: Any = both.build(setup)
+    drafter, facts = built
+    found = [(one.name, one.longest, one.is_shown, one.is_chain) for one in drafter.members]
+    assert found == [("maxgram", 3, True, True), ("rest", 6, True, False), ("suffix", 6, True, False)]
+    assert facts == {"datastore_tokens": 4 * 3001, "corpus_tokens": 0}
