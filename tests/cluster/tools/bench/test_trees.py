@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from actors.drafters.model.fixed_trees import expected_accepted
+from actors.drafters.model.config import Draws, ModelDrafterConfig, Strategy
+from actors.drafters.model.fixed_trees import best_trees, expected_accepted, read_trees
+from actors.options import PipelineName
 from actors.protocol.token_tree import TokenTree
+from actors.verification.compatibility import check_scheme
 from cluster.tools.bench import trees
 from cluster.tools.bench.rounds import CountedRound
 
@@ -49,6 +54,50 @@ def test_the_interval_is_over_prompts():
 )
 def test_gsd_would_not_draft_a_token_again_off_its_path(tokens, parents, merged):
     assert trees.num_mergeable(TokenTree(tuple(tokens), tuple(parents))) == merged
+
+
+SHAPES = {
+    "chain": dict(strategy=Strategy.chain),
+    "MCSD": dict(strategy=Strategy.tree, draws=Draws.independent, acceptance=1),
+    "SpecTr (K-SEQ), paths": dict(strategy=Strategy.tree, acceptance=1, stars=True),
+    "K-SEQ, tree": dict(strategy=Strategy.tree, acceptance=1),
+    "RSD-C": dict(strategy=Strategy.tree, acceptance=0),
+    "RSD-S": dict(strategy=Strategy.beam, width=3, depth=5),
+    "Sequoia": dict(strategy=Strategy.tree, file=0),
+    "GSD": dict(strategy=Strategy.tree, acceptance=0, merge_ngram=1),
+    "coupled, fixed tree": dict(strategy=Strategy.tree, acceptance=2),
+    "coupled, Sequoia": dict(strategy=Strategy.tree, file=2),
+    "coupled, beam": dict(strategy=Strategy.beam, width=3, depth=5),
+    "coupled, best_first": dict(strategy=Strategy.best_first, width=4, depth=8),
+    "coupled, best_first, merged": dict(strategy=Strategy.best_first, width=4, depth=8, merge_ngram=1),
+    "coupled, CaPE": dict(strategy=Strategy.cape, width=4, depth=8),
+}
+"""What a scheme of 15 nodes is; `acceptance` and `file`: whose acceptance by rank its tree is the best for."""
+BY_RANK = trees.Acceptance(
+    [0.5, 0.3, 0.1, *[0.0] * 5], [0.55, 0.4, *[0.0] * 6], [0.25, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05, 0.05]
+)
+
+
+@pytest.mark.parametrize("scheme", trees.SCHEMES, ids=lambda scheme: f"{scheme.name}-{scheme.rule}")
+def test_a_scheme_drafts_as_it_is_named_with_all_its_nodes(scheme, tmp_path):
+    config, expected = scheme.make(15, BY_RANK, tmp_path), dict(SHAPES[scheme.name])
+    assert config.num_draft_tokens == 15
+    default = ModelDrafterConfig()
+    if (of := expected.pop("acceptance", None)) is not None:
+        expected["branching"] = trees.best_branching(15, BY_RANK[of], stars=expected.pop("stars", False))
+    if (of := expected.pop("file", None)) is not None:
+        (best,) = best_trees(BY_RANK[of], 15, trees.DEEPEST)[-1:]
+        assert read_trees(Path(config.tree)) == [best] and len(best) == 16
+        expected["tree"] = config.tree
+    assert config == replace(default, num_draft_tokens=15, **expected)
+    is_exact_for = config.sampling_kinds(scheme.rule, PipelineName.sync)
+    check_scheme(scheme.rule, is_exact_for, config.draft_traits(scheme.rule, PipelineName.sync))
+
+
+def test_best_branchings_differ_by_what_is_accepted():
+    """Otherwise no scheme could show whose acceptance it was made for."""
+    found = [tuple(trees.best_branching(15, one)) for one in BY_RANK]
+    assert len(set(found)) == 3 and trees.best_branching(15, BY_RANK[1], stars=True) != list(found[1])
 
 
 @pytest.mark.slow
