@@ -132,16 +132,20 @@ class DraftedCosts:
         return self.gap.slope(drafted, _LENGTH_STIFFNESS), self.verify.slope(read, _LENGTH_STIFFNESS)
 
     def verify_s(self, mean: float, plain_verify_s: float) -> float:
-        """Seconds of a pass over drafts of `mean` tokens."""
-        return self._pass_s(mean, self.per_token_s(plain_verify_s)[1])
+        """Seconds of a pass over drafts of `mean` tokens: at least a plain pass, since it reads what that reads."""
+        return self._pass_s(mean, self.per_token_s(plain_verify_s)[1], plain_verify_s)
 
-    def _pass_s(self, mean: float, per_token_s: float) -> float:
-        return max(_LEAST_VERIFY * self.verify.mean_y, self.verify.at(mean, per_token_s))
+    def _pass_s(self, mean: float, per_token_s: float, plain_verify_s: float) -> float:
+        return max(plain_verify_s, _LEAST_VERIFY * self.verify.mean_y, self.verify.at(mean, per_token_s))
 
-    def seconds(self, longest: int, per_token_s: tuple[float, float]) -> list[float]:
+    def seconds(self, longest: int, plain_verify_s: float) -> list[float]:
         """Seconds of a round in which every request gets a draft of 0, 1, ... `longest` tokens."""
-        gap_s = self.gap.at(0, per_token_s[0])
-        return [max(0.0, gap_s + k * per_token_s[0]) + self._pass_s(k, per_token_s[1]) for k in range(longest + 1)]
+        gap_token_s, pass_token_s = self.per_token_s(plain_verify_s)
+        gap_s = self.gap.at(0, gap_token_s)
+        return [
+            max(0.0, gap_s + k * gap_token_s) + self._pass_s(k, pass_token_s, plain_verify_s)
+            for k in range(longest + 1)
+        ]
 
 
 @dataclass(slots=True)
@@ -161,10 +165,21 @@ class LoadCosts:
         if is_first and costs.weight:
             return
         factor = speed.factor
-        speed.update(times.verify_s, costs.verify_s(times.mean, self.plain.verify.mean), costs.weight)
+        speed.update(times.verify_s, *self._expected_pass(costs, times, factor))
         costs.update(times.at(factor))
         if is_first:
             costs.fade(UNSETTLED)
+
+    def _expected_pass(
+        self, costs: PlainCosts | DraftedCosts, times: MeasuredRound, factor: float
+    ) -> tuple[float, float]:
+        """Seconds expected of the target's pass, without the factor, and the weight of that estimate.
+
+        A pass over drafts that is quicker than plain passes were shows that the machine has become faster since.
+        """
+        plain = self.plain.verify
+        is_faster = times.verify_s < plain.mean * factor
+        return costs.verify_s(times.mean, plain.mean), max(costs.weight, plain.weight if is_faster else 0.0)
 
     def inherited(self) -> LoadCosts:
         """Estimates for a similar load, to be corrected soon."""

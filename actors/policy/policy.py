@@ -330,7 +330,7 @@ class AdaptivePolicy(Policy):
         plain_s, costs = self._load.plain.verify.mean, self._load.way(choice)
         if costs.weight:
             per_token_s = costs.per_token_s(plain_s)
-            return Tradeoff(tokens, costs.seconds(self.longest_draft, per_token_s), *per_token_s)
+            return Tradeoff(tokens, costs.seconds(self.longest_draft, plain_s), *per_token_s)
         known = self._load.drafted.get(Decoding.ahead, costs)
         draft_s = known.draft_s.mean_y / known.draft_s.mean_x if known.draft_s.mean_x else 0.0
         pass_s = max(plain_s or known.verify.mean_y, 1e-9)

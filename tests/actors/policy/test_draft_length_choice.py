@@ -31,7 +31,7 @@ def accepted(draw, chance, length):
 
 def tradeoff_of(tokens, costs):
     slopes = costs.per_token_s(PLAIN_S)
-    return Tradeoff(tokens, costs.seconds(len(tokens) - 1, slopes), *slopes)
+    return Tradeoff(tokens, costs.seconds(len(tokens) - 1, PLAIN_S), *slopes)
 
 
 class Rounds:
@@ -75,8 +75,7 @@ class Trained(Rounds):
 
     def best(self, costs, shortest):
         """Tokens per second of every length, and the fastest of those allowed."""
-        slopes = costs.per_token_s(PLAIN_S)
-        speeds = (1 + np.cumsum([0, *self.survival.chances])) / costs.seconds(LONGEST, slopes)
+        speeds = (1 + np.cumsum([0, *self.survival.chances])) / costs.seconds(LONGEST, PLAIN_S)
         least = max(1, shortest)
         return speeds, least + int(speeds[least:].argmax())
 
