@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
-from parallel.runtime.runner import PassOutput
+from parallel.runtime.decoder_runner import DecoderRunner
+from parallel.runtime.runner import ModelRunner, PassOutput
 
 VOCAB = 97
 
 
-class ScriptedRunner:
+class ScriptedRunner(ModelRunner):
     """Row `i` of a pass has hidden state `i`, `1000 * tap + i` at a tap, and logits that prefer token `(7 * t) % VOCAB`
     after token `t`. Sequence `s` has cached `cached[s]` rows, in the slots `100 * s, 100 * s + 1` and so on."""
 
     def __init__(self, cached, num_heads=2, pruned: Iterable[int] = ()):
-        self.cached, self.passes, self._pruned = dict(cached), [], frozenset(pruned)
-        self.pool = SimpleNamespace(keys=torch.empty(0), slots=self._slots, read=self._read)
-        self.decoder = SimpleNamespace(group=SimpleNamespace(size=1))
-        self.config = SimpleNamespace(num_kv_heads=num_heads)
+        self.cached: dict[Any, int] = dict(cached)
+        self.passes, self._pruned = [], frozenset(pruned)
+        pool = SimpleNamespace(keys=torch.empty(0), slots=self._slots, read=self._read)
+        config, group = SimpleNamespace(num_kv_heads=num_heads), SimpleNamespace(size=1)
+        decoder: Any = SimpleNamespace(config=config, group=group)
+        sequences: Any = SimpleNamespace(pool=pool)
+        DecoderRunner.__init__(self, decoder, sequences)  # without passes of its own
 
     def cached_len(self, seq_id):
         return self.cached[seq_id]

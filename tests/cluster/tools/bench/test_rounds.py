@@ -21,8 +21,8 @@ class Target(ScriptedRunner):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.texts: dict[int, list[int]] = {}
-        self.closed: list[tuple[int, list[int]]] = []
+        self.texts: dict[Any, list[int]] = {}
+        self.closed: list[tuple[Any, list[int]]] = []
 
     def open(self, seq_id):
         self.texts[seq_id], self.cached[seq_id] = [], 0
