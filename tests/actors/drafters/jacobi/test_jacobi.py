@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from actors.drafters.interface import Context
 from actors.drafters.jacobi.config import JacobiDrafterConfig
 from actors.drafters.jacobi.jacobi import JacobiDrafter
-from actors.protocol.messages import Commit, SamplingParams
+from actors.protocol.messages import Commit, SamplingParams, TopTokens
+from actors.sampling.noise import NoiseStream, gumbel, noise_key
 from tests.actors.conftest import VOCAB_SIZE
 from tests.actors.drafters.jacobi.scripted_target import ScriptedTarget, rows_of
 
@@ -96,3 +99,33 @@ def test_the_draws_of_sampled_text_are_guessed_with_their_noise(open_room, make_
     open_room(config, wrap=Watching).serve(make_requests(4, max_tokens=60, temperature=1.0))
     assert len(agreed) > 40
     assert all(agreed) if guesses_draws else sum(agreed) < len(agreed)
+
+
+def candidates_of(context: Context, nodes: tuple[int, ...]) -> TopTokens:
+    """Three candidates at every node, the likeliest first: ten times its place, and the numbers behind that."""
+    own = np.array(nodes, np.int32)
+    token_ids = np.array([[10 * place + rank for rank in range(3)] for place in range(len(nodes))], np.int32)
+    probs = np.tile(np.array([0.5, 0.3, 0.2], np.float32), (len(nodes), 1))
+    contexts = np.stack([np.roll(own, 1), own], 1)
+    spans = ((context.request_id, len(context.token_ids), len(nodes)),)
+    return TopTokens(3, contexts.tobytes(), token_ids.tobytes(), probs.tobytes(), spans)
+
+
+@pytest.mark.parametrize(("temperature", "guesses_draws"), [(0.0, True), (0.0, False), (1.0, False), (1.0, True)])
+def test_a_guess_is_the_likeliest_candidate_or_the_draw_among_them(temperature, guesses_draws):
+    """The draw is that of the position, with the noise that the coupled rule takes."""
+    drafter = JacobiDrafter(guesses_draws=guesses_draws)
+    context = Context(1, 0, [1, 2, 3], 3, SamplingParams(temperature=temperature, seed=6))
+    (draft,) = drafter.propose([context], [4])
+    drafter.read_top_tokens(candidates_of(context, draft.tree.token_ids))
+    drafter.observe(context, Commit(1, 0, 3, (), (40,)))
+    context.extend([40])
+    expected = [10 * place for place in range(1, 5)]
+    if temperature and guesses_draws:
+        log_probs = torch.tensor([0.5, 0.3, 0.2]).log()
+        for place in range(1, 5):
+            row = torch.tensor([[10 * place, 10 * place + 1, 10 * place + 2]], dtype=torch.int32)
+            noise = gumbel([noise_key(6, NoiseStream.COUPLED, 3 + place)], row)[0]
+            expected[place - 1] += int((log_probs + noise).argmax())
+        assert expected != [10, 20, 30, 40]
+    assert list(drafter.propose([context], [4])[0].tree.token_ids[1:]) == expected
