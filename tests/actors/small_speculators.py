@@ -16,8 +16,8 @@ from cluster.tools.training.speculators.recipes import RECIPES
 from cluster.tools.training.speculators.streams import StreamsOptions
 from parallel.speculators.config import FINAL
 
-_STEPS = 40
-_ROWS, _LENGTH = 12, 48
+_STEPS = 30
+_ROWS, _LENGTH = 12, 32
 
 
 @cache

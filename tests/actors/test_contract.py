@@ -62,11 +62,11 @@ DRAFTERS = {
     "pard": ModelDrafterConfig(path="pard", num_draft_tokens=5),
     "pard-tree": ModelDrafterConfig(path="pard", strategy=Strategy.tree, num_draft_tokens=12, depth=4, width=3),
     "auto": AutoDrafterConfig(
-        drafters=(
+        drafters=[
             NgramDrafterConfig(min_ngram=1),
             RecyclingDrafterConfig(num_draft_tokens=9, width=3),
             ModelDrafterConfig(num_draft_tokens=5, kv_slots=4096),
-        ),
+        ],
         num_draft_tokens=9,
     ),
     "online": ModelDrafterConfig(num_draft_tokens=5, online=True),
@@ -266,7 +266,7 @@ def test_nodes_that_the_target_gives_up_change_no_token(open_room, make_requests
 
 def test_a_speculator_begins_with_one_token(open_room, make_requests):
     """Which has no features before it, so that draft layers have no row to draft from."""
-    requests = make_requests(2, max_tokens=12, longest=2)
+    requests = make_requests(4, max_tokens=24, longest=2)
     assert all(len(request.prompt) == 1 for request in requests)
     plain = open_room(pipeline="plain").serve(requests)
     room = open_room(SPECULATORS["eagle3"], attached=True).serve(requests)
@@ -294,7 +294,7 @@ def test_the_confidence_of_a_block_decides_how_long_drafts_are(open_room, make_r
 def speculators_in_pipelines():
     """Every speculator in every pipeline, by default in one of them; length rules end drafts that are made in turn."""
     for pair in every_drafter_in_turn(["sync", "pearl", "branches", "tree", "pingpong"], SPECULATORS):
-        name, pipeline = pair.values
+        name, pipeline = map(str, pair.values)
         ends_by_itself = pipeline in AHEAD and SPECULATORS[name].chooses_lengths
         if name not in ON_ITS_LAYERS and not ends_by_itself:
             yield pair
@@ -398,8 +398,8 @@ def test_preemption_and_chunked_prefill_change_no_token(
 ):
     requests = make_requests(5, max_tokens=30, temperature=temperature)
     if ("shorter preemption", temperature) not in plain_tokens:
-        plain_tokens["preemption", temperature] = open_room(pipeline="plain").serve(requests)
-    plain = plain_tokens["preemption", temperature]
+        plain_tokens["shorter preemption", temperature] = open_room(pipeline="plain").serve(requests)
+    plain = plain_tokens["shorter preemption", temperature]
     limits = SchedulerConfig(3, 40, 16)
     room = open_room(DRAFTERS[drafter], limits=limits, slots=130, attached=attached).serve(requests)
     assert (room.tokens, room.ends) == (plain.tokens, plain.ends)
